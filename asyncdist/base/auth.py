@@ -57,12 +57,12 @@ def dial(token: str | None, purpose: str, nonce: bytes) -> Handshake:
             f"the answer did not come from an asyncdist {purpose} (it began with {greeting[:12]!r}); check host and port"
         )
     nonces = nonce + greeting[len(MAGIC) :]
-    yield _proof(token, b"d", purpose, nonces)
+    yield proof(token, b"d", purpose, nonces)
     answer = yield 1 + PROOF_NBYTES
     if answer[:1] != ACCEPTED:
         refused = "refused the token of this process" if token else "requires a token, and this process has none"
         raise AuthenticationError(f"the {purpose} {refused}")
-    if not hmac.compare_digest(answer[1:], _proof(token, b"a", purpose, nonces)):
+    if not hmac.compare_digest(answer[1:], proof(token, b"a", purpose, nonces)):
         raise AuthenticationError(f"the {purpose} could not prove that it holds the same token")
 
 
@@ -78,14 +78,15 @@ def accept(token: str | None, purpose: str, nonce: bytes) -> Handshake:
         raise ProtocolError(f"a connection speaks another protocol (it began with {greeting[:12]!r})")
     nonces = greeting[len(MAGIC) :] + nonce
     yield MAGIC + nonce
-    proof = yield PROOF_NBYTES
-    if not hmac.compare_digest(proof, _proof(token, b"d", purpose, nonces)):
+    received = yield PROOF_NBYTES
+    if not hmac.compare_digest(received, proof(token, b"d", purpose, nonces)):
         yield REFUSED + bytes(PROOF_NBYTES)
         raise AuthenticationError("a connection did not hold the token of this process")
-    yield ACCEPTED + _proof(token, b"a", purpose, nonces)
+    yield ACCEPTED + proof(token, b"a", purpose, nonces)
 
 
-def _proof(token: str | None, side: bytes, purpose: str, nonces: bytes) -> bytes:
+def proof(token: str | None, side: bytes, purpose: str, nonces: bytes) -> bytes:
+    """Return the HMAC by which one side (``b"d"`` or ``b"a"``) proves that it holds the token."""
     return hmac.digest((token or "").encode(), b"|".join((side, purpose.encode(), nonces)), "sha256")
 
 

@@ -54,6 +54,10 @@ TransferResult = tuple[Any, DeviceEvent]
 class DevicePointToPoint:
     """The sends and receives of one rank.
 
+    Attributes:
+        executor: Runs every step of a transfer.
+        refused: Pairs of a rank in the group and a backend that cannot carry messages to it.
+
     Args:
         host: CPU group with the same ranks.
         context: Context with a stream for point-to-point operations.
@@ -76,8 +80,7 @@ class DevicePointToPoint:
         self._numbers = itertools.count()
         self._piece_nbytes = max(1, context.host.mesh.config.device_piece_nbytes)
         self._backends: dict[str, DeviceP2P] | None = None
-        self._refused: set[tuple[int, str]] = set()
-        """Pairs of a rank in the group and a backend that cannot carry messages to it."""
+        self.refused: set[tuple[int, str]] = set()
         # Carries the control messages, so that they cannot match the user's tags.
         self._control_group = SideGroup(context.host, "control_group")
 
@@ -127,7 +130,7 @@ class DevicePointToPoint:
             try:
                 return None, (yield from backend.send(data, channel, before))
             except TransferRefused as why:
-                self._refused.add((peer, backend.name))
+                self.refused.add((peer, backend.name))
                 log.info("messages to rank %d cannot use %s: %s", host.ranks[peer], backend.name, why)
         return None, (yield from self._send_by_host(data, channel, before))
 
@@ -221,17 +224,18 @@ class DevicePointToPoint:
     # -- backends ------------------------------------------------------------------------------
 
     def _candidates(self, peer: int, nbytes: int) -> Iterator[DeviceP2P]:
-        for name, backend in self._all_backends().items():
-            if nbytes > backend.min_nbytes and (peer, name) not in self._refused:
+        for name, backend in self.backends.items():
+            if nbytes > backend.min_nbytes and (peer, name) not in self.refused:
                 yield backend
 
     def _backend(self, name: str) -> DeviceP2P:
-        backend = self._all_backends().get(name)
+        backend = self.backends.get(name)
         if backend is None:
             raise TransferRefused(f"rank {self._context.host.ranks[self._context.rank]} does not have this backend")
         return backend
 
-    def _all_backends(self) -> dict[str, DeviceP2P]:
+    @property
+    def backends(self) -> dict[str, DeviceP2P]:
         """Return the usable backends by name, the preferred first; they are created on first use."""
         if self._backends is None:
             self._backends = {}

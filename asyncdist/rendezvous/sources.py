@@ -116,7 +116,7 @@ async def _open_agent_store(method: InitMethod, key: str, config: Config, limit:
     of torch's, and is used with asyncdist's client.
     """
     where = f"torchrun's store at {method.host}:{method.port}"
-    await _wait_until_listening(method, where, limit)
+    await wait_until_listening(method, where, limit)
     try:
         native = (
             await _connect_natively(method, config, limit) if config.token or config.allow_unauthenticated else None
@@ -171,7 +171,7 @@ async def _connect_natively(method: InitMethod, config: Config, limit: TimeLimit
         await asyncio.wait([connecting])
 
 
-async def _wait_until_listening(method: InitMethod, where: str, limit: TimeLimit) -> None:
+async def wait_until_listening(method: InitMethod, where: str, limit: TimeLimit) -> None:
     """Wait until a server listens there: the wait of torch's own client cannot be cancelled."""
     seen = ""
     async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, limit.deadline):

@@ -1,4 +1,4 @@
-"""The handshake believes nobody who cannot prove that it holds the token, on either side; without sockets."""
+"""The authentication handshake, run without sockets."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def impostor(*answers):
 
 
 @pytest.mark.parametrize("token", [None, "secret"])
-def test_who_holds_the_same_token_is_believed_on_both_sides(token):
+def test_equal_tokens_authenticate_both_sides(token):
     theirs, ours, *_ = talk(dial(token, "store", D_NONCE), accept(token, "store", A_NONCE))
     assert theirs is ours is None
 
 
 @pytest.mark.parametrize(("one", "other"), [("secret", "wrong"), ("secret", None), (None, "secret")])
-def test_who_holds_another_token_is_refused_and_told(one, other):
+def test_different_token_is_refused_on_both_sides(one, other):
     told, noted, *_ = talk(dial(one, "store", D_NONCE), accept(other, "store", A_NONCE))
     assert isinstance(told, AuthenticationError)
     assert isinstance(noted, AuthenticationError)
 
 
-def test_a_token_proved_for_the_store_opens_no_link_between_ranks():
+def test_proof_for_one_purpose_is_refused_for_another():
     told, noted, *_ = talk(dial("secret", "store", D_NONCE), accept("secret", "rank", A_NONCE))
     assert isinstance(told, AuthenticationError)
     assert isinstance(noted, AuthenticationError)
@@ -75,18 +75,18 @@ def test_a_token_proved_for_the_store_opens_no_link_between_ranks():
     [
         lambda greeting, proof: ACCEPTED + bytes(PROOF_NBYTES),
         lambda greeting, proof: ACCEPTED + proof,
-        lambda greeting, proof: ACCEPTED + auth._proof("wrong", b"a", "store", greeting[len(MAGIC) :] + A_NONCE),
-        lambda greeting, proof: ACCEPTED + auth._proof("secret", b"a", "store", D_NONCE[1:] + b"?" + A_NONCE),
+        lambda greeting, proof: ACCEPTED + auth.proof("wrong", b"a", "store", greeting[len(MAGIC) :] + A_NONCE),
+        lambda greeting, proof: ACCEPTED + auth.proof("secret", b"a", "store", D_NONCE[1:] + b"?" + A_NONCE),
     ],
     ids=["nothing", "the dialler's own proof", "another token's", "that of another connection"],
 )
-def test_a_dialler_believes_nobody_who_lets_it_in_without_the_token(answer):
+def test_dialler_refuses_an_acceptor_without_the_token(answer):
     told, *_ = talk(dial("secret", "store", D_NONCE), impostor(answer))
     assert isinstance(told, AuthenticationError)
     assert "could not prove" in str(told)
 
 
-def test_what_was_overheard_opens_no_second_connection():
+def test_replayed_handshake_is_refused():
     """A proof holds for the numbers of its own connection: the acceptor's is new each time."""
     *_, said, _ = talk(dial("secret", "store", D_NONCE), accept("secret", "store", A_NONCE))
 
@@ -99,7 +99,7 @@ def test_what_was_overheard_opens_no_second_connection():
     assert isinstance(noted, AuthenticationError)
 
 
-def test_a_dialler_without_tls_is_told_what_it_lacks():
+def test_dialler_without_tls_is_told_to_use_tls():
     def guarded():
         yield len(MAGIC) + NONCE_NBYTES
         yield auth.WANTS_TLS
@@ -113,7 +113,7 @@ def test_a_dialler_without_tls_is_told_what_it_lacks():
     assert said == MAGIC + D_NONCE
 
 
-def test_who_speaks_something_else_is_told_apart_before_any_proof():
+def test_other_protocol_is_detected_before_any_proof():
     def stranger():
         yield b"GET / HTTP/1.1\r\n".ljust(len(MAGIC) + NONCE_NBYTES)
 
@@ -123,7 +123,7 @@ def test_who_speaks_something_else_is_told_apart_before_any_proof():
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 10])
-def test_who_reads_only_what_is_missing_leaves_unread_what_follows(chunk):
+def test_driver_leaves_bytes_after_the_handshake_unread(chunk):
     def sides():
         return dial("secret", "store", D_NONCE), accept("secret", "store", A_NONCE)
 

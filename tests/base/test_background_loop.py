@@ -1,4 +1,4 @@
-"""The process's background loop: how it is wound down, and what may keep it from that."""
+"""The process's background loop: how it closes, and tasks that delay its end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def sleep_or(then):
         then()
 
 
-def test_a_task_that_another_one_starts_at_its_end_is_cancelled_too(own, caplog):
+def test_close_cancels_tasks_started_by_cancelled_tasks(own, caplog):
     ended, started = [], []
 
     def start(left):
@@ -63,7 +63,7 @@ def test_a_task_that_another_one_starts_at_its_end_is_cancelled_too(own, caplog)
     assert caplog.records == []
 
 
-def test_a_generator_that_is_left_half_way_is_closed_with_what_it_starts(own, caplog):
+def test_close_ends_async_generators_and_their_tasks(own, caplog):
     ended = []
 
     async def generate():
@@ -86,7 +86,7 @@ def test_a_generator_that_is_left_half_way_is_closed_with_what_it_starts(own, ca
     assert caplog.records == []
 
 
-def test_what_is_left_on_a_loop_that_closes_finds_that_loop_and_no_other():
+def test_closing_loop_is_still_the_background_loop():
     closing, found = background_loop(), []
     closing.submit(sleep_or(lambda: found.append(background_loop())))
     closing.call(lambda: None)
@@ -96,7 +96,7 @@ def test_what_is_left_on_a_loop_that_closes_finds_that_loop_and_no_other():
     assert background_loop() is not closing
 
 
-def test_a_loop_whose_thread_is_held_is_waited_for_no_longer_than_allowed(own):
+def test_close_waits_for_a_blocked_loop_with_a_timeout(own):
     held, go_on = threading.Event(), threading.Event()
 
     def hold():
@@ -112,7 +112,7 @@ def test_a_loop_whose_thread_is_held_is_waited_for_no_longer_than_allowed(own):
     assert own.closed
 
 
-def test_a_task_that_does_not_take_its_end_is_not_torn_apart(own, caplog):
+def test_task_that_ignores_cancellation_is_not_destroyed(own, caplog):
     stay = threading.Event()
 
     async def stubborn():
@@ -133,20 +133,20 @@ def test_a_task_that_does_not_take_its_end_is_not_torn_apart(own, caplog):
     assert caplog.records == []
 
 
-def test_who_runs_something_may_wait_for_a_while_only(own):
+def test_run_with_a_timeout(own):
     ended = threading.Event()
     with pytest.raises(TimeoutError):
         own.run(sleep_or(ended.set), 0.01)
     assert ended.wait(LONG)
 
 
-def test_a_loop_that_has_been_closed_takes_nothing(own):
+def test_closed_loop_refuses_coroutines(own):
     own.close()
     with pytest.raises(UsageError, match="ended"):
         own.run(asyncio.sleep(0))
 
 
-def test_a_connection_that_breaks_while_the_loop_is_wound_down_leaves_nothing(own, caplog):
+def test_connection_lost_while_the_background_loop_closes_leaves_nothing(own, caplog):
     server = background_loop().run(StoreServer.start("127.0.0.1", 0, stays=True))
     connected, breaks = threading.Event(), threading.Event()
 
@@ -174,7 +174,7 @@ def test_a_connection_that_breaks_while_the_loop_is_wound_down_leaves_nothing(ow
     assert caplog.records == []
 
 
-def test_a_connection_that_breaks_while_a_programs_own_loop_closes_leaves_nothing(new_loop, caplog):
+def test_connection_lost_while_the_users_loop_closes_leaves_nothing(new_loop, caplog):
     """What is started while asynchronous generators are closed is cancelled by nobody, in any program."""
     server = background_loop().run(StoreServer.start("127.0.0.1", 0, stays=True))
     lines, generators = [], []
@@ -227,7 +227,7 @@ elif sys.argv[1] == "mistaken":
 @pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.parametrize(("how", "status"), [("mistaken", 1), ("held", 0)])
-def test_a_process_ends_with_its_loop_or_without_it_and_says_nothing(how, status):
+def test_process_exits_silently_with_and_without_its_loop(how, status):
     ended = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", "-c", PROGRAM, how],
         capture_output=True,
@@ -240,7 +240,7 @@ def test_a_process_ends_with_its_loop_or_without_it_and_says_nothing(how, status
     assert (said[-1:] == ["KeyError: 'a mistake'"]) if status else (said == []), ended.stderr
 
 
-def test_where_no_thread_can_be_started_the_loop_is_closed_at_the_end_of_the_process_and_an_error_before(monkeypatch):
+def test_failed_thread_start_raises_except_at_exit(monkeypatch):
     def refuse(self):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 

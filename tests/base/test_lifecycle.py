@@ -1,4 +1,4 @@
-"""The end of a process and its fork: who does what in which order, whoever was imported first and whatever fails."""
+"""The exit and the fork of a process: the order of the registered calls, also after failures."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ IN_ORDER = ["asyncdist_transports.nccl.communicator", "asyncdist.store.server.em
 
 
 @pytest.mark.parametrize("turned", [1, -1])
-def test_parts_end_in_one_order_however_they_are_imported(turned):
+def test_exit_order_does_not_depend_on_import_order(turned):
     said, errors = said_by(IMPORTS, *[name for name in IN_ORDER[::turned] if name != "mesh"])
     assert said == IN_ORDER
     assert errors == ""
@@ -94,7 +94,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
-def test_peers_hear_goodbye_before_children_are_joined():
+def test_peers_are_notified_before_children_are_joined():
     assert said_by(CHILDREN, str(LONG))[0] == ["True"]
 
 
@@ -123,7 +123,7 @@ lifecycle.unregister_hooks(holder)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
-def test_a_forked_child_makes_every_call_in_order_and_its_parent_none():
+def test_after_fork_calls_run_in_order_in_the_child_only():
     said, errors = said_by(FORK)
     assert said == ["left", "fails", "last"]
     assert errors.count("ValueError: a mistake") == 1

@@ -23,11 +23,11 @@ def test_loopback_by_spelling(host):
 @pytest.mark.parametrize(
     "host", ["node0", "10.0.0.1", "fd00::1", "localhost.example.org", "0.0.0.0", "::", "fe80::1%eth0"]
 )
-def test_not_loopback_by_spelling(host):
+def test_other_hosts_are_not_loopback_by_spelling(host):
     assert not is_loopback(host)
 
 
-def test_a_mapped_address_is_what_it_maps_to():
+def test_ipv4_mapped_address_counts_as_ipv4():
     assert is_loopback("::ffff:127.0.0.1")
     assert not is_loopback("::ffff:10.0.0.1")
 
@@ -51,27 +51,27 @@ def test_names_are_no_addresses():
         ("ib", set()),
     ],
 )
-def test_rules(rule, names):
+def test_interface_rules(rule, names):
     assert {candidate.interface for candidate in addresses_of_interface(EVERY, rule)} == names
 
 
 @pytest.mark.parametrize("rule", ["", "^", "=", "^=,", " , "])
-def test_a_rule_that_names_nothing(rule):
+def test_interface_rule_without_a_name_is_refused(rule):
     with pytest.raises(ValueError, match="names no interface"):
         addresses_of_interface(EVERY, rule)
 
 
-def test_the_route_wins_if_it_is_let_through():
+def test_route_is_chosen_if_it_is_a_candidate():
     assert choose_address(EVERY, route="10.1.0.7") == "10.1.0.7"
     assert choose_address(addresses_of_interface(EVERY, "docker"), route="10.1.0.7") == "172.17.0.1"
 
 
-def test_the_route_says_which_family_peers_reach():
+def test_address_family_of_the_route_is_preferred():
     assert choose_address([ETH0, ETH0_6], route="fd00::99") == "fd00::7"
     assert choose_address([ETH0_6, ETH0], route="10.0.0.99") == "10.0.0.7"
 
 
-def test_loopback_is_the_last_resort_and_link_local_none():
+def test_loopback_is_chosen_last_and_link_local_never():
     assert choose_address([LO, ETH0_6]) == "fd00::7"
     assert choose_address([LO6, LO]) == "127.0.0.1"
     assert choose_address([ETH0_LINK]) is None
@@ -81,31 +81,37 @@ def test_loopback_is_the_last_resort_and_link_local_none():
 # -- what this host really has --------------------------------------------------------------------
 
 
-def test_the_loopback_interface_is_listed():
+def test_interfaces_include_loopback():
     listed = network.interface_addresses()
     assert "127.0.0.1" in {each.host for each in listed}
     assert {each.interface for each in listed} <= {name for _, name in socket.if_nameindex()} | {"(by host name)"}
 
 
-def test_the_kernels_ipv6_table(tmp_path):
+def test_ipv6_addresses_are_read_from_proc(tmp_path, monkeypatch):
+    def ipv6_addresses():
+        return [each for each in network.interface_addresses() if ":" in each.host]
+
     table = tmp_path / "if_inet6"
     table.write_text(
         "00000000000000000000000000000001 01 80 10 80       lo\n"
         "fe80000000000000000000fffe000001 04 40 20 80     eth0\n"
         "fd000000000000000000000000000002 04 40 00 82     eth0\n"
     )
-    assert list(network._ipv6_of_proc(table)) == [
+    monkeypatch.setattr(network, "_LINUX", True)
+    monkeypatch.setattr(network, "_IF_INET6", table)
+    assert ipv6_addresses() == [
         InterfaceAddress("lo", "::1"),
         InterfaceAddress("eth0", "fe80::ff:fe00:1"),
         InterfaceAddress("eth0", "fd00::2"),
     ]
-    assert list(network._ipv6_of_proc(tmp_path / "absent")) == []
+    table.unlink()
+    assert ipv6_addresses() == []
 
 
-def test_the_way_to_loopback_leaves_from_loopback():
+def test_route_to_loopback_is_loopback():
     assert network.address_towards("127.0.0.1") == "127.0.0.1"
 
 
-def test_local_addresses():
+def test_is_local():
     assert network.is_local("127.0.0.1")
     assert not network.is_local("198.51.100.1")

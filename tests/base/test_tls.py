@@ -1,6 +1,6 @@
-"""TLS: who has a certificate of the job's authority is let in, at the store and between ranks; nobody else is.
+"""TLS at the store and between ranks: only certificates of the job's authority are accepted.
 
-The certificates in tests/tls are for tests alone and valid for a hundred years; the authorities' keys are thrown away.
+The certificates in tests/tls are for tests only and valid for a hundred years. The authorities' keys were deleted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def connect(server: StoreServer, settings: Config, timeout: float = LONG) 
     return await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=timeout, config=settings)
 
 
-async def test_a_store_speaks_tls():
+async def test_store_over_tls():
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
         async with await connect(server, config()) as store:
             await store.set("k", b"v" * 1_000_000)
@@ -64,7 +64,7 @@ async def test_a_store_speaks_tls():
         await asyncio.to_thread(blocking)
 
 
-async def test_many_threads_share_a_connection_with_tls():
+async def test_threads_share_a_tls_connection():
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
 
         def shared() -> None:
@@ -92,7 +92,7 @@ STRANGERS = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("who", STRANGERS)
-async def test_a_stranger_is_turned_away(who, caplog, eventually):
+async def test_client_without_a_valid_certificate_is_refused(who, caplog, eventually):
     settings, why = STRANGERS[who]
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
         # Where it is the store that refuses, its log says why; the other side may see no more than that it hung up.
@@ -118,7 +118,7 @@ async def test_untrusted_client_stops_retrying(who):
             await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=60.0, config=settings)
 
 
-async def test_a_store_that_hangs_up_a_few_times_is_tried_again(monkeypatch):
+async def test_closed_connections_are_retried(monkeypatch):
     """As one does that ends, before another takes its place."""
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
         dialled = 0
@@ -136,7 +136,7 @@ async def test_a_store_that_hangs_up_a_few_times_is_tried_again(monkeypatch):
         assert dialled == 8
 
 
-async def test_a_name_that_is_not_the_stores():
+async def test_certificate_for_another_name_is_refused():
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config("elsewhere", None)) as server:
         with pytest.raises(AuthenticationError, match="IP address mismatch"):
             await connect(server, config(None))
@@ -144,7 +144,7 @@ async def test_a_name_that_is_not_the_stores():
             await store.set("k", b"v")
 
 
-async def test_without_tls_ours_are_turned_away_and_torchs_of_this_machine_are_not(caplog):
+async def test_plain_clients_are_refused_except_local_c10d_clients(caplog):
     settings = config(store_c10d="loopback")
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=settings) as server:
         plain = Config(token=TOKEN, store_reconnect=0.0)
@@ -163,7 +163,7 @@ async def test_without_tls_ours_are_turned_away_and_torchs_of_this_machine_are_n
         assert server.state.keys.peek("n") == b"2"
 
 
-async def test_the_silent_hold_up_nobody_and_are_dropped():
+async def test_silent_connections_block_no_client_and_are_dropped():
     settings = config(handshake_timeout=0.3)
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=settings) as server:
         silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
@@ -200,7 +200,7 @@ def test_unusable_certificate_files_raise_usage_error(tmp_path):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-async def test_ranks_speak_tls(size):
+async def test_ranks_over_tls(size):
     async with world_of(size, transport="tcp", config=config()) as groups:
         for count in (0, 1, 1000, 3_000_000):
             tensors = [torch.full((count,), float(rank + 1)) for rank in range(size)]
@@ -209,7 +209,7 @@ async def test_ranks_speak_tls(size):
                 assert torch.equal(tensor, torch.full((count,), size * (size + 1) / 2))
 
 
-async def test_ranks_check_addresses_where_they_are_told_to():
+async def test_tls_check_ranks_accepts_matching_addresses():
     async with world_of(2, transport="tcp", config=config(tls_check_ranks=True)) as groups:
         tensors = [torch.full((4,), rank + 1.0) for rank in range(2)]
         await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
@@ -217,7 +217,7 @@ async def test_ranks_check_addresses_where_they_are_told_to():
 
 
 @pytest.mark.parametrize("checks", [False, True])
-async def test_a_certificate_for_another_address(checks):
+async def test_rank_certificate_for_another_address(checks):
     settings = config("elsewhere", tls_check_hostname=False, tls_check_ranks=checks)
 
     async def reduce() -> None:
@@ -233,7 +233,7 @@ async def test_a_certificate_for_another_address(checks):
         await reduce()
 
 
-async def test_both_ways_at_once():
+async def test_large_messages_in_both_directions_over_tls():
     async with world_of(2, transport="tcp", config=config()) as groups:
         count = 2_000_000
         sent = [torch.arange(count) + rank for rank in range(2)]
@@ -246,7 +246,7 @@ async def test_both_ways_at_once():
         assert torch.equal(got[1], sent[0])
 
 
-def test_what_is_kept_is_sent_when_there_is_room():
+def test_kept_bytes_are_sent_when_the_socket_is_writable():
     ours, theirs = socket.socketpair()
     contexts = rank_contexts(config())
     dialler = TlsSocket(ours, contexts[1], serves=False)

@@ -1,10 +1,9 @@
-"""The list of what may go wrong with devices: each ends in an error that says what happened, or in a slower way."""
+"""Failures of devices: each raises an error that names the cause, or falls back to a slower backend."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import weakref
 
 import pytest
@@ -21,7 +20,7 @@ LARGE = 100_000
 
 
 class Room(bytearray):
-    """Memory of which one sees when it is let go of."""
+    """Memory that can be referenced weakly."""
 
 
 def in_room():
@@ -29,12 +28,12 @@ def in_room():
     return weakref.ref(room), torch.frombuffer(room, dtype=torch.float32)
 
 
-# -- a group that is aborted ---------------------------------------------------------------------------
+# -- abort -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv"])
-async def test_who_aborts_a_group_aborts_what_it_does_on_devices_everywhere(what):
-    """Also where the rank that aborts has shown the group no tensor on a device."""
+async def test_abort_reaches_device_operations_of_all_ranks(what):
+    """The aborting rank has used no tensor on a device."""
     async with world_of(2) as (aborting, waiting):
         device = device_group(waiting)
         room = torch.zeros(3)
@@ -51,8 +50,8 @@ async def test_who_aborts_a_group_aborts_what_it_does_on_devices_everywhere(what
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv"])
-def test_a_survivor_leaves_mapped_what_its_device_may_still_use(what, monkeypatch, caplog, until):
-    """The event of a process that was killed is never passed: nobody may wait for it for ever, nor unmap what is in use."""
+def test_survivor_keeps_memory_mapped_that_its_device_may_use(what, monkeypatch, caplog, until):
+    """The event of a killed process never completes: no thread may wait for it without a limit, or unmap its memory."""
     monkeypatch.setattr(leaving, "_CLOSE_TIMEOUT", 0.2)
     made = {0: [], 1: []}
     streams = [PretendStreams() for _ in range(2)]
@@ -64,19 +63,18 @@ def test_a_survivor_leaves_mapped_what_its_device_may_still_use(what, monkeypatc
         device.all_reduce(tensor).synchronize()
         if rank == 1:
             device.send(tensor, 0).wait() if what == "recv" else device.all_reduce(tensor).wait()
-            group.world.leave()  # as if it had been killed: no goodbye on the device
+            # Like a killed process, it does not end its device operations.
+            group.world.leave()
             device.close()
             return None
-        streams[0].hold()  # the device now waits for rank 1's
+        streams[0].hold()
         work = device.recv(tensor, 1) if what == "recv" else device.all_reduce(tensor)
         work.wait()
-        began = time.monotonic()
         with pytest.raises(PeerLostError) as caught:
             device.all_reduce(tensor).wait()
         assert caught.value.peer == 1
         device.close()
-        assert time.monotonic() - began < 15
-        # By the line's thread, perhaps; of what was reduced, and of messages where there were any.
+        # One warning for the collectives, and one for messages if there were any; perhaps by an executor's thread.
         until(lambda: caplog.text.count("stays mapped until this process ends") == len(made[0]))
         assert all(driver.mapped for driver in made[0]), "unmapped while the device may use it"
         streams[0].release()
@@ -85,11 +83,11 @@ def test_a_survivor_leaves_mapped_what_its_device_may_still_use(what, monkeypatc
     assert run_ranks(2, rank)[0] == "survived"
 
 
-# -- a device lost ------------------------------------------------------------------------------------
+# -- a lost device ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "messages"])
-def test_a_lost_device_is_told_to_everybody_and_closed_in_peace(what):
+def test_lost_device_fails_all_ranks(what):
     streams = [PretendStreams(f"GPU-{rank}") for rank in range(2)]
 
     def rank(group):
@@ -101,7 +99,8 @@ def test_a_lost_device_is_told_to_everybody_and_closed_in_peace(what):
             streams[1].broken = RuntimeError("CUDA error: unspecified launch failure")
 
         def go_on():
-            for _ in range(3):  # what was over on this device when the other one failed has ended well
+            # An operation that has completed here before the other device failed succeeds.
+            for _ in range(3):
                 if what == "messages":
                     (device.recv(tensor, 1) if rank == 0 else device.send(tensor, 0)).synchronize()
                 device.all_reduce(tensor).synchronize()
@@ -117,7 +116,7 @@ def test_a_lost_device_is_told_to_everybody_and_closed_in_peace(what):
 # -- out of memory in the staging pool ----------------------------------------------------------------
 
 
-def test_without_pinned_memory_copies_are_only_slower(monkeypatch, caplog):
+def test_without_pinned_memory_copies_use_pageable_memory(monkeypatch, caplog):
     streams, plain = CudaStreams.__new__(CudaStreams), torch.empty
     asked = []
 
@@ -135,7 +134,7 @@ def test_without_pinned_memory_copies_are_only_slower(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "messages"])
-async def test_without_any_memory_everybody_is_told(what):
+async def test_allocation_failure_reaches_all_ranks(what):
     class Full(PretendStreams):
         def pinned(self, count, dtype):
             raise RuntimeError("can't allocate memory")
@@ -151,12 +150,12 @@ async def test_without_any_memory_everybody_is_told(what):
             assert outcome.peer == 1
 
 
-# -- a tensor freed while its operation is in flight --------------------------------------------------
+# -- tensors dropped in flight -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kinds", [[], [cuda_ipc_over()]], ids=["staged", "cuda_ipc"])
 @pytest.mark.parametrize("background", [True, False])
-def test_tensors_let_go_of_live_until_the_device_is_done(kinds, background, until):
+def test_dropped_tensors_live_until_the_device_is_done(kinds, background, until):
     streams = [PretendStreams() for _ in range(2)]
 
     def rank(group):
@@ -164,7 +163,8 @@ def test_tensors_let_go_of_live_until_the_device_is_done(kinds, background, unti
         device = device_group(group, kinds, streams[rank])
         device.barrier().wait()
         seen, tensor = in_room()
-        if kinds:  # through the host, the call itself waits for the device
+        # The staged backend waits for the device in the call.
+        if kinds:
             streams[rank].hold()
         work = device.all_reduce(tensor, background=background)
         del tensor
@@ -180,7 +180,7 @@ def test_tensors_let_go_of_live_until_the_device_is_done(kinds, background, unti
     run_ranks(2, rank)
 
 
-# -- different devices under one index, no peer access, different versions -----------------------------
+# -- backends that cannot be used ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_tensors_let_go_of_live_until_the_device_is_done(kinds, background, unti
      "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version"],
     ids=["not visible", "no peer access", "versions"],
 )  # fmt: skip
-def test_memory_that_one_rank_cannot_map_is_reached_through_the_host(reason, caplog):
+def test_memory_that_one_rank_cannot_map_is_staged(reason, caplog):
     caplog.set_level(logging.INFO, "asyncdist")
 
     def rank(group):
@@ -208,7 +208,7 @@ def test_memory_that_one_rank_cannot_map_is_reached_through_the_host(reason, cap
     assert all(reason in line and "rank 1" in line for line in told)
 
 
-def test_a_device_that_cannot_be_reached_at_all_is_no_obstacle(caplog):
+def test_backend_that_cannot_be_created_is_not_used(caplog):
     caplog.set_level(logging.INFO, "asyncdist")
 
     class Broken(cuda_ipc_over()):
@@ -228,14 +228,12 @@ def test_a_device_that_cannot_be_reached_at_all_is_no_obstacle(caplog):
     assert "point-to-point over cuda_ipc is not available: RuntimeError: cudaErrorDevicesUnavailable" in caplog.text
 
 
-async def test_one_group_failing_leaves_the_others():
+async def test_failed_group_leaves_other_groups_usable():
     streams = [PretendStreams() for _ in range(2)]
     async with devices_of(2, [cuda_ipc_over()], streams) as groups:
-        others = [
-            device_group(group.world_group, [cuda_ipc_over()], name="other") for group in map(_with_world, groups)
-        ]
+        others = [device_group(group.host.world.group, [cuda_ipc_over()], name="other") for group in groups]
         await asyncio.gather(*(group.all_reduce(torch.ones(LARGE)) for group in [*groups, *others]))
-        groups[0]._fail_all(GroupAbortedError("enough"))
+        groups[0].host.abort("enough")
         for group in groups:
             with pytest.raises(GroupError):
                 await group.all_reduce(torch.ones(LARGE))
@@ -244,8 +242,3 @@ async def test_one_group_failing_leaves_the_others():
         assert all(tensor[0] == 2 for tensor in tensors)
         for group in others:
             group.close()
-
-
-def _with_world(group):
-    group.world_group = group._host.world.group
-    return group

@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).with_name("program_on_device.py")
 @pytest.mark.processes
 @pytest.mark.parametrize("message", [False, True], ids=["all_reduce", "recv"])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_every_survivor_is_told_who_is_gone(transport, message, tmp_path):
+def test_every_survivor_names_the_killed_rank(transport, message, tmp_path):
     meeting = (tmp_path / "meeting").as_uri()
     with Nursery() as nursery:
         ranks = [nursery.start(PROGRAM, "lose_a_peer", rank, 3, meeting, transport, message) for rank in range(3)]

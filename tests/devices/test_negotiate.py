@@ -1,4 +1,4 @@
-"""Which way the ranks take between their devices: a table of what each can do, and what all come to."""
+"""Negotiation of the device backend, and the registry of backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ made = []
 
 
 class Fancy(PretendStaged):
-    """A way that can be gone as each rank's ``plan`` says."""
+    """A backend that behaves on each rank as the rank's ``plan`` says."""
 
     name = "fancy"
     plans: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ def _made_anew():
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
-async def test_all_ranks_come_to_the_same_answer(plans, way, words, caplog, eventually):
+async def test_all_ranks_choose_the_same_backend(plans, way, words, caplog, eventually):
     caplog.set_level(logging.INFO, "asyncdist")
     kind = type("Planned", (Fancy,), {"plans": plans})
     async with devices_of(3, [kind]) as groups:
@@ -77,14 +77,14 @@ async def test_all_ranks_come_to_the_same_answer(plans, way, words, caplog, even
         told = [record.message for record in caplog.records if "tensors by" in record.message]
         assert len(told) == 3
         assert all(words in each for each in told)
-        # What is left on one rank is left on all, and closed there; one that could not be made has nothing to close.
+        # A backend that is not chosen is closed on every rank that created it.
         left = [each for each in made if each.plan != "cannot be made"]
         assert {each.closed for each in left} == {0 if way == "fancy" else 1}
-    await eventually(lambda: all(each.closed for each in left))  # by threads of the groups' own, perhaps
+    await eventually(lambda: all(each.closed for each in left))  # perhaps by executors' threads
     assert {each.closed for each in left} == {1}
 
 
-async def test_a_way_that_cannot_be_gone_in_this_process_is_not_even_made(monkeypatch):
+async def test_backend_whose_probe_fails_is_not_created(monkeypatch):
     monkeypatch.setattr(Fancy, "probe", classmethod(lambda kind: "no cupy"))
     async with devices_of(2, [Fancy]) as groups:
         await asyncio.gather(*(group.barrier() for group in groups))
@@ -92,7 +92,7 @@ async def test_a_way_that_cannot_be_gone_in_this_process_is_not_even_made(monkey
     assert not made
 
 
-async def test_the_first_of_several_that_all_can_go_is_taken():
+async def test_first_backend_that_all_ranks_can_start_is_chosen():
     first = type("First", (Fancy,), {"plans": ("", "does not open"), "name": "first"})
     second = type("Second", (Fancy,), {"plans": ("", ""), "name": "second"})
     third = type("Third", (Fancy,), {"plans": ("", ""), "name": "third"})
@@ -104,24 +104,24 @@ async def test_the_first_of_several_that_all_can_go_is_taken():
         ]  # fmt: skip
 
 
-async def test_ranks_that_cannot_meet_close_what_they_made(eventually):
+async def test_failed_negotiation_closes_the_created_backends(eventually):
     kind = type("Planned", (Fancy,), {"plans": ("", "")})
     async with devices_of(2, [kind]) as groups:
         meeting = groups[0].barrier()
         await eventually(lambda: made)
-        late = groups[0].barrier(timeout=0.05)  # the other one never comes
+        late = groups[0].barrier(timeout=0.05)  # the other rank never calls it
         for outcome in await asyncio.gather(meeting, late, return_exceptions=True):
             assert isinstance(outcome, OperationTimeoutError)
-    await eventually(lambda: all(each.closed for each in made))  # by a thread of the group's own, once it has failed
+    await eventually(lambda: all(each.closed for each in made))  # perhaps by an executor's thread
     assert [each.closed for each in made] == [1]
 
 
-# -- what is announced ------------------------------------------------------------------------------
+# -- the registry ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def checkout(monkeypatch):
-    """As in a checkout that was not installed: nothing has metadata."""
+    """Pretend that the package is not installed: no package has metadata."""
     caches = registry._announced, registry.load_class
     for cached in caches:
         cached.cache_clear()
@@ -131,20 +131,20 @@ def checkout(monkeypatch):
         cached.cache_clear()
 
 
-def test_a_checkout_announces_what_it_would_once_installed(checkout):
+def test_checkout_has_the_entry_points_of_its_pyproject(checkout):
     assert registry.names() == ["inproc", "shm", "tcp"]
     assert registry.names(registry.ENSEMBLES) == ["cuda_ipc", "nccl", "staged"]
     assert [kind.name for kind in registry.selected("tcp")] == ["tcp"]
 
 
-def test_without_a_checkout_nothing_is_announced(checkout, monkeypatch, tmp_path):
+def test_without_checkout_and_metadata_no_transport_is_found(checkout, monkeypatch, tmp_path):
     monkeypatch.setattr(registry, "_CHECKOUT", tmp_path)
     assert registry.names() == []
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\n')
     assert registry.names(registry.ENSEMBLES) == []
 
 
-def test_ways_by_name():
+def test_device_backends_by_name():
     def of(backend):
         return [kind.name for kind in registry.device_backends(backend, "cuda")]
 
@@ -157,7 +157,7 @@ def test_ways_by_name():
         registry.device_backends("cuda:pigeon", "cuda")
 
 
-def test_a_way_that_cannot_be_loaded_is_left_out_unless_it_is_asked_for(monkeypatch):
+def test_backend_that_cannot_be_loaded_raises_only_if_named(monkeypatch):
     def load(name, group, load=registry.load_class):
         if name == "staged":
             return load(name, group)

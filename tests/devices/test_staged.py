@@ -1,4 +1,4 @@
-"""Every collective on a pretended device, through pinned memory of the host, against plain arithmetic."""
+"""The staged backend: every collective on a pretended device, compared with plain arithmetic."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.support.devices import device_group, devices_of
 MOVED = [torch.uint8, torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64]
 
 
-def of_a_device(made):
-    """Leave out the one operation that people call about hosts."""
-    return (drill for drill in made if drill.name != "monitored_barrier")
+def of_a_device(cases):
+    """Leave out the operation that device groups do not have."""
+    return (case for case in cases if case.name != "monitored_barrier")
 
 
 async def run_through(groups, made):
@@ -52,15 +52,15 @@ async def test_every_reduction(dtype):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("nbytes", [4, 64, 4096])
-async def test_large_tensors_go_in_pieces(transport, nbytes):
-    # Fewer pieces than go at once, as many, and many more; the last one is shorter.
+async def test_large_tensors_are_pipelined_in_pieces(transport, nbytes):
+    # Fewer pieces than are in flight, as many, and many more; the last one is shorter.
     config = replace(Config(), device_piece_nbytes=nbytes)
     async with devices_of(2, transport=transport, config=config) as groups:
         for count in (0, 1, 17, 257):
             await run_through(groups, collective_cases(2, count, torch.float32))
 
 
-async def test_schedules_are_forced_on_the_host_alone():
+async def test_forced_schedules_apply_to_the_host_only():
     async with devices_of(2, transport="shm", config=Config(algorithm="all_reduce=ring,gather=star")) as groups:
         await run_through(groups, collective_cases(2, 100, torch.float32))
 
@@ -77,15 +77,14 @@ async def test_several_calls_in_flight(transport):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_blocking_and_background_in_turn(together, transport, size):
-    """All ranks run the same calls; each waits as its turn says, and what one leaves going on the next one follows."""
+def test_blocking_and_background_calls_in_turn(together, transport, size):
     made = list(of_a_device(collective_cases(size, 200, torch.float32)))
 
     def program(group):
         on = device_group(group)
         works = []
         for turn, drill in enumerate(made):
-            # A receive stands in a drill before its send: only what has one operation a rank may block.
+            # Only cases with one operation per rank may block: a receive may precede its send.
             background = (turn + group.rank()) % 2 == 0 or "circle" in drill.name or "any" in drill.name
             works += drill.start(on, background=background or "tags" in drill.name)
         for work in works:
@@ -108,14 +107,14 @@ async def test_strided_and_empty_tensors():
         await asyncio.gather(*(group.all_reduce(torch.empty(0)) for group in groups))
 
 
-async def test_a_message_into_a_strided_tensor():
+async def test_message_into_a_strided_tensor():
     async with devices_of(2) as (first, second):
         sent, into = torch.arange(6.0).reshape(2, 3).t(), torch.zeros(6, 2)[::2]
         await asyncio.gather(first.send(sent, 1), second.recv(into, 0))
         assert torch.equal(into, sent)
 
 
-async def test_a_tensor_of_another_device_is_refused():
+async def test_tensor_on_another_device_is_refused():
     async with devices_of(2) as groups:
         elsewhere = torch.empty(4, device="meta")
         for call in (

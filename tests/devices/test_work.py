@@ -1,4 +1,4 @@
-"""What a caller of an operation on a device may rely on: in which order streams go, who waits for what, what is refused."""
+"""The work of a device operation: order of streams, waiting, refusals and failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.each_loop
 
 @pytest.fixture
 def alone(together):
-    """Run a program on one rank's device: ``alone(lambda group, streams: ...)``; kinds as they are wanted."""
+    """Run ``program(device, streams)`` on the device of a single rank."""
 
     def alone(program, kinds=(Queued,)):
         def rank(group):
@@ -47,18 +47,18 @@ def alone(together):
 
 
 @pytest.mark.parametrize("kinds", [(), (Queued,)], ids=["staged", "queued"])
-def test_our_stream_follows_the_callers_before_anything_else(alone, kinds):
+def test_communication_stream_first_waits_for_the_callers_stream(alone, kinds):
     def program(group, streams):
         group.all_reduce(torch.ones(4)).wait()
         assert streams.log[:2] == [("record_event", "caller"), ("wait_event", "ours")]
         ours = streams.asked("ours")
         assert ours.index("wait_event") < ours.index("record_event")
-        assert ours[-1] == "record_event"  # the last step: what comes after it in our stream is another call's
+        assert ours[-1] == "record_event"
 
     alone(program, kinds)
 
 
-def test_wait_has_the_callers_stream_follow_ours(alone):
+def test_wait_orders_the_callers_stream_after_the_operation(alone):
     def program(group, streams):
         group.all_reduce(torch.ones(4)).synchronize()
         streams.hold()
@@ -66,7 +66,7 @@ def test_wait_has_the_callers_stream_follow_ours(alone):
         streams.log.clear()
         assert work.wait()
         assert streams.asked("caller") == ["wait_event"]
-        assert not work.is_completed()  # and did not wait for the device
+        assert not work.is_completed()
         streams.release()
         work.synchronize()
         assert work.is_completed()
@@ -75,7 +75,7 @@ def test_wait_has_the_callers_stream_follow_ours(alone):
     alone(program)
 
 
-def test_what_comes_behind_an_operation_is_behind_nothing_else(alone):
+def test_ordered_after_orders_after_one_operation(alone):
     def program(group, streams):
         work = group.all_reduce(torch.ones(4))
         work.wait()
@@ -86,7 +86,7 @@ def test_what_comes_behind_an_operation_is_behind_nothing_else(alone):
     alone(program)
 
 
-def test_a_blocking_call_orders_the_callers_stream(alone):
+def test_blocking_call_orders_the_callers_stream(alone):
     def program(group, streams):
         group.all_reduce(torch.ones(4)).wait()
         streams.hold()
@@ -98,7 +98,7 @@ def test_a_blocking_call_orders_the_callers_stream(alone):
     alone(program)
 
 
-def test_calls_stand_in_our_stream_in_the_order_of_the_calls(alone):
+def test_calls_are_enqueued_in_issue_order(alone):
     def program(group, streams):
         tensor = torch.zeros(1)
         works = [group.all_reduce(tensor) for _ in range(50)]
@@ -112,10 +112,10 @@ def test_calls_stand_in_our_stream_in_the_order_of_the_calls(alone):
 # -- waiting ----------------------------------------------------------------------------------------
 
 
-async def test_a_loop_turns_while_the_device_is_busy(eventually):
+async def test_loop_runs_while_the_device_is_busy(eventually):
     streams = [PretendStreams() for _ in range(2)]
     async with devices_of(2, streams=streams) as groups:
-        await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))  # the ranks have met
+        await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
         for each in streams:
             each.hold()
         ticks = 0
@@ -143,7 +143,7 @@ async def _awaited(work):
     return await work
 
 
-async def test_a_cancelled_await_leaves_the_operation_going():
+async def test_cancelled_await_leaves_the_operation_running():
     streams = PretendStreams()
     async with devices_of(1, [Queued], [streams]) as [group]:
         await group.all_reduce(torch.ones(1))
@@ -155,10 +155,10 @@ async def test_a_cancelled_await_leaves_the_operation_going():
         assert torch.equal(await work, torch.full((1,), 2.0))
 
 
-def test_results_and_limits_of_waiting(alone):
+def test_result_and_timeouts_before_the_operation_is_enqueued(alone):
     def program(group, streams):
         streams.hold()
-        # Its pinned copy never comes down: the line is at it, so it stands in no queue yet.
+        # The staged backend waits for the copy to the host, so the call is not enqueued.
         work = group.all_reduce(torch.ones(4))
         with pytest.raises(UsageError, match="not completed"):
             work.result()
@@ -174,7 +174,7 @@ def test_results_and_limits_of_waiting(alone):
     alone(program, ())
 
 
-def test_a_future_is_complete_when_the_data_is_there(alone, until):
+def test_future_completes_with_the_data(alone, until):
     def program(group, streams):
         group.all_reduce(torch.ones(4)).wait()
         streams.hold()
@@ -186,7 +186,7 @@ def test_a_future_is_complete_when_the_data_is_there(alone, until):
     alone(program)
 
 
-def test_works_joined_are_waited_for_like_each_of_them(alone):
+def test_wait_of_joined_works(alone):
     def program(group, streams):
         group.all_reduce(torch.ones(4)).wait()
         streams.hold()
@@ -201,7 +201,7 @@ def test_works_joined_are_waited_for_like_each_of_them(alone):
     alone(program)
 
 
-async def test_works_joined_can_be_awaited():
+async def test_await_of_joined_works():
     async with devices_of(2) as groups:
         tensors = [[torch.ones(4), torch.ones(3)] for _ in groups]
         works = [joined([g.all_reduce(one) for one in pair]) for g, pair in zip(groups, tensors, strict=True)]
@@ -209,10 +209,10 @@ async def test_works_joined_can_be_awaited():
         assert all(torch.equal(one, torch.full_like(one, 2)) for pair in tensors for one in pair)
 
 
-async def test_waiting_on_the_loop_that_would_do_it_is_refused():
+async def test_blocking_on_the_driving_loop_is_refused():
     streams = [PretendStreams() for _ in range(2)]
     async with devices_of(2, streams=streams) as groups:
-        work = groups[0].all_reduce(torch.ones(1))  # its peer has not come
+        work = groups[0].all_reduce(torch.ones(1))  # its peer has not called it
         for wait in (work.wait, work.synchronize):
             with pytest.raises(LoopThreadError):
                 wait()
@@ -221,24 +221,24 @@ async def test_waiting_on_the_loop_that_would_do_it_is_refused():
         await asyncio.gather(work, groups[1].all_reduce(torch.ones(1)))
 
 
-# -- what is refused, and what fails -----------------------------------------------------------------
+# -- refusals and failures --------------------------------------------------------------------------
 
 
-def test_capture_into_a_graph_is_refused(alone):
+def test_capture_into_a_cuda_graph_is_refused(alone):
     def program(group, streams):
         streams.captures = True
         for call in (lambda: group.all_reduce(torch.ones(1)), group.barrier):
             with pytest.raises(UnsupportedError, match="cannot be captured into a CUDA graph"):
                 call()
         streams.captures = False
-        group.all_reduce(torch.ones(1)).wait()  # and nothing is left of it
+        group.all_reduce(torch.ones(1)).wait()
 
     alone(program)
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_device_that_is_held_for_ever_ends_in_a_timeout_on_all_ranks(together, until, background):
-    """Or in the news of the other's, which may come first."""
+def test_stuck_device_times_out_on_all_ranks(together, until, background):
+    """A rank may receive the other rank's timeout before its own."""
     held = [PretendStreams() for _ in range(2)]
 
     def program(group):
@@ -251,7 +251,7 @@ def test_a_device_that_is_held_for_ever_ends_in_a_timeout_on_all_ranks(together,
             until(lambda: on.error is not None)
             streams.release()
 
-        # A blocking call sits in the event itself, until somebody lets the device go on.
+        # A blocking call waits in the event, until this thread releases the device.
         releasing = threading.Thread(target=release_once_it_has_failed)
         releasing.start()
         work = on.all_reduce(torch.ones(4), background=background, timeout=0.3)
@@ -259,7 +259,7 @@ def test_a_device_that_is_held_for_ever_ends_in_a_timeout_on_all_ranks(together,
             work.synchronize()
         assert 0.3 <= float(re.search(r"not completed after (\d+\.\d) s", str(late.value))[1]) < on.timeout
         with pytest.raises((OperationTimeoutError, GroupAbortedError)):
-            on.all_reduce(torch.ones(4)).wait()  # the group is gone: nobody knows what the device has done of it
+            on.all_reduce(torch.ones(4)).wait()
         releasing.join()
         on.close()
         return late.type
@@ -267,7 +267,7 @@ def test_a_device_that_is_held_for_ever_ends_in_a_timeout_on_all_ranks(together,
     assert OperationTimeoutError in together(2, program)
 
 
-async def test_what_a_device_reports_is_told_to_everybody():
+async def test_device_error_reaches_all_ranks():
     streams = [PretendStreams() for _ in range(3)]
     async with devices_of(3, streams=streams) as groups:
         await asyncio.gather(*(group.all_reduce(torch.ones(1)) for group in groups))
@@ -282,7 +282,7 @@ async def test_what_a_device_reports_is_told_to_everybody():
                 await group.barrier()
 
 
-async def test_a_failure_in_the_midst_of_a_call_is_told_to_everybody():
+async def test_failure_inside_a_call_reaches_all_ranks():
     class Failing(Queued):
         name = "failing"
 
@@ -301,7 +301,7 @@ async def test_a_failure_in_the_midst_of_a_call_is_told_to_everybody():
             assert "rank 1 failed: out of pinned memory" in str(outcome)
 
 
-async def test_a_destroyed_group_fails_what_is_pending():
+async def test_destroyed_group_fails_pending_operations():
     streams = [PretendStreams() for _ in range(2)]
     async with devices_of(2, streams=streams) as groups:
         await asyncio.gather(*(group.barrier() for group in groups))
@@ -316,7 +316,7 @@ async def test_a_destroyed_group_fails_what_is_pending():
         streams[0].release()
 
 
-async def test_different_calls_are_told_to_both():
+async def test_mismatched_calls_raise_on_both_ranks():
     async with devices_of(2) as groups:
         await asyncio.gather(*(group.barrier() for group in groups))
         works = [groups[0].all_reduce(torch.ones(4)), groups[1].broadcast(torch.ones(4), 0)]

@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: why they are skipped where there is none, and pairs of ranks on one of them."""
+"""Fixtures of the GPU tests: they are skipped without a GPU, and run ranks as processes on one GPU."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def nursery():
-    with Nursery() as nursery:  # it never touches CUDA itself: what is forked off it may
+    # This process must not use CUDA, because the processes that it forks do.
+    with Nursery() as nursery:
         yield nursery
 
 
 class Pair:
-    """Runs a function of `programs.py` on some ranks, each a process, all on one GPU."""
+    """Runs a function of `programs.py` in a process per rank, all on one GPU."""
 
     def __init__(self, nursery, folder):
         self._nursery, self._folder = nursery, folder
@@ -48,7 +49,7 @@ class Pair:
         ]
 
     def run(self, function, *args, ranks=2):
-        """Return what the ranks say at their end, by rank."""
+        """Return the ranks' results, by rank."""
         started = self.start(function, *args, ranks=ranks)
         said = [rank.hear(PATIENCE) for rank in started]
         assert [rank.wait(PATIENCE) for rank in started] == [0] * ranks, [rank.output() for rank in started]

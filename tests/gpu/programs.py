@@ -1,4 +1,4 @@
-"""What ranks do in the tests on a GPU. ``test`` is the pipe to the test, ``where`` says which world to join."""
+"""Programs of the ranks in the GPU tests. ``test`` is the pipe to the test, ``where`` the arguments of the world."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 import time
 
 import torch
+from torch.cuda import _sleep as keep_busy
 
 import asyncdist
 from asyncdist import sync
@@ -25,12 +26,13 @@ DTYPES = [
     torch.uint8,
     torch.bool,
 ]
-BUSY = 20_000_000  # cycles: some milliseconds for which a device does nothing else in a stream
+# Cycles for which a stream is busy: some milliseconds.
+BUSY = 20_000_000
 
 
 @contextlib.contextmanager
 def world(where, backend=None):
-    """Hold the default world; gives its group. Nobody leaves before all have come to the end."""
+    """Open the default world and yield its group. At the end the ranks meet in a barrier."""
     sync.init_process_group(backend, **where)
     try:
         yield asyncdist.group.WORLD
@@ -40,7 +42,7 @@ def world(where, backend=None):
 
 
 class Moved:
-    """A group whose operations get their tensors on another device; it remembers them."""
+    """A group that moves the tensors of its operations to another device, and keeps them."""
 
     def __init__(self, group, device):
         self._group, self._device = group, device
@@ -60,12 +62,12 @@ class Moved:
 
 
 def _ways(group, device):
-    """Return by which way the group carries tensors on a device: to be shown, and to be seen in failures."""
+    """Return the backend of a group's tensors on a CUDA device."""
     return group.on(torch.device(device)).backend if device.startswith("cuda") else None
 
 
 def every_drill(test, where, device, backend):
-    """Do each operation twice, on the device and in the host's memory, and compare what this rank has."""
+    """Run each operation on the device and on the host, and compare this rank's results."""
     size, compared = where["world_size"], 0
     with world(where, backend) as group:
         counts = (1, 1000, 300_000) if device != "cpu" else (1, 1000)
@@ -93,7 +95,7 @@ def _more(size, count, dtype):
 
 
 def streams(test, where, device, rounds):
-    """Work before and after in a stream of the user's, and not one wait on the host until the end."""
+    """Compute before and after collectives in a user's stream, without a wait of the host until the end."""
     rank, size = where["rank"], where["world_size"]
     with world(where) as group:
         side = torch.cuda.Stream(device)
@@ -102,8 +104,8 @@ def streams(test, where, device, rounds):
         with torch.cuda.stream(side):
             for number in range(rounds):
                 tensor = torch.zeros(100_000, device=device)
-                torch.cuda._sleep(BUSY // 20)
-                tensor += number + rank  # what the others must get: not there when the call is made
+                keep_busy(BUSY // 20)
+                tensor += number + rank
                 group.all_reduce(tensor).wait()
                 found[number, 0], found[number, 1] = tensor[0], tensor[-1]
         side.synchronize()
@@ -113,12 +115,12 @@ def streams(test, where, device, rounds):
 
 
 def ticking(test, where, device):
-    """Await an operation behind work that takes long on the device, and count how often the loop turns meanwhile."""
+    """Await an operation that is queued after long work on the device, and count the loop's iterations until then."""
 
     async def main():
         async with asyncdist.process_group(**where) as group:
             tensor = torch.ones(1000, device=device)
-            await group.all_reduce(tensor)  # the ranks have met
+            await group.all_reduce(tensor)
             latest, last, ticks = 0.0, time.monotonic(), 0
 
             async def tick():
@@ -129,10 +131,9 @@ def ticking(test, where, device):
                     latest, last, ticks = max(latest, now - last), now, ticks + 1
 
             ticker = asyncio.create_task(tick())
-            torch.cuda._sleep(10 * BUSY)
+            keep_busy(10 * BUSY)
             await group.all_reduce(tensor)
             ticker.cancel()
-            # No wait on the host: the data is there.
             assert torch.equal(tensor.cpu(), torch.full((1000,), float(where["world_size"] ** 2)))
             await group.barrier()
             return ticks, latest
@@ -141,12 +142,12 @@ def ticking(test, where, device):
 
 
 def freed(test, where, device):
-    """Let go of an operation's tensors while it is in flight, and use as much memory at once."""
+    """Drop an operation's tensors while it is in flight, and allocate as much memory at once."""
     rank, size = where["rank"], where["world_size"]
     with world(where) as group:
         for number in range(30):
             output = torch.zeros(size * 1_000_000, device=device)
-            torch.cuda._sleep(BUSY // 10)
+            keep_busy(BUSY // 10)
             work = group.all_gather_single(output, torch.full((1_000_000,), float(rank + number), device=device))
             rubbish = [torch.full((1_000_000,), -1.0, device=device) for _ in range(4)]
             work.wait()
@@ -157,7 +158,7 @@ def freed(test, where, device):
 
 
 def two_groups(test, where, device):
-    """Have operations of two groups under way at once, and different devices' tensors in turn."""
+    """Run operations of two groups at once, on tensors of the host and of the device in turn."""
     ranks = list(range(where["world_size"]))
     with world(where):
         groups = [asyncdist.new_group(ranks), asyncdist.new_group(ranks[::-1], sort_ranks=False)]
@@ -175,9 +176,9 @@ def two_groups(test, where, device):
 
 
 def messages(test, where, device, rounds):
-    """Send and receive large messages both ways at once in a stream of the user's, without one wait on the host.
+    """Exchange large messages in a user's stream, without a wait of the host, before any collective.
 
-    Before any collective, so that no ranks meet for it. Tells who was refused a way, and which ways there are.
+    Sends the refused backends and the created ones.
     """
     rank, size = where["rank"], where["world_size"]
     with world(where) as group:
@@ -189,26 +190,26 @@ def messages(test, where, device, rounds):
         with torch.cuda.stream(side):
             for number in range(rounds):
                 out = torch.zeros(100_000, device=device)
-                torch.cuda._sleep(BUSY // 20)
-                out += 10 * number + rank  # what the others must get: not there when the call is made
+                keep_busy(BUSY // 20)
+                out += 10 * number + rank
                 into = [torch.empty_like(out) for _ in peers]
                 works = [group.send(out, peer, number) for peer in peers]
                 works += [group.recv(room, peer, number) for room, peer in zip(into, peers, strict=True)]
                 for work in works:
                     work.wait()
-                out.fill_(-1)  # in the order of the stream it may be written again
+                out.fill_(-1)
                 for place, room in enumerate(into):
                     found[number, place, 0], found[number, place, 1] = room[0], room[-1]
         side.synchronize()
         expected = torch.tensor([[10.0 * number + peer for peer in peers] for number in range(rounds)])
         assert torch.equal(found.cpu(), expected.unsqueeze(2).expand(-1, -1, 2))
-        told = sorted(on._messages._refused), sorted(on._messages._backends or ())
-        assert on.backend is None, "messages made the ranks meet"
+        told = sorted(on.messages.refused), sorted(on.messages.backends)
+        assert on.backend is None, "messages negotiated a backend"
     test.send(told)
 
 
 def messages_of_many_kinds(test, where, device):
-    """Send small and large ones, under tags in another order, to any rank, from and into columns, and let go of them."""
+    """Exchange small and large messages with tags in another order, strided tensors and a receive from any rank."""
     rank = where["rank"]
     with world(where) as group:
         for count in (1, 16_384, 16_385, 1_000_000):
@@ -244,7 +245,7 @@ def _model(device):
 
 
 def _trained(model, device, mine, steps=10):
-    """Take steps on a part of each batch (``mine`` cuts it); return the weights."""
+    """Train on a part of each batch, which ``mine`` selects; return the weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     random = torch.Generator().manual_seed(1)
     for _ in range(steps):
@@ -257,7 +258,7 @@ def _trained(model, device, mine, steps=10):
 
 
 def training(test, where, device, stock):
-    """Train with DDP, ours or torch's over our back end; every rank ends where one alone does with the whole batch."""
+    """Train with asyncdist's or torch's DDP; the weights equal those of one rank with the whole batch."""
     rank, size = where["rank"], where["world_size"]
 
     def mine(batch):
@@ -287,7 +288,7 @@ def _exchange(group, rank, tensor):
 
 
 def left_alone(test, where, device, count, message=False):
-    """Lose the peer, whose memory may be mapped, while an operation on the device waits for it; and hear of it."""
+    """Lose the peer, whose memory may be mapped, while an operation on the device waits for it."""
     with sync.process_group(**where) as group:
         tensor = torch.ones(count, device=device)
         for work in [group.all_reduce(tensor), *_exchange(group, where["rank"], tensor)]:

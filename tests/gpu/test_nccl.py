@@ -1,4 +1,4 @@
-"""NCCL itself, with one rank: it takes one a device. Whether ranks understand one another is in tests/devices."""
+"""The real NCCL with one rank, because it takes one rank per device. tests/devices has several ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch.cuda import _sleep as keep_busy
 
 from asyncdist.base.ops import PremulSum
 from asyncdist.devices.group import DeviceGroup
@@ -15,6 +16,7 @@ from asyncdist.testing.arithmetic import numbers, reduced, reductions, same
 from asyncdist.testing.cluster import run_ranks
 from asyncdist_transports.nccl import Nccl, collectives
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, load, numbers_of
+from asyncdist_transports.nccl.communicator import communicators
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:ComplexHalf support")]
 
@@ -48,6 +50,12 @@ def alone(program):
     return result
 
 
+def open_communicator():
+    """Return the one communicator that has not ended."""
+    (found,) = [each for each in communicators if not each.ended.done()]
+    return found
+
+
 def until(true):
     give_up = time.monotonic() + 20
     while not true():
@@ -55,13 +63,13 @@ def until(true):
         time.sleep(0.001)
 
 
-def test_every_operation_gives_what_it_gives_on_the_host(pair):
+def test_every_operation_equals_the_one_on_the_host(pair):
     ((way, compared),) = pair.run("every_drill", CUDA, "cpu:auto,cuda:nccl", ranks=1)
     assert way == "nccl"
     assert compared > 500
 
 
-def test_it_is_the_library_that_torch_uses():
+def test_library_is_the_one_that_torch_uses():
     major, minor, patch = torch.cuda.nccl.version()
     assert load().version == 10000 * major + 100 * minor + patch
     first, second = load().unique_id(), load().unique_id()
@@ -70,7 +78,7 @@ def test_it_is_the_library_that_torch_uses():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_type_and_operation_is_taken(dtype):
+def test_every_dtype_and_reduction(dtype):
     def program(group):
         for op in reductions(dtype):
             tensor = numbers(1000, dtype, seed=1)
@@ -84,30 +92,22 @@ def test_every_type_and_operation_is_taken(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_device_reduces_what_nccl_cannot(dtype, size):
+def test_reductions_that_nccl_does_not_support(dtype, size):
     for op in reductions(dtype):
         if isinstance(op, PremulSum) or numbers_of(arithmetic(op, dtype).op, dtype, size) is not None:
             continue
         inputs = [numbers(1000, dtype, seed=rank) for rank in range(size)]
         out = torch.empty(1000, dtype=dtype, device=CUDA)
-        collectives._reduce(arithmetic(op, dtype), [each.to(CUDA) for each in inputs], out)
+        collectives.reduce_on_device(arithmetic(op, dtype), [each.to(CUDA) for each in inputs], out)
         assert same(out.cpu(), reduced(inputs, op)), op
 
 
-def test_two_ranks_of_one_device_are_refused():
-    def program(group):
-        capabilities = group._backend.capabilities()
-        return group._backend.refusal([capabilities, capabilities])
-
-    assert alone(program) == "ranks 0 and 1 share one device, and NCCL takes one rank a device"
-
-
-def test_a_call_comes_after_what_the_callers_stream_had_to_do():
+def test_call_follows_the_callers_stream():
     def program(group):
         side = torch.cuda.Stream(CUDA)
         for number in range(50):
             with torch.cuda.stream(side):
-                torch.cuda._sleep(1_000_000)
+                keep_busy(1_000_000)
                 tensor = torch.full((100_000,), float(number), device=CUDA)
                 out = torch.empty_like(tensor)
                 group.all_gather_single(out, tensor).wait()
@@ -117,36 +117,35 @@ def test_a_call_comes_after_what_the_callers_stream_had_to_do():
     alone(program)
 
 
-def test_a_communicator_is_split():
+def test_split_communicator():
     if not load().splits:
         pytest.skip("this cupy splits no communicators")
 
     def program(group):
         group.all_reduce(torch.ones(1000, device=CUDA)).wait()
-        part = DeviceGroup(group._host.sibling("part"), torch.device(CUDA), [Nccl])
+        before = set(communicators)
+        part = DeviceGroup(group.host.sibling("part"), torch.device(CUDA), [Nccl])
         group.split(part, 0)
         tensor = torch.full((1000,), 3.0, device=CUDA)
         part.all_reduce(tensor).wait()
         assert part.backend == "nccl"
-        assert not part._context.inherited, "it was not taken"
-        assert part._backend._made is not group._backend._made
-        group.split(None, -1)  # a rank that is in no part
+        (made,) = set(communicators) - before
+        group.split(None, -1)
         group.all_reduce(torch.ones(1000, device=CUDA)).synchronize()
         part.all_reduce(tensor).synchronize()
         assert tensor.unique().tolist() == [3.0]
-        made = part._backend._made
         part.close()
         until(made.ended.done)
-        group.all_reduce(torch.ones(1000, device=CUDA)).synchronize()  # the larger one outlives its part
+        group.all_reduce(torch.ones(1000, device=CUDA)).synchronize()
 
     alone(program)
 
 
 @pytest.mark.parametrize("how", ["close", "abort"])
-def test_it_ends(how):
+def test_communicator_ends(how):
     def program(group):
         group.all_reduce(torch.ones(1000, device=CUDA)).wait()
-        made = group._backend._made
+        made = open_communicator()
         assert made.async_error() is None
         getattr(made, how)()
         until(made.ended.done)
@@ -157,9 +156,9 @@ def test_it_ends(how):
     alone(program)
 
 
-def test_what_nccl_says_becomes_an_error_of_the_group():
+def test_nccl_error_becomes_a_group_error():
     def program(group):
         with pytest.raises(GroupAbortedError, match=r"NCCL failed.*INVALID_ARGUMENT"):
-            group._backend._made.enqueue(("broadcast", 0, 0, 1, BYTES, 7))  # there is no rank 7
+            open_communicator().enqueue(("broadcast", 0, 0, 1, BYTES, 7))  # there is no rank 7
 
     alone(program)

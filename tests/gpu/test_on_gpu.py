@@ -1,4 +1,4 @@
-"""Ranks on one GPU: one alone, and two processes, by whatever way they choose and by way of the host."""
+"""One and two ranks on one GPU, over the negotiated backend and over the staged one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CUDA = "cuda:0"
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("backend", [None, "cpu:auto,cuda:staged"], ids=["auto", "staged"])
-def test_every_operation_gives_what_it_gives_on_the_host(pair, ranks, backend):
+def test_every_operation_equals_the_one_on_the_host(pair, ranks, backend):
     said = pair.run("every_drill", CUDA, backend, ranks=ranks)
     ways = {way for way, _ in said}
-    assert len(ways) == 1, f"the ranks went different ways: {ways}"
+    assert len(ways) == 1, f"the ranks chose different backends: {ways}"
     assert ways == {"staged"} or backend is None
     assert all(compared > 500 for _, compared in said)
 
@@ -27,13 +27,13 @@ def test_streams_are_ordered_without_the_host(pair, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loop_turns_while_the_device_works(pair, ranks):
+def test_loop_runs_while_the_device_works(pair, ranks):
     for ticks, latest in pair.run("ticking", CUDA, ranks=ranks):
         assert ticks >= 10, f"{ticks} ticks, the latest {latest * 1e3:.1f} ms after the one before"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_tensors_may_be_let_go_of_while_they_are_in_flight(pair, ranks):
+def test_tensors_may_be_dropped_in_flight(pair, ranks):
     assert pair.run("freed", CUDA, ranks=ranks) == ["right"] * ranks
 
 
@@ -44,14 +44,14 @@ def test_two_groups_and_tensors_of_host_and_device(pair, ranks):
 
 @pytest.mark.parametrize("stock", [False, True], ids=["our DDP", "torch's DDP on our back end"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_training_ends_where_one_process_does(pair, ranks, stock):
+def test_training_equals_that_of_one_process(pair, ranks, stock):
     assert pair.run("training", CUDA, stock, ranks=ranks) == ["right"] * ranks
 
 
 def test_large_messages_stay_on_the_device(pair):
     for refused, ways in pair.run("messages", CUDA, 50):
         if CudaIpc.probe() is None:
-            assert not refused, "the ranks share a device: each can map the other's memory"
+            assert not refused, "ranks on one device can map each other's memory"
             assert "cuda_ipc" in ways
 
 
@@ -60,8 +60,8 @@ def test_messages_of_many_kinds(pair):
 
 
 @pytest.mark.parametrize("message", [False, True], ids=["all_reduce", "recv"])
-@pytest.mark.parametrize("count", [1000, 1_000_000], ids=["through the host", "mapped"])
-def test_a_killed_peer_is_named(pair, count, message):
+@pytest.mark.parametrize("count", [1000, 1_000_000], ids=["staged", "mapped"])
+def test_killed_peer_is_named(pair, count, message):
     survivor, victim = pair.start("left_alone", CUDA, count, message)
     assert [one.hear() for one in (survivor, victim)] == ["met", "met"]
     victim.kill()

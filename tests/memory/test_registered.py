@@ -1,4 +1,4 @@
-"""Registered tensors: where they lie, what becomes of their memory, and that collectives on them copy nothing."""
+"""Registered tensors: allocation and release of their memory, and moving tensors and modules into it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def nothing_kept():
 
 @pytest.mark.usefixtures("nothing_kept")
 @pytest.mark.parametrize("size", [(3,), (2, 5), ((2, 5),), ([4],), (torch.Size([2, 0, 3]),), ((),), (0,)])
-def test_empty_takes_the_sizes_that_torch_takes(size):
+def test_empty_takes_sizes_like_torch(size):
     tensor = asyncdist.empty(*size)
     like = torch.empty(*size)
     assert (tensor.shape, tensor.stride(), tensor.dtype) == (like.shape, like.stride(), like.dtype)
@@ -57,7 +57,7 @@ def test_empty_of_any_dtype(dtype):
     assert tensor.to(torch.complex128).tolist() == [1] * 1001
 
 
-def test_empty_takes_the_default_dtype_and_makes_leaves():
+def test_empty_has_the_default_dtype_and_is_a_leaf():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -73,16 +73,16 @@ def test_empty_takes_the_default_dtype_and_makes_leaves():
 
 
 @pytest.mark.parametrize(("size", "error"), [((-1,), RuntimeError), (("x",), TypeError), ((2.5,), TypeError)])
-def test_empty_refuses_what_torch_refuses(size, error):
+def test_empty_refuses_arguments_like_torch(size, error):
     with pytest.raises(error):
         asyncdist.empty(*size)
 
 
-def test_empty_may_be_ordinary():
+def test_empty_with_shared_false_is_an_ordinary_tensor():
     assert not is_registered(asyncdist.empty(100, shared=False))
 
 
-def test_memory_is_given_back_with_the_last_view(nothing_kept):
+def test_memory_is_freed_with_the_last_view(nothing_kept):
     tensor = asyncdist.empty(10, PAGE_NBYTES)
     assert arena().used_nbytes == nothing_kept + tensor.nbytes
     view = tensor[3:5].t()
@@ -94,7 +94,7 @@ def test_memory_is_given_back_with_the_last_view(nothing_kept):
 
 
 @pytest.mark.usefixtures("nothing_kept")
-def test_memory_of_many_sizes_is_used_again():
+def test_freed_memory_is_reused():
     generator = torch.Generator().manual_seed(0)
     kept = []
     for count in torch.randint(1, 600_000, (300,), generator=generator).tolist():
@@ -110,7 +110,7 @@ def test_memory_of_many_sizes_is_used_again():
 
 
 @pytest.mark.usefixtures("nothing_kept")
-def test_any_thread_may_make_and_drop_them():
+def test_threads_allocate_and_free_concurrently():
     def work():
         for _ in range(200):
             tensor = asyncdist.empty(3 * PAGE_NBYTES, dtype=torch.uint8)
@@ -125,13 +125,13 @@ def test_any_thread_may_make_and_drop_them():
 
 
 @pytest.mark.usefixtures("nothing_kept")
-def test_more_than_there_is_says_what_to_do():
+def test_allocation_beyond_the_arena_raises():
     with pytest.raises(SharedMemoryError, match="let go of registered tensors"):
         asyncdist.empty(arena().nbytes + 1, dtype=torch.uint8)
 
 
 @pytest.mark.usefixtures("nothing_kept")
-def test_no_memory_left_says_what_to_do(monkeypatch):
+def test_allocation_without_free_memory_raises(monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -140,7 +140,7 @@ def test_no_memory_left_says_what_to_do(monkeypatch):
         asyncdist.empty(1000)
 
 
-def test_without_shared_memory_tensors_are_ordinary_and_the_log_says_so_once(monkeypatch, caplog):
+def test_without_shared_memory_tensors_are_ordinary(monkeypatch, caplog):
     monkeypatch.setattr(registered, "unavailable", lambda: "there is none")
     monkeypatch.setattr(registered, "_warned", False)
     with caplog.at_level(logging.WARNING, logger="asyncdist"):
@@ -152,7 +152,7 @@ def test_without_shared_memory_tensors_are_ordinary_and_the_log_says_so_once(mon
     ]
 
 
-def test_a_forked_child_does_not_give_back_the_memory_of_its_parent():
+def test_forked_child_does_not_free_its_parents_memory():
     tensor = asyncdist.empty(2 << 20, dtype=torch.uint8)
     tensor.fill_(5)
     with warnings.catch_warnings():
@@ -177,7 +177,7 @@ def moved(target):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_a_tensor_moves_in_place(dtype):
+def test_register_moves_a_tensor_in_place(dtype):
     tensor = torch.arange(24).remainder(2).to(dtype).view(2, 3, 4)
     before = tensor.clone()
     assert moved(tensor) is tensor
@@ -191,7 +191,7 @@ def strided():
 
 
 @pytest.mark.parametrize("tensor", strided(), ids=["channels last", "transposed", "slice", "expanded"])
-def test_strides_are_kept(tensor):
+def test_register_keeps_strides(tensor):
     before, values = (tensor.shape, tensor.stride()), tensor.clone()
     moved(tensor)
     assert is_registered(tensor)
@@ -199,7 +199,7 @@ def test_strides_are_kept(tensor):
     assert torch.equal(tensor, values)
 
 
-def test_what_is_registered_is_left_as_it_is(nothing_kept):
+def test_register_leaves_registered_tensors(nothing_kept):
     tensor = asyncdist.empty(10)
     used, address = arena().used_nbytes, tensor.data_ptr()
     moved(tensor)
@@ -234,7 +234,7 @@ def train(pairs, inputs):
         optimizer.zero_grad()
 
 
-def test_a_module_moves_with_its_ties_and_its_optimizer(nothing_kept):
+def test_register_keeps_tied_parameters_and_optimizers(nothing_kept):
     module = Tied()
     twin = copy.deepcopy(module)
     pairs = [(each, torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)) for each in (module, twin)]
@@ -259,14 +259,14 @@ def test_a_module_moves_with_its_ties_and_its_optimizer(nothing_kept):
     assert arena().used_nbytes == nothing_kept
 
 
-def test_a_registered_parameter_is_saved_alone():
+def test_saved_parameter_does_not_include_the_others():
     module = moved(torch.nn.Linear(1000, 1000))
     file = io.BytesIO()
     torch.save(module.bias, file)
     assert file.tell() < 20_000
 
 
-def test_inference_tensors_stay_what_they_are():
+def test_register_keeps_inference_tensors():
     with torch.inference_mode():
         tensor = torch.arange(5.0)
     moved(tensor)
@@ -288,13 +288,13 @@ def test_inference_tensors_stay_what_they_are():
     ids=["sparse", "elsewhere", "module elsewhere", "conjugate", "lazy", "list"],
 )
 @pytest.mark.parametrize("wanted", [True, False])
-def test_what_cannot_be_registered(target, error, said, wanted):
+def test_unsupported_tensors_are_refused(target, error, said, wanted):
     with pytest.raises(error, match=said):
         registered.register(target, wanted=wanted)
 
 
 @pytest.mark.usefixtures("nothing_kept")
-def test_a_module_that_does_not_fit_is_left_as_it_was(monkeypatch):
+def test_module_that_does_not_fit_is_unchanged(monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -309,7 +309,7 @@ def test_a_module_that_does_not_fit_is_left_as_it_was(monkeypatch):
 
 
 @pytest.mark.parametrize("transport", ["shm", "inproc"])
-def test_a_group_moves_only_what_its_members_see(transport):
+def test_group_register_needs_shared_memory(transport):
     def program(group):
         tensor = torch.full((20_000,), float(group.rank() + 1))
         assert group.register(tensor) is tensor

@@ -1,4 +1,4 @@
-"""Objects as bytes: what comes out is what went in, and bytes that nobody wrote are a ProtocolError, nothing else."""
+"""Serialization of objects: round trips, refusals, and damaged bytes, which raise ProtocolError only."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ def _typed(value):
 
 
 @given(plain)
-def test_plain_data_comes_back_with_its_types(value):
+def test_plain_data_round_trip(value):
     assert _typed(there_and_back(value)) == _typed(value)
 
 
-def test_special_numbers():
+def test_special_numbers_round_trip():
     assert math.isnan(there_and_back(float("nan")))
     assert there_and_back([2**64, -(2**63) - 1, {"deep": (10**40,)}]) == [2**64, -(2**63) - 1, {"deep": (10**40,)}]
     assert there_and_back({2**80: {2**90}}) == {2**80: {2**90}}
 
 
 @pytest.mark.parametrize("name", [str(dtype).removeprefix("torch.") for dtype in DTYPES.values()])
-def test_tensors_of_every_dtype(name):
+def test_tensors_of_every_dtype_round_trip(name):
     dtype = getattr(torch, name)
     for shape in ((), (0,), (3, 0, 2), (1,), (2, 3)):
         tensor = noise(int(torch.Size(shape).numel()), dtype, seed=1).view(shape)
         assert same(there_and_back(tensor), tensor)
 
 
-def test_tensors_of_every_layout():
+def test_tensors_of_every_layout_round_trip():
     base = torch.arange(24.0).view(4, 6)
     for tensor in (base.t(), base[1:3, ::2], base[2, 3], base[:, :0], base[:1].expand(3, 6)):
         assert same(there_and_back(tensor), tensor.contiguous())
@@ -83,7 +83,7 @@ def test_tensors_of_every_layout():
         assert there_and_back(torch.ones(2)).tolist() == [1, 1]
 
 
-def test_tensors_keep_whether_they_require_gradients():
+def test_requires_grad_is_kept():
     leaf = torch.ones(2, requires_grad=True)
     assert there_and_back(leaf).requires_grad
     assert there_and_back(leaf * 2).requires_grad
@@ -100,7 +100,7 @@ def test_tensors_keep_whether_they_require_gradients():
     ],
     ids=lambda array: f"{array.dtype}{array.shape}",
 )  # fmt: skip
-def test_arrays_and_scalars(array):
+def test_arrays_and_scalars_round_trip(array):
     got = there_and_back(array)
     assert type(got) is type(array)
     assert got.dtype == array.dtype
@@ -124,7 +124,7 @@ def function():
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )  # fmt: skip
-def test_what_needs_a_pickle_is_named_wherever_it_stands(value, words):
+def test_error_names_the_type_that_needs_pickle(value, words):
     for place in (value, [value], (1, {"k": value})):
         with pytest.raises(UsageError, match=f"{words} cannot be sent as plain data.*ASYNCDIST_ALLOW_PICKLE=1"):
             pack(place, allow_pickle=False)
@@ -135,7 +135,7 @@ def test_buffers_arrive_as_bytes():
     assert there_and_back("\ud800") == "\ud800"
 
 
-def test_pickles_where_they_are_allowed():
+def test_pickle_is_read_where_it_is_allowed():
     data = pack([Odd([1, 2]), (frozenset((1,)),)], allow_pickle=True)
     got = unpack(data, allow_pickle=True)
     assert type(got[0]) is Odd
@@ -152,14 +152,14 @@ def saved_and_loaded(value):
 
 
 @given(plain)
-def test_plain_data_needs_nothing_of_torchs(value):
+def test_plain_data_does_not_use_torch_load(value):
     packed = pack(value, allow_pickle=False, weights_only=True)
     assert packed == pack(value, allow_pickle=False)
     assert _typed(unpack(packed, allow_pickle=False, weights_only=True)) == _typed(value)
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")  # torch 2.15, about its time
-def test_what_weights_are_made_of():
+def test_weights_only_round_trip():
     weights = torch.nn.BatchNorm1d(3).state_dict()
     sparse = torch.eye(3).to_sparse()
     given = [
@@ -189,7 +189,7 @@ class Executes:
 @pytest.mark.parametrize(
     "value", [Executes(), Odd(), function, frozenset((1,)), range(3)], ids=lambda value: type(value).__name__
 )
-def test_what_may_execute_is_neither_sent_nor_read_with_weights_only(value, monkeypatch):
+def test_weights_only_refuses_code_on_both_sides(value, monkeypatch):
     for allow_pickle in (False, True):
         with pytest.raises(
             UsageError, match=r"cannot be sent with weights_only=True; send .* allow it .*not an allowed global"
@@ -210,20 +210,20 @@ class Named:
         self.number = number
 
 
-def test_classes_that_are_allowed_by_name():
+def test_weights_only_takes_safe_globals():
     with torch.serialization.safe_globals([Named]):
         assert saved_and_loaded([Named(5)])[0].number == 5
     with pytest.raises(UsageError, match=r"test_serialization\.Named"):
         saved_and_loaded(Named(5))
 
 
-def test_what_was_sent_with_weights_only_is_read_with_it():
+def test_weights_only_data_needs_weights_only_to_read():
     packed = pack([torch.Size((1,))], allow_pickle=False, weights_only=True)
     with pytest.raises(ProtocolError, match="sent this with weights_only=True: pass that on every rank"):
         unpack(packed, allow_pickle=True)
 
 
-def test_what_cannot_be_saved_at_all():
+def test_weights_only_error_of_an_object_that_cannot_be_saved():
     with pytest.raises(
         UsageError, match=r"of type builtins\.generator cannot be sent with weights_only=True; .*pickle"
     ):
@@ -233,12 +233,12 @@ def test_what_cannot_be_saved_at_all():
 @pytest.mark.parametrize(
     "saved", [b"", b"PK\3\4" + bytes(60), pickle.dumps(Odd()), b"\x80\x02."], ids=["nothing", "zip", "pickle", "end"]
 )
-def test_what_torch_did_not_save(saved):
+def test_saved_bytes_that_torch_did_not_write_are_refused(saved):
     with pytest.raises(ProtocolError):
         unpack(msgpack.packb(msgpack.ExtType(8, saved)), allow_pickle=False, weights_only=True)
 
 
-def test_data_that_is_too_deep_or_in_a_circle():
+def test_too_deep_or_circular_data_is_refused():
     deep = []
     for _ in range(100_000):
         deep = [deep]

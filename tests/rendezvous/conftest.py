@@ -1,4 +1,4 @@
-"""Worlds on loopback that heed no environment."""
+"""Fixtures of the rendezvous tests: worlds on loopback with default settings."""
 
 import asyncio
 import socket
@@ -30,7 +30,7 @@ async def meet_as():
 
 @pytest.fixture
 def no_such_name(monkeypatch):
-    """Have every look-up answered at once, and with a no: name servers take their time."""
+    """Let every name look-up fail at once."""
 
     def look_up(*name, **options):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -40,7 +40,7 @@ def no_such_name(monkeypatch):
 
 @pytest.fixture
 async def in_thread():
-    """Run a blocking call in a thread that ends with the test: what the loop's own pool keeps would hide a leak."""
+    """Run a blocking call in a thread that ends with the test, because the loop's own pool keeps its threads."""
     with ThreadPoolExecutor() as pool:
 
         async def call(function, *arguments):

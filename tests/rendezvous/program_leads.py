@@ -1,4 +1,4 @@
-"""Rank 0 of two, alone: says where it is to be met, then waits for the other. ``python program_leads.py``."""
+"""Rank 0 of a larger world: prints its address, then waits for the other ranks. ``python program_leads.py``."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Which address is told to whom, on hosts that are only imagined here."""
+"""The addresses that ranks listen on and advertise, on pretended hosts."""
 
 import asyncio
 
@@ -37,20 +37,20 @@ def soon():
 
 
 @pytest.mark.usefixtures("host")
-async def test_a_name_that_means_loopback_here_means_this_hosts_outward_address():
+async def test_name_that_resolves_to_loopback_means_the_outward_address():
     assert await addresses.reachable("debian", Config(), soon()) == [OURS]
     assert await addresses.to_listen_on("debian", Config(), soon()) == (OURS, True)
 
 
 @pytest.mark.usefixtures("host")
-async def test_an_address_that_the_name_or_the_user_has_chosen_is_no_guess():
+async def test_chosen_address_is_no_guess():
     assert await addresses.to_listen_on("debian", Config(interface="eth0"), soon()) == (OURS, False)
     assert await addresses.to_listen_on("dual", Config(), soon()) == (OURS, False)
     assert await addresses.to_listen_on(OURS, Config(), soon()) == (OURS, False)
 
 
 @pytest.mark.usefixtures("host")
-async def test_loopback_by_spelling_stays_loopback():
+async def test_loopback_by_spelling_is_kept():
     for spelling in ("localhost", "127.0.0.1"):
         assert await addresses.to_listen_on(spelling, Config(), soon()) == ("127.0.0.1", False)
     assert addresses.advertised("127.0.0.1", Config()) == "127.0.0.1"
@@ -58,12 +58,12 @@ async def test_loopback_by_spelling_stays_loopback():
 
 
 @pytest.mark.usefixtures("host")
-async def test_ipv4_first_on_every_host():
+async def test_addresses_are_sorted_ipv4_first():
     assert await addresses.reachable("dual", Config(), soon()) == [OURS, "fd00::7"]
 
 
 @pytest.mark.usefixtures("host")
-async def test_rank_0_on_the_wrong_host():
+async def test_rank_0_on_the_wrong_host_is_refused():
     with pytest.raises(
         AddressError, match=r"at node0 \(10\.0\.0\.1\), which is not an address of this host: .*eth0 \(10"
     ):
@@ -76,19 +76,19 @@ def test_the_route_to_the_store_is_advertised():
     assert addresses.advertised("fd00::1", Config()) == "fd00::7"
 
 
-def test_loopback_is_never_told_to_another_host(host, monkeypatch):
+def test_loopback_is_not_advertised_to_other_hosts(host, monkeypatch):
     monkeypatch.setattr(addresses, "address_towards", lambda to: "127.0.0.1")
     assert addresses.advertised("10.0.0.1", Config()) == OURS
 
 
-def test_without_any_network_only_loopback_is_left(host, monkeypatch):
+def test_loopback_is_advertised_without_a_network(host, monkeypatch):
     monkeypatch.setattr(addresses, "address_towards", lambda to: None)
     monkeypatch.setattr(addresses, "interface_addresses", lambda: [InterfaceAddress("lo", "127.0.0.1")])
     assert addresses.outward(Config()) == "127.0.0.1"
 
 
 @pytest.mark.usefixtures("host")
-def test_the_users_interface_goes_before_the_route():
+def test_configured_interface_overrides_the_route():
     assert addresses.advertised("10.0.0.1", Config(interface="ib")) == "10.9.0.7"
     assert addresses.advertised("10.0.0.1", Config(interface="^lo,ib")) == OURS
     assert addresses.advertised("127.0.0.1", Config(interface="=eth0")) == OURS
@@ -97,18 +97,18 @@ def test_the_users_interface_goes_before_the_route():
 
 @pytest.mark.usefixtures("host")
 @pytest.mark.parametrize("rule", ["wlan", "=eth", "^lo,eth,ib"])
-def test_an_unknown_interface_lists_those_that_exist(rule):
+def test_error_of_an_unknown_interface_lists_the_existing_ones(rule):
     with pytest.raises(AddressError, match=r"matches no usable interface .* has lo \(127.*eth0 \(10.*ib0 \(10"):
         addresses.advertised("10.0.0.1", Config(interface=rule))
 
 
 @pytest.mark.usefixtures("no_such_name")
-async def test_a_host_that_does_not_resolve():
+async def test_unresolvable_host_raises():
     with pytest.raises(AddressError, match=r"host 'no-such-host\.invalid' does not resolve"):
         await addresses.resolve("no-such-host.invalid", Deadline.after(0.1))
 
 
-async def test_a_host_that_resolves_after_a_while(monkeypatch, caplog):
+async def test_name_is_resolved_again_until_it_is_known(monkeypatch, caplog):
     """It is said at once that it does not, and once only."""
     answers = iter([OSError("not known"), OSError("not known"), ["10.0.0.7"]])
 
@@ -126,7 +126,7 @@ async def test_a_host_that_resolves_after_a_while(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("agent_store", [False, True])
-async def test_a_look_up_that_the_deadline_cuts_short_tells_nothing_of_the_name(meet_as, monkeypatch, agent_store):
+async def test_lookup_cut_short_by_the_deadline_does_not_blame_the_name(meet_as, monkeypatch, agent_store):
     answers = [["127.0.0.1"]]
 
     async def look_up(_):
@@ -144,7 +144,7 @@ async def test_a_look_up_that_the_deadline_cuts_short_tells_nothing_of_the_name(
         await addresses.resolve("debian", Deadline.after(0.01))
 
 
-async def test_a_loop_whose_clock_runs_ahead_cuts_a_look_up_short_as_well(meet_as, monkeypatch):
+async def test_lookup_cut_short_by_the_clock_of_the_loop_does_not_blame_the_name(meet_as, monkeypatch):
     answers = [["127.0.0.1"]]
 
     async def reachable(host, config, deadline):
@@ -159,7 +159,7 @@ async def test_a_loop_whose_clock_runs_ahead_cuts_a_look_up_short_as_well(meet_a
 
 
 @pytest.mark.parametrize("interface", [None, "=lo"])
-async def test_rank_0_says_at_which_address_it_serves_where_that_is_a_guess(meet_as, monkeypatch, interface):
+async def test_timeout_names_a_guessed_address(meet_as, monkeypatch, interface):
     async def look_up(_):
         return ["127.0.1.1"]
 

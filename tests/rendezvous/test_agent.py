@@ -51,7 +51,7 @@ async def test_agent_store_serves_one_world_after_another(meet_as, agent, token)
     assert len(seen) == 2
 
 
-async def test_jobs_and_worlds_by_name_do_not_meet(meet_as, agent):
+async def test_jobs_and_named_worlds_are_separate(meet_as, agent):
     leaders = [
         await meet_as(world_size=None, launch=launched(0, agent.port, run_id), name=name)
         for run_id, name in (("a", ""), ("b", ""), ("b", "red"))
@@ -71,14 +71,14 @@ async def test_timeout_of_an_agent_that_never_listens_tells_the_last_failure(mee
 
 
 @pytest.mark.parametrize("token", [None, "the user's own"])
-async def test_what_is_no_agent(meet_as, monkeypatch, token):
-    until_served = sources._wait_until_listening
+async def test_server_that_is_no_agent_is_reported(meet_as, monkeypatch, token):
+    until_served = sources.wait_until_listening
 
     async def briefly(method, where, limit):
         await until_served(method, where, limit)
         object.__setattr__(limit, "deadline", Deadline.after(0.3))  # only now, when it has taken a connection
 
-    monkeypatch.setattr(sources, "_wait_until_listening", briefly)
+    monkeypatch.setattr(sources, "wait_until_listening", briefly)
     listener = await asyncio.start_server(lambda reader, writer: writer.close(), HOST, 0)
     port = listener.sockets[0].getsockname()[1]
     try:
@@ -89,12 +89,12 @@ async def test_what_is_no_agent(meet_as, monkeypatch, token):
         await listener.wait_closed()
 
 
-async def test_cancelled_while_it_waits_for_rank_0(meet_as, agent):
+async def test_rank_cancelled_while_waiting_for_rank_0(meet_as, agent):
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(meet_as(world_size=None, launch=launched(1, agent.port, "nobody leads")), 0.1)
 
 
-async def test_no_token_is_left_where_other_hosts_can_read_it(meet_as):
+async def test_token_is_not_written_where_other_hosts_can_read_it(meet_as):
     several_hosts = Launch(
         rank=0, world_size=2, local_world_size=1, master_addr="10.1.2.3", master_port=1, agent_store=True
     )

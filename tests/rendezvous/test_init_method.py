@@ -11,12 +11,12 @@ def read(url=None, rank=None, world_size=None, has_store=False, launch=None):
     return InitMethod.read(url, rank=rank, world_size=world_size, has_store=has_store, launch=launch or Launch())
 
 
-def test_the_launcher_alone_is_enough():
+def test_launcher_variables_suffice():
     assert read(launch=TORCHRUN) == InitMethod("agent", 1, 4, "node0", 29500)
     assert read("env://", launch=TORCHRUN) == read(launch=TORCHRUN)
 
 
-def test_without_an_agent_the_master_address_is_rank_0s_own():
+def test_master_address_is_rank_0_without_an_agent():
     launch = Launch(rank=0, world_size=2, master_addr="node0", master_port=29500)
     assert read(launch=launch) == InitMethod("direct", 0, 2, "node0", 29500)
 
@@ -52,7 +52,7 @@ def test_arguments_override_the_query_which_overrides_the_launcher():
     assert (read(url, 3, 9, launch=TORCHRUN).rank, read(url, 3, 9).world_size) == (3, 9)
 
 
-def test_minus_one_counts_as_unset():
+def test_minus_one_means_unset():
     assert read("tcp://node0:1", -1, -1, launch=TORCHRUN) == InitMethod("direct", 1, 4, "node0", 1)
 
 
@@ -113,7 +113,7 @@ _PROXY = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "RANK": "5", "WORLD_SIZE": "8"}, 5, 8, False),  # torchrun in an MPI job
     ],
 )  # fmt: skip
-def test_every_launcher_is_understood(environ, rank, world_size, on_one_host):
+def test_variables_of_every_launcher(environ, rank, world_size, on_one_host):
     launch = Launch.from_environment(environ)
     assert (launch.rank, launch.world_size, launch.on_one_host) == (rank, world_size, on_one_host)
 
@@ -125,5 +125,5 @@ def test_every_launcher_is_understood(environ, rank, world_size, on_one_host):
         ({"PMI_RANK": "5", "PMI_SIZE": "6", **_PROXY, "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}, 1),  # srun --mpi=pmi2
     ],
 )
-def test_a_rank_knows_which_it_is_on_its_host(environ, local_rank):
+def test_local_rank_from_the_launcher(environ, local_rank):
     assert Launch.from_environment(environ).local_rank == local_rank

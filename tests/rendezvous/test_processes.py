@@ -10,26 +10,23 @@ from pathlib import Path
 import pytest
 
 from asyncdist.errors import RendezvousError
-from asyncdist.testing.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.processes
 
 HERE = Path(__file__).parent
 
 
-async def test_rank_0_is_killed_while_another_waits(meet_as, in_thread):
+async def test_kill_of_rank_0_fails_a_waiting_exchange(meet_as, in_thread):
     command = [sys.executable, HERE / "program_leads.py"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as leader:  # noqa: ASYNC220  # it is quick
         try:
             where = (await in_thread(leader.stdout.readline)).strip()
             other = await meet_as(where, 1, 3, timeout=60)
             waiting = asyncio.ensure_future(other.exchange(b""))
-            await other._client.wait([other.keys("payload", 0, 0), other.keys("payload", 0, 1)])
-            since = Stopwatch()
+            await other.store.underlying_store.wait([other.keys("payload", 0, 0), other.keys("payload", 0, 1)])
             leader.kill()
             with pytest.raises(RendezvousError, match="rank 0 left or died before the world was complete"):
                 await waiting
-            assert since.seconds() < 5
         finally:
             leader.kill()
 
@@ -51,19 +48,19 @@ def check_generation(outcomes):
     assert first["pids"] == second["pids"] == [first["pid"], second["pid"]]
     assert first["world_id"] == second["world_id"]
     assert first["token"] == second["token"]
-    assert first["token"], "rank 0 made a token, and the agent's store passed it on"
+    assert first["token"], "the token that rank 0 generated"
     assert "torchrun's store at" in first["where"]
 
 
 @pytest.mark.exhaustive
-def test_a_job_of_torchrun_meets_in_the_agents_store(tmp_path):
+def test_torchrun_job_meets_in_the_agents_store(tmp_path):
     outcomes = torchrun(tmp_path)
     assert sorted(outcomes) == ["0-0", "0-1"]
     check_generation([outcomes["0-0"], outcomes["0-1"]])
 
 
 @pytest.mark.exhaustive
-def test_a_restarted_job_is_not_misled_by_the_address_of_the_one_that_failed(tmp_path):
+def test_restarted_job_ignores_the_record_of_the_failed_one(tmp_path):
     outcomes = torchrun(tmp_path, "--max-restarts=1", "--monitor-interval=0.1", crash=True)
     assert sorted(outcomes) == ["0-0", "0-1", "1-0", "1-1"]
     for generation in (0, 1):

@@ -13,7 +13,7 @@ ONE = AddressRecord("10.0.0.1", 4000, "secret", "aa", 2)
 TWO = AddressRecord("10.0.0.2", 4001, None, "bb", 2)
 
 
-def test_a_record_comes_back():
+def test_record_round_trip():
     assert AddressRecord.decode(ONE.encode()) == ONE
     assert AddressRecord.decode(TWO.encode()) == TWO
 
@@ -58,7 +58,7 @@ async def place(request, tmp_path):
         store.close()
 
 
-async def test_compare_and_set_as_promised(place):
+async def test_compare_and_set_semantics(place):
     one, two = ONE.encode(), TWO.encode()
     assert await place.read() == b""
     assert await place.swap(two, one) == two, "absent, and something expected: what was expected comes back"
@@ -95,7 +95,7 @@ async def test_blocked_store_does_not_block_the_loop():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncdist-rendezvous")]
 
 
-async def test_a_store_that_has_gone_is_named(in_thread):
+async def test_error_names_a_store_that_has_gone(in_thread):
     server = await StoreServer.start("127.0.0.1", 0)
     place = None
     try:
@@ -110,7 +110,7 @@ async def test_a_store_that_has_gone_is_named(in_thread):
     client.close()
 
 
-async def test_foreign_errors_are_translated():
+async def test_errors_of_other_stores_become_rendezvous_errors():
     class Broken:
         def check(self, keys):
             raise RuntimeError("Connection reset by peer\nException raised from …")
@@ -124,7 +124,7 @@ async def test_foreign_errors_are_translated():
 # -- files ----------------------------------------------------------------------------------------
 
 
-def test_a_folder_holds_one_file_for_each_world(tmp_path):
+def test_folder_holds_one_file_per_world(tmp_path):
     for name, file in (("", "asyncdist.json"), ("a/b", "asyncdist-a%2Fb.json")):
         record = RecordFile(str(tmp_path), name)
         assert record.compare_set("", b"", ONE.encode()) == ONE.encode()
@@ -132,19 +132,19 @@ def test_a_folder_holds_one_file_for_each_world(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["asyncdist-a%2Fb.json", "asyncdist.json"]
 
 
-def test_named_worlds_take_files_beside_it(tmp_path):
+def test_named_worlds_use_files_with_a_suffix(tmp_path):
     assert RecordFile(str(tmp_path / "meet"), "").path.name == "meet"
     assert RecordFile(str(tmp_path / "meet"), "b").path.name == "meet.b"
 
 
-def test_only_the_owner_may_read_it(tmp_path):
+def test_file_is_readable_by_its_owner_only(tmp_path):
     record = RecordFile(str(tmp_path / "meet"), "")
     for old, new in ((b"", ONE), (ONE.encode(), TWO)):
         record.compare_set("", old, new.encode())
         assert stat.S_IMODE(record.path.stat().st_mode) == 0o600
 
 
-def test_an_empty_file_is_taken(tmp_path):
+def test_empty_file_is_used(tmp_path):
     path = tmp_path / "made by tempfile"
     path.touch()
     record = RecordFile(str(path), "")
@@ -161,7 +161,7 @@ def test_foreign_file_is_not_overwritten(tmp_path):
     assert path.read_text() == "four years of work"
 
 
-def test_the_folder_must_exist(tmp_path):
+def test_missing_folder_is_refused(tmp_path):
     with pytest.raises(AddressError, match=r"the folder of file://.*absent/meet does not exist"):
         RecordFile(str(tmp_path / "absent" / "meet"), "")
 

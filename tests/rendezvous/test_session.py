@@ -34,6 +34,8 @@ from tests.support.ports import free_port
 
 pytestmark = pytest.mark.each_loop
 
+LONG = 60.0
+
 
 async def world_of(meet_as, size, init_method=None, **arguments):
     """Complete the rendezvous of a whole world and check its ranks."""
@@ -57,21 +59,21 @@ async def world_of(meet_as, size, init_method=None, **arguments):
 
 
 def short():
-    """Return the time for a rendezvous that is to end for want of time: it begins to count now."""
+    """Return a short time limit that begins now."""
     return TimeLimit(0.1, Deadline.after(0.1))
 
 
 async def close_all(meetings):
     since = Stopwatch()
-    await asyncio.gather(*(meeting.close() for meeting in meetings))
-    assert since.seconds() < 2, "everybody said goodbye: nobody is waited for"
+    await asyncio.gather(*(meeting.close(LONG) for meeting in meetings))
+    assert since.seconds() < LONG / 2, "a rank waited for its timeout"
 
 
-# -- every meeting place --------------------------------------------------------------------------
+# -- meeting points ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16])
-async def test_a_world_at_an_address(meet_as, size):
+async def test_world_meets_at_an_address(meet_as, size):
     meetings = await world_of(meet_as, size, "tcp://127.0.0.1:0")
     assert meetings[0].where == f"tcp://127.0.0.1:{meetings[0].server.port}"
     assert {meeting.listen_host for meeting in meetings} == {"127.0.0.1"}
@@ -126,7 +128,7 @@ async def test_store_serves_one_world_after_another(meet_as, store):
     await close_all(second)
 
 
-async def test_a_store_on_this_machine_is_met_at_on_loopback(meet_as):
+async def test_ranks_listen_on_loopback_if_the_store_does(meet_as):
     async with (
         await StoreServer.start("127.0.0.1", 0) as server,
         await AsyncStore.connect("127.0.0.1", server.port) as its,
@@ -136,14 +138,14 @@ async def test_a_store_on_this_machine_is_met_at_on_loopback(meet_as):
         await close_all(meetings)
 
 
-async def test_an_awaited_store_that_lives_on_another_loop(meet_as, in_thread):
+async def test_async_store_of_another_loop(meet_as, in_thread):
     async with await StoreServer.start("127.0.0.1", 0) as server:
         there = await in_thread(background_loop().run, AsyncStore.connect("127.0.0.1", server.port))
         await close_all(await world_of(meet_as, 2, store=there))
         await in_thread(background_loop().run, there.close())
 
 
-async def test_no_store_at_all(meet_as):
+async def test_argument_that_is_no_store_is_refused(meet_as):
     with pytest.raises(UsageError, match=r"takes a store of asyncdist or of torch.distributed, not dict"):
         await meet_as(rank=0, store={})
 
@@ -181,12 +183,6 @@ async def test_ipv6(meet_as):
     assert await asyncio.gather(leader.exchange(b"a"), other.exchange(b"b")) == [[b"a", b"b"]] * 2
 
 
-async def test_rank_and_size_in_the_query(meet_as):
-    leader = await meet_as("tcp://127.0.0.1:0?rank=0&world_size=2", world_size=None)
-    other = await meet_as(f"{leader.where}?rank=1&world_size=2", world_size=None)
-    assert (other.rank, other.world_size) == (1, 2)
-
-
 # -- several worlds, several times ----------------------------------------------------------------
 
 
@@ -219,7 +215,8 @@ async def test_world_meets_repeatedly_at_one_port(meet_as):
 
     await asyncio.gather(live(0), live(1))
     assert len(set(worlds)) == 5
-    assert [key for key in await keeper._client.list_keys() if worlds[0] in key] == [], "nothing of it is kept"
+    left = await keeper.store.underlying_store.list_keys()
+    assert not [key for key in left if worlds[0] in key]
 
 
 async def test_many_exchanges(meet_as):
@@ -233,7 +230,7 @@ async def test_many_exchanges(meet_as):
 
 
 class Watched(HashStore):
-    """A store that says when it has been read twice: by then, what was found first has been tried and given up."""
+    """A store that tells when it has been read twice: then the first record that was found has been tried."""
 
     def __init__(self):
         super().__init__()
@@ -284,18 +281,15 @@ async def test_record_of_a_killed_rank_0_is_replaced(meet_as):
     store.close()
 
 
-# -- who does not belong --------------------------------------------------------------------------
+# -- refusals and timeouts -------------------------------------------------------------------------
 
 
 async def test_incomplete_world_names_the_missing_ranks_on_every_rank(meet_as):
     leader = await meet_as("tcp://127.0.0.1:0", 0, 5)
     others = [await meet_as(leader.where, rank, 5, timeout=60) for rank in (1, 3)]
     waiting = [asyncio.ensure_future(each.exchange(b"")) for each in others]
-    await leader._client.wait([leader.keys("payload", 0, rank) for rank in (1, 3)])
-    leader._limit = short()  # only now, when the others have come
-    since = Stopwatch()
-    outcomes = await asyncio.gather(leader.exchange(b""), *waiting, return_exceptions=True)
-    assert since.seconds() < 20, "all hear it when the first of them runs out of time"
+    await leader.store.underlying_store.wait([leader.keys("payload", 0, rank) for rank in (1, 3)])
+    outcomes = await asyncio.gather(leader.exchange(b"", timeout=0.1), *waiting, return_exceptions=True)
     for error in outcomes:
         assert isinstance(error, RendezvousTimeoutError)
         assert (error.joined, error.missing, error.timeout) == ((0, 1, 3), (2, 4), 0.1)
@@ -309,29 +303,28 @@ async def test_incomplete_world_names_the_missing_ranks_on_every_rank(meet_as):
 async def test_missing_rank_0_times_out(meet_as, tmp_path):
     port = free_port()
     for init_method in (f"tcp://127.0.0.1:{port}", f"file://{tmp_path}"):
-        begun, since = time.monotonic(), Stopwatch()
+        begun = time.monotonic()
         with pytest.raises(RendezvousTimeoutError) as caught:
             await meet_as(init_method, 1, 4, timeout=0.3)
         assert time.monotonic() - begun > 0.2
-        assert since.seconds() < 2
         assert (caught.value.joined, caught.value.missing, caught.value.world_size) == ((1,), (0,), 4)
         assert "rank 1 of 4 had not found rank 0 at" in str(caught.value)
 
 
-async def test_rank_0_that_has_no_time_left_says_so(meet_as, tmp_path):
+async def test_rank_0_without_time_left_times_out(meet_as, tmp_path):
     for init_method in ("tcp://127.0.0.1:0", f"file://{tmp_path}"):
         with pytest.raises(RendezvousTimeoutError, match=r"after 0 s only 0 of 3 ranks .*missing 0-2") as caught:
             await meet_as(init_method, 0, 3, timeout=0)
         assert (caught.value.joined, caught.value.missing) == ((), (0, 1, 2))
 
 
-async def test_a_world_of_another_name(meet_as, monkeypatch):
+async def test_world_of_another_name_times_out(meet_as, monkeypatch):
     leader = await meet_as("tcp://127.0.0.1:0", 0, name="red")
     connect = joining.WorldSpec.connect
 
     async def briefly(world, *where):
         client = await connect(world, *where)
-        object.__setattr__(world, "limit", short())  # only now, when there is a store that can be asked
+        object.__setattr__(world, "limit", short())
         client.set_timeout(world.limit.timeout)
         return client
 
@@ -360,7 +353,7 @@ async def test_second_process_with_the_same_rank_is_refused(meet_as):
     with pytest.raises(RendezvousError, match=r"rank 1 is taken at tcp://.*two processes were started as rank 1"):
         await meet_as(meetings[0].where, 1)
     answers = await asyncio.gather(*(meeting.exchange(b"still") for meeting in meetings))
-    assert answers == [[b"still"] * 2] * 2, "those who were there first are not harmed"
+    assert answers == [[b"still"] * 2] * 2, "the first ranks continue"
 
 
 async def test_second_rank_0_is_refused(meet_as, tmp_path):
@@ -372,7 +365,7 @@ async def test_second_rank_0_is_refused(meet_as, tmp_path):
     with pytest.raises(RendezvousError, match="rank 0 is taken at tcp://"):
         await meet_as(direct.where, 0)
     await close_all(meetings)
-    assert (await meet_as(url, 0, 1)).world_size == 1, "a world that has ended does not stand in the way"
+    assert (await meet_as(url, 0, 1)).world_size == 1, "the ended world was found"
 
 
 async def test_slow_rank_0_is_not_replaced(meet_as, monkeypatch):
@@ -381,7 +374,8 @@ async def test_slow_rank_0_is_not_replaced(meet_as, monkeypatch):
     leader = await meet_as(rank=0, store=store)
     with Proxy("127.0.0.1", leader.server.port) as proxy:
         proxy.clog()
-        store.set("asyncdist/", dataclasses.replace(leader._record, port=proxy.address[1]).encode())
+        record = AddressRecord.decode(store.get("asyncdist/"))
+        store.set("asyncdist/", dataclasses.replace(record, port=proxy.address[1]).encode())
 
         async def probe(*where):
             tries.append(where)
@@ -410,7 +404,7 @@ async def test_rank_0_on_a_lost_host_is_replaced_before_the_timeout(meet_as, mon
     store.close()
 
 
-async def test_a_port_in_use(meet_as):
+async def test_port_in_use_is_reported(meet_as):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -420,19 +414,19 @@ async def test_a_port_in_use(meet_as):
 
 
 @pytest.mark.usefixtures("no_such_name")
-async def test_a_host_that_does_not_resolve(meet_as, monkeypatch):
+async def test_host_that_does_not_resolve_is_reported(meet_as, monkeypatch):
     monkeypatch.setattr(dialling, "NAME_GRACE", 0.0)
     for rank in range(2):
         with pytest.raises(AddressError, match=r"host 'no-such-host\.invalid' does not resolve"):
             await meet_as("tcp://no-such-host.invalid:1", rank, config=Config(token="t"))
 
 
-async def test_rank_0_on_another_host(meet_as):
+async def test_rank_0_refuses_the_address_of_another_host(meet_as):
     with pytest.raises(AddressError, match=r"not an address of this host: it has .*127\.0\.0\.1"):
         await meet_as("tcp://198.51.100.1:0", 0, config=Config(token="t"))
 
 
-async def test_an_unknown_interface(meet_as):
+async def test_unknown_interface_is_reported(meet_as):
     config = Config(interface="nosuch")
     with pytest.raises(AddressError, match=r"='nosuch' matches no usable interface .*127\.0\.0\.1"):
         await meet_as("tcp://127.0.0.1:0", 0, config=config)
@@ -444,7 +438,7 @@ async def test_an_unknown_interface(meet_as):
 # -- tokens ---------------------------------------------------------------------------------------
 
 
-async def test_an_address_beyond_loopback_needs_a_token(meet_as):
+async def test_address_beyond_loopback_requires_a_token(meet_as):
     for rank in range(2):
         with pytest.raises(
             AuthenticationError, match=r"not a loopback address.*ALLOW_UNAUTHENTICATED=1.*ASYNCDIST_TOKEN"
@@ -452,14 +446,14 @@ async def test_an_address_beyond_loopback_needs_a_token(meet_as):
             await meet_as("tcp://203.0.113.1:4000", rank)
 
 
-async def test_every_interface_is_listened_on_when_told_so(meet_as):
+async def test_wildcard_address_listens_on_every_interface(meet_as):
     leader = await meet_as("tcp://0.0.0.0:0", 0, config=Config(token="t"))
     assert not leader.where.startswith("tcp://0.0.0.0")
     other = await meet_as(leader.where, 1, config=Config(token="t"))
     assert await asyncio.gather(leader.exchange(b"a"), other.exchange(b"b")) == [[b"a", b"b"]] * 2
 
 
-async def test_a_trusted_network_needs_none(meet_as):
+async def test_allow_unauthenticated_requires_no_token(meet_as):
     leader = await meet_as("tcp://0.0.0.0:0", 0, config=Config(allow_unauthenticated=True))
     assert leader.token is None
 
@@ -474,8 +468,8 @@ async def test_token_of_the_user_is_shared_and_never_written_to_the_file(meet_as
 @pytest.mark.parametrize(("leads", "follows"), [("one", "two"), ("one", None), (None, "two")])
 @pytest.mark.parametrize("place", ["address", "file"])
 @pytest.mark.parametrize("ends", ["time", "patience"])
-async def test_tokens_that_differ(meet_as, tmp_path, monkeypatch, leads, follows, place, ends):
-    """That is certain at an address; what lies in a file may be of a rank 0 that is gone, and is looked at again."""
+async def test_different_tokens_are_refused(meet_as, tmp_path, monkeypatch, leads, follows, place, ends):
+    """A rank reads a file again for some time, because its record may be stale."""
     by_record = joining.by_record
 
     def briefly(world, place):
@@ -485,7 +479,8 @@ async def test_tokens_that_differ(meet_as, tmp_path, monkeypatch, leads, follows
             try:
                 return await find(patience)
             finally:
-                if world.limit is limit:  # only now, when it has been turned away once
+                # The first attempt has been refused.
+                if world.limit is limit:
                     object.__setattr__(world, "limit", short())
 
         return found
@@ -505,32 +500,29 @@ async def test_tokens_that_differ(meet_as, tmp_path, monkeypatch, leads, follows
     assert since.seconds() < 20
 
 
-# -- the way out ----------------------------------------------------------------------------------
+# -- leaving --------------------------------------------------------------------------------------
 
 
-async def test_rank_0_dies_while_the_others_wait(meet_as):
+async def test_death_of_rank_0_fails_a_waiting_exchange(meet_as):
     leader = await meet_as("tcp://127.0.0.1:0", 0, 3)
     other = await meet_as(leader.where, 1, 3)
     waiting = asyncio.ensure_future(other.exchange(b""))
-    await leader._client.wait([leader.keys("payload", 0, 1)])
-    since = Stopwatch()
+    await leader.store.underlying_store.wait([leader.keys("payload", 0, 1)])
     await asyncio.wrap_future(background_loop().submit(leader.server.close()))
     with pytest.raises(
         RendezvousError, match=r"rank 0 left or died before the world was complete.*closed the connection"
     ):
         await waiting
-    assert since.seconds() < 2
 
 
 @pytest.mark.parametrize(("end", "says"), [("dies", "rank 0 left or died"), ("gives up", "rank 0 gave up before")])
-async def test_what_is_done_before_an_exchange_ends_when_there_will_be_none(meet_as, end, says):
+async def test_before_exchange_fails_with_the_exchange(meet_as, end, says):
     leader = await meet_as("tcp://127.0.0.1:0", 0, 2)
     other = await meet_as(leader.where, 1, 2)
     await asyncio.gather(leader.exchange(b"", more=True), other.exchange(b"", more=True))
     assert await other.before_exchange(asyncio.sleep(0, "done")) == "done"
     doing = asyncio.Event()
     waiting = asyncio.ensure_future(other.before_exchange(doing.wait()))
-    since = Stopwatch()
     if end == "dies":
         await asyncio.wrap_future(background_loop().submit(leader.server.close()))
     closing = asyncio.ensure_future(leader.close())
@@ -538,36 +530,34 @@ async def test_what_is_done_before_an_exchange_ends_when_there_will_be_none(meet
         await waiting
     await other.close()
     await closing
-    assert since.seconds() < 2
 
 
 async def test_rank_0_serves_until_the_others_are_done(meet_as):
     leader, other = await world_of(meet_as, 2, "tcp://127.0.0.1:0")
-    closing = asyncio.ensure_future(leader.close())
-    await other._client.wait([leader.keys("left", 0)])
+    closing = asyncio.ensure_future(leader.close(LONG))
+    await other.store.underlying_store.wait([leader.keys("left", 0)])
     assert not closing.done()
     await other.store.set("still", b"served")
     assert await other.store.get("still") == b"served"
     await other.close()
     since = Stopwatch()
     await closing
-    assert since.seconds() < 2
+    assert since.seconds() < LONG / 2
 
 
 async def test_rank_0_close_waits_for_the_others_with_a_timeout(meet_as):
     leader, _ = await world_of(meet_as, 2, "tcp://127.0.0.1:0")
-    begun, since = time.monotonic(), Stopwatch()
+    begun = time.monotonic()
     await leader.close(timeout=0.2)
     assert time.monotonic() - begun > 0.15
-    assert since.seconds() < 2
 
 
 async def test_rank_0_close_does_not_wait_for_dead_ranks(meet_as):
     leader, other = await world_of(meet_as, 2, "tcp://127.0.0.1:0")
-    await other._client.close()
+    await other.store.underlying_store.close()
     since = Stopwatch()
-    await leader.close()
-    assert since.seconds() < 2
+    await leader.close(LONG)
+    assert since.seconds() < LONG / 2
 
 
 async def test_close_is_idempotent(meet_as):
@@ -592,15 +582,13 @@ async def test_waiting_rank_is_told_that_a_rank_gave_up(meet_as, leaver):
     leader = await meet_as("tcp://127.0.0.1:0", 0, 4)
     meetings = [leader, *[await meet_as(leader.where, rank, 4) for rank in (1, 2)]]
     waiting = [asyncio.ensure_future(meeting.exchange(b"")) for meeting in meetings]
-    await leader._client.wait([leader.keys("payload", 0, rank) for rank in range(3)])
+    await leader.store.underlying_store.wait([leader.keys("payload", 0, rank) for rank in range(3)])
     waiting[leaver].cancel()
-    since = Stopwatch()
     closing = asyncio.ensure_future(meetings[leaver].close())
     for rank in {0, 1, 2} - {leaver}:
         with pytest.raises(RendezvousError, match=f"rank {leaver} gave up before the world was complete"):
             await waiting[rank]
     await asyncio.gather(closing, *(meeting.close() for meeting in meetings))
-    assert since.seconds() < 2
 
 
 async def test_late_rank_is_told_that_a_rank_gave_up(meet_as):
@@ -625,12 +613,9 @@ async def test_cancellation_at_any_point_leaves_no_state(meet_as, tmp_path, step
     await asyncio.gather(*ranks, return_exceptions=True)
     await asyncio.gather(*(meeting.close() for meeting in meet_as.meetings))
     assert list(tmp_path.iterdir()) == []
-    # What is left of tasks, threads and sockets, the check after every test finds.
 
 
-async def test_a_meeting_belongs_to_the_loop_that_made_it(in_thread):
-    """Ranks on the loops of two threads meet like ranks of two processes."""
-
+async def test_ranks_on_loops_of_different_threads_meet(in_thread):
     def live(rank, answers, where):
         async def main():
             config, launch = Config(), Launch()

@@ -256,7 +256,7 @@ class Nccl(DeviceCollectives):
             piece = memory.tensor[start:stop]
             rows = self._rows(piece.numel(), piece.dtype)
             self._enqueue(("allGather", piece.data_ptr(), rows[0].data_ptr(), piece.nbytes, BYTES))
-            _reduce(how, rows, piece)
+            reduce_on_device(how, rows, piece)
 
     def _reduce_gathered(self, memory: Memory, root: int, how: Arithmetic) -> None:
         for start, stop in self._steps(memory.count, memory.dtype):
@@ -267,7 +267,7 @@ class Nccl(DeviceCollectives):
             rows = self._rows(piece.numel(), piece.dtype)
             rows[root].copy_(piece)
             self._enqueue(*[_receive(rows[rank], rank) for rank in self.context.others])
-            _reduce(how, rows, piece)
+            reduce_on_device(how, rows, piece)
 
     def _reduce_scatter_gathered(self, blocks: Sequence[Memory], own: Memory, how: Arithmetic) -> None:
         for start, stop in self._steps(max(block.count for block in blocks), own.dtype):
@@ -280,7 +280,7 @@ class Nccl(DeviceCollectives):
                 calls += [_receive(rows[rank], rank) for rank in self.context.others]
             self._enqueue(*calls)
             if rows:
-                _reduce(how, rows, out)
+                reduce_on_device(how, rows, out)
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -369,7 +369,7 @@ class Nccl(DeviceCollectives):
         return whole
 
 
-def _reduce(how: Arithmetic, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def reduce_on_device(how: Arithmetic, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Reduce all ranks' contributions into ``out`` on the device."""
     if len(rows) == 1:
         out.copy_(rows[0])
