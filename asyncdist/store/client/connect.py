@@ -102,10 +102,13 @@ class ConnectRetry(Backoff):
             if isinstance(reason, ClosedByServer)
             else "check that it was started, that host and port are right, and that no firewall is in between"
         )
-        return StoreConnectionError(
+        error = StoreConnectionError(
             f"no store answered at {self.host}:{self.port} within {self._spent():.1f} s ({describe_error(reason)}): "
             f"{advice}"
         )
+        # The rendezvous reads the cause: a store that is slow gets a longer attempt.
+        error.__cause__ = reason
+        return error
 
     def _spent(self) -> float:
         return time.monotonic() - self._begun
