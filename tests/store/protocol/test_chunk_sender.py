@@ -1,4 +1,4 @@
-"""Parcels go one behind the other, a piece in each turn of the loop, while the socket takes them and they are wanted."""
+"""Chunked messages are sent in order, one chunk per iteration of the loop, while the socket accepts them."""
 
 from __future__ import annotations
 
@@ -25,58 +25,58 @@ def written() -> list[bytes]:
     return []
 
 
-async def test_parcels_go_one_behind_the_other_with_a_turn_for_others_between_pieces(written):
+async def test_messages_are_sent_in_order_one_chunk_per_iteration(written):
     turns: list[int] = []
     done: list[int] = []
-    carrier = ChunkSender(written.append, lambda request: True, asyncio.get_running_loop().call_soon)
+    sender = ChunkSender(written.append, lambda request: True, asyncio.get_running_loop().call_soon)
     for request in (1, 2):
-        carrier.send(parcel(request), lambda sent: done.append(sent.request))
-    assert carrier.nbytes_under_way == len(parcel(1))
+        sender.send(parcel(request), lambda sent: done.append(sent.request))
+    assert sender.nbytes_under_way == len(parcel(1))
     for _ in range(9):
         turns.append(len(written))
         await asyncio.sleep(0)
     assert turns == [0, 1, 2, 3, 4, 5, 6, 7, 8]
-    assert not carrier.busy
+    assert not sender.busy
     assert written == frames_of(parcel(1)) + frames_of(parcel(2))
     assert done == [1, 2]
-    assert carrier.nbytes_under_way == 0
+    assert sender.nbytes_under_way == 0
 
 
-async def test_nothing_goes_while_the_socket_takes_no_more(written):
-    carrier = ChunkSender(
-        lambda frame: (written.append(frame), carrier.pause()),
+async def test_paused_sender_sends_nothing(written):
+    sender = ChunkSender(
+        lambda frame: (written.append(frame), sender.pause()),
         lambda request: True,
         asyncio.get_running_loop().call_soon,
     )
-    carrier.send(parcel(1))
+    sender.send(parcel(1))
     for count in range(1, 5):
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert len(written) == count
-        carrier.resume()
-    assert not carrier.busy
+        sender.resume()
+    assert not sender.busy
 
 
-async def test_what_nobody_wants_is_broken_off_or_never_begun(written):
+async def test_cancelled_message_is_abandoned_or_never_begun(written):
     wanted, done = {1, 2, 3}, []
-    carrier = ChunkSender(written.append, wanted.__contains__, asyncio.get_running_loop().call_soon)
+    sender = ChunkSender(written.append, wanted.__contains__, asyncio.get_running_loop().call_soon)
     for request in (1, 2, 3):
-        carrier.send(parcel(request), lambda sent: done.append(sent.request))
+        sender.send(parcel(request), lambda sent: done.append(sent.request))
     await asyncio.sleep(0)
     wanted -= {1, 2}
     for _ in range(6):
         await asyncio.sleep(0)
-    assert not carrier.busy
+    assert not sender.busy
     broken_off = parcel(1)
     first = framed([next(broken_off)])
     assert written == [first, framed([broken_off.abandoned()]), *frames_of(parcel(3))]
     assert done == [1, 2, 3]
 
 
-async def test_nothing_goes_after_the_connection(written):
-    carrier = ChunkSender(written.append, lambda request: True, asyncio.get_running_loop().call_soon)
-    carrier.send(parcel(1))
-    carrier.drop()
+async def test_dropped_sender_sends_nothing(written):
+    sender = ChunkSender(written.append, lambda request: True, asyncio.get_running_loop().call_soon)
+    sender.send(parcel(1))
+    sender.drop()
     await asyncio.sleep(0)
     assert not written
-    assert not carrier.busy
+    assert not sender.busy

@@ -1,4 +1,4 @@
-"""Long messages in pieces: others pass between them, and nothing is left of those that are broken off."""
+"""Long messages in chunks: other messages pass between them, and abandoned ones leave no memory behind."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ fields = st.lists(lengths.map(bytes) | st.lists(lengths.map(bytes), max_size=3) 
 
 
 @given(fields)
-def test_what_is_cut_is_put_together_again(content):
+def test_chunks_are_reassembled(content):
     parcel = ChunkedMessage(Encoder().pack, (7, Op.SET, *content), request_piece)
     assert carried(parcel) == [[7, Op.SET, *content]]
 
@@ -110,12 +110,12 @@ def test_a_message_that_is_long_without_a_long_value():
         [1, Op.SET, "k", msgpack.ExtType(1, b"")],
     ],
 )
-def test_a_reference_to_nothing(harm):
+def test_reference_to_missing_chunks_is_refused(harm):
     with pytest.raises(ProtocolError):
         Reassembler(1 << 20).messages_in(msgpack.packb(harm))
 
 
-def test_a_message_inside_a_message_in_pieces_is_none():
+def test_chunked_message_does_not_refer_to_another():
     arriving = Reassembler(1 << 20)
     arriving.add(0, msgpack.packb(msgpack.ExtType(2, bytes([1, 0, 0, 0]))))
     arriving.add(1, msgpack.packb([1, Op.NUM_KEYS]))
@@ -136,10 +136,10 @@ def test_pieces_are_bounded_in_bytes_and_in_number():
         arriving.add(18, b"x")
 
 
-# -- others pass between the pieces -----------------------------------------------------------------
+# -- other messages between the chunks ----------------------------------------------------------------
 
 
-async def small_ones_meanwhile(store: AsyncStore, large: asyncio.Future) -> int:
+async def small_requests_during(store: AsyncStore, large: asyncio.Future) -> int:
     """Return how many small requests were answered, one after the other, before a large one was."""
     count = 0
     while not large.done():
@@ -153,10 +153,10 @@ async def test_small_requests_pass_while_a_large_value_goes_through(server, stor
     """By the order of events: each is answered long before all of the value is through."""
     other, value = await connect(), patterned(LARGE_NBYTES)
     setting = asyncio.ensure_future(store.set("large", value))
-    same, others = await asyncio.gather(small_ones_meanwhile(store, setting), small_ones_meanwhile(other, setting))
+    same, others = await asyncio.gather(small_requests_during(store, setting), small_requests_during(other, setting))
     assert min(same, others) > 20
     getting = asyncio.ensure_future(store.get("large"))
-    same, others = await asyncio.gather(small_ones_meanwhile(store, getting), small_ones_meanwhile(other, getting))
+    same, others = await asyncio.gather(small_requests_during(store, getting), small_requests_during(other, getting))
     assert min(same, others) > 20
     assert await getting == value
 
@@ -219,7 +219,7 @@ async def test_messages_of_a_channel_keep_their_order(store, connect):
 # -- limits -----------------------------------------------------------------------------------------
 
 
-async def test_what_is_beyond_the_limit_is_refused_before_anything_is_sent(server, store):
+async def test_too_long_value_is_refused_before_it_is_sent(server, store):
     before = server.num_requests
     with pytest.raises(UsageError, match="ASYNCDIST_STORE_MAX_VALUE_NBYTES"):
         await store.set("k", bytes(server.limit + 1))
@@ -227,7 +227,7 @@ async def test_what_is_beyond_the_limit_is_refused_before_anything_is_sent(serve
     assert await store.num_keys() == 0
 
 
-async def test_no_room_for_a_value_is_said_before_all_of_it_has_come(strict):
+async def test_missing_room_is_reported_before_the_whole_value_has_arrived(strict):
     store = await reach("127.0.0.1", strict.port)
     with pytest.raises(StoreError, match="--max-memory"):
         await store.set("k", patterned(LARGE_NBYTES // 4))
@@ -241,7 +241,7 @@ async def test_no_room_for_a_value_is_said_before_all_of_it_has_come(strict):
     await store.close()
 
 
-async def test_no_room_is_wanted_for_what_has_been_done_and_is_asked_again(strict, eventually):
+async def test_repeated_request_needs_no_room(strict, eventually):
     store, other = await reach("127.0.0.1", strict.port), await reach("127.0.0.1", strict.port)
     await other.set("most", bytes(4 << 20))
     store._line.link._transport.pause_reading()
@@ -254,7 +254,7 @@ async def test_no_room_is_wanted_for_what_has_been_done_and_is_asked_again(stric
     await other.close()
 
 
-async def test_what_comes_in_the_same_read_makes_room_for_what_comes_behind_it(strict, eventually):
+async def test_earlier_request_of_the_same_read_makes_room(strict, eventually):
     store, pack = await reach("127.0.0.1", strict.port), Encoder().pack
     await store.set("k", bytes(7 << 20))
     await store.set("l", bytes((1 << 20) - LONG_NBYTES))
@@ -265,7 +265,7 @@ async def test_what_comes_in_the_same_read_makes_room_for_what_comes_behind_it(s
     await store.close()
 
 
-def test_threads_are_told_that_there_is_no_room():
+def test_blocking_store_reports_missing_room():
     config = CONFIG.with_(store_max_nbytes=8 << 20)
     server = background_loop().run(StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config))
     with TCPStore("127.0.0.1", server.port, timeout=LONG, config=CONFIG) as store:
@@ -276,7 +276,7 @@ def test_threads_are_told_that_there_is_no_room():
     background_loop().run(server.close())
 
 
-# -- broken off -------------------------------------------------------------------------------------
+# -- abandoned --------------------------------------------------------------------------------------
 
 
 def arriving_nbytes(server: StoreServer) -> int:
@@ -284,7 +284,7 @@ def arriving_nbytes(server: StoreServer) -> int:
     return server.quota.arriving_nbytes
 
 
-async def test_half_a_value_leaves_nothing_when_its_client_goes(strict, eventually):
+async def test_half_a_value_is_dropped_with_its_connection(strict, eventually):
     with Proxy("127.0.0.1", strict.port) as proxy:
         store = await reach(*proxy.address, store_reconnect=0.0)
         proxy.cut_after(proxy.passed_nbytes + (2 << 20))
@@ -299,7 +299,7 @@ async def test_half_a_value_leaves_nothing_when_its_client_goes(strict, eventual
     await other.close()
 
 
-async def test_half_a_value_leaves_nothing_when_it_is_cancelled(strict, eventually):
+async def test_half_a_value_is_dropped_when_it_is_cancelled(strict, eventually):
     store = await reach("127.0.0.1", strict.port)
     value = patterned(6 << 20)
     for _ in range(5):
@@ -315,7 +315,7 @@ async def test_half_a_value_leaves_nothing_when_it_is_cancelled(strict, eventual
     await store.close()
 
 
-async def test_a_large_reply_that_nobody_waits_for_any_more_is_broken_off(server, store, eventually):
+async def test_cancelled_large_reply_is_abandoned(server, store, eventually):
     value = patterned(LARGE_NBYTES // 4)
     await store.set("large", value)
     arriving = store._line._conversation._arriving
@@ -335,51 +335,51 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def no_more(kind: type) -> Callable[[], bool]:
+def all_freed(kind: type) -> Callable[[], bool]:
     """Return a condition that holds once no object of a class exists, whatever refers to it."""
     return lambda: not any(isinstance(each, kind) for each in gc.get_objects())
 
 
-async def test_nothing_of_a_client_that_has_gone_waits_for_the_collector(server, connect, no_collector, eventually):
+async def test_closed_session_is_freed_without_the_collector(server, connect, no_collector, eventually):
     other = await connect()
     await other.set("large", patterned(1 << 20))
     await other.get("large")
     await other.close()
-    await eventually(no_more(Session))
+    await eventually(all_freed(Session))
 
 
-async def test_nothing_of_a_long_message_waits_for_the_collector(server, store, no_collector, eventually):
+async def test_long_message_is_freed_without_the_collector(server, store, no_collector, eventually):
     value = patterned(LARGE_NBYTES // 4)
     await store.set("large", value)
-    await eventually(no_more(ChunkedMessage))
+    await eventually(all_freed(ChunkedMessage))
     await store.get("large")
-    await eventually(no_more(ChunkedMessage))
+    await eventually(all_freed(ChunkedMessage))
     setting = asyncio.ensure_future(store.set("large", value))
     await eventually(lambda: arriving_nbytes(server) > 0)
     setting.cancel()
-    await eventually(no_more(ChunkedMessage))
+    await eventually(all_freed(ChunkedMessage))
     getting = asyncio.ensure_future(store.get("large"))
     await eventually(lambda: store._line._conversation._arriving.nbytes > 0)
     getting.cancel()
-    await eventually(no_more(ChunkedMessage))
+    await eventually(all_freed(ChunkedMessage))
 
 
-async def test_nothing_of_what_threads_send_waits_for_the_collector(server, no_collector, eventually):
+async def test_long_message_of_a_blocking_store_is_freed_without_the_collector(server, no_collector, eventually):
     """Nor anything of what they are sent."""
     value = patterned(LARGE_NBYTES // 4)
     store = await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=LONG, config=CONFIG)
     await asyncio.to_thread(store.set, "large", value)
-    await eventually(no_more(ChunkedMessage))
+    await eventually(all_freed(ChunkedMessage))
     await asyncio.to_thread(store.get, "large")
-    await eventually(no_more(ChunkedMessage))
+    await eventually(all_freed(ChunkedMessage))
     store.set_timeout(0.001)
     with pytest.raises(StoreTimeoutError):
         await asyncio.to_thread(store.set, "large", value)
-    await eventually(no_more(ChunkedMessage))
+    await eventually(all_freed(ChunkedMessage))
     await asyncio.to_thread(store.close)
 
 
-async def test_a_limit_of_time_passes_in_the_middle(server, store, eventually):
+async def test_timeout_in_the_middle_of_a_value_drops_it(server, store, eventually):
     await store.set("large", patterned(LARGE_NBYTES // 4))
     with pytest.raises(StoreTimeoutError):
         await store.get("large", timeout=0.001)
@@ -392,7 +392,7 @@ async def test_a_limit_of_time_passes_in_the_middle(server, store, eventually):
 
 
 @pytest.mark.parametrize("cut_mib", [1, 3, 6, 9, 11])
-async def test_a_connection_that_breaks_in_the_middle_is_followed_by_the_whole(server, cut_mib):
+async def test_value_is_sent_again_after_the_connection_broke(server, cut_mib):
     value = patterned(5 << 20)
     with Proxy("127.0.0.1", server.port) as proxy:
         store = await reach(*proxy.address)
@@ -407,7 +407,7 @@ async def test_a_connection_that_breaks_in_the_middle_is_followed_by_the_whole(s
 
 
 @pytest.mark.parametrize("cut_mib", [1, 3, 6, 9])
-def test_threads_whose_connection_breaks_in_the_middle(cut_mib):
+def test_blocking_store_sends_a_value_again_after_the_connection_broke(cut_mib):
     server = background_loop().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
     value = patterned(5 << 20)
     with (
@@ -428,13 +428,13 @@ def test_threads_whose_connection_breaks_in_the_middle(cut_mib):
     background_loop().run(server.close())
 
 
-async def test_pieces_that_belong_to_nothing_cost_a_client_its_connection(server, store, caplog):
+async def test_chunk_without_a_message_ends_the_connection(server, store, caplog):
     store._line.link._transport.write(framed([Encoder().pack((1, Op.PIECE, 0, b"small and first"))]))
     await store.set("k", b"v")  # over another connection
     assert "a chunk of a message" in caplog.text
 
 
-async def test_a_store_with_data_keeps_large_values_and_says_so_when_it_has(tmp_path):
+async def test_daemon_with_data_keeps_large_values(tmp_path):
     value = patterned(5 << 20)
     for turn in range(2):
         async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, data=tmp_path) as server:
@@ -447,5 +447,5 @@ async def test_a_store_with_data_keeps_large_values_and_says_so_when_it_has(tmp_
             await store.close()
 
 
-def test_an_answers_piece_looks_as_it_should():
+def test_fields_of_a_reply_chunk():
     assert answer_piece(1, 2, b"x") == (1, OperationKind.PIECE, (2, b"x"))

@@ -88,28 +88,6 @@ def c(askers):
 # -- values ----------------------------------------------------------------------------------------
 
 
-def test_set_get_and_delete(a):
-    assert a.do(Op.SET, "k", b"v") is None
-    assert a.do(Op.GET, "k") == b"v"
-    assert a.do(Op.DELETE_KEY, "k") is True
-    assert a.do(Op.DELETE_KEY, "k") is False
-    assert a.blocked(a.ask(Op.GET, "k"))
-
-
-def test_an_empty_value_is_a_value(a):
-    a.do(Op.SET, "k", b"")
-    assert a.do(Op.GET, "k") == b""
-    assert a.do(Op.CHECK, ["k"]) is True
-    assert a.do(Op.DELETE_KEY, "k") is True
-
-
-def test_get_blocks_until_set_by_anyone(a, b):
-    waiting = a.ask(Op.GET, "k")
-    assert a.blocked(waiting)
-    b.do(Op.SET, "k", b"v")
-    assert a.answer(waiting) == b"v"
-
-
 @pytest.mark.parametrize(
     ("op", "args", "value"),
     [
@@ -119,30 +97,21 @@ def test_get_blocks_until_set_by_anyone(a, b):
         (Op.COMPARE_SET, (b"", b"1"), b"1"),
     ],
 )
-def test_everything_that_stores_wakes_those_who_wait(a, b, op, args, value):
+def test_every_operation_that_stores_resolves_waiting_requests(a, b, op, args, value):
     getting, waiting = a.ask(Op.GET, "k"), a.ask(Op.WAIT, ["k"])
     b.do(op, "k", *args)
     assert a.answer(getting) == value
     assert a.answer(waiting) is None
 
 
-def test_multi_set_wakes_too(a, b):
+def test_multi_set_resolves_waiting_requests(a, b):
     waiting = a.ask(Op.MULTI_GET, ["x", "y", "x"])
     b.do(Op.MULTI_SET, ["y", "x"], [b"1", b"2"])
     assert a.answer(waiting) == [b"2", b"1", b"2"]
 
 
-def test_add_keeps_decimal_digits(a):
-    assert a.do(Op.ADD, "n", 5) == 5
-    assert a.do(Op.GET, "n") == b"5"
-    assert a.do(Op.ADD, "n", -7) == -2
-    assert a.do(Op.GET, "n") == b"-2"
-    a.do(Op.SET, "n", b"41")
-    assert a.do(Op.ADD, "n", 1) == 42
-
-
 @pytest.mark.parametrize("value", [b"forty-two", b"1_000", b"_1", b"", b"7 8", b"7\0", b"0x10", b"1e3"])
-def test_add_to_what_is_no_number_is_refused_and_changes_nothing(a, value):
+def test_add_to_a_text_is_refused_and_changes_nothing(a, value):
     a.do(Op.SET, "n", value)
     assert a.refused(a.ask(Op.ADD, "n", 1)) is Reason.INVALID
     assert a.do(Op.GET, "n") == value
@@ -173,13 +142,7 @@ def test_compare_set(a, held, expected, answer, after):
         assert a.do(Op.GET, "k") == after
 
 
-def test_a_compare_set_that_fails_wakes_nobody(a, b):
-    waiting = a.ask(Op.GET, "k")
-    b.do(Op.COMPARE_SET, "k", b"expected", b"desired")
-    assert a.blocked(waiting)
-
-
-def test_wait_counts_a_key_that_has_come_even_if_it_goes_again(a, b):
+def test_wait_counts_a_key_that_was_deleted_again(a, b):
     waiting = a.ask(Op.WAIT, ["x", "y"])
     b.do(Op.SET, "x", b"")
     b.do(Op.DELETE_KEY, "x")
@@ -187,7 +150,7 @@ def test_wait_counts_a_key_that_has_come_even_if_it_goes_again(a, b):
     assert a.answer(waiting) is None
 
 
-def test_multi_get_waits_again_for_a_value_that_was_deleted_meanwhile(a, b):
+def test_multi_get_waits_again_for_a_deleted_value(a, b):
     waiting = a.ask(Op.MULTI_GET, ["x", "y"])
     b.do(Op.SET, "x", b"1")
     b.do(Op.DELETE_KEY, "x")
@@ -197,7 +160,7 @@ def test_multi_get_waits_again_for_a_value_that_was_deleted_meanwhile(a, b):
     assert a.answer(waiting) == [b"3", b"2"]
 
 
-def test_no_keys_are_all_there(a):
+def test_empty_list_of_keys_is_present(a):
     assert a.do(Op.WAIT, []) is None
     assert a.do(Op.CHECK, []) is True
     assert a.do(Op.MULTI_GET, []) == []
@@ -220,7 +183,7 @@ def test_list_and_num_keys(a):
         (Op.COMPARE_SET, ("k", b"", bytes(101))),
     ],
 )
-def test_a_value_too_large_is_refused_at_once_and_nothing_is_stored(a, op, args):
+def test_too_long_value_is_refused_and_not_stored(a, op, args):
     assert a.refused(a.ask(op, *args)) is Reason.TOO_LARGE
     assert a.do(Op.NUM_KEYS) == 0
     assert a.do(Op.QUEUE_LEN, "k") == 0
@@ -232,7 +195,7 @@ def test_append_stops_at_the_limit(a):
     assert a.do(Op.GET, "k") == bytes(60)
 
 
-def test_what_was_handed_out_stays_as_it_was_when_something_is_appended(a):
+def test_append_does_not_change_earlier_replies(a):
     a.do(Op.SET, "k", b"one, ")
     handed_out = [a.do(Op.GET, "k"), memoryview(a.do(Op.GET, "k")), a.do(Op.WATCH, "k")]
     for word in (b"two, ", b"", b"three"):
@@ -254,16 +217,7 @@ def test_a_queue_is_first_in_first_out(a):
     assert a.do(Op.QUEUE_LEN, "q") == 0
 
 
-def test_takers_stand_in_line(a, b, c):
-    first, second = a.ask(Op.QUEUE_POP, "q", True), b.ask(Op.QUEUE_POP, "q", True)
-    c.do(Op.QUEUE_PUSH, "q", b"1")
-    assert a.answer(first) == b"1"
-    assert b.blocked(second)
-    c.do(Op.QUEUE_PUSH, "q", b"2")
-    assert b.answer(second) == b"2"
-
-
-def test_queues_live_apart_from_values(a):
+def test_queue_and_value_of_one_key_are_independent(a):
     a.do(Op.QUEUE_PUSH, "k", b"item")
     assert a.blocked(a.ask(Op.GET, "k"))
     assert a.blocked(a.ask(Op.MULTI_GET, ["k"]))
@@ -291,14 +245,14 @@ def test_wait_for_a_queue_and_a_key(a, b):
     assert a.answer(waiting) is None
 
 
-def test_a_push_wakes_the_first_who_watches_and_no_other(a, b, c):
+def test_push_wakes_only_the_first_wait(a, b, c):
     first, second = a.ask(Op.WAIT, ["q"]), b.ask(Op.WAIT, ["q"])
     c.do(Op.QUEUE_PUSH, "q", b"1")
     assert a.answer(first) is None
     assert b.blocked(second)
 
 
-def test_a_wake_up_is_passed_on_when_the_one_woken_dies_before_it_pops(a, b, c):
+def test_wake_up_passes_on_if_its_client_dies_before_it_pops(a, b, c):
     """The fourth: it was lost."""
     first, second = a.ask(Op.WAIT, ["q"]), b.ask(Op.WAIT, ["q"])
     c.do(Op.QUEUE_PUSH, "q", b"1")
@@ -307,24 +261,14 @@ def test_a_wake_up_is_passed_on_when_the_one_woken_dies_before_it_pops(a, b, c):
     assert b.answer(second) is None
 
 
-def test_a_taker_goes_before_a_watcher(a, b, c):
+def test_pop_precedes_wait(a, b, c):
     watching, taking = a.ask(Op.WAIT, ["q"]), b.ask(Op.QUEUE_POP, "q", True)
     c.do(Op.QUEUE_PUSH, "q", b"1")
     assert b.answer(taking) == b"1"
     assert a.blocked(watching)
 
 
-@pytest.mark.parametrize("how", ["cancel", "leave"])
-def test_an_item_not_confirmed_goes_back_to_the_head(a, b, how):
-    for item in (b"1", b"2"):
-        b.do(Op.QUEUE_PUSH, "q", item)
-    taken = a.ask(Op.QUEUE_POP, "q", True)
-    assert a.answer(taken) == b"1"
-    a.cancel(taken) if how == "cancel" else a.leave()
-    assert b.do(Op.QUEUE_POP, "q", True) == b"1"
-
-
-def test_items_given_back_together_keep_their_order_and_go_to_those_in_line(a, b, c):
+def test_returned_items_keep_their_order_and_go_to_blocked_pops(a, b, c):
     for item in (b"1", b"2", b"3"):
         c.do(Op.QUEUE_PUSH, "q", item)
     taken = [a.ask(Op.QUEUE_POP, "q", True) for _ in range(3)]
@@ -333,16 +277,6 @@ def test_items_given_back_together_keep_their_order_and_go_to_those_in_line(a, b
     a.leave()
     assert [b.answer(waiting[0]), b.answer(waiting[1])] == [b"1", b"3"]
     assert b.blocked(waiting[2])
-
-
-def test_a_confirmed_item_is_gone(a):
-    a.do(Op.QUEUE_PUSH, "q", b"1")
-    taken = a.ask(Op.QUEUE_POP, "q", True)
-    a.confirm(taken)
-    a.cancel(taken)
-    a.leave()
-    assert a.do(Op.QUEUE_LEN, "q") == 0
-    assert a.state.num_open == 0
 
 
 # -- barriers, channels ----------------------------------------------------------------------------
@@ -361,7 +295,7 @@ def test_a_barrier_opens_for_all_at_once_and_stays_open(a, b, c):
 
 
 @pytest.mark.parametrize("how", ["cancel", "leave"])
-def test_a_barrier_does_not_count_who_went_and_came_again(a, b, how):
+def test_barrier_does_not_count_withdrawn_requests(a, b, how):
     """The fifth: a rank that timed out or died was counted for each time it came."""
     for _ in range(3):
         standing = a.ask(Op.BARRIER, "x", 2)
@@ -372,13 +306,13 @@ def test_a_barrier_does_not_count_who_went_and_came_again(a, b, how):
     assert a.answer(last) is None
 
 
-def test_a_barrier_wakes_who_waits_for_its_key(a, b):
+def test_open_barrier_resolves_wait_for_its_key(a, b):
     waiting = a.ask(Op.WAIT, ["x"])
     b.do(Op.BARRIER, "x", 1)
     assert a.answer(waiting) is None
 
 
-def test_barriers_that_do_not_agree(a, b):
+def test_barriers_of_different_sizes_are_refused(a, b):
     a.ask(Op.BARRIER, "x", 3)
     assert b.refused(b.ask(Op.BARRIER, "x", 2)) is Reason.INVALID
     assert b.refused(b.ask(Op.BARRIER, "y", 0)) is Reason.INVALID
@@ -386,7 +320,7 @@ def test_barriers_that_do_not_agree(a, b):
     assert b.refused(b.ask(Op.BARRIER, "z", 2)) is Reason.INVALID
 
 
-def test_publish_reaches_those_who_listen_now(a, b, c):
+def test_publish_reaches_present_subscriptions(a, b, c):
     assert c.do(Op.PUBLISH, "x", b"before") == 0
     listening = a.ask(Op.SUBSCRIBE, "x"), a.ask(Op.SUBSCRIBE, "x"), b.ask(Op.SUBSCRIBE, "y")
     assert c.do(Op.PUBLISH, "x", b"1") == 2
@@ -398,14 +332,14 @@ def test_publish_reaches_those_who_listen_now(a, b, c):
     assert messages == [[b"1"], [b"1", b"2"]]
 
 
-def test_a_message_is_no_longer_than_a_value(a, b):
+def test_message_has_at_most_the_length_of_a_value(a, b):
     listening = a.ask(Op.SUBSCRIBE, "x")
     assert b.do(Op.PUBLISH, "x", bytes(100)) == 1
     assert b.refused(b.ask(Op.PUBLISH, "x", bytes(101))) is Reason.TOO_LARGE
     assert a.published(listening) == [bytes(100)]
 
 
-def test_all_who_watch_are_told_in_one_message(a, b, c):
+def test_watches_share_one_message(a, b, c):
     """The bytes exist once: a value may be large, and it may have many watches."""
     watching = [(each, each.ask(Op.WATCH, "key")) for each in (a, b)]
     surveying = [(each, each.ask(Op.WATCH_KEYS, prefix)) for each, prefix in ((a, ""), (b, "k"), (c, "other"))]
@@ -447,7 +381,7 @@ def test_cancelled_request_leaves_no_entries(a, b, op, args, how):
     _assert_nothing_waits(a.state)
 
 
-def test_giving_up_what_is_not_there_is_nothing(a):
+def test_cancel_of_an_unknown_request_has_no_effect(a):
     a.cancel(17)
     a.confirm(17)
     a.leave()
