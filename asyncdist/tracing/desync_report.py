@@ -163,11 +163,11 @@ def _call(entry: Mapping[str, Any], offset: float) -> TracedCall:
 
 @dataclass
 class RankPosition:
-    """The position of one group: its first collective that is not over on all ranks, and how far each rank is.
+    """The position of one group: its first collective that has not completed on all ranks, and how far each rank is.
 
-    ``number`` is None if all are over everywhere. ``waiting`` are the ranks that are in it, with the seconds since
-    their call; ``through`` those for whom it is over; ``behind`` those that have not called it, with the number of their
-    last call (0 before the first); ``silent`` those that have written nothing.
+    ``number`` is None if all have completed everywhere. ``waiting`` are the ranks that are in it, with the seconds since
+    their call; ``through`` those on which it has completed; ``behind`` those that have not called it, with the number of
+    their last call (0: there was none); ``silent`` those that have written nothing.
     """
 
     group: str
@@ -279,7 +279,7 @@ def tell(records: Sequence[TraceRecord]) -> Iterator[str]:
     for record in records:
         yield from _tell_messages(record)
     if not held_up:
-        yield "No collective is held up: every one that was called is over on all ranks that have written."
+        yield "No collective is pending: every call has completed on all ranks that wrote a file."
 
 
 def _tell_standing(standing: RankPosition, records: Mapping[int, TraceRecord]) -> Iterator[str]:
@@ -292,7 +292,7 @@ def _tell_standing(standing: RankPosition, records: Mapping[int, TraceRecord]) -
         yield f"{where}: the ranks called different things. {said}."
     else:
         words = next(iter(standing.calls.values()), "a call of which no rank has a record")
-        yield f"{where}: {words} is not over."
+        yield f"{where}: {words} has not completed."
     if standing.waiting:
         yield f"  {_ranks(standing.waiting)} in it, since {_spread(standing.waiting.values())}."
     for rank, number in sorted(standing.behind.items()):
@@ -302,7 +302,7 @@ def _tell_standing(standing: RankPosition, records: Mapping[int, TraceRecord]) -
         last = records[rank].collectives(standing.group).get(number)
         yield (
             f"  rank {rank} never called it: it is what the others wait for. Its last was #{number}, "
-            f"{'which is over' if last is None else _in_words(last, records[rank].written)}."
+            f"{'which has completed' if last is None else _in_words(last, records[rank].written)}."
         )
     if standing.silent:
         yield f"  {_ranks(standing.silent)} of this group left no recorder."

@@ -8,7 +8,8 @@ The collectives are those of `native.Native`, as one method each, but they never
 ``streams.on_comm_stream()``, in issue order, on the executor's thread or the calling thread, and have enqueued everything
 when their schedule ends. They may block the host until the peers have made the same call.
 
-To write one: implement `DeviceCollectives`, and register the class under the entry-point group ``asyncdist.ensembles``.
+To write one: implement `DeviceCollectives`, and register the class under the entry-point group
+``asyncdist.device_backends``.
 This module imports no engine and no group.
 """
 

@@ -1,8 +1,8 @@
 """Finds transports: the classes announced under the entry-point group ``asyncdist.transports``.
 
-Device back ends are announced under ``asyncdist.ensembles``. The built-in ones are announced like those of third
-parties. For a checkout that is on PYTHONPATH but not installed, the registry reads the entry points from the
-checkout's pyproject.toml.
+Device back ends are announced under ``asyncdist.device_backends``. The built-in ones are announced like those of third
+parties. For a checkout that is on PYTHONPATH but not installed, the registry reads the entry points from the checkout's
+pyproject.toml.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("asyncdist")
 
 TRANSPORTS = "asyncdist.transports"
-ENSEMBLES = "asyncdist.ensembles"
-_WHAT = {TRANSPORTS: "transport", ENSEMBLES: "way between devices"}
-_LAST = "staged"  # of the ways between devices: all ranks can go it
+DEVICE_BACKENDS = "asyncdist.device_backends"
+_WHAT = {TRANSPORTS: "transport", DEVICE_BACKENDS: "device back end"}
+_LAST = "staged"  # the device back end that all ranks can use
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -107,22 +107,22 @@ def set_by(config: Config) -> list[type[Transport]]:
 
 
 def device_backends(backend: str | None, device: str) -> list[type[DeviceCollectives]]:
-    """Return the ways between devices of a type that a ``backend`` argument stands for, the preferred first.
+    """Return the back ends for a device type that a ``backend`` argument stands for, the preferred first.
 
-    The last is the one through the host. Those that cannot be loaded here are left out; ``"cuda:NAME"`` takes that one
-    before the last, and TransportUnavailableError says why it cannot be had.
+    The last one copies through the host. Back ends that cannot be loaded here are left out. ``"cuda:NAME"`` stands for that
+    one and the last; if it cannot be used, TransportUnavailableError says why.
     """
     name = _by_device(backend).get(device, "auto")
-    announced = names(ENSEMBLES)
-    if name in announced:  # torch's name for its back end too: who says nccl for a device means it
-        return [load_class(one, ENSEMBLES) for one in dict.fromkeys((name, _LAST))]
+    announced = names(DEVICE_BACKENDS)
+    if name in announced:  # also torch's name of its back end: "cuda:nccl" means this one
+        return [load_class(one, DEVICE_BACKENDS) for one in dict.fromkeys((name, _LAST))]
     if name not in _AUTO:
         known = ", ".join(announced)
-        raise TransportUnavailableError(f"there is no way {name!r} between {device} tensors; there are {known}")
+        raise TransportUnavailableError(f"there is no back end {name!r} for {device} tensors; there are {known}")
     loaded: list[type[DeviceCollectives]] = []
     for one in announced:
         try:
-            loaded.append(load_class(one, ENSEMBLES))
+            loaded.append(load_class(one, DEVICE_BACKENDS))
         except TransportUnavailableError as cause:
             log.info("%s", cause)
     return sorted(loaded, key=lambda kind: -kind.preference)

@@ -82,15 +82,13 @@ def test_report_of_completed_calls(ranks):
         three.call(rank, 1, 0, 1)
         three.call(rank, 2, 1, 2)
     records = three.records()
-    assert (
-        told(records) == "No collective is held up: every one that was called is over on all ranks that have written."
-    )
+    assert told(records) == "No collective is pending: every call has completed on all ranks that wrote a file."
     (standing,) = desync_report.standings(records)
     assert standing.number is None
 
 
 def test_report_without_calls(ranks):
-    assert "No collective is held up" in told(ranks(2).records())
+    assert "No collective is pending" in told(ranks(2).records())
 
 
 def test_report_names_rank_that_has_not_called(ranks):
@@ -100,7 +98,7 @@ def test_report_names_rank_that_has_not_called(ranks):
     three.call(0, 2, 60)
     three.call(2, 2, 70)
     assert told(three.records()).splitlines() == [
-        "group 'world', collective #2: all_reduce(8 x float32, SUM) is not over.",
+        "group 'world', collective #2: all_reduce(8 x float32, SUM) has not completed.",
         "  ranks 0 and 2 in it, since 30.0 to 40.0 s.",
         "  rank 1 never called it: it is what the others wait for. Its last was #1, all_reduce(8 x float32, SUM), which "
         "ended 99.0 s before it wrote.",
@@ -148,7 +146,7 @@ def test_evicted_call_does_not_count_as_missing(ranks):
     for _ in range(10):
         two.call(0, 0, 2, 3, op="send", fingerprint=0)
     records = two.records()
-    assert "No collective is held up" in told(records)
+    assert "No collective is pending" in told(records)
     (standing,) = desync_report.standings(records)
     assert standing.number is None
 
@@ -167,9 +165,9 @@ def test_pending_call_is_found_behind_later_calls(ranks):
     (standing,) = desync_report.standings(records)
     assert (standing.number, list(standing.waiting), standing.through, standing.behind) == (3, [0], [2], {1: 2})
     assert told(records).splitlines() == [
-        "group 'world', collective #3: all_reduce(8 x float32, SUM) is not over.",
+        "group 'world', collective #3: all_reduce(8 x float32, SUM) has not completed.",
         "  rank 0 in it, since 99.0 s.",
-        "  rank 1 never called it: it is what the others wait for. Its last was #2, which is over.",
+        "  rank 1 never called it: it is what the others wait for. Its last was #2, which has completed.",
     ]
 
 
