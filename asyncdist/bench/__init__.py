@@ -1,9 +1,10 @@
-"""The benchmark behind ``asyncdist bench``: ours beside gloo, Open MPI and plain sockets, in the same processes and run.
+"""The benchmark behind ``asyncdist bench``: asyncdist, gloo, Open MPI and plain sockets in the same processes and run.
 
-Read in this order: `plan` (what to measure), `traffic` (a collective with its tensors and the check of its result),
-`raw`, `mpi` and `contenders` (who moves them), `sockets` and `pace` (how ranks start together), `measure` (rounds),
-`training`, `rank` (what a rank process does), `launch` and `processes` (who starts them); then `result`, `table`, `plot`,
-`machine`.
+Reading order: `plan` says what to measure. `programs` starts processes; `launch` starts the ranks with it and collects what
+they find. `rank` is the main function of a rank process. `workloads.collectives` has the collectives, `contenders` what
+executes them, and `measure` times them in turns; `pace` and `pacing_sockets` make all ranks start a call together.
+`workloads.training` times training steps. `result` holds the figures, and `report` shows them. `store` is the benchmark of
+the store.
 
-Nothing that the command line imports before it measures imports torch.
+The modules that the command line imports before it measures do not import torch.
 """

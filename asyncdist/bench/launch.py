@@ -1,52 +1,139 @@
-"""How rank processes are started: each by itself, or all by Open MPI's ``mpirun``. No torch here."""
+"""Start the rank processes of a run, alone or by Open MPI's ``mpirun``, and collect their results. No torch here.
+
+Called by `asyncdist.cli.bench`.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import os
-import shutil
+import secrets
+import socket
 import subprocess
-import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any, cast
 
-from asyncdist.bench.machine import installed
+from asyncdist.bench.contenders.mpi import mpi_missing, mpi_version
+from asyncdist.bench.machine import machine
 from asyncdist.bench.plan import BenchPlan
+from asyncdist.bench.programs import Programs, python
+from asyncdist.bench.rank import BY_MPI, MEETING
+from asyncdist.bench.result import Report, ResultRow
+from asyncdist.errors import BenchmarkError, UnsupportedError
 
-BY_MPI = "mpi"
-"""What a rank process is told in place of its rank when it has to ask MPI."""
+_POLL_INTERVAL = 0.2  # seconds between checks that all processes live, until each rank has connected
+_LAST_WORDS = 1.0  # seconds that ranks get to report a failure after the first one
+_EXIT_TIMEOUT = 30.0  # seconds that ranks get to exit after their last message
+
+
+def run(plan: BenchPlan, progress: Callable[[float, ResultRow | None], None] = lambda done, row: None) -> Report:
+    """Execute a plan in new processes and return the report.
+
+    Args:
+        plan: What to measure.
+        progress: Called with the share that is done (0 to 1), and with each row as it comes.
+
+    Raises:
+        BenchmarkError: A rank fails, or a result is wrong.
+        UnsupportedError: The plan needs Open MPI, which is not installed.
+    """
+    report = Report(plan, machine())
+    if "mpi" in plan.against:
+        if (missing := mpi_missing()) is not None:
+            raise UnsupportedError(missing)
+        report.machine["mpi"] = mpi_version()
+    with tempfile.TemporaryDirectory(prefix="asyncdist-bench-") as folder, Programs() as programs:
+        for kind, value in _messages(_start(plan, Path(folder), programs), programs):
+            if kind == "row":
+                report.rows.append(value)
+                progress(len(report.rows) / plan.parts, value)
+            else:
+                progress(value, None)
+        for program in programs.running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                program.wait(_EXIT_TIMEOUT)
+    return report
 
 
 def commands(plan: BenchPlan, folder: Path) -> list[list[str]]:
-    """Return what to execute: one command a rank, or one for all where they have to speak MPI."""
-    program = [sys.executable, "-P", "-m", "asyncdist.bench", str(folder)]
-    if plan.through:  # torch.distributed has no word for a transport
+    """Return the commands to execute: one for each rank, or a single ``mpirun`` if the ranks need MPI."""
+    program = python("asyncdist.bench", str(folder))
+    if plan.through:  # torch.distributed has no argument for a transport
         program = ["env", f"ASYNCDIST_TRANSPORT={plan.transports[0]}", *program]
     if "mpi" not in plan.against:
         return [[*program, str(rank)] for rank in range(plan.ranks)]
-    # More ranks than cores are no mistake here, and contenders that use threads must not be squeezed onto one core.
+    # Ranks may outnumber the cores, and contenders with threads must not be bound to one core.
     starter = ["mpirun", "-n", str(plan.ranks), "--oversubscribe", "--bind-to", "none"]
     if os.geteuid() == 0:
         starter.append("--allow-run-as-root")
     return [[*starter, *program, BY_MPI]]
 
 
-def mpi_missing() -> str | None:
-    """Return what to install before MPI can compete, None if nothing is missing."""
-    if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed: pip install 'asyncdist[mpi]'"
-    if shutil.which("mpirun") is None:
-        return "there is no mpirun: install Open MPI (Debian and Ubuntu: apt-get install openmpi-bin)"
-    if not _said_by_mpirun().startswith("mpirun (Open MPI)"):
-        return "the mpirun found first is not Open MPI's: put Open MPI's into PATH before it"
-    return None
+def _start(plan: BenchPlan, folder: Path, programs: Programs) -> list[Connection]:
+    """Start the ranks, tell them the plan and each other's ports, and return their pipes, by rank."""
+    pipes: dict[int, Connection] = {}
+    ports: dict[int, int] = {}
+    with socket.socket(socket.AF_UNIX) as server:
+        try:
+            server.bind(str(folder / MEETING))  # in a folder that only this user may enter
+        except OSError as cause:
+            raise BenchmarkError(
+                f"{folder / MEETING} cannot be a socket ({cause}): set TMPDIR to a folder with a short name"
+            ) from cause
+        server.listen(plan.ranks)
+        server.settimeout(_POLL_INTERVAL)
+        for command in commands(plan, folder):
+            programs.start(command)
+        while len(pipes) < plan.ranks:
+            try:
+                accepted, _ = server.accept()
+            except TimeoutError:
+                if any(program.poll() is not None for program in programs.running):
+                    raise BenchmarkError(f"the ranks of the benchmark did not start{programs.last_words()}") from None
+                continue
+            accepted.setblocking(True)
+            pipe = Connection(accepted.detach())
+            with contextlib.suppress(EOFError):  # the rank has exited, which the next poll shows
+                rank, port = pipe.recv()
+                pipes[rank], ports[rank] = pipe, port
+    token = secrets.token_bytes(16)
+    in_order = range(plan.ranks)
+    for pipe in pipes.values():
+        pipe.send((plan, [ports[rank] for rank in in_order], token))
+    return [pipes[rank] for rank in in_order]
 
 
-def mpi_version() -> str:
-    """Return the versions of Open MPI and mpi4py as a short text."""
-    return f"Open MPI {_said_by_mpirun().split()[-1]}, mpi4py {installed('mpi4py')}"
+def _messages(pipes: Sequence[Connection], programs: Programs) -> Iterator[tuple[str, Any]]:
+    """Yield the messages of the ranks until all have ended; raise BenchmarkError if one fails."""
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    failures: list[str] = []
+    silent: list[int] = []
+    with contextlib.ExitStack() as stack:
+        for pipe in pipes:
+            stack.enter_context(pipe)
+        while open_pipes and (ready := wait(list(open_pipes), _LAST_WORDS if failures or silent else None)):
+            for pipe in cast(list[Connection], ready):
+                try:
+                    kind, value = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    silent.append(open_pipes.pop(pipe))
+                    continue
+                if kind == "failed":
+                    failures.append(value)
+                if kind in ("end", "failed"):
+                    open_pipes.pop(pipe)
+                else:
+                    yield kind, value
+    if failures or silent:
+        raise BenchmarkError(f"the benchmark failed; {_cause(failures, silent, programs)}")
 
 
-def _said_by_mpirun() -> str:
-    """Return the first line of ``mpirun --version``."""
-    run = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
-    return (run.stdout.splitlines() or [""])[0].strip()
+def _cause(failures: Sequence[str], silent: Sequence[int], programs: Programs) -> str:
+    """Return the failure that caused the others: not one of a rank that only lost another rank."""
+    causes = [text for text in failures if "PeerLostError" not in text and "has ended" not in text]
+    if causes or not silent:
+        return (causes or failures)[0]
+    return f"rank {silent[0]} ended without a message{programs.last_words()}"

@@ -1,4 +1,4 @@
-"""Name the machine that a figure was measured on. No torch here. Used by the reports and `asyncdist info`."""
+"""Describe the machine of a measurement. No torch here. Used by the reports and `asyncdist info`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def machine() -> dict[str, str]:
-    """Return the processor, cores, system, load of the last minute and versions, as short texts."""
+    """Return the processor, the cores, the system, the load of the last minute and the versions, as short texts."""
     return {
         "processor": processor(),
         "cores": str(os.cpu_count() or "?"),
@@ -31,7 +31,7 @@ def processor() -> str:
 
 
 def installed(package: str) -> str:
-    """Return the version of an installed package, without importing it."""
+    """Return the version of an installed package without importing it."""
     try:
         return version(package)
     except PackageNotFoundError:

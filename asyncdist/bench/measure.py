@@ -1,67 +1,92 @@
-"""Rounds: every contender in turn, so that whatever else the machine does hits all alike. Used by `rank`."""
+"""Time the contenders of one case in turns, so that the machine's other load affects all of them alike.
+
+Called by `rank`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-from asyncdist.bench.contenders.contenders import Contender, Start
+from asyncdist.bench.contenders.contenders import CallTime, Contender, Contenders, Start
 from asyncdist.bench.plan import BenchPlan, in_turns, rounds
-from asyncdist.bench.result import Timing
-from asyncdist.bench.workloads.collectives import Traffic, traffic
+from asyncdist.bench.result import ResultRow, Timing
+from asyncdist.bench.workloads.collectives import Empty, Traffic, traffic
 
-# From this size on ranks start every call together: restoring the tensor takes them unequally long. Smaller ones run back
-# to back, as collectives benchmarks do: pacing spins, which starves contenders that have an I/O thread of their own
-# (gloo at 1 KiB to 1 MiB took three to eight times as long).
+# From this size on, the ranks start every call together: restoring the tensor takes a different time on each. Smaller calls
+# run back to back, as usual: pacing spins, which starves contenders with an I/O thread (gloo took 3 to 8 times as long).
 _PACED_NBYTES = 8 << 20
-# Back to back, the root of these runs ahead of the others, and its time is not that of the operation.
+# Back to back, the root of these runs ahead of the other ranks, and its time is not that of the operation.
 _ROOTED = frozenset(("broadcast", "reduce", "gather", "scatter"))
-
 
 Entry = tuple[Contender, Traffic]
 
 
-def entered(contenders: Sequence[Contender], collective: str, rank: int, ranks: int, nbytes: int) -> list[Entry]:
-    """Return who takes part with what; who moves tensors of the same kind shares them."""
-    made: dict[Any, Traffic] = {}
+def measure_case(
+    contenders: Contenders,
+    collective: str,
+    nbytes: int,
+    rank: int,
+    plan: BenchPlan,
+    start: Start,
+    progress: Callable[[float], None],
+) -> ResultRow:
+    """Measure one collective at one size; called on every rank with the same arguments."""
+    entries = make_entries(contenders.members, collective, rank, plan.ranks, nbytes)
+    timings = measure(entries, start, plan, progress)
+    size = entries[0][1].nbytes if nbytes else 0
+    ticks = contenders.latest_ticks()
+    return ResultRow(collective, size, plan.ranks, timings, contenders.absent, contenders.device, ticks)
+
+
+def make_entries(contenders: Sequence[Contender], collective: str, rank: int, ranks: int, nbytes: int) -> list[Entry]:
+    """Return the contenders that take part, each with its traffic. Contenders with tensors of one kind share them."""
+    made: dict[Empty, Traffic] = {}
     entries = []
     for contender in contenders:
         if contender.enters(collective):
-            kind = type(contender).empty
-            if kind not in made:
-                made[kind] = traffic(collective, rank, ranks, nbytes, contender.empty)
-            entries.append((contender, made[kind]))
+            if contender.empty not in made:
+                made[contender.empty] = traffic(collective, rank, ranks, nbytes, contender.empty)
+            entries.append((contender, made[contender.empty]))
     return entries
 
 
 def measure(
-    entries: Sequence[Entry], start: Start, plan: BenchPlan, tell: Callable[[float], None]
+    entries: Sequence[Entry], start: Start, plan: BenchPlan, progress: Callable[[float], None]
 ) -> dict[str, Timing]:
-    """Check every contender's result once, then time them; call it on every rank with the same plan.
+    """Check the result of every contender once, then time them; called on every rank with the same plan.
 
-    All entries are of one collective at one size. ``tell`` hears how much of the case is done, between 0 and 1. Raises
-    BenchmarkError for a wrong result.
+    Args:
+        entries: Contenders with their traffic, all of one collective at one size.
+        start: Returns on all ranks at the same instant.
+        plan: Says how many calls to time.
+        progress: Called with the share of the case that is done (0 to 1).
+
+    Raises:
+        BenchmarkError: A result is wrong.
     """
     for contender, case in entries:
         contender.verify(case, start)
     for _, case in entries:
         case.settle()
-    nbytes = entries[0][1].nbytes
-    calls, block = plan.calls(nbytes)
-    # In a row of calls the first one finds the caches full of another contender's code.
+    first = entries[0][1]
+    calls, block = plan.calls(first.nbytes)
+    paced = first.nbytes >= _PACED_NBYTES or first.name in _ROOTED or plan.device != "cpu"
+    # The first call of a block finds the caches full of another contender's code.
     lead_in = 1 if block > 1 else 0
-    seconds: dict[str, list[float]] = {contender.name: [] for contender, _ in entries}
+    times: dict[str, list[CallTime]] = {contender.name: [] for contender, _ in entries}
 
     def before(case: Traffic) -> None:
         case.restore()
-        if nbytes >= _PACED_NBYTES or case.name in _ROOTED:
+        if paced:
             start()
 
     for turn, count in enumerate(rounds(calls, block)):
-        tell(turn * block / calls)
+        progress(turn * block / calls)
         for contender, case in in_turns(entries, turn):
             start()
-            times = contender.run(case, count + lead_in, partial(before, case), partial(case.glance, contender.name))
-            seconds[contender.name] += times[lead_in:]
-    return {name: Timing.of(times) for name, times in seconds.items()}
+            taken = contender.run(
+                case, count + lead_in, partial(before, case), partial(case.check_ends, contender.name)
+            )
+            times[contender.name] += taken[lead_in:]
+    return {name: Timing.of(taken) for name, taken in times.items()}

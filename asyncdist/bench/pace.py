@@ -1,4 +1,7 @@
-"""How ranks start each timed call together, without help from anything that is being measured."""
+"""Let all ranks start a timed call at the same instant, without help from what is measured.
+
+Used by `rank` and the contenders.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ _AHEAD_NS = 40_000
 
 
 class StartPacer:
-    """A barrier after which all ranks go on at the same instant.
+    """A barrier after which all ranks continue at the same instant.
 
-    Rank 0 hears that everyone is there and names an instant of the clock that processes of one host share; everyone
-    spins until then. So no rank's time contains another's waking up, and a contender begins with the processors awake.
-    ``sockets`` are non-blocking and connected, by rank, None for ourselves.
+    When all ranks have arrived, rank 0 names an instant of the host's monotonic clock, and all ranks spin until then. So
+    the time of a rank does not contain the wake-up of another one, and no processor sleeps when a call begins.
+
+    Args:
+        rank: This rank.
+        sockets: Connected, non-blocking sockets by rank; None for this rank.
     """
 
     def __init__(self, rank: int, sockets: Sequence[socket.socket | None]) -> None:
@@ -26,10 +32,10 @@ class StartPacer:
         self._leader = None if rank == 0 else sockets[0]
         cores = os.cpu_count() or 1
         self._ahead = _AHEAD_NS * -(-len(sockets) // cores)
-        self._crowded = len(sockets) > cores
+        self._oversubscribed = len(sockets) > cores
 
     def __call__(self) -> None:
-        """Wait for all ranks; ConnectionError if one has gone."""
+        """Wait for all ranks; raise ConnectionError if one has ended."""
         if self._leader is None:
             for sock in self._others:
                 _receive(sock, 1)
@@ -40,11 +46,11 @@ class StartPacer:
             self._leader.send(b"!")
             (instant,) = _INSTANT.unpack(_receive(self._leader, _INSTANT.size))
         while monotonic_ns() < instant:
-            if self._crowded:  # else those who do not get a core begin when our slice of it is over
+            if self._oversubscribed:  # else a rank without a core begins only when this one's time slice ends
                 os.sched_yield()
 
     def alone(self, work: Callable[[], None]) -> None:
-        """Do the work on rank 0 while all other ranks sleep; ConnectionError if one has gone."""
+        """Do the work on rank 0 while all other ranks sleep; raise ConnectionError if one has ended."""
         if self._leader is None:
             for sock in self._others:
                 _receive(sock, 1)
@@ -58,7 +64,7 @@ class StartPacer:
 
 
 def _receive(sock: socket.socket, nbytes: int) -> bytes:
-    """Spin until ``nbytes`` have come; they are so few that they come at once."""
+    """Spin until ``nbytes`` have arrived, which are few enough to arrive together."""
     while True:
         try:
             got = sock.recv(nbytes)

@@ -1,7 +1,4 @@
-"""A loopback TCP socket between every two ranks: they pace the run, and plain sockets compete over them.
-
-Used by `rank`.
-"""
+"""A loopback TCP socket between every two ranks, for the pacing and for the contender "raw". Used by `rank`."""
 
 from __future__ import annotations
 
@@ -10,29 +7,29 @@ import socket
 import struct
 from collections.abc import Sequence
 
-_HELLO = struct.Struct("!16sI")  # the token, who dials
+_HELLO = struct.Struct("!16sI")  # the token, the rank that connects
 
 Port = int
 
 
 def listen_on_loopback() -> socket.socket:
-    """Return a socket that listens where only this host can dial."""
+    """Return a socket that listens on loopback only."""
     return socket.create_server(("127.0.0.1", 0), backlog=64)
 
 
 def connect_ranks(
     rank: int, server: socket.socket, ports: Sequence[Port], token: bytes, timeout: float = 30.0
 ) -> list[socket.socket | None]:
-    """Dial all lower ranks, accept all higher ones; return the sockets by rank, None for ourselves.
+    """Connect to all lower ranks and accept all higher ones; return the sockets by rank, None for this rank.
 
-    ``ports`` are those of all ranks' servers. Who does not know the 16 bytes of ``token`` is turned away. The sockets
-    do not block and do not delay. Raises TimeoutError if a rank does not come.
+    ``ports`` are those of all ranks' servers. A connection without the 16 bytes of ``token`` is closed. The sockets are
+    non-blocking, with TCP_NODELAY. Raises TimeoutError if a rank does not connect.
     """
     table: list[socket.socket | None] = [None] * len(ports)
     for peer in range(rank):
-        dialled = socket.create_connection(("127.0.0.1", ports[peer]), timeout)
-        dialled.sendall(_HELLO.pack(token, rank))
-        table[peer] = dialled
+        connected = socket.create_connection(("127.0.0.1", ports[peer]), timeout)
+        connected.sendall(_HELLO.pack(token, rank))
+        table[peer] = connected
     server.settimeout(timeout)
     while any(sock is None for sock in table[rank + 1 :]):
         accepted, _ = server.accept()

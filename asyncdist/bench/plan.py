@@ -1,4 +1,4 @@
-"""What a run measures: which collectives, at which sizes, among how many ranks, against whom. No torch here.
+"""What a run measures: collectives, sizes, number of ranks, and contenders. No torch here.
 
 Every module of the benchmark uses it.
 """
@@ -24,35 +24,50 @@ COLLECTIVES = (
     "barrier",
 )
 ON_DEVICES = ("all_reduce", "broadcast", "send")
-"""What is measured on tensors of devices; "send" passes rank 0's tensor on from each rank to the next."""
+"""What is measured on CUDA tensors; "send" forwards rank 0's tensor from each rank to the next."""
 _SHARED_OUT = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 RIVALS = ("gloo", "mpi", "raw")
-WAYS = ("torch",)
-"""Ways in to our groups beside our own faces: the calls of torch.distributed."""
+THROUGH = ("torch",)
+"""APIs other than asyncdist's own through which its groups are measured: the functions of torch.distributed."""
 CONTENDERS = ("asyncdist", "registered", "torch", "idle", "awaited", *RIVALS, "copy")
-"""Keys of the results; a further transport's key is its own name. "idle" are torch's calls that do nothing."""
+"""Keys of the results; the key of a further transport is its name. "idle" is torch.distributed on a null back end."""
 
 THROUGH_TORCH = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier")
-"""The collectives that training with torch.distributed stands on."""
+"""The collectives that training with torch.distributed uses."""
 
 STEPS = ("ddp", "fsdp2", "tensor_parallel")
 """The training steps: see `asyncdist.bench.workloads.models`."""
 HEADS = 4
-"""Of the transformer: so many ranks, or as divide them, can share a block."""
+"""Heads of the transformer. Tensor parallel needs a number of ranks that divides it."""
 
-# Up to so many bytes: (timed calls of each contender, of which so many in a row before the next one's turn).
+STORE_PARTS = ("torch", "asyncdist", "crowd", "memory", "restart")
+"""What ``asyncdist bench store`` can measure alone: torch's clients, asyncdist's client, many connections, memory per
+connection, and reading a log.
+"""
+
+# (largest size in bytes, timed calls of each contender, calls in a row in each of its turns)
 _CALLS = ((64 << 10, 1000, 100), (1 << 20, 150, 10), (8 << 20, 48, 4), (32 << 20, 24, 2))
 _CALLS_BEYOND = (12, 1)
+_MOST_DEVICE_CALLS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """One run. ``against`` are names from `RIVALS`, ``through`` from `WAYS`, ``steps`` from `STEPS`.
+    """One run.
 
-    The first of ``transports`` is that of "asyncdist", "registered", "awaited" and "torch"; each further one is a
-    contender. ``repeat`` overrides the number of timed calls and steps. ``pin`` keeps each rank on one core.
-
-    On a ``device`` other than "cpu" collectives are from `ON_DEVICES`, and all compete who can: see `bench.device`.
+    Attributes:
+        collectives: Names from `COLLECTIVES`; on devices, from `ON_DEVICES`.
+        sizes: Sizes of the tensors in bytes.
+        ranks: The number of rank processes.
+        against: Names from `RIVALS`.
+        awaited: Whether to measure asyncdist's awaited API too.
+        registered: Whether to measure registered tensors too.
+        through: Names from `THROUGH`.
+        steps: Names from `STEPS`.
+        transports: The first is that of "asyncdist", "registered", "awaited" and "torch"; each further one is a contender.
+        repeat: The number of timed calls and steps; None for one that depends on the size.
+        pin: Whether to bind each rank to one core.
+        device: "cpu" or "cuda". On CUDA devices every usable contender is measured: see `contenders.devices`.
     """
 
     collectives: tuple[str, ...] = ("all_reduce",)
@@ -70,7 +85,7 @@ class BenchPlan:
 
     @property
     def cases(self) -> list[tuple[str, int]]:
-        """The (collective, bytes) to measure, in order and each once, as sizes are `rounded`; a barrier has no size."""
+        """The (collective, bytes) to measure, without duplicates, with sizes `rounded`; a barrier has size 0."""
         cases = (
             (collective, 0 if collective == "barrier" else rounded(collective, nbytes, self.ranks))
             for collective in self.collectives
@@ -80,7 +95,7 @@ class BenchPlan:
 
     @property
     def contenders(self) -> tuple[str, ...]:
-        """The keys of those who take part, in the order in which they are shown."""
+        """The keys of the contenders, in the order in which they are shown."""
         return (
             "asyncdist",
             *(("registered",) if self.registered else ()),
@@ -99,7 +114,7 @@ class BenchPlan:
 
     @property
     def training_steps(self) -> int:
-        """How many times each contender takes a training step."""
+        """The number of timed training steps of each contender."""
         return self.repeat or 30
 
     def calls(self, nbytes: int) -> tuple[int, int]:
@@ -107,29 +122,23 @@ class BenchPlan:
         calls, block = next((calls for limit, *calls in _CALLS if nbytes <= limit), _CALLS_BEYOND)
         if self.repeat is not None:
             calls = self.repeat
+        if self.device != "cpu":
+            return min(calls, _MOST_DEVICE_CALLS), 1
         return calls, min(block, calls)
 
 
 def rounded(collective: str, nbytes: int, ranks: int) -> int:
-    """Return a size as it is measured: in whole float32, one at least, and as many for each rank where all have a part."""
+    """Return the size that is measured: at least one float32, and equal parts where each rank has one."""
     count = max(1, nbytes // 4)
     return 4 * (-(-count // ranks) * ranks if collective in _SHARED_OUT else count)
 
 
-def steps_left_out(ranks: int) -> dict[str, str]:
-    """Return the training steps that so many ranks cannot take, and why not."""
-    reasons = {}
-    if HEADS % ranks:
-        reasons["tensor_parallel"] = f"{ranks} ranks cannot share {HEADS} heads"
-    return reasons
-
-
 def rounds(calls: int, block: int) -> Iterable[int]:
-    """Yield how many calls each contender makes in each round."""
+    """Yield the number of calls that each contender makes in each round."""
     for start in range(0, calls, block):
         yield min(block, calls - start)
 
 
 def in_turns(contenders: Sequence[_Each], turn: int) -> list[_Each]:
-    """Return in which order contenders go in a round: another one each time, so that none always follows the same one."""
+    """Return the contenders in the order of a round, which changes, so that none always follows the same one."""
     return random.Random(turn).sample(contenders, len(contenders))

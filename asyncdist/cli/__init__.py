@@ -42,9 +42,9 @@ class _Main(click.Group):
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="asyncdist")
 def main() -> None:
-    """Tools of asyncdist, a communication runtime for distributed PyTorch.
+    """The commands of asyncdist, a communication runtime for distributed PyTorch.
 
-    Every setting is an environment variable ASYNCDIST_*; `asyncdist info` lists all of them.
+    Settings are environment variables with names ASYNCDIST_*; `asyncdist info` lists them.
     """
 
 

@@ -1,14 +1,21 @@
-"""The console that commands write to, and the configuration that they read. Every command uses it."""
+"""The console and the files that commands write to, and the configuration that they read. Every command uses it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import click
+
+from asyncdist.cli.option_types import reporting_write_errors
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from asyncdist.bench.report.page import Page
 
 _WIDTH = 150
 """Columns of output that does not go to a terminal: wide enough that no table is folded."""
@@ -28,3 +35,24 @@ def configured() -> Config:
         return Config.from_environment()
     except ValueError as error:
         raise UsageError(f"{error}; correct it, or unset it") from error
+
+
+def print_page(console: Console, page: Page) -> None:
+    """Print the lines about the run, and the tables."""
+    for line in page.about:
+        console.print(line, style="dim", soft_wrap=True, markup=False)
+    for grid in page.grids:
+        console.print(grid.table())
+
+
+def write_json(figures: dict[str, Any], path: Path) -> None:
+    """Write figures as JSON; the path "-" is the standard output."""
+    with reporting_write_errors(path), click.open_file(str(path), "w", encoding="utf-8") as file:
+        file.write(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_page(page: Page, figures: dict[str, Any], folder: Path, stem: str) -> None:
+    """Write a page as Markdown and its figures as JSON into a folder."""
+    with reporting_write_errors(folder):
+        (folder / f"{stem}.md").write_text(page.markdown(), encoding="utf-8")
+    write_json(figures, folder / f"{stem}.json")

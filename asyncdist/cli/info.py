@@ -9,7 +9,8 @@ import click
 from click.core import ParameterSource
 
 from asyncdist.algorithms.selection import CANDIDATES
-from asyncdist.cli import list_options
+from asyncdist.cli.option_types import ListOf
+from asyncdist.config import whole_number
 
 _SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
 
@@ -18,9 +19,15 @@ _SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
 @click.option(
     "--collective", type=click.Choice(list(CANDIDATES)), help="Explain which algorithm this collective runs, and why."
 )
-@click.option("--ranks", default=2, show_default=True, type=click.IntRange(1), help="World size to explain.")
 @click.option(
-    "--sizes", default=_SIZES, show_default=True, callback=list_options.sizes, help="Tensor sizes in bytes to explain."
+    "--ranks", default=2, show_default=True, type=click.IntRange(1), help="Number of ranks to explain it for."
+)
+@click.option(
+    "--sizes",
+    default=_SIZES,
+    show_default=True,
+    type=ListOf("sizes such as 4,64K,25M", whole_number),
+    help="Tensor sizes in bytes to explain it for.",
 )
 @click.pass_context
 def info(ctx: click.Context, collective: str | None, ranks: int, sizes: tuple[int, ...]) -> None:
@@ -30,7 +37,7 @@ def info(ctx: click.Context, collective: str | None, ranks: int, sizes: tuple[in
     asyncdist info
     asyncdist info --collective all_reduce --ranks 4
 
-    ASYNCDIST_ALGORITHM forces algorithms, for example all_reduce=ring,broadcast=tree. Set it alike on every rank.
+    ASYNCDIST_ALGORITHM forces algorithms, for example all_reduce=ring,broadcast=tree. Every rank needs the same value.
     """
     from asyncdist.cli import tables
     from asyncdist.cli.console import configured, screen

@@ -1,17 +1,65 @@
-"""Option types of the command line: seconds, socket files, and output files and folders."""
+"""Option types of the command line: lists, seconds, socket files, and output files and folders. The commands use them."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import click
 
 from asyncdist.errors import UsageError
+
+T = TypeVar("T")
+
+
+class ListOf(click.ParamType, Generic[T]):  # type: ignore[type-arg]
+    """Values separated by commas, without duplicates.
+
+    Args:
+        what: A name for the values, with an example, for the error message.
+        read_one: Reads a value; returns None or raises ValueError if it cannot.
+        allow_empty: Whether the list may be empty.
+    """
+
+    name = "text"
+
+    def __init__(self, what: str, read_one: Callable[[str], T | None], *, allow_empty: bool = False) -> None:
+        self.what, self.read_one, self.allow_empty = what, read_one, allow_empty
+
+    def read(self, text: str) -> tuple[T, ...]:
+        """Read the values; raise ValueError if one cannot be read."""
+        words = dict.fromkeys(word.strip() for word in text.split(",") if word.strip())
+        values = tuple(value for word in words if (value := self.read_one(word)) is not None)
+        if len(values) < len(words) or not (values or self.allow_empty):
+            raise ValueError(f"{text!r} is not a list of {self.what}")
+        return values
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[T, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return self.read(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a list of {self.what}", param, ctx)
+
+
+class NamesAmong(ListOf[str]):
+    """Names from ``known``, separated by commas."""
+
+    def __init__(self, known: Sequence[str]) -> None:
+        super().__init__("names", str, allow_empty=True)
+        self.known = known
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        names = super().convert(value, param, ctx)
+        for name in names:
+            if name not in self.known:
+                self.fail(f"{name!r} is not one of {', '.join(self.known)}", param, ctx)
+        return names
 
 
 class Seconds(click.FloatRange):

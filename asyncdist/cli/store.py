@@ -28,7 +28,8 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 
 
 @click.group(
-    invoke_without_command=True, short_help="Serve a rendezvous store that outlives every worker, or query one."
+    invoke_without_command=True,
+    short_help="Run a store at which ranks meet and which outlives them, or query one.",
 )
 @click.option(
     "--host", default="127.0.0.1", show_default=True, help="Address or host name to listen on; '' means all interfaces."
@@ -55,16 +56,20 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
     type=click.Choice(["always", "interval", "never"]),
     default="always",
     show_default=True,
-    help="When changes are flushed to disk: before each acknowledgement, once a second, or when the kernel decides.",
+    help="When to flush changes to disk: before each reply, once a second, or when the kernel decides.",
 )
-@click.option("--max-memory", type=_Size(), help="Limit of memory for keys, values and queues together, such as 4G.")
+@click.option("--max-memory", type=_Size(), help="Most memory for keys, values and queues together, for example 4G.")
 @click.option(
     "--metrics-port",
     type=click.IntRange(0, 65535),
     help="HTTP port for /metrics (Prometheus) and /healthz on the same host.",
 )
 @click.option(
-    "--drain", default=5.0, show_default=True, type=Seconds(), help="Seconds to send the last replies at shutdown."
+    "--drain",
+    default=5.0,
+    show_default=True,
+    type=Seconds(),
+    help="Seconds for sending the remaining replies at shutdown.",
 )
 @click.option("--tls-cert", help="Certificate file (PEM); enables TLS.  [env: ASYNCDIST_TLS_CERT]")
 @click.option("--tls-key", help="Private key file of the certificate.  [env: ASYNCDIST_TLS_KEY]")
@@ -78,20 +83,20 @@ class _Size(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--c10d",
     type=click.Choice(["off", "loopback", "any"]),
-    help="Where to accept clients of torch's TCPStore from; they do not authenticate. Default: off with a token or TLS, "
+    help="From where to accept clients of torch's TCPStore, which do not authenticate. Default: off with a token or TLS, "
     "else loopback.  [env: ASYNCDIST_STORE_C10D]",
 )
 @click.option("--allow-unauthenticated-c10d", is_flag=True, hidden=True, help="Deprecated: --c10d any.")
 @click.pass_context
 def store(ctx: click.Context, /, **given: Any) -> None:
-    """Serve a rendezvous store until SIGTERM or Ctrl-C; or, with a command, query a running store.
+    """Run a store until SIGTERM or Ctrl-C; or, with a command, query a running store.
 
-    Ranks rendezvous through the store, and it outlives them. It prints one line when clients can connect. A store that
-    listens beyond loopback requires the job's token in ASYNCDIST_TOKEN, because a command line is no place for a
-    secret. Several jobs can share one store: each uses its own name in asyncdist://host:port/name.
+    Ranks meet at the store, and it outlives them. It prints one line when clients can connect. A store that listens
+    beyond loopback requires the job's token in ASYNCDIST_TOKEN; other users could read it on a command line. Several
+    jobs can share one store: each uses its own name in asyncdist://host:port/name.
 
-    Programs without asyncdist can use it too: it speaks the wire format of torch's TCPStore on the same port. That
-    format has no authentication, so a store with a token or TLS accepts no such client unless --c10d allows it.
+    Programs without asyncdist can use the store too: it speaks the wire format of torch's TCPStore on the same port.
+    That format has no authentication, so a store with a token or TLS accepts such clients only if --c10d allows it.
 
     \b
     ASYNCDIST_TOKEN=… asyncdist store --host 10.0.0.5 --port 29500 --data /var/lib/asyncdist
@@ -99,9 +104,9 @@ def store(ctx: click.Context, /, **given: Any) -> None:
     torchrun --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29500 --rdzv-id=a-new-one … train.py
     asyncdist store --port 29500 status
 
-    After a signal to stop, the store accepts no more connections, sends the replies that are due, and exits with status
-    0. It exits with 2 if it cannot start: the port is in use, the host does not resolve, the store would be open to
-    anyone, or its data is damaged. It exits with 1 if it can no longer write its data.
+    After a signal to stop, the store accepts no more connections, sends the remaining replies, and exits with status 0.
+    It exits with 2 if it cannot start: the port is in use, the host name does not resolve, a token is missing, or the
+    data is damaged. It exits with 1 if it can no longer write its data.
     """
     if ctx.invoked_subcommand is not None:
         _check_is_an_address(ctx)

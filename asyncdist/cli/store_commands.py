@@ -160,12 +160,12 @@ def print_keys(ctx: click.Context, prefix: str, **given: Any) -> None:
     _run(ctx, given, ask)
 
 
-@click.command("watch", short_help="Print values whenever they change.")
+@click.command("watch", short_help="Print values when they change.")
 @click.argument("prefix")
 @click.option("--channel", is_flag=True, help="Treat PREFIX as a channel and print its messages.")
 @_address
 def print_changes(ctx: click.Context, prefix: str, channel: bool, **given: Any) -> None:
-    """Print the keys that begin with PREFIX, then every change of them, until Ctrl-C.
+    """Print the keys that begin with PREFIX and their values, then every change, until Ctrl-C.
 
     The command reconnects if the connection breaks.
     """

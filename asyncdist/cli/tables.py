@@ -12,7 +12,7 @@ from rich.table import Table
 from asyncdist.algorithms import selection
 from asyncdist.base.network import interface_addresses
 from asyncdist.bench.machine import machine
-from asyncdist.bench.report.table import size
+from asyncdist.bench.report.page import size
 from asyncdist.config import Config, settings
 from asyncdist.errors import AddressError, TransportUnavailableError, UsageError
 from asyncdist.rendezvous.addresses import outward
@@ -47,7 +47,7 @@ def show_devices(console: Console) -> None:
     from asyncdist.transport.device_streams import cuda_missing
 
     title = "Device back ends (in order of preference; ranks use the first one that all of them support)"
-    _announced(console, title, registry.ENSEMBLES)
+    _announced(console, title, registry.DEVICE_BACKENDS)
     if cuda_missing() is None:
         _seen_devices(console)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Worlds = Sequence[Sequence[TraceRecord]]
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart. It has eight colours, one of which marks
-# unfinished calls, so a receive gets a darker shade of its send.
+# calls that have not completed, so a receive gets a darker shade of its send.
 _COLOURS = {
     "all_reduce": "#0072b2",
     "all_gather": "#009e73",
@@ -40,7 +40,7 @@ def draw_timeline(worlds: Worlds, path: Path, seconds: float = 0.0) -> None:
 
 
 def timeline_figure(worlds: Worlds, seconds: float = 0.0) -> Figure:
-    """Return the plot with one panel per world. Calls that were unfinished when their rank wrote its dump are red."""
+    """Return the plot with one panel per world. Calls that had not completed when their rank wrote its dump are red."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -94,13 +94,13 @@ def _all(records: Sequence[TraceRecord]) -> Iterator[tuple[TraceRecord, TracedCa
 def _look_of(call: TracedCall) -> tuple[str, str]:
     """Return a call's label in the legend and its colour."""
     if call.finished is None:
-        return "unfinished", _STUCK
+        return "not completed", _STUCK
     kind = next((kind for kind in _COLOURS if call.op.startswith(kind)), None)
     return (kind, _COLOURS[kind]) if kind else ("others", _OTHER)
 
 
 def _place_of(shown: tuple[str, str]) -> tuple[bool, bool, str]:
-    """Return the sort key of a legend entry: operations by name, then other operations, then unfinished ones."""
+    """Return the sort key of a legend entry: operations by name, then others, then "not completed"."""
     name, colour = shown
     return colour == _STUCK, colour == _OTHER, name
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from asyncdist.bench.report.page import duration
 from asyncdist.cli.console import screen
 from asyncdist.cli.option_types import NewFile, Seconds, reporting_write_errors
 
@@ -21,27 +22,27 @@ _GROUPS = 8
 """Largest number of groups that get a table; blocked groups come first."""
 
 
-@click.command(short_help="Report from flight recorder dumps which rank is stuck in which call; plot a timeline.")
+@click.command(short_help="Find in flight recorder dumps which rank is stuck in which call; plot a timeline.")
 @click.argument(
     "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), envvar="ASYNCDIST_DUMP_DIR", default="."
 )
 @click.option(
-    "--calls", default=0, type=click.IntRange(0), help="Show this many of the last calls, one column per rank."
+    "--calls", default=0, type=click.IntRange(0), metavar="N", help="Show the last N calls, one column per rank."
 )
 @click.option(
     "--plot", type=NewFile(), help="Plot the calls of all ranks against time into this file (png, svg or pdf)."
 )
-@click.option("--seconds", default=0.0, type=Seconds(), help="Plot only this many of the last seconds; 0 plots all.")
+@click.option("--seconds", default=0.0, type=Seconds(), metavar="N", help="Plot only the last N seconds; 0 plots all.")
 @click.option(
     "--perfetto", type=NewFile(), help="Write the calls to this file for ui.perfetto.dev or chrome://tracing."
 )
 def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto: Path | None) -> None:
-    """Report from the flight recorder dumps in FOLDER which call blocks each group, and which ranks have not joined it.
+    """Find in the flight recorder dumps in FOLDER which call blocks each group, and which ranks have not made it.
 
     FOLDER defaults to ASYNCDIST_DUMP_DIR, or else to the current folder. Ranks write their dumps there when a group
     fails. With ASYNCDIST_DUMP_SIGNAL=USR2 they also write them on that signal, which shows where a hanging job is.
     Copy the files of all hosts into one folder first. Latencies between ranks rely on the hosts' wall clocks.
-    If the folder holds several worlds, the report covers those that wrote within 30 seconds of the last one.
+    If the folder has dumps of several worlds, the report covers those that wrote within 30 seconds of the last one.
 
     \b
     ASYNCDIST_DUMP_DIR=/tmp/dumps ASYNCDIST_DUMP_SIGNAL=USR2 torchrun --nproc-per-node=8 train.py
@@ -98,8 +99,8 @@ def _table(standing: RankPosition, records: Sequence[TraceRecord], paces: dict[i
     table = Table(title=escape(f"group {standing.group!r}"), title_justify="left")
     for name in ("rank", "host", "process"):
         table.add_column(name, justify="right")
-    table.add_column("last over")
-    table.add_column("in it now")
+    table.add_column("last completed")
+    table.add_column("pending")
     for name in ("came last", "after the first", "a call took"):
         table.add_column(name, justify="right", footer=f"of {counted}" if name == "came last" else "median")
     table.show_footer = bool(counted)
@@ -110,18 +111,20 @@ def _table(standing: RankPosition, records: Sequence[TraceRecord], paces: dict[i
             table.add_row(str(rank), "[red]no recorder[/]")
             continue
         mine = record.collectives(standing.group)
-        unfinished = [number for number, call in mine.items() if call.finished is None]
-        over = next((number for number in range(record.last(standing.group), 0, -1) if number not in unfinished), None)
-        pending = min(unfinished, default=None)
-        since = f" for {record.written - mine[pending].issued:.1f} s" if pending else ""
+        pending = [number for number, call in mine.items() if call.finished is None]
+        completed = next(
+            (number for number in range(record.last(standing.group), 0, -1) if number not in pending), None
+        )
+        oldest = min(pending, default=None)
+        since = f" for {record.written - mine[oldest].issued:.1f} s" if oldest else ""
         pace = paces.get(rank)
-        cells = (f"{pace.last:.0%}", _time(pace.lateness), _time(pace.duration)) if pace else ()
+        cells = (f"{pace.last:.0%}", duration(pace.lateness), duration(pace.duration)) if pace else ()
         table.add_row(
             str(rank),
             escape(record.host),
             str(record.pid),
-            _named(over, mine),
-            f"[yellow]{_named(pending, mine)}{since}[/]",
+            _named(completed, mine),
+            f"[yellow]{_named(oldest, mine)}{since}[/]",
             *cells,
         )
     return table
@@ -151,8 +154,8 @@ def _cell(number: int, call: TracedCall | None, record: TraceRecord, group: str)
     if call is None:
         return "[red]not called[/]" if record.last(group) < number else "forgotten"
     if call.finished is None:
-        return f"[yellow]{'failed' if call.error else 'in it'} for {record.written - call.issued:.1f} s[/]"
-    return _time(call.finished - call.issued)
+        return f"[yellow]{'failed' if call.error else 'pending'} for {record.written - call.issued:.1f} s[/]"
+    return duration(call.finished - call.issued)
 
 
 def _named(number: int | None, calls: Mapping[int, TracedCall]) -> str:
@@ -161,10 +164,3 @@ def _named(number: int | None, calls: Mapping[int, TracedCall]) -> str:
     if number is None:
         return ""
     return escape(f"#{number} {calls[number].op}") if number in calls else f"#{number}"
-
-
-def _time(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"

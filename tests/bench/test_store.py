@@ -1,4 +1,4 @@
-"""The benchmark of the store: a small run, and what follows from its figures."""
+"""The benchmark of the store: a small run, its processes, and its report."""
 
 from __future__ import annotations
 
@@ -7,64 +7,62 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from asyncdist.bench.report.store_table import store_markdown
-from asyncdist.bench.store import benchmark as bench
-from asyncdist.bench.store import client_process
-from asyncdist.bench.store.benchmark import Case, Field, StorePlan, StoreReport, run_store_benchmark
+from asyncdist.bench.report.store_table import store_page
+from asyncdist.bench.store import benchmark
+from asyncdist.bench.store.benchmark import Case, StorePlan, StoreProcesses, StoreReport, run_store_benchmark
+from asyncdist.bench.store.client_process import call_rate
 from asyncdist.cli import main
 from asyncdist.errors import BenchmarkError
 
 SMALL = StorePlan(
     rounds=1, seconds=0.02, clients=(1, 2), in_flight=10, crowd=8, crowd_rounds=1, crowd_processes=2, logged=300
 )  # fmt: skip
-CROWD = "8 clients connect, authenticate, add, meet at a barrier"
 
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-def test_a_small_run_measures_every_case_and_leaves_nothing():
-    heard: list[str] = []
-    report = run_store_benchmark(SMALL, heard.append)
-    names = [case.name for case in report.cases]
-    assert names == [
+def test_small_run_measures_every_case():
+    progress: list[str] = []
+    report = run_store_benchmark(SMALL, progress.append)
+    assert [case.name for case in report.cases] == [
         "torch's client: get",
         "torch's client: add",
         "2 of torch's clients: get",
         "2 of torch's clients: add",
-        "our client, one at a time: get",
-        "our client, 10 in flight: get",
-        CROWD,
-        "memory a connection, ours",
-        "memory a connection, torch's format",
+        "asyncdist's client, one at a time: get",
+        "asyncdist's client, 10 in flight: get",
+        "8 clients connect, authenticate, add, meet at a barrier",
+        "memory per connection, asyncdist's format",
+        "memory per connection, torch's format",
         "restart from a log of 300 sets",
     ]
     for case in report.cases:
-        if case.unit == "KiB":  # what so few take may lie in pages that the server had already
+        if case.unit == "KiB":  # few connections may fit into pages that the server already had
             assert abs(case.ours) < 1024
         else:
             assert case.ours > 0
     assert all(case.torchs for case in report.cases[:-3])
-    assert len(heard) == 9
+    assert len(progress) == 9
 
 
 @pytest.mark.processes
-def test_a_client_process_that_dies_is_an_error_that_says_what_it_said():
-    def ask_nonsense() -> None:
-        with Field() as field:
-            (worker,) = field.workers(1)
-            worker.tell(do="nonsense")
-            worker.hear()
+def test_error_of_a_client_process_has_its_last_words():
+    def send_unknown_command() -> None:
+        with StoreProcesses() as processes:
+            (worker,) = processes.start_clients(1)
+            worker.send(do="nonsense")
+            worker.receive()
 
-    with pytest.raises(BenchmarkError, match="ended before it was done") as caught:
-        ask_nonsense()
+    with pytest.raises(BenchmarkError, match="ended during a command") as caught:
+        send_unknown_command()
     assert "Traceback" in caught.value.__notes__[0]
 
 
-def test_a_client_that_is_held_up_from_the_beginning_has_made_calls_all_the_same():
-    assert client_process._rate(lambda: None, 1e-9) > 0
+def test_delayed_client_has_a_rate():
+    assert call_rate(lambda: None, 1e-9) > 0
 
 
-def test_better_is_more_calls_and_less_time_and_a_bar_is_reached_or_not():
+def test_case_reaches_its_bar_or_not():
     assert Case("", "calls/s", 30.0, 20.0, 1.5).ratio == 1.5
     assert Case("", "calls/s", 30.0, 20.0, 1.5).reached
     assert not Case("", "calls/s", 29.0, 20.0, 1.5).reached
@@ -74,34 +72,35 @@ def test_better_is_more_calls_and_less_time_and_a_bar_is_reached_or_not():
     assert not Case("", "KiB", 21.0, None, 20.0).reached
 
 
-def test_the_command_line_shows_and_writes_what_was_found(monkeypatch, tmp_path):
-    machine = dict.fromkeys(("processor", "cores", "system", "load", "python", "torch", "uvloop"), "?")
-    report = StoreReport(
-        SMALL, machine, [Case("get", "calls/s", 1234.5, 1000.0, 1.0), Case("m", "KiB", 2.5, None, 20.0)]
-    )
-    asked: list[StorePlan] = []
-    monkeypatch.setattr(bench, "run_store_benchmark", lambda plan, tell: asked.append(plan) or report)
-    shown = CliRunner().invoke(main, ["bench", "store", "--rounds", "3", "--output", str(tmp_path / "out")])
-    assert shown.exit_code == 0, shown.output
-    assert asked == [StorePlan(rounds=3)]
-    assert "1,234" in shown.output
-    assert "| get | 1,234 | 1,000 | calls/s | 1.23× | ≥ 1× | yes |" in store_markdown(report)
-    assert (tmp_path / "out/store.md").read_text() == store_markdown(report)
+@pytest.fixture
+def plans(monkeypatch, unknown_machine):
+    """The plans of benchmarks, which are not executed: they give two figures."""
+    cases = [Case("get", "calls/s", 1234.5, 1000.0, 1.0), Case("m", "KiB", 2.5, None, 20.0)]
+    found: list[StorePlan] = []
+
+    def run(plan, progress):
+        found.append(plan)
+        return StoreReport(plan, unknown_machine, cases)
+
+    monkeypatch.setattr(benchmark, "run_store_benchmark", run)
+    return found
+
+
+def test_command_shows_and_writes_the_report(plans, tmp_path):
+    run = CliRunner().invoke(main, ["bench", "store", "--rounds", "3", "--output", str(tmp_path / "out")])
+    assert run.exit_code == 0, run.output
+    assert plans == [StorePlan(rounds=3)]
+    assert "1,234" in run.output
+    page = (tmp_path / "out/store.md").read_text()
+    assert "| get | 1,234 | 1,000 | calls/s | 1.23× | ≥ 1× | yes |" in page
+    assert page.startswith("# The store\n\n?, ? cores")
     found = json.loads((tmp_path / "out/store.json").read_text())
     assert [(case["ratio"], case["reached"]) for case in found["cases"]] == [(1.2345, True), (None, True)]
 
 
-def test_parts_can_be_measured_by_themselves(monkeypatch):
-    asked: list[StorePlan] = []
-    monkeypatch.setattr(bench, "run_store_benchmark", lambda plan, tell: asked.append(plan) or StoreReport(plan, {}))
-    monkeypatch.setattr("asyncdist.bench.report.store_table.about_store", lambda report: "")
-    shown = CliRunner().invoke(main, ["bench", "store", "--only", "theirs,crowd", "--clients", "8"])
-    assert shown.exit_code == 0, shown.output
-    assert asked == [StorePlan(parts=("theirs", "crowd"), clients=(8,))]
+def test_command_measures_selected_parts(plans):
+    run = CliRunner().invoke(main, ["bench", "store", "--only", "torch,crowd", "--clients", "8"])
+    assert run.exit_code == 0, run.output
+    assert plans == [StorePlan(parts=("torch", "crowd"), clients=(8,))]
     assert CliRunner().invoke(main, ["bench", "store", "--only", "nothing"]).exit_code == 2
-
-
-def test_collectives_are_still_measured_by_name():
-    assert "COLLECTIVE" in CliRunner().invoke(main, ["bench", "--help"]).output
-    assert "TCPStore" in CliRunner().invoke(main, ["bench", "store", "--help"]).output
-    assert CliRunner().invoke(main, ["bench", "nothing"]).exit_code == 2
+    assert store_page(StoreReport(plans[0], dict.fromkeys(benchmark.machine(), "?"))).grids[0].rows == []

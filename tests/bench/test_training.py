@@ -1,4 +1,4 @@
-"""Training steps: what is trained, by whom, and that nobody is timed who trains another model."""
+"""Training steps of the benchmark: the models, the contenders, and the comparison of their weights."""
 
 from __future__ import annotations
 
@@ -16,26 +16,21 @@ from asyncdist.errors import BenchmarkError
 
 
 @pytest.mark.parametrize(("name", "millions"), [("ddp", 6.3), ("fsdp2", 3.2), ("tensor_parallel", 3.2)])
-def test_the_models_are_as_large_as_it_is_said(name, millions):
+def test_models_have_the_documented_sizes(name, millions):
     parameters = sum(parameter.numel() for parameter in STEPS[name].model().parameters())
     assert parameters == pytest.approx(millions * 1e6, rel=0.02)
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """Let steps be short: nothing here depends on how large models are."""
+def groups(monkeypatch, tmp_path):
+    """Process groups of torch.distributed by contender, in a world of one, next to asyncdist's default world.
+
+    Both are on asyncdist's back end, because gloo leaves descriptors open. The models are small.
+    """
     monkeypatch.setattr(models, "_WIDTH", 16)
     monkeypatch.setattr(models, "_CONTEXT", 8)
     monkeypatch.setattr(training, "_WARM_UP_STEPS", 1)
-
-
-@pytest.fixture
-def groups(small, tmp_path):
-    """Process groups of torch.distributed by contender, in a world of one, beside our own default world.
-
-    Both are on our back end: gloo leaves descriptors open in the process.
-    """
-    sync.init_process_group(init_method=(tmp_path / "ours").as_uri(), rank=0, world_size=1)
+    sync.init_process_group(init_method=(tmp_path / "world").as_uri(), rank=0, world_size=1)
     torch.distributed.init_process_group("asyncdist", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield {"torch": torch.distributed.group.WORLD, "gloo": torch.distributed.new_group()}
     torch.distributed.destroy_process_group()
@@ -46,7 +41,7 @@ def train(name, groups):
     return training.train(name, BenchPlan(steps=NAMES, repeat=1), groups, 0, lambda: None, lambda share: None)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["ddp", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NAMES[1:])])
 def test_every_contender_trains_the_same_model(name, groups):
     trained = train(name, groups)
     assert trained.parameters == sum(parameter.numel() for parameter in STEPS[name].model().parameters())
@@ -55,35 +50,31 @@ def test_every_contender_trains_the_same_model(name, groups):
 
 
 def test_every_contender_communicates_over_its_own_group(groups):
-    """DTensor takes equal meshes for one and the same: what it has worked out for the one it does with the other."""
-    theirs, ours = (models._mesh_of(group) for group in groups.values())
-    assert theirs != ours
-    assert [mesh.get_group() for mesh in (theirs, ours)] == list(groups.values())
+    sharded = [models.sharded(STEPS["fsdp2"].model(), group) for group in groups.values()]
+    meshes = [next(model.parameters()).device_mesh for model in sharded]
+    assert meshes[0] != meshes[1]  # DTensor takes equal meshes for one mesh
+    assert [mesh.get_group() for mesh in meshes] == list(groups.values())
 
 
-def test_without_torch_distributed_only_our_own_ddp_trains(groups):
+def test_without_torch_distributed_only_asyncdists_ddp_trains(groups):
     assert list(train("ddp", {}).timings) == ["asyncdist", "alone"]
 
 
-def test_the_steps_have_names():
-    assert set(STEPS) == set(NAMES)
+def test_contender_with_different_weights_is_not_timed(groups, monkeypatch):
+    def parallelize(model, group):
+        wrapped = models.replicated(model, group)
+        if group is groups["gloo"]:
+            with torch.no_grad():
+                next(wrapped.parameters()).add_(1e-3)
+        return wrapped
 
-
-def test_a_contender_that_ends_with_other_weights_is_not_timed(groups, monkeypatch):
-    made = training._trainers
-
-    def spoiled(name, step, groups):
-        trainers = made(name, step, groups)
-        with torch.no_grad():
-            next(trainers["gloo"].model.parameters()).add_(1e-3)
-        return trainers
-
-    monkeypatch.setattr(training, "_trainers", spoiled)
+    monkeypatch.setitem(STEPS, "ddp", STEPS["ddp"]._replace(parallelize=parallelize))
     with pytest.raises(BenchmarkError, match=r"gloo's weights differ from asyncdist's by 0\.001"):
         train("ddp", groups)
 
 
-def test_ranks_that_end_with_other_weights_are_not_timed(groups, monkeypatch):
+@pytest.mark.exhaustive
+def test_ranks_with_different_weights_are_not_timed(groups, monkeypatch):
     monkeypatch.setattr(training.sync, "broadcast", lambda weights, root: weights.add_(1e-3))
     with pytest.raises(BenchmarkError, match="after training with torch the ranks' weights differ"):
         train("tensor_parallel", groups)

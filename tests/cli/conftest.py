@@ -1,4 +1,4 @@
-"""What the tests of the programs share: a folder whose name is short enough for Unix sockets, whatever TMPDIR is."""
+"""Fixtures of the command line's tests: a folder whose name is short enough for Unix sockets, independent of TMPDIR."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def short_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of the test's own, which is TMPDIR meanwhile, also for what it starts."""
-    tmp_path_factory.getbasetemp()  # pytest's folder for all tests: it would be made in this one, and go with it
+    """A new folder, which is TMPDIR for the test and for its processes."""
+    tmp_path_factory.getbasetemp()  # created before TMPDIR changes, because it must outlive this folder
     with tempfile.TemporaryDirectory(prefix="cli-", dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)

@@ -1,4 +1,4 @@
-"""``asyncdist bench``: small runs as a user starts them, what ends them, and what may be asked."""
+"""``asyncdist bench``: small runs as a user starts them, the end of their processes, and the options."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from asyncdist.bench import launch, processes
+from asyncdist.bench import launch
+from asyncdist.bench.contenders import mpi
 from asyncdist.bench.machine import machine
 from asyncdist.bench.plan import COLLECTIVES, STEPS, THROUGH_TORCH, BenchPlan
 from asyncdist.bench.result import Report
 from asyncdist.cli import main
 from asyncdist.errors import BenchmarkError, UnsupportedError
 
-PATIENCE = 20.0
-"""Seconds for a process to start, or to be gone."""
+needs_mpi = pytest.mark.skipif(mpi.mpi_missing() is not None, reason=str(mpi.mpi_missing()))
+RIVAL = pytest.mark.parametrize("against", ["raw", pytest.param("mpi", marks=needs_mpi)])
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -34,11 +35,21 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-def test_a_small_run_gives_table_figures_and_pictures(tmp_path):
-    folder, picture = tmp_path / "out", tmp_path / "all.svg"
-    asked = ["all_reduce", "barrier", "--sizes", "4,1K", "--against", "gloo,raw", "--awaited", "--ddp", "--repeat", "2"]
-    asked += ["--transport", "tcp,auto"]
-    run = bench(*asked, "--output", str(folder), "--plot", str(picture), "--json", "-")
+def test_small_run_gives_tables_figures_and_plots(tmp_path):
+    folder, plot = tmp_path / "out", tmp_path / "all.svg"
+    options = [
+        "--sizes",
+        "4,1K",
+        "--against",
+        "gloo,raw",
+        "--awaited",
+        "--ddp",
+        "--repeat",
+        "2",
+        "--transport",
+        "tcp,auto",
+    ]
+    run = bench("all_reduce", "barrier", *options, "--output", str(folder), "--plot", str(plot), "--json", "-")
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)  # with --json - the table goes to stderr
     assert [(row["collective"], row["nbytes"]) for row in found["rows"]] == [
@@ -61,13 +72,13 @@ def test_a_small_run_gives_table_figures_and_pictures(tmp_path):
     assert found["machine"]["processor"] in page
     assert json.loads((folder / "bench.json").read_text()) == found
     assert (folder / "bench.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in picture.read_text()
+    assert "<svg" in plot.read_text()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-def test_torch_distributed_is_measured_on_our_back_end_and_on_gloo():
-    # A wrong result, or weights that differ after training, end a run: figures mean that all was right.
+def test_torch_distributed_is_measured_on_asyncdist_and_on_gloo():
+    # A wrong result, or weights that differ after training, end a run.
     run = bench("--through", "torch", "--sizes", "4K", "--repeat", "2", "--json", "-")
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
@@ -92,27 +103,24 @@ def test_torch_distributed_is_measured_on_our_back_end_and_on_gloo():
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(launch.mpi_missing() is not None, reason=str(launch.mpi_missing()))
-def test_open_mpi_computes_what_is_asked():
-    # A contender's wrong result ends a run, so figures mean that all results were right.
+@needs_mpi
+def test_open_mpi_computes_every_collective():
     plan = BenchPlan(COLLECTIVES, (4, 65_540), ranks=3, against=("mpi",), transports=("tcp",), repeat=2)
-    report = processes.run(plan)
-    assert [(row.collective, row.nbytes > 0) for row in report.rows] == [(name, size > 0) for name, size in plan.cases]
+    report = launch.run(plan)
+    assert [(row.name, row.nbytes > 0) for row in report.rows] == [(name, size > 0) for name, size in plan.cases]
     assert all(row.timings["mpi"].median > 0 for row in report.rows)
     assert report.machine["mpi"].startswith("Open MPI ")
 
 
 @pytest.mark.processes
-def test_registered_tensors_compete():
-    report = processes.run(BenchPlan(COLLECTIVES, (4, 65_540), registered=True, repeat=2))
+def test_registered_tensors_are_measured():
+    report = launch.run(BenchPlan(COLLECTIVES, (4, 65_540), registered=True, repeat=2))
     assert all(row.timings["registered"].median > 0 for row in report.rows)
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("against", ["raw", "mpi"])
-def test_a_rank_that_fails_is_told_of_and_nobody_is_left(against):
-    if against == "mpi" and (missing := launch.mpi_missing()) is not None:
-        pytest.skip(missing)
+@RIVAL
+def test_failure_of_a_rank_is_reported(against):
     run = bench("--sizes", "4", "--transport", "pigeon", "--against", against)
     assert run.returncode == 1
     assert run.stderr.startswith("Error: the benchmark failed; rank ")
@@ -120,171 +128,162 @@ def test_a_rank_that_fails_is_told_of_and_nobody_is_left(against):
 
 
 @pytest.mark.processes
-def test_a_folder_too_deep_for_a_socket_is_named(tmp_path, monkeypatch):
+def test_too_long_path_of_a_socket_is_named(tmp_path, monkeypatch):
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     with pytest.raises(BenchmarkError, match="set TMPDIR to a folder with a short name"):
-        processes.run(BenchPlan())
+        launch.run(BenchPlan())
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "words"),
     [
         ("raise SystemExit('no such thing')", "did not start:\nno such thing"),
-        ("raise SystemExit(3)", "did not start, and said nothing"),
+        ("raise SystemExit(3)", "did not start, and wrote nothing"),
         (
             "import os, sys; from asyncdist.bench import rank; "
-            "rank._run = lambda *_: sys.stderr.write('out of oil\\n') and sys.stderr.flush() or os._exit(3); "
+            "rank._measure = lambda *_: sys.stderr.write('out of oil\\n') and sys.stderr.flush() or os._exit(3); "
             "rank.run_rank(sys.argv[1], sys.argv[2])",
-            "rank [01] ended without a word:\nout of oil",
+            "rank [01] ended without a message:\nout of oil",
         ),
     ],
-    ids=["at once with words", "at once without", "at work"],
+    ids=["at once with a message", "at once without a message", "while it measures"],
 )
-def test_a_rank_that_dies_is_told_of(program, said, monkeypatch):
+def test_end_of_a_rank_is_reported(program, words, monkeypatch):
     def commands(plan, folder):
         return [[sys.executable, "-c", program, str(folder), str(rank)] for rank in range(plan.ranks)]
 
     monkeypatch.setattr(launch, "commands", commands)
-    with pytest.raises(BenchmarkError, match=said):
-        processes.run(BenchPlan())
+    with pytest.raises(BenchmarkError, match=words):
+        launch.run(BenchPlan())
 
 
-def descendants(number):
-    """Return the processes that a process has started, and those that they have."""
-    found = set()
-    for path in Path(f"/proc/{number}/task").glob("*/children"):
-        try:
-            children = [int(child) for child in path.read_text().split()]
-        except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            continue
-        found.update(children, *(descendants(child) for child in children))
-    return found
-
-
-def measures(number):
-    """Say whether a process is a rank that knows its plan: it loads torch only then."""
+def read(path):
     try:
-        return "libtorch_cpu" in Path(f"/proc/{number}/maps").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended
+        return ""
 
 
-def lives(number):
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def descendants(pid):
+    """Return the processes that a process has started, and those that they have started."""
+    children = {int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in read(path).split()}
+    return children.union(*map(descendants, children))
+
+
+def measures(pid):
+    """Return whether a process is a rank that knows its plan: it loads torch only then."""
+    return "libtorch_cpu" in read(Path(f"/proc/{pid}/maps"))
+
+
+def lives(pid):
+    return read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[:1] not in ([], ["Z"])
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
-@pytest.mark.parametrize("against", ["raw", "mpi"])
-def test_no_rank_outlives_the_run(against, how, until):
-    if against == "mpi" and (missing := launch.mpi_missing()) is not None:
-        pytest.skip(missing)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@RIVAL
+def test_no_rank_outlives_the_run(against, number, until):
     command = [sys.executable, "-m", "asyncdist.cli", "bench", "--sizes", "4", "--repeat", "1000000"]
     command += ["--transport", "tcp", "--against", against]
     with (
-        tempfile.TemporaryDirectory() as folder,  # a killed one leaves its own
+        tempfile.TemporaryDirectory() as folder,  # a killed run leaves its own
         subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "TMPDIR": folder}) as run,
     ):
         until(lambda: sum(map(measures, descendants(run.pid))) == 2)
         started = descendants(run.pid)
-        run.send_signal(how)
-        assert run.wait(PATIENCE) != 0
+        run.send_signal(number)
+        assert run.wait() != 0
         until(lambda: not any(map(lives, started)))
-        if how is signal.SIGINT:
+        if number is signal.SIGINT:
             assert not list(Path(folder).glob("asyncdist-bench-*"))
 
 
-# -- what is asked ----------------------------------------------------------------------------------
+# -- options ----------------------------------------------------------------------------------------
 
 
-def test_through_torch_goes_over_the_first_transport(tmp_path):
+@pytest.fixture
+def plans(monkeypatch):
+    """The plans of the command, which are not executed."""
+    found: list[BenchPlan] = []
+
+    def run(plan, progress):
+        found.append(plan)
+        return Report(plan, dict.fromkeys(machine(), "?"))
+
+    monkeypatch.setattr(launch, "run", run)
+    return found
+
+
+def test_through_torch_uses_the_first_transport(tmp_path):
     program = "from asyncdist.config import Config; print(Config.from_environment().transport)"
     (first, _) = launch.commands(BenchPlan(through=("torch",), transports=("tcp", "auto")), tmp_path)
     prefix = first[: first.index(sys.executable)]
-    said = subprocess.run([*prefix, sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert said.stdout == "tcp\n"
+    run = subprocess.run([*prefix, sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout == "tcp\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "words"),
+    [
+        ("--json", "absent/figures.json", "there is no folder"),
+        ("--plot", "figures.xyz", "its name must end in png, svg or pdf"),
+        ("--output", "file/folder", "cannot be written"),
+    ],
+)
+def test_unwritable_file_is_refused_before_measuring(option, name, words, tmp_path, monkeypatch, plans):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    run = CliRunner().invoke(main, ["bench", "all_reduce", "--sizes", "4", option, name])
+    assert (run.exit_code, type(run.exception)) == (2, SystemExit)
+    assert words in run.output
+    assert not plans
 
 
 @pytest.fixture
 def without_mpi(monkeypatch):
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(mpi.importlib.util, "find_spec", lambda name: None)
+
+
+def test_without_mpi_nothing_is_measured(without_mpi, monkeypatch):
     monkeypatch.setattr(launch, "commands", lambda *_: pytest.fail("something was started"))
-
-
-@pytest.mark.parametrize(
-    ("option", "name", "said"),
-    [
-        ("--json", "absent/figures.json", "there is no folder"),
-        ("--plot", "absent/figures.png", "there is no folder"),
-        ("--plot", "figures.xyz", "let its name end in png, svg or pdf"),
-        ("--output", "file/folder", "cannot be written"),
-    ],
-)
-def test_what_cannot_be_written_is_told_of_before_anything_is_measured(option, name, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
-    monkeypatch.setattr(processes, "run", None)
-    run = CliRunner().invoke(main, ["bench", "all_reduce", "--sizes", "4", option, name])
-    assert (run.exit_code, type(run.exception)) == (2, SystemExit)
-    assert said in run.output
-
-
-def test_without_mpi_nothing_is_measured(without_mpi):
     with pytest.raises(UnsupportedError, match=r"pip install 'asyncdist\[mpi\]'"):
-        processes.run(BenchPlan(against=("mpi",)))
+        launch.run(BenchPlan(against=("mpi",)))
 
 
-@pytest.mark.parametrize(("there", "said"), [(None, "install Open MPI"), ("/bin/mpirun", "is not Open MPI's")])
-def test_without_open_mpi_it_is_said_what_to_install(there, said, monkeypatch):
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(launch.shutil, "which", lambda name: there)
-    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "HYDRA\n"))
-    assert said in launch.mpi_missing()
+@pytest.mark.parametrize(("mpirun", "words"), [(None, "install Open MPI"), ("/bin/mpirun", "is not Open MPI's")])
+def test_error_without_open_mpi_says_what_to_install(mpirun, words, monkeypatch):
+    monkeypatch.setattr(mpi.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(mpi.shutil, "which", lambda name: mpirun)
+    monkeypatch.setattr(mpi.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "HYDRA\n"))
+    assert words in mpi.mpi_missing()
 
 
-def test_all_that_is_available_competes(without_mpi, monkeypatch):
-    plans = []
-    monkeypatch.setattr(
-        processes, "run", lambda plan, progress: plans.append(plan) or Report(plan, dict.fromkeys(machine(), "?"))
-    )
-    said = CliRunner().invoke(main, ["bench", "--against", "available", "--transport", "auto,tcp,tcp"])
-    assert said.exit_code == 0, said.output
-    assert "mpi is left out: mpi4py is not installed" in said.output
+def test_against_available_leaves_out_what_is_not_installed(without_mpi, plans):
+    run = CliRunner().invoke(main, ["bench", "--against", "available", "--transport", "auto,tcp,tcp"])
+    assert run.exit_code == 0, run.output
+    assert "mpi is left out: mpi4py is not installed" in run.output
     assert (plans[0].against, plans[0].transports) == (("gloo", "raw"), ("auto", "tcp"))
     assert 4 << 20 in plans[0].sizes
 
 
-@pytest.mark.parametrize(
-    ("ranks", "left_out"),
-    [
-        (2, ()),
-        (3, ("tensor_parallel",)),
-        (4, ()),
-        (8, ("tensor_parallel",)),
-    ],
-)
-def test_through_torch_measures_the_steps_that_the_ranks_can_share(ranks, left_out, monkeypatch):
-    plans = []
-    monkeypatch.setattr(
-        processes, "run", lambda plan, progress: plans.append(plan) or Report(plan, dict.fromkeys(machine(), "?"))
-    )
-    said = CliRunner().invoke(main, ["bench", "--through", "torch", "--against", "raw", "--ranks", str(ranks)])
-    assert said.exit_code == 0, said.output
+@pytest.mark.parametrize(("ranks", "steps"), [(2, STEPS), (3, ("ddp", "fsdp2")), (8, ("ddp", "fsdp2"))])
+def test_through_torch_leaves_out_impossible_steps(ranks, steps, plans):
+    run = CliRunner().invoke(main, ["bench", "--through", "torch", "--against", "raw", "--ranks", str(ranks)])
+    assert run.exit_code == 0, run.output
     assert plans[0].collectives == THROUGH_TORCH
     assert set(plans[0].against) == {"raw", "gloo"}
-    assert set(STEPS) - set(plans[0].steps) == set(left_out)
-    assert ("tensor parallel is left out: " in said.output) == ("tensor_parallel" in left_out)
+    assert plans[0].steps == steps
+    assert ("tensor parallel is left out: " in run.output) == (steps != STEPS)
 
 
-@pytest.mark.parametrize(("text", "said"), [("auto,gloo", "'gloo' is not a transport"), (",", "name at least one")])
-def test_a_transport_is_no_rival(text, said):
+@pytest.mark.parametrize(
+    ("text", "words"), [("auto,gloo", "'gloo' is not a transport"), (",", "not a list of transports")]
+)
+def test_transport_must_be_a_transport(text, words):
     run = CliRunner().invoke(main, ["bench", "--transport", text])
     assert run.exit_code == 2
-    assert said in run.output
+    assert words in run.output

@@ -1,4 +1,4 @@
-"""What every command says about itself, and that saying it costs no import of torch."""
+"""The help of every command, which does not import torch, and the errors for wrong arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_help_imports_nothing_heavy(arguments):
     assert "Usage: asyncdist" in run.stdout
 
 
-def test_the_commands_are_listed_with_what_they_do():
+def test_help_lists_the_commands():
     said = CliRunner().invoke(main, ["--help"]).output
     assert [line.split()[0] for line in said.partition("Commands:\n")[2].splitlines() if line[2] != " "] == [
         "bench",
@@ -42,7 +42,7 @@ def test_the_commands_are_listed_with_what_they_do():
     ]
 
 
-def test_version():
+def test_version_is_printed():
     assert CliRunner().invoke(main, ["--version"]).output == f"asyncdist, version {__version__}\n"
 
 

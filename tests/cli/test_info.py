@@ -1,4 +1,4 @@
-"""What ``asyncdist info`` shows."""
+"""``asyncdist info``: versions, transports, devices, settings, and the choice of algorithms."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def info(*arguments: str, **environment: str) -> str:
 
 
 def row(said: str, first: str) -> list[str]:
-    """Return the words of the line that begins so."""
+    """Return the words of the line that begins with ``first``."""
     (line,) = [line for line in said.splitlines() if line.split()[:1] == [first]]
     return line.split()
 
 
-def test_versions_transports_and_addresses():
+def test_info_shows_versions_transports_and_addresses():
     said = info()
     assert row(said, "torch") == ["torch", metadata.version("torch")]
     assert row(said, "tcp")[1:] == ["yes", "asyncdist_transports.tcp.transport.TcpTransport"]
@@ -39,11 +39,11 @@ def test_versions_transports_and_addresses():
     assert "127.0.0.1" in said
 
 
-def test_each_way_between_devices_says_why_it_cannot_be_gone():
+def test_unusable_device_back_end_has_a_reason():
     said = info()
     assert row(said, "staged")[1:3] == (["yes", "asyncdist_transports.staged.Staged"] if DEVICES else ["no:", "torch"])
-    for name in registry.names(registry.ENSEMBLES):
-        reason = registry.load_class(name, registry.ENSEMBLES).probe()
+    for name in registry.names(registry.DEVICE_BACKENDS):
+        reason = registry.load_class(name, registry.DEVICE_BACKENDS).probe()
         assert " ".join(row(said, name)[1:]).startswith("yes" if reason is None else f"no: {reason[:40]}")
 
 
@@ -51,11 +51,11 @@ class Properties:
     name, uuid, total_memory = "NVIDIA H100 [80GB]", "12345678-9abc", 80 << 30
 
 
-class Way(Staged):
+class Teleport(Staged):
     name, preference = "teleport", 30
 
 
-def test_devices_that_are_there_are_listed(monkeypatch):
+def test_info_lists_cuda_devices(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -74,16 +74,16 @@ ORDER = ["teleport", "broken", "staged"]
 
 
 def named(group=registry.TRANSPORTS, names=registry.names):
-    return [*names(group), *(["broken", "teleport"] if group == registry.ENSEMBLES else [])]
+    return [*names(group), *(["broken", "teleport"] if group == registry.DEVICE_BACKENDS else [])]
 
 
 def loaded(name, group=registry.TRANSPORTS, load=registry.load_class):
     if name == "broken":
         raise TransportUnavailableError("it broke")
-    return Way if name == "teleport" else load(name, group)
+    return Teleport if name == "teleport" else load(name, group)
 
 
-def test_every_setting_with_its_value_and_default():
+def test_info_lists_every_setting_with_value_and_default():
     said = info(ASYNCDIST_TCP_LANES="4", ASYNCDIST_TOKEN="hush")
     for field in dataclasses.fields(Config):
         assert row(said, field.metadata["variable"])
@@ -92,13 +92,13 @@ def test_every_setting_with_its_value_and_default():
     assert "hush" not in said
 
 
-def test_a_rule_that_fits_no_interface_does_not_hide_the_rest():
+def test_rule_without_a_matching_interface_is_reported():
     said = info(ASYNCDIST_SOCKET_IFNAME="nosuch")
     assert "ASYNCDIST_SOCKET_IFNAME='nosuch' matches no usable interface" in said
     assert row(said, "ASYNCDIST_TIMEOUT")
 
 
-def test_settings_that_name_what_there_is_not():
+def test_settings_with_unknown_names_are_reported():
     said = info(ASYNCDIST_ALGORITHM="all_reduce=magic", ASYNCDIST_TRANSPORT="smh")
     assert "ASYNCDIST_ALGORITHM='all_reduce=magic': there is no schedule 'magic' for all_reduce; there are" in said
     assert "ASYNCDIST_TRANSPORT='smh': there is no transport 'smh'; there are inproc" in said
@@ -106,7 +106,7 @@ def test_settings_that_name_what_there_is_not():
 
 
 @pytest.mark.parametrize(("collective", "ranks"), [("all_reduce", 4), ("broadcast", 3), ("all_gather", 3)])
-def test_the_cost_model_is_shown_as_it_decides(collective, ranks):
+def test_table_shows_the_decision_of_the_cost_model(collective, ranks):
     said = info("--collective", collective, "--ranks", str(ranks), "--sizes", "4,1M")
     for nbytes, label in ((4, ["4", "B"]), (1 << 20, ["1", "MiB"])):
         (expected,) = explain(collective, ranks, [nbytes], model=Model(segment_nbytes=Config().segment_nbytes))
@@ -121,14 +121,14 @@ def test_the_cost_model_is_shown_as_it_decides(collective, ranks):
     assert "Ranks that share memory use shared-memory collectives instead" in said
 
 
-def test_a_forced_schedule_is_shown_as_forced():
+def test_forced_schedule_is_marked():
     said = info("--collective", "all_reduce", "--sizes", "4", ASYNCDIST_ALGORITHM="all_reduce=ring")
     assert row(said, "4")[2] == "ring"
     assert "forced by ASYNCDIST_ALGORITHM=all_reduce=ring" in said
     assert "A forced algorithm also runs between ranks that share memory" in said
 
 
-def test_a_forced_schedule_that_does_not_exist():
+def test_unknown_forced_schedule_is_refused():
     run = CliRunner(env={"ASYNCDIST_ALGORITHM": "all_reduce=magic"}).invoke(main, ["info", "--collective", "barrier"])
     assert run.exit_code == 2
     assert "there is no schedule 'magic' for all_reduce; there are doubling" in run.output

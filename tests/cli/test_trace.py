@@ -1,4 +1,4 @@
-"""``asyncdist trace`` on what ranks have written."""
+"""``asyncdist trace`` on dumps of real worlds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncdist.tracing import desync_report
 
 @pytest.fixture
 def dumps(tmp_path):
-    """A folder in which rank 1 did not call the second collective, and rank 0 waits for a message too."""
+    """Dumps of a world in which rank 1 did not call the second collective."""
     fail_in(tmp_path)
     return tmp_path
 
@@ -39,7 +39,7 @@ def fail_in(folder):
 
 @pytest.fixture
 def worlds(dumps):
-    """The folder with a second world beside that one, of two ranks that have called nothing, and a third that is older."""
+    """Dumps of that world, of a second one that has called nothing, and of a third one that is older."""
     for path in list(dumps.iterdir()):
         content = json.loads(path.read_text())
         content["groups"]["world"]["last"], content["entries"] = 0, []
@@ -53,17 +53,17 @@ def trace(*arguments):
     return CliRunner().invoke(main, ["trace", *map(str, arguments)])
 
 
-def test_words_and_tables(dumps):
+def test_report_and_tables_name_the_missing_rank(dumps):
     run = trace(dumps, "--calls", 5)
     assert run.exit_code == 0, run.output
-    assert "group 'world', collective #2: broadcast(2 x float32, root 0) is not over." in run.output
+    assert "group 'world', collective #2: broadcast(2 x float32, root 0) has not completed." in run.output
     assert "rank 1 never called it" in run.output
     (row,) = [line for line in run.output.splitlines() if "all_reduce(5 x float32, SUM)" in line]
-    assert "in it for" in row
+    assert "pending for" in row
     assert "not called" in row
 
 
-def test_the_picture(dumps):
+def test_timeline_has_a_row_for_each_rank(dumps):
     run = trace(dumps, "--plot", dumps / "timeline.svg")
     assert run.exit_code == 0, run.output
     assert (dumps / "timeline.svg").read_text().startswith("<?xml")
@@ -71,17 +71,17 @@ def test_the_picture(dumps):
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1"]
     names = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert names[-1] == "unfinished"
+    assert names[-1] == "not completed"
     assert names[:-1] == sorted(names[:-1])
 
 
-def test_only_the_last_seconds_are_drawn(dumps):
+def test_timeline_of_the_last_seconds(dumps):
     records = desync_report.read(dumps)
     (axes,) = timeline.timeline_figure(records, seconds=1e-9).axes
-    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"unfinished"}
+    assert {text.get_text() for text in axes.get_legend().get_texts()} == {"not completed"}
 
 
-def test_the_file_for_a_viewer(dumps):
+def test_perfetto_file_has_every_call(dumps):
     run = trace(dumps, "--perfetto", dumps / "events.json")
     assert run.exit_code == 0, run.output
     events = json.loads((dumps / "events.json").read_text())["traceEvents"]
@@ -91,28 +91,27 @@ def test_the_file_for_a_viewer(dumps):
     assert [event["args"]["call"] for event in calls if event["pid"] == 1] == ["all_reduce(3 x float32, SUM)"]
 
 
-def test_what_cannot_be(dumps, tmp_path_factory):
+def test_wrong_arguments_are_refused(dumps, tmp_path_factory):
     assert "holds no flight recorder" in trace(tmp_path_factory.mktemp("empty")).output
-    assert "let its name end in png, svg or pdf" in trace(dumps, "--plot", dumps / "timeline.nothing").output
+    assert "its name must end in png, svg or pdf" in trace(dumps, "--plot", dumps / "timeline.nothing").output
     assert trace(dumps / "absent").exit_code == 2
 
 
 @pytest.mark.parametrize("option", ["--plot", "--perfetto"])
-def test_where_nothing_can_be_written(dumps, option):
+def test_missing_folder_of_an_output_is_named(dumps, option):
     run = trace(dumps, option, dumps / "absent" / "timeline.svg")
     assert (run.exit_code, type(run.exception)) == (2, SystemExit)
     assert f"there is no folder '{dumps}/absent'" in "".join(run.output.split("\n"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
-def test_a_disk_that_is_full(dumps):
+def test_full_disk_is_reported(dumps):
     run = trace(dumps, "--perfetto", "/dev/full")
     assert (run.exit_code, type(run.exception)) == (2, SystemExit)
     assert "/dev/full cannot be written (No space left on device)" in run.output
 
 
-def test_names_are_shown_as_they_are(dumps):
-    """Whatever they would mean as markup."""
+def test_markup_in_names_is_not_interpreted(dumps):
     for path in dumps.iterdir():
         content = json.loads(path.read_text())
         content["host"] = "[red]host"
@@ -126,7 +125,7 @@ def test_names_are_shown_as_they_are(dumps):
         assert name in run.output
 
 
-def test_the_folder_is_the_one_that_ranks_write_into_unless_named(dumps, monkeypatch):
+def test_default_folder_is_the_dump_directory(dumps, monkeypatch):
     monkeypatch.setenv("ASYNCDIST_DUMP_DIR", str(dumps))
     assert "rank 1 never called it" in trace().output
     monkeypatch.delenv("ASYNCDIST_DUMP_DIR")
@@ -134,26 +133,28 @@ def test_the_folder_is_the_one_that_ranks_write_into_unless_named(dumps, monkeyp
     assert "rank 1 never called it" in trace().output
 
 
-def test_worlds_that_wrote_together_are_told_of_each_by_itself(worlds):
+def test_worlds_that_wrote_together_are_reported_separately(worlds):
     run = trace(worlds, "--calls", 3)
     assert run.exit_code == 0, run.output
     assert run.output.count("the last calls in") == 1  # the other world has called nothing
     (stuck,) = {path.name.split("-")[1] for path in worlds.iterdir()} - {"idleidle", "oldoldol"}
     lines = run.output.splitlines()
     first, second = lines.index(f"world {stuck} of 2 ranks"), lines.index("world idleidle of 2 ranks")
-    assert lines[first + 1].startswith("group 'world', collective #2: broadcast(2 x float32, root 0) is not over.")
-    assert lines[second + 1].startswith("No collective is held up")
+    assert lines[first + 1].startswith(
+        "group 'world', collective #2: broadcast(2 x float32, root 0) has not completed."
+    )
+    assert lines[second + 1].startswith("No collective is pending")
     assert "2 files of older worlds in" in lines[-1]
     assert "oldoldol" not in run.output
 
 
-def test_worlds_are_drawn_one_above_the_other(worlds):
+def test_timeline_has_a_panel_for_each_world(worlds):
     panels = timeline.timeline_figure(desync_report.recent(desync_report.read(worlds))).axes
     assert [panel.get_title(loc="left").partition(":")[0] for panel in panels][1:] == ["world idleidle"]
     assert [len(panel.get_yticks()) for panel in panels] == [2, 2]
 
 
-def test_worlds_have_processes_of_their_own_in_the_file_for_a_viewer(worlds):
+def test_perfetto_file_has_different_processes_for_each_world(worlds):
     assert trace(worlds, "--perfetto", worlds / "events.json").exit_code == 0
     events = json.loads((worlds / "events.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}

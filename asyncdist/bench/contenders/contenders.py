@@ -1,266 +1,262 @@
-"""Who moves the traffic: ours blocking and awaited, on ordinary and on registered tensors, and the rivals.
+"""The contenders on the CPU: asyncdist's blocking and awaited APIs, its rivals, and a memory copy as the physical limit.
 
-The last one moves nothing to anybody: it copies memory, which no collective can beat by much.
+Opened by `rank`, timed by `measure`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+import torch.distributed
 
 import asyncdist
 from asyncdist import sync
 from asyncdist.base.background_loop import new_loop
 from asyncdist.bench.contenders import mpi, plain_sockets
 from asyncdist.bench.pace import StartPacer
-from asyncdist.bench.plan import THROUGH_TORCH, BenchPlan
-from asyncdist.bench.workloads.collectives import Traffic
+from asyncdist.bench.plan import COLLECTIVES, THROUGH_TORCH, BenchPlan
+from asyncdist.bench.workloads.collectives import Empty, Traffic
 from asyncdist.errors import BenchmarkError
 
 TIMEOUT = 60.0
-"""Seconds that a call may take before the run is given up."""
+"""Seconds after which a call fails and ends the run."""
 
+Call = Callable[[], object]
 Start = Callable[[], None]
 """Returns on all ranks at the same instant."""
+CallTime = tuple[float, float]
+"""Seconds until a call returned, and until its data was there."""
 
 
-class Contender(ABC):
-    """One way of moving a case's traffic. ``name`` is its key in the results."""
+def nothing() -> None:
+    """Do nothing before or after a call."""
 
-    name: str
 
-    def empty(self, count: int) -> torch.Tensor:
-        """Make a tensor of the kind that it moves."""
-        return torch.empty(count)
+class Contender:
+    """One way to execute collectives, with calls that block the calling thread.
+
+    Args:
+        name: Its key in the results.
+        prepare: Returns, for a collective, a function that makes one call.
+        empty: Makes a tensor of the kind that the contender uses.
+        collectives: The collectives that it takes part in; None for all.
+        has_result: Whether there is a result to check.
+
+    Attributes:
+        latest_tick: The most seconds by which a periodic task on its event loop was late; None if it has no such task.
+    """
+
+    latest_tick: float | None = None
+
+    def __init__(
+        self,
+        name: str,
+        prepare: Callable[[Traffic], Call],
+        *,
+        empty: Empty = torch.empty,
+        collectives: Collection[str] | None = None,
+        has_result: bool = True,
+    ) -> None:
+        self.name, self.empty, self.has_result = name, empty, has_result
+        self._prepare, self._collectives = prepare, collectives
+        self._prepared: tuple[Traffic, Call] | None = None
 
     def enters(self, collective: str) -> bool:
-        """Say whether it takes part in a collective."""
-        return True
+        """Return whether the contender takes part in a collective."""
+        return self._collectives is None or collective in self._collectives
 
     def verify(self, case: Traffic, start: Start) -> None:
-        """Do one call and compare every element; BenchmarkError if one is wrong."""
+        """Make one call and compare every element; raise BenchmarkError if one is wrong."""
         case.load()
-        self.run(case, 1, start, lambda: None)
-        case.check(self.name)
+        self.run(case, 1, start, nothing)
+        if self.has_result:
+            case.check(self.name)
 
-    @abstractmethod
-    def run(self, case: Traffic, calls: int, before: Callable[[], None], after: Callable[[], None]) -> list[float]:
-        """Call so often; return the seconds of each. ``before`` and ``after`` each call are not timed."""
+    def call_of(self, case: Traffic) -> Call:
+        """Return a function that makes one call; the same one for the same traffic."""
+        if self._prepared is None or self._prepared[0] is not case:
+            self._prepared = case, self._prepare(case)
+        return self._prepared[1]
 
-
-class Blocking(Contender):
-    """A contender that does its calls in the calling thread."""
-
-    @abstractmethod
-    def prepare(self, case: Traffic) -> Callable[[], object]:
-        """Return what does one call."""
-
-    def run(self, case: Traffic, calls: int, before: Callable[[], None], after: Callable[[], None]) -> list[float]:
-        call = self.prepare(case)
-        seconds = []
+    def run(self, case: Traffic, calls: int, before: Call, after: Call) -> list[CallTime]:
+        """Make ``calls`` calls and return the times of each; ``before`` and ``after`` each call are not timed."""
+        call = self.call_of(case)
+        after = after if self.has_result else nothing
+        times = []
         for _ in range(calls):
             before()
             start = perf_counter()
             call()
-            seconds.append(perf_counter() - start)
+            returned = complete = perf_counter() - start
+            if case.on_device:
+                torch.cuda.synchronize()
+                complete = perf_counter() - start
+            times.append((returned, complete))
             after()
-        return seconds
-
-
-class Ours(Blocking):
-    """The blocking face, in the default world or in that of ``group``."""
-
-    def __init__(self, name: str = "asyncdist", group: asyncdist.Group | None = None) -> None:
-        self.name = name
-        self._group = group
-
-    def prepare(self, case: Traffic) -> Callable[[], object]:
-        return lambda: case.call(sync, self._group)
-
-
-class Registered(Ours):
-    """The blocking face on tensors that live where all ranks see them."""
-
-    def __init__(self) -> None:
-        super().__init__("registered")
-
-    def empty(self, count: int) -> torch.Tensor:
-        made: torch.Tensor = asyncdist.empty(count, dtype=torch.float32, shared=True)
-        return made
-
-
-_BACKENDS = {"torch": "asyncdist", "gloo": "gloo"}
-"""torch.distributed's names of its back ends, by contender."""
-
-
-class Torch(Blocking):
-    """The calls of torch.distributed, in a process group of one of `_BACKENDS`; None is the default group."""
-
-    def __init__(self, name: str, group: Any) -> None:
-        self.name = name
-        self.group = group
-
-    def prepare(self, case: Traffic) -> Callable[[], object]:
-        from torch import distributed
-
-        return lambda: case.call(distributed, self.group)
-
-
-class Idle(Blocking):
-    """The calls of torch.distributed on a back end that does nothing: see `asyncdist.bench.contenders.null_backend`."""
-
-    name = "idle"
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def enters(self, collective: str) -> bool:
-        return collective in THROUGH_TORCH
-
-    def verify(self, case: Traffic, start: Start) -> None:
-        self.run(case, 1, start, lambda: None)
-
-    def prepare(self, case: Traffic) -> Callable[[], object]:
-        from torch import distributed
-
-        return lambda: case.call(distributed, self._group)
-
-    def run(self, case: Traffic, calls: int, before: Callable[[], None], after: Callable[[], None]) -> list[float]:
-        return super().run(case, calls, before, lambda: None)  # there is no result to look at
-
-
-class Raw(Blocking):
-    """Plain sockets: see `asyncdist.bench.contenders.plain_sockets`."""
-
-    name = "raw"
-
-    def __init__(self, sockets: plain_sockets.Sockets) -> None:
-        self._sockets = sockets
-        self._prepared: tuple[Traffic, Callable[[], object]] | None = None
-
-    def prepare(self, case: Traffic) -> Callable[[], object]:
-        if self._prepared is None or self._prepared[0] is not case:
-            self._prepared = case, plain_sockets.prepare_socket_call(self._sockets, case)
-        return self._prepared[1]
-
-
-class Mpi(Blocking):
-    """Open MPI through mpi4py: see `asyncdist.bench.contenders.mpi`."""
-
-    name = "mpi"
-
-    def __init__(self) -> None:
-        self._world = mpi.communicator()
-
-    def prepare(self, case: Traffic) -> Callable[[], object]:
-        return mpi.prepare_mpi_call(self._world, case)
+        return times
 
 
 class Copy(Contender):
-    """One core copies as many bytes from one ordinary tensor to another, on rank 0 while the other ranks sleep."""
+    """Memory traffic of rank 0 alone, while the other ranks sleep. The tensors of ``make`` are equal after each call."""
 
-    name = "copy"
-
-    def __init__(self, pace: StartPacer) -> None:
-        self._pace = pace
-        self._tensors: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def enters(self, collective: str) -> bool:
-        return collective != "barrier"
+    def __init__(
+        self,
+        pace: StartPacer,
+        make: Callable[[Traffic], list[torch.Tensor]],
+        copy: Callable[[str, list[torch.Tensor]], object],
+        **options: Any,
+    ) -> None:
+        super().__init__("copy", lambda case: partial(copy, case.name, self._tensors), **options)
+        self._pace, self._make = pace, make
+        self._tensors: list[torch.Tensor] = []
 
     def verify(self, case: Traffic, start: Start) -> None:
-        self._tensors = None
-        if case.rank == 0:
-            count = case.nbytes // 4
-            self._tensors = torch.arange(count, dtype=torch.float32), torch.zeros(count)
-        self.run(case, 1, start, lambda: None)
-        if self._tensors is not None and not torch.equal(*self._tensors):
-            raise BenchmarkError("a memory copy gave something else than what was copied")
+        self._tensors = self._make(case) if case.rank == 0 else []
+        self._prepared = None
+        self.run(case, 1, start, nothing)
+        if any(not torch.equal(self._tensors[0], tensor) for tensor in self._tensors[1:]):
+            raise BenchmarkError("a memory copy gave a wrong result")
 
-    def run(self, case: Traffic, calls: int, before: Callable[[], None], after: Callable[[], None]) -> list[float]:
-        seconds = [0.0] * calls
+    def run(self, case: Traffic, calls: int, before: Call, after: Call) -> list[CallTime]:
+        times = [(0.0, 0.0)] * calls
 
-        def copy() -> None:
-            assert self._tensors is not None
-            source, target = self._tensors
-            for call in range(calls):
-                start = perf_counter()
-                target.copy_(source)
-                seconds[call] = perf_counter() - start
+        def work() -> None:
+            times[:] = super(Copy, self).run(case, calls, nothing, nothing)
 
-        self._pace.alone(copy)
-        return seconds
+        self._pace.alone(work)
+        return times
 
 
 class Awaited(Contender):
-    """The async face, in a world of its own whose home is this loop (uvloop where installed)."""
+    """asyncdist's awaited API, in a world that is driven by its own event loop (uvloop if installed)."""
 
-    name = "awaited"
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, group: asyncdist.Group) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, group: asyncdist.Group, empty: Empty = torch.empty) -> None:
+        super().__init__("awaited", lambda case: partial(case.start, asyncdist, group), empty=empty)
         self._loop = loop
-        self._group = group
 
-    def run(self, case: Traffic, calls: int, before: Callable[[], None], after: Callable[[], None]) -> list[float]:
-        return self._loop.run_until_complete(self._run(case, calls, before, after))
+    def run(self, case: Traffic, calls: int, before: Call, after: Call) -> list[CallTime]:
+        return self._loop.run_until_complete(self._run(self.call_of(case), calls, before, after))
 
-    async def _run(
-        self, case: Traffic, calls: int, before: Callable[[], None], after: Callable[[], None]
-    ) -> list[float]:
-        seconds = []
+    async def _run(self, call: Callable[[], Any], calls: int, before: Call, after: Call) -> list[CallTime]:
+        times = []
         for _ in range(calls):
             before()
             start = perf_counter()
-            await case.call(asyncdist, self._group)
-            seconds.append(perf_counter() - start)
+            await call()
+            seconds = perf_counter() - start
+            times.append((seconds, seconds))
             after()
-        return seconds
+        return times
+
+
+def of_api(name: str, api: Any, group: Any = None, **options: Any) -> Contender:
+    """Return a contender that calls the functions of a module with torch.distributed's names, in a group of it."""
+    return Contender(name, lambda case: partial(case.call, api, group), **options)
+
+
+def memory_copy(pace: StartPacer) -> Copy:
+    """Return the contender in which one core copies as many bytes from one ordinary tensor to another."""
+
+    def make(case: Traffic) -> list[torch.Tensor]:
+        count = case.nbytes // 4
+        return [torch.arange(count, dtype=torch.float32), torch.zeros(count)]
+
+    sized = [name for name in COLLECTIVES if name != "barrier"]
+    return Copy(pace, make, lambda name, tensors: tensors[1].copy_(tensors[0]), collectives=sized)
+
+
+# -- opening them -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Contenders:
+    """The contenders of a run on one rank.
+
+    Attributes:
+        members: The contenders.
+        absent: Why others do not take part.
+        device: The name of the CUDA devices; empty on the CPU.
+        host: A group of all ranks, on devices.
+        torch_groups: The process groups of torch.distributed on which training steps are measured, by contender.
+    """
+
+    members: list[Contender]
+    absent: dict[str, str] = field(default_factory=dict)
+    device: str = ""
+    host: asyncdist.Group | None = None
+    torch_groups: dict[str, Any] = field(default_factory=dict)
+
+    def latest_ticks(self) -> dict[str, float]:
+        """Return the largest `Contender.latest_tick` of the ranks that receive; called on every rank."""
+        return {
+            contender.name: self._largest(contender.latest_tick)
+            for contender in self.members
+            if contender.latest_tick is not None
+        }
+
+    def _largest(self, mine: float) -> float:
+        assert self.host is not None
+        all_ranks: list[Any] = [None] * self.host.size()
+        self.host.all_gather_object(all_ranks, mine, background=False).result()
+        return float(max(all_ranks[1:] or all_ranks))
 
 
 @contextlib.contextmanager
 def open_contenders(
     plan: BenchPlan, rank: int, folder: Path, sockets: plain_sockets.Sockets, pace: StartPacer
-) -> Iterator[list[Contender]]:
-    """Open everybody whom the plan asks for; ours is the first. ``folder`` is one that all ranks see."""
+) -> Iterator[Contenders]:
+    """Open the contenders of a plan, asyncdist first. ``folder`` is a folder that all ranks see."""
+    first, *further = plan.transports
     with contextlib.ExitStack() as stack:
-
-        def where(name: str, transport: str) -> dict[str, Any]:
-            meeting = (folder / name).as_uri()
-            ours = {"backend": transport, "rank": rank, "world_size": plan.ranks}
-            return {**ours, "init_method": meeting, "timeout": TIMEOUT}
-
-        first, *further = plan.transports
-        sync.init_process_group(**where("blocking", first))
+        sync.init_process_group(backend=first, **meeting(plan, rank, folder, "blocking"))
         stack.callback(sync.destroy_process_group)
-        contenders: list[Contender] = [Ours()]
+        members = [of_api("asyncdist", sync)]
         if plan.registered:
-            contenders.append(Registered())
+            registered = partial(asyncdist.empty, dtype=torch.float32, shared=True)
+            members.append(of_api("registered", sync, empty=registered))
         for name in further:
-            group = stack.enter_context(sync.process_group(group_name=name, **where(f"over-{name}", name)))
-            contenders.append(Ours(name, group))
+            where = meeting(plan, rank, folder, f"over-{name}")
+            group = stack.enter_context(sync.process_group(backend=name, group_name=name, **where))
+            members.append(of_api(name, sync, group))
         if plan.awaited:
-            contenders.append(Awaited(*stack.enter_context(awaited_world(**where("awaited", first)))))
-        contenders += stack.enter_context(_torch(plan, rank, folder))
+            where = meeting(plan, rank, folder, "awaited")
+            members.append(Awaited(*stack.enter_context(awaited_world(backend=first, **where))))
+        groups = stack.enter_context(_open_torch(plan, rank, folder))
+        members += [
+            of_api(name, torch.distributed, group, **_TORCH_OPTIONS.get(name, {})) for name, group in groups.items()
+        ]
         if "mpi" in plan.against:
-            contenders.append(Mpi())
+            members.append(Contender("mpi", partial(mpi.prepare_mpi_call, mpi.communicator())))
         if "raw" in plan.against:
-            contenders.append(Raw(sockets))
-        yield [*contenders, Copy(pace)]
+            members.append(Contender("raw", partial(plain_sockets.prepare_socket_call, sockets)))
+        trained = {name: group or torch.distributed.group.WORLD for name, group in groups.items() if name != "idle"}
+        yield Contenders([*members, memory_copy(pace)], torch_groups=trained)
+
+
+_TORCH_OPTIONS: dict[str, dict[str, Any]] = {"idle": {"collectives": THROUGH_TORCH, "has_result": False}}
+
+
+def meeting(plan: BenchPlan, rank: int, folder: Path, name: str) -> dict[str, Any]:
+    """Return arguments of `init_process_group` for a world of all ranks, with a name of its own."""
+    where = (folder / name).as_uri()
+    return {"init_method": where, "rank": rank, "world_size": plan.ranks, "timeout": TIMEOUT}
 
 
 @contextlib.contextmanager
-def awaited_world(**where: Any) -> Iterator[tuple[asyncio.AbstractEventLoop, asyncdist.Group]]:
-    """Hold a world, and the loop that is its home: what is awaited on it goes on while that runs."""
+def awaited_world(**arguments: Any) -> Iterator[tuple[asyncio.AbstractEventLoop, asyncdist.Group]]:
+    """Open a world that is driven by a new event loop; yield the loop and the world's group."""
     with contextlib.closing(new_loop()) as loop:
-        world = asyncdist.process_group(group_name="awaited", **where)
+        world = asyncdist.process_group(group_name="awaited", **arguments)
         group = loop.run_until_complete(world.__aenter__())
         try:
             yield loop, group
@@ -268,40 +264,34 @@ def awaited_world(**where: Any) -> Iterator[tuple[asyncio.AbstractEventLoop, asy
             loop.run_until_complete(world.__aexit__(None, None, None))
 
 
+def _open_torch(plan: BenchPlan, rank: int, folder: Path) -> AbstractContextManager[dict[str, Any]]:
+    """Open a process group of torch.distributed for each contender that needs one."""
+    backends = {"torch": "asyncdist", "gloo": "gloo", "idle": "asyncdist_idle"}
+    if plan.through:
+        import asyncdist.torch_backend  # noqa: F401 - registers the back end
+        from asyncdist.bench.contenders import null_backend
+
+        null_backend.register_null_backend()
+    wanted = {name: backend for name, backend in backends.items() if name in plan.contenders}
+    return torch_process_groups(wanted, plan, rank, folder)
+
+
 @contextlib.contextmanager
-def _torch(plan: BenchPlan, rank: int, folder: Path) -> Iterator[list[Torch | Idle]]:
-    """Open torch.distributed on every back end that is asked for; the default group is on ours if that is one."""
-    from torch import distributed
-
-    names = [name for name in _BACKENDS if name in plan.contenders]
-    if "torch" in names:
-        import asyncdist.torch_backend  # noqa: F401 - registers ours
-    torchs: list[Torch | Idle] = []
+def torch_process_groups(
+    backends: Mapping[str, str], plan: BenchPlan, rank: int, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Open a process group of torch.distributed on each back end; the first one is the default group, None."""
+    groups: dict[str, Any] = {}
     timeout = timedelta(seconds=TIMEOUT)
-    meeting = (folder / "torch").as_uri()
     try:
-        for name in names:
-            backend, group = _BACKENDS[name], None
-            if torchs:
-                group = distributed.new_group(backend=backend, timeout=timeout)
+        for name, backend in backends.items():
+            if groups:
+                groups[name] = torch.distributed.new_group(backend=backend, timeout=timeout)
             else:
-                distributed.init_process_group(
-                    backend, init_method=meeting, rank=rank, world_size=plan.ranks, timeout=timeout
-                )
-            torchs.append(Torch(name, group))
-        if "idle" in plan.contenders:
-            from asyncdist.bench.contenders import null_backend
-
-            null_backend.register_null_backend()
-            torchs.append(Idle(distributed.new_group(backend=null_backend.NAME, timeout=timeout)))
-        yield torchs
+                where = {**meeting(plan, rank, folder, "torch"), "timeout": timeout}
+                torch.distributed.init_process_group(backend, **where)
+                groups[name] = None
+        yield groups
     finally:
-        if torchs:
-            distributed.destroy_process_group()
-
-
-def torch_groups(contenders: Iterable[Contender]) -> dict[str, Any]:
-    """Return the process groups of torch.distributed, by the contender that uses them."""
-    from torch import distributed
-
-    return {one.name: one.group or distributed.group.WORLD for one in contenders if isinstance(one, Torch)}
+        if groups:
+            torch.distributed.destroy_process_group()

@@ -1,20 +1,48 @@
-"""The traffic over Open MPI: the buffer-based calls of mpi4py, in place where MPI can."""
+"""The contender "mpi": Open MPI through the buffer-based calls of mpi4py, in place where MPI allows it.
+
+Used by `contenders` and `launch`.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
+import subprocess
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncdist.bench.workloads.collectives import Traffic
+from asyncdist.bench.machine import installed
+
+if TYPE_CHECKING:
+    from asyncdist.bench.workloads.collectives import Traffic
 
 Call = Callable[[], object]
 
 
-def communicator() -> Any:
-    """Return MPI's world, which is initialised on first use.
+def mpi_missing() -> str | None:
+    """Return what to install before MPI can be measured, None if nothing is missing."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed: pip install 'asyncdist[mpi]'"
+    if shutil.which("mpirun") is None:
+        return "mpirun was not found: install Open MPI (Debian and Ubuntu: apt-get install openmpi-bin)"
+    if not _mpirun_version().startswith("mpirun (Open MPI)"):
+        return "the first mpirun in PATH is not Open MPI's: put Open MPI's before it"
+    return None
 
-    Only one thread calls it, and it is told so: that is when it is fastest.
-    """
+
+def mpi_version() -> str:
+    """Return the versions of Open MPI and mpi4py as a short text."""
+    return f"Open MPI {_mpirun_version().split()[-1]}, mpi4py {installed('mpi4py')}"
+
+
+def _mpirun_version() -> str:
+    """Return the first line of ``mpirun --version``."""
+    run = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
+    return (run.stdout.splitlines() or [""])[0].strip()
+
+
+def communicator() -> Any:
+    """Return ``MPI.COMM_WORLD``, initialized on first use for calls from one thread, which is fastest."""
     import mpi4py
 
     mpi4py.rc(thread_level="funneled")
@@ -24,7 +52,7 @@ def communicator() -> Any:
 
 
 def prepare_mpi_call(world: Any, case: Traffic) -> Call:
-    """Return what does the case's collective once over the tensors' own memory."""
+    """Return a function that executes the collective once in the tensors' own memory."""
     if case.name == "barrier":
         return lambda: world.Barrier()
     taken, given = case.input.numpy(), case.output.numpy()

@@ -1,8 +1,7 @@
-"""The physical limit: the same traffic over plain sockets between the same processes, the additions included.
+"""The contender "raw": the same traffic over plain sockets between the same processes, with the additions.
 
-Used by `contenders`. No frames, no checks, no other operation in flight: non-blocking sends and receives straight from
-and into the tensors, driven in the calling thread, `poll` only when nothing moves. Every rank exchanges directly with
-every other one.
+No frames, no checks and no other operation: non-blocking sends and receives from and into the tensors, in the calling
+thread, with `poll` only when no byte moves. Every rank exchanges directly with every other one. Used by `contenders`.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import select
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ _SEND_NBYTES = 1 << 20
 _TIMEOUT_MS = 60_000
 
 Spans = dict[int, memoryview]
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 class Sockets:
-    """Connected, non-blocking sockets to every other rank, by rank; None for ourselves."""
+    """Connected, non-blocking sockets to every other rank. The argument has them by rank, None for this rank."""
 
     def __init__(self, rank: int, sockets: Sequence[socket.socket | None]) -> None:
         self.rank = rank
@@ -34,7 +34,7 @@ class Sockets:
         self._sockets = {peer: sock for peer, sock in enumerate(sockets) if sock is not None}
 
     def exchange(self, sends: Spans, receives: Spans) -> None:
-        """Send and fill all spans, all at once."""
+        """Send and receive all spans concurrently."""
         sends, receives = dict(sends), dict(receives)
         while sends or receives:
             moved = False
@@ -63,7 +63,7 @@ class Sockets:
             events = (select.POLLOUT if peer in sends else 0) | (select.POLLIN if peer in receives else 0)
             poll.register(self._sockets[peer], events)
         if not poll.poll(_TIMEOUT_MS):
-            raise TimeoutError("a rank of the benchmark does nothing any more")
+            raise TimeoutError("no byte moved for 60 s between ranks of the benchmark")
 
 
 def _shorten(spans: Spans, peer: int, span: memoryview, nbytes: int) -> None:
@@ -74,8 +74,15 @@ def _shorten(spans: Spans, peer: int, span: memoryview, nbytes: int) -> None:
 
 
 def prepare_socket_call(sockets: Sockets, case: Traffic) -> Call:
-    """Return what does the case's collective once. It keeps the memory that it needs for additions."""
-    return _MAKERS[case.name](sockets, case)
+    """Return a function that executes the collective once. It keeps its memory for the additions."""
+    first, *others = _STEPS[case.name](sockets, case)
+
+    def call() -> None:
+        first()
+        for step in others:
+            step()
+
+    return call if others else first
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -83,17 +90,18 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def _parts(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
-    """Cut a tensor into one part a rank, as equal as they can be."""
-    return list(torch.tensor_split(tensor, ranks))
-
-
-def _filled(tensors: Sequence[torch.Tensor], peers: Sequence[int]) -> Spans:
+def _spans(tensors: Sequence[torch.Tensor], peers: Sequence[int]) -> Spans:
+    """Return the bytes of each peer's tensor, without empty ones."""
     return {peer: _bytes(tensors[peer]) for peer in peers if tensors[peer].numel()}
 
 
+def _parts(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """Split a tensor into one part per rank, of nearly equal size."""
+    return list(torch.tensor_split(tensor, ranks))
+
+
 def _reduce_into(target: torch.Tensor, sockets: Sockets, sends: Spans) -> Call:
-    """Send each peer its span; add what every peer sends into ``target``."""
+    """Send each peer its span; add the data of every peer to ``target``."""
     spare = {peer: torch.empty_like(target) for peer in sockets.peers}
     receives = {peer: _bytes(tensor) for peer, tensor in spare.items() if tensor.numel()}
 
@@ -105,131 +113,78 @@ def _reduce_into(target: torch.Tensor, sockets: Sockets, sends: Spans) -> Call:
     return call
 
 
-def _all_reduce(sockets: Sockets, case: Traffic) -> Call:
+def _all_reduce(sockets: Sockets, case: Traffic) -> list[Call]:
     if case.nbytes <= _ONE_ROUND_NBYTES:
-        return _reduce_into(case.input, sockets, dict.fromkeys(sockets.peers, _bytes(case.input)))
+        return [_reduce_into(case.input, sockets, dict.fromkeys(sockets.peers, _bytes(case.input)))]
     parts = _parts(case.input, case.ranks)
-    theirs = _filled(parts, sockets.peers)
-    reduce_scatter = _reduce_into(parts[case.rank], sockets, theirs)
-    ours = dict.fromkeys(sockets.peers, _bytes(parts[case.rank]))
-
-    def call() -> None:
-        reduce_scatter()
-        sockets.exchange(ours, theirs)
-
-    return call
+    others, own = _spans(parts, sockets.peers), dict.fromkeys(sockets.peers, _bytes(parts[case.rank]))
+    return [_reduce_into(parts[case.rank], sockets, others), partial(sockets.exchange, own, others)]
 
 
-def _reduce(sockets: Sockets, case: Traffic) -> Call:
+def _reduce(sockets: Sockets, case: Traffic) -> list[Call]:
     if case.ranks > 2 and case.nbytes > _ONE_ROUND_NBYTES:
         parts = _parts(case.input, case.ranks)
-        theirs = _filled(parts, sockets.peers)
-        reduce_scatter = _reduce_into(parts[case.rank], sockets, theirs)
-        ours = _bytes(parts[case.rank])
-
-        def call() -> None:
-            reduce_scatter()
-            sockets.exchange({} if case.rank == 0 else {0: ours}, theirs if case.rank == 0 else {})
-
-        return call
+        others = _spans(parts, sockets.peers)
+        sends, receives = ({}, others) if case.rank == 0 else ({0: _bytes(parts[case.rank])}, {})
+        return [_reduce_into(parts[case.rank], sockets, others), partial(sockets.exchange, sends, receives)]
     if case.rank == 0:
-        return _reduce_into(case.input, sockets, {})
-    whole = _bytes(case.input)
-    return lambda: sockets.exchange({0: whole}, {})
+        return [_reduce_into(case.input, sockets, {})]
+    return [partial(sockets.exchange, {0: _bytes(case.input)}, {})]
 
 
-def _broadcast(sockets: Sockets, case: Traffic) -> Call:
-    if case.ranks > 2 and case.nbytes > _ONE_ROUND_NBYTES:
-        return _scatter_and_gather(sockets, case)
-    whole = _bytes(case.input)
-    if case.rank == 0:
-        return lambda: sockets.exchange(dict.fromkeys(sockets.peers, whole), {})
-    return lambda: sockets.exchange({}, {0: whole})
-
-
-def _scatter_and_gather(sockets: Sockets, case: Traffic) -> Call:
-    """Broadcast as van de Geijn does: the root deals out parts, which their holders pass to all others."""
-    parts = _parts(case.input, case.ranks - 1)  # rank r holds part r - 1; the root needs none
+def _broadcast(sockets: Sockets, case: Traffic) -> list[Call]:
+    """Large tensors as van de Geijn does: the root scatters parts, and the other ranks all-gather them."""
+    if case.ranks == 2 or case.nbytes <= _ONE_ROUND_NBYTES:
+        whole = _bytes(case.input)
+        return [
+            partial(sockets.exchange, *(({}, {0: whole}) if case.rank else (dict.fromkeys(sockets.peers, whole), {})))
+        ]
+    parts = _parts(case.input, case.ranks - 1)  # rank r gets part r - 1; the root has all
     spans = {rank: _bytes(parts[rank - 1]) for rank in range(1, case.ranks)}
     if case.rank == 0:
-        return lambda: sockets.exchange(spans, {})
+        return [partial(sockets.exchange, spans, {})]
     own = spans.pop(case.rank)
-
-    def call() -> None:
-        sockets.exchange({}, {0: own})
-        sockets.exchange(dict.fromkeys(spans, own), spans)
-
-    return call
+    return [partial(sockets.exchange, {}, {0: own}), partial(sockets.exchange, dict.fromkeys(spans, own), spans)]
 
 
-def _all_gather(sockets: Sockets, case: Traffic) -> Call:
-    parts = _parts(case.output, case.ranks)
-    ours = dict.fromkeys(sockets.peers, _bytes(case.input))
-    theirs = _filled(parts, sockets.peers)
-
-    def call() -> None:
-        parts[case.rank].copy_(case.input)
-        sockets.exchange(ours, theirs)
-
-    return call
+def _all_gather(sockets: Sockets, case: Traffic) -> list[Call]:
+    parts, own = _parts(case.output, case.ranks), dict.fromkeys(sockets.peers, _bytes(case.input))
+    copy = partial(parts[case.rank].copy_, case.input)
+    return [copy, partial(sockets.exchange, own, _spans(parts, sockets.peers))]
 
 
-def _reduce_scatter(sockets: Sockets, case: Traffic) -> Call:
+def _reduce_scatter(sockets: Sockets, case: Traffic) -> list[Call]:
     parts = _parts(case.input, case.ranks)
-    reduce = _reduce_into(case.output, sockets, _filled(parts, sockets.peers))
-
-    def call() -> None:
-        case.output.copy_(parts[case.rank])
-        reduce()
-
-    return call
+    copy = partial(case.output.copy_, parts[case.rank])
+    return [copy, _reduce_into(case.output, sockets, _spans(parts, sockets.peers))]
 
 
-def _all_to_all(sockets: Sockets, case: Traffic) -> Call:
-    ours, theirs = _parts(case.input, case.ranks), _parts(case.output, case.ranks)
-    sends, receives = _filled(ours, sockets.peers), _filled(theirs, sockets.peers)
-
-    def call() -> None:
-        theirs[case.rank].copy_(ours[case.rank])
-        sockets.exchange(sends, receives)
-
-    return call
+def _all_to_all(sockets: Sockets, case: Traffic) -> list[Call]:
+    inputs, outputs = _parts(case.input, case.ranks), _parts(case.output, case.ranks)
+    sends, receives = _spans(inputs, sockets.peers), _spans(outputs, sockets.peers)
+    return [partial(outputs[case.rank].copy_, inputs[case.rank]), partial(sockets.exchange, sends, receives)]
 
 
-def _gather(sockets: Sockets, case: Traffic) -> Call:
+def _gather(sockets: Sockets, case: Traffic) -> list[Call]:
     if case.rank != 0:
-        ours = _bytes(case.input)
-        return lambda: sockets.exchange({0: ours}, {})
+        return [partial(sockets.exchange, {0: _bytes(case.input)}, {})]
     parts = _parts(case.output, case.ranks)
-    receives = _filled(parts, sockets.peers)
-
-    def call() -> None:
-        parts[0].copy_(case.input)
-        sockets.exchange({}, receives)
-
-    return call
+    return [partial(parts[0].copy_, case.input), partial(sockets.exchange, {}, _spans(parts, sockets.peers))]
 
 
-def _scatter(sockets: Sockets, case: Traffic) -> Call:
+def _scatter(sockets: Sockets, case: Traffic) -> list[Call]:
     if case.rank != 0:
-        ours = _bytes(case.output)
-        return lambda: sockets.exchange({}, {0: ours})
+        return [partial(sockets.exchange, {}, {0: _bytes(case.output)})]
     parts = _parts(case.input, case.ranks)
-    sends = _filled(parts, sockets.peers)
-
-    def call() -> None:
-        case.output.copy_(parts[0])
-        sockets.exchange(sends, {})
-
-    return call
+    return [partial(case.output.copy_, parts[0]), partial(sockets.exchange, _spans(parts, sockets.peers), {})]
 
 
-def _barrier(sockets: Sockets, case: Traffic) -> Call:
-    note, room = memoryview(b"!"), {peer: memoryview(bytearray(1)) for peer in sockets.peers}
-    return lambda: sockets.exchange(dict.fromkeys(sockets.peers, note), room)
+def _barrier(sockets: Sockets, case: Traffic) -> list[Call]:
+    byte, buffers = memoryview(b"!"), {peer: memoryview(bytearray(1)) for peer in sockets.peers}
+    return [partial(sockets.exchange, dict.fromkeys(sockets.peers, byte), buffers)]
 
 
-_MAKERS: dict[str, Callable[[Sockets, Traffic], Call]] = {
+_STEPS: dict[str, Callable[[Sockets, Traffic], list[Call]]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "broadcast": _broadcast,

@@ -1,1 +1,1 @@
-"""How benchmark results are shown: tables, a Markdown page and a plot. Called by `asyncdist.cli`."""
+"""The results of the benchmarks as tables, Markdown pages and a plot."""

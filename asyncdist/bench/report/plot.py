@@ -1,6 +1,6 @@
-"""Draw time against size: both axes logarithmic, one panel a collective, one line a contender.
+"""Plot time against size: both axes logarithmic, one panel per collective, one line per contender.
 
-Called by `asyncdist.cli`.
+Called by `asyncdist.cli.bench`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.bench.plan import BenchPlan
-from asyncdist.bench.report.table import about_run, size
+from asyncdist.bench.report.page import size
+from asyncdist.bench.report.tables import about_run
 from asyncdist.bench.result import Report, ResultRow
 from asyncdist.errors import UsageError
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 Line = tuple[str, str, str, float, str]
 
-# Contender: (label, colour, style, width, marker). Ours stands out, limits stay behind. The colours are Okabe and Ito's,
-# which the colour-blind can tell apart; marker and style say the same again.
+# Contender: (label, colour, style, width, marker). Okabe and Ito's colours, which colour-blind readers can tell apart;
+# marker and style repeat the distinction.
 _LINES = {
     "copy": ("memory copy (the limit)", "#111111", ":", 1.6, ""),
     "raw": ("raw sockets (TCP's limit)", "#9aa0a6", "--", 1.6, ""),
@@ -33,19 +34,19 @@ _LINES = {
     "idle": ("torch.distributed that does nothing", "#f0c000", ":", 1.4, ""),
     "registered": ("asyncdist, registered tensors", "#009e73", "-", 2.6, "v"),
 }
-_FURTHER = ("#56b4e9", "--", 1.4, "x")  # a further transport of ours
+_FURTHER = ("#56b4e9", "--", 1.4, "x")  # a further transport
 _PANELS_ABREAST = 3
 _INK, _GRID = "#333333", "#e4e4e4"
 
 
 def require_matplotlib(path: Path | None = None) -> None:
-    """Raise UsageError where matplotlib is missing, saying what to install, or draws into no file of such a name."""
+    """Raise UsageError if matplotlib is not installed, or cannot write a file with this name."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise UsageError("drawing needs matplotlib: pip install 'asyncdist[plot]'") from None
+        raise UsageError("plotting needs matplotlib: pip install 'asyncdist[plot]'") from None
     if path is not None and path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-        raise UsageError(f"{path} cannot be drawn: let its name end in png, svg or pdf")
+        raise UsageError(f"{path} cannot be drawn: its name must end in png, svg or pdf")
 
 
 def draw_benchmark(report: Report, path: Path) -> None:
@@ -58,8 +59,8 @@ def benchmark_figure(report: Report) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    sized = [row for row in report.rows if row.nbytes]
-    names = list(dict.fromkeys(row.collective for row in sized))
+    sized = [row for row in report.of_kind("rows") if row.nbytes]
+    names = list(dict.fromkeys(row.name for row in sized))
     abreast = min(len(names), _PANELS_ABREAST) or 1
     lines = -(-len(names) // abreast) or 1
     spare_width = 0.0 if len(names) < lines * abreast else 2.6
@@ -68,7 +69,7 @@ def benchmark_figure(report: Report) -> Figure:
     panels = list(figure.subplots(lines, abreast, squeeze=False, sharey=True).flat)
     drawn = _lines(report.plan)
     for panel, name in zip(panels, names, strict=False):
-        _panel(panel, [row for row in sized if row.collective == name], drawn)
+        _panel(panel, [row for row in sized if row.name == name], drawn)
     spare = panels[len(names) :]
     for panel in spare:
         panel.set_axis_off()
@@ -88,7 +89,7 @@ def _lines(plan: BenchPlan) -> dict[str, Line]:
 
 
 def _legend(figure: Any, panel: Any, spare: Sequence[Any]) -> None:
-    """Explain the lines once: in a place without a panel, else beside them all."""
+    """Explain the lines once: in a place without a panel, or else next to all panels."""
     handles, labels = panel.get_legend_handles_labels()
     style = {"frameon": False, "fontsize": 9.5, "labelspacing": 0.9, "handlelength": 3}
     if spare:
@@ -115,7 +116,7 @@ def _panel(panel: Any, rows: Sequence[ResultRow], lines: Mapping[str, Line]) -> 
     span = panel.get_ylim()[1] / panel.get_ylim()[0]
     panel.yaxis.set_major_locator(LogLocator(subs=(1,) if span > 300 else (1, 2, 5)))
     panel.yaxis.set_minor_formatter(NullFormatter())
-    panel.set_title(f"{rows[0].collective}, {rows[0].ranks} ranks", loc="left", color=_INK, fontweight="bold")
+    panel.set_title(f"{rows[0].name}, {rows[0].ranks} ranks", loc="left", color=_INK, fontweight="bold")
     panel.set_xlabel("size of the tensor", color=_INK, fontsize=9)
     if panel.get_subplotspec().is_first_col():
         panel.set_ylabel("median time of a call (band: to p99)", color=_INK, fontsize=9)
@@ -126,11 +127,11 @@ def _panel(panel: Any, rows: Sequence[ResultRow], lines: Mapping[str, Line]) -> 
 
 
 def _short(nbytes: int) -> str:
-    """Write a size so that neighbours fit side by side: ``64K``."""
+    """Write a size briefly: ``64K``."""
     return size(nbytes).removesuffix("iB").replace(" ", "")
 
 
 def _tick(seconds: float) -> str:
-    """Write a round time without superfluous digits: ``20 µs``."""
+    """Write a round time without trailing digits: ``20 µs``."""
     unit, name = next(((unit, name) for unit, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= unit), (1e-6, "µs"))
     return f"{seconds / unit:.3g} {name}"

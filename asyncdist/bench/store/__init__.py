@@ -1,4 +1,1 @@
-"""The store benchmark: server and client processes, measurements, and torch's wire format.
-
-Called by `asyncdist.cli.bench_store`.
-"""
+"""The benchmark of the store: its measurements, and the processes of servers and clients."""

@@ -1,9 +1,11 @@
-"""A process full of store clients, ours or torch's: does what it is told in lines of JSON, and answers with one each.
+"""A process with store clients, asyncdist's or torch's. It executes commands, one JSON object per line, and answers each.
 
-{"do": "dialogue", "client": "torch", "port": 29500, "operation": "get", "seconds": 0.5}   → calls a second
-{"do": "flight", "port": …, "count": 1000, "seconds": …}                                   → calls a second
-{"do": "crowd", "client": …, "port": …, "count": 2048, "total": 8192, "name": …}           → when the last was through
-{"do": "hold", "client": …, "port": …, "count": …}, then {"do": "release"}                 → how many there are
+Started by `benchmark`.
+
+{"do": "dialogue", "client": "torch", "port": 29500, "operation": "get", "seconds": 0.5}   → calls per second
+{"do": "flight", "port": …, "count": 1000, "seconds": …}                                   → calls per second
+{"do": "crowd", "client": …, "port": …, "count": 2048, "total": 8192, "name": …}           → when the last one was served
+{"do": "hold", "client": …, "port": …, "count": …}, then {"do": "release"}                 → the number of clients
 """
 
 from __future__ import annotations
@@ -16,92 +18,93 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 from asyncdist.base.background_loop import new_loop
-from asyncdist.bench.store.c10d_peer import Peer
+from asyncdist.bench.store.server_process import HOST
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, TCPStore
 
-_HOST = "127.0.0.1"
-_PATIENCE = 240.0
+_TIMEOUT = 240.0
 _BATCH = 20
 _CONNECTING = 256
-"""Connections that a process of ours opens at a time."""
+"""The number of connections that asyncdist's clients open at a time."""
 _STACK_NBYTES = 256 << 10
 
 _VALUE = b"v" * 64
 
 
 class Clients:
-    """The clients of this process, each made when it is first needed."""
+    """The clients of this process. Each public method is a command."""
 
     def __init__(self, token: str) -> None:
         self.token = token
         self.loop = new_loop()
         self._made: dict[tuple[str, int], Any] = {}
-        self._held = ExitStack()
-        self._held_stores: list[AsyncStore] = []
+        self._held: list[Any] = []
 
-    # -- what can be asked ------------------------------------------------------------------------
+    # -- commands ---------------------------------------------------------------------------------
 
     def dialogue(self, client: str, port: int, operation: str, seconds: float) -> float:
-        """One call after the other."""
+        """Make one call after the other."""
         store = self._client(client, port)
         call = functools.partial(store.get, "key") if operation == "get" else functools.partial(store.add, "number", 1)
-        return _rate(call, seconds)
+        return call_rate(call, seconds)
 
     def flight(self, port: int, count: int, seconds: float) -> float:
-        """Keep ``count`` calls of `get` in flight on one connection: all are awaited, and made again."""
+        """Keep ``count`` calls of `get` in flight on one connection: await all of them, and make them again."""
         return self.loop.run_until_complete(self._flight(port, count, seconds))
 
     def crowd(self, client: str, port: int, count: int, total: int, name: str) -> dict[str, float]:
-        """Have ``count`` new clients connect, authenticate, add 1, and meet at a barrier of ``total``."""
+        """Let ``count`` new clients connect, authenticate, add 1, and meet at a barrier of ``total`` clients."""
         gc.collect()
         if client == "torch":
-            arrived = _torchs_crowd(port, count, total, name)
+            served = _torch_crowd(port, count, total, name)
         else:
-            arrived = self.loop.run_until_complete(_our_crowd(port, self.token, count, total, name))
-        return {"served": len(arrived), "last": max(arrived, default=0.0)}
+            served = self.loop.run_until_complete(self._crowd(port, count, total, name))
+        return {"served": len(served), "last": max(served, default=0.0)}
 
     def hold(self, client: str, port: int, count: int) -> int:
-        """Connect ``count`` clients that then say nothing."""
+        """Connect ``count`` clients that make no calls."""
         if client == "torch":
-            for _ in range(count):
-                self._held.enter_context(Peer(port))
+            self._held += [_torch_client(port) for _ in range(count)]
         else:
-            connecting = [self._connect(port, _Gate(_CONNECTING)) for _ in range(count)]
-            self._held_stores += self.loop.run_until_complete(_together(connecting))
+            gate = asyncio.Semaphore(_CONNECTING)
+            self._held += self._gather([self._connect(port, gate) for _ in range(count)])
         return count
 
     def release(self) -> int:
-        """Disconnect those that were held."""
-        self._held.close()
-        held, self._held_stores = self._held_stores, []
-        self.loop.run_until_complete(_together([store.close() for store in held]))
+        """Disconnect the held clients."""
+        held, self._held = self._held, []
+        self._gather([store.close() for store in held if isinstance(store, AsyncStore)])
         return 0
 
-    # -- inside -----------------------------------------------------------------------------------
+    # -- asyncdist's clients ----------------------------------------------------------------------
+
+    def _gather(self, awaitables: list[Any]) -> list[Any]:
+        async def gather() -> list[Any]:
+            return await asyncio.gather(*awaitables)
+
+        return self.loop.run_until_complete(gather())
 
     def _client(self, client: str, port: int) -> Any:
         if (client, port) not in self._made:
             if client == "torch":
-                made: Any = _torchs_client(port)
+                made: Any = _torch_client(port)
             else:
-                made = TCPStore(_HOST, port, timeout=_PATIENCE, config=Config(token=self.token))
+                made = TCPStore(HOST, port, timeout=_TIMEOUT, config=Config(token=self.token))
             made.set("key", _VALUE)
             made.get("key")
             self._made[client, port] = made
         return self._made[client, port]
 
-    async def _connect(self, port: int, gate: _Gate) -> AsyncStore:
+    async def _connect(self, port: int, gate: asyncio.Semaphore) -> AsyncStore:
         async with gate:
-            return await AsyncStore.connect(_HOST, port, token=self.token, timeout=_PATIENCE)
+            return await AsyncStore.connect(HOST, port, token=self.token, timeout=_TIMEOUT)
 
     async def _flight(self, port: int, count: int, seconds: float) -> float:
-        store = await AsyncStore.connect(_HOST, port, token=self.token, timeout=_PATIENCE)
+        store = await AsyncStore.connect(HOST, port, token=self.token, timeout=_TIMEOUT)
         try:
             await store.set("key", _VALUE)
             calls, spent, begun = 0, 0.0, time.perf_counter()
@@ -113,11 +116,23 @@ class Clients:
         finally:
             await store.close()
 
+    async def _crowd(self, port: int, count: int, total: int, name: str) -> list[float]:
+        gate = asyncio.Semaphore(_CONNECTING)
 
-_Gate = asyncio.Semaphore
+        async def one() -> float:
+            store = await self._connect(port, gate)
+            try:
+                await store.add(f"{name}/count", 1)
+                await store.barrier(f"{name}/barrier", total)
+                return time.monotonic()
+            finally:
+                await store.close()
+
+        return list(await asyncio.gather(*[one() for _ in range(count)]))
 
 
-def _rate(call: Callable[[], object], seconds: float) -> float:
+def call_rate(call: Callable[[], object], seconds: float) -> float:
+    """Return the calls per second of batches of calls that take about ``seconds``."""
     calls, spent, begun = 0, 0.0, time.perf_counter()
     while spent < seconds:
         for _ in range(_BATCH):
@@ -127,39 +142,19 @@ def _rate(call: Callable[[], object], seconds: float) -> float:
     return calls / spent
 
 
-async def _together(these: list[Any]) -> list[Any]:
-    return await asyncio.gather(*these)
+# -- torch's clients -------------------------------------------------------------------------------
 
 
-# -- crowds ----------------------------------------------------------------------------------------
+def _torch_crowd(port: int, count: int, total: int, name: str) -> list[float]:
+    import torch.distributed  # noqa: F401 - else the first thread imports it, and the others wait
 
-
-async def _our_crowd(port: int, token: str | None, count: int, total: int, name: str) -> list[float]:
-    gate = _Gate(_CONNECTING)
-
-    async def one() -> float:
-        async with gate:
-            store = await AsyncStore.connect(_HOST, port, token=token, timeout=_PATIENCE)
-        try:
-            await store.add(f"{name}/count", 1)
-            await store.barrier(f"{name}/barrier", total)
-            return time.monotonic()
-        finally:
-            await store.close()
-
-    return list(await asyncio.gather(*[one() for _ in range(count)]))
-
-
-def _torchs_crowd(port: int, count: int, total: int, name: str) -> list[float]:
-    import torch.distributed  # noqa: F401, or the first of the threads would, and the others wait for it
-
-    arrived: list[float] = []
+    served: list[float] = []
 
     def one() -> None:
-        store = _torchs_client(port)
+        store = _torch_client(port)
         store.add(f"{name}/count", 1)
-        store.barrier(f"{name}/barrier", total, timedelta(seconds=_PATIENCE))
-        arrived.append(time.monotonic())
+        store.barrier(f"{name}/barrier", total, timedelta(seconds=_TIMEOUT))
+        served.append(time.monotonic())
 
     before = threading.stack_size(_STACK_NBYTES)
     try:
@@ -170,23 +165,23 @@ def _torchs_crowd(port: int, count: int, total: int, name: str) -> list[float]:
         threading.stack_size(before)
     for thread in threads:
         thread.join()
-    return arrived
+    return served
 
 
-def _torchs_client(port: int) -> Any:
+def _torch_client(port: int) -> Any:
     from torch.distributed import TCPStore as TorchStore  # type: ignore[attr-defined]
 
     return TorchStore(
-        _HOST, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_PATIENCE), use_libuv=True
+        HOST, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_TIMEOUT), use_libuv=True
     )
 
 
 def run_store_clients() -> None:
-    """Take the token from stdin's first line, and do what each further one says until there are no more."""
+    """Read the token from stdin's first line, and execute the commands of the other lines."""
     clients = Clients(sys.stdin.readline().strip())
     for line in sys.stdin:
-        told = json.loads(line)
-        answer = getattr(clients, told.pop("do"))(**told)
+        command = json.loads(line)
+        answer = getattr(clients, command.pop("do"))(**command)
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 

@@ -1,1 +1,1 @@
-"""What a benchmark runs: collectives, training steps and device transfers, each with a check of its result."""
+"""What a benchmark executes: collectives, and training steps of models."""

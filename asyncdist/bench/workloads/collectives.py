@@ -1,7 +1,11 @@
-"""A collective at one size, with its tensors: how to fill them, how to call it on a face, what must come out."""
+"""A collective at one size with its tensors: how to fill them, how to call it, and its expected result.
+
+Used by the contenders.
+"""
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -12,18 +16,23 @@ from asyncdist.bench.plan import rounded
 from asyncdist.errors import BenchmarkError
 
 Empty = Callable[[int], torch.Tensor]
-"""Makes a float32 tensor of so many elements, with whatever in it."""
+"""Makes an uninitialized float32 tensor with a number of elements."""
+Contribution = Callable[[int], torch.Tensor]
+"""Returns the input of a rank."""
 
 
 class Traffic(ABC):
-    """One collective among ``ranks`` at ``nbytes`` (`rounded`).
+    """One collective among ``ranks`` ranks.
 
-    ``call`` goes to any face that has torch.distributed's names: ours, the awaited one, or torch's own. ``empty`` makes
-    the tensors.
+    Args:
+        rank: This rank.
+        ranks: The number of ranks.
+        nbytes: The size, which is `rounded`.
+        empty: Makes the tensors.
     """
 
     name: ClassVar[str]
-    # Which of the two holds a rank's part only; the other one holds all ranks' parts.
+    # Whether the input, or the output, is one rank's part; the other one then has the parts of all ranks.
     parts_in: ClassVar[bool] = False
     parts_out: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
@@ -34,22 +43,27 @@ class Traffic(ABC):
         self.count = self.nbytes // 4
         self.input = empty(self.count // ranks if self.parts_in else self.count)
         self.output = self.input if self.in_place else empty(self.count // ranks if self.parts_out else self.count)
-        # Ranks that outnumber cores wait while others look at their results: not by indexing tensors, which takes longer
-        # than a small collective.
-        result: Any = self.output.numpy()
-        self._result: Any = memoryview(result)
+        self.on_device = self.output.is_cuda
+        # Indexing a tensor takes longer than a small collective, and delays other ranks on the same core.
+        memory: Any = None if self.on_device else self.output.numpy()
+        self._result: Any = self.output if self.on_device else memoryview(memory)
 
     @abstractmethod
-    def call(self, face: Any, group: Any = None) -> Any:
-        """Start the collective on ``face``; what it returns."""
+    def call(self, api: Any, group: Any = None) -> Any:
+        """Call the collective through an API with torch.distributed's names, and return what that returns."""
+
+    def start(self, api: Any, group: Any = None) -> Any:
+        """Call the collective through an awaited API, and return an awaitable."""
+        return self.call(api, group)
 
     @abstractmethod
-    def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
-        """Return what ``output`` must hold, given every rank's input; None where this rank gets nothing."""
+    def expected(self, contribution: Contribution) -> torch.Tensor | None:
+        """Return the expected ``output`` for the inputs of all ranks; None if this rank has no output."""
 
     def contribution(self, rank: int) -> torch.Tensor:
         """Return a rank's input for a checked call: small whole numbers, so that sums are exact."""
-        return torch.arange(self.input.numel()).remainder_(7).add_(rank + 1).float()
+        numbers = torch.arange(self.input.numel(), dtype=torch.int32, device=self.input.device)
+        return numbers.remainder_(7).add_(rank + 1).float()
 
     def load(self) -> None:
         """Fill the tensors for a checked call."""
@@ -57,8 +71,8 @@ class Traffic(ABC):
         self.input.copy_(self.contribution(self.rank))
 
     def check(self, contender: str) -> None:
-        """Compare every element with plain arithmetic; BenchmarkError if one differs."""
-        expected = self.expected([self.contribution(rank) for rank in range(self.ranks)])
+        """Compare every element of the output with plain arithmetic; raise BenchmarkError if one differs."""
+        expected = self.expected(self.contribution)
         if expected is not None and not torch.equal(self.output, expected):
             wrong = int((self.output != expected).sum())
             raise BenchmarkError(
@@ -67,143 +81,186 @@ class Traffic(ABC):
             )
 
     def settle(self) -> None:
-        """Fill the tensors for timed calls, and learn what their first and last elements will be."""
-        inputs = [torch.full((self.ranks,), rank + 1.0) for rank in range(self.ranks)]
-        self._ends = self._ends_of(inputs)
+        """Fill the tensors for timed calls, and compute the first and last element of their result."""
+        parts = 1 if self.parts_in else self.ranks
+        expected = self.expected(lambda rank: torch.full((parts,), rank + 1.0))
+        self._ends = None if expected is None else (expected[0].item(), expected[-1].item())
         self.input.fill_(self.rank + 1.0)
 
-    def _ends_of(self, inputs: list[torch.Tensor]) -> tuple[float, float] | None:
-        whole = [tensor[:1] if self.parts_in else tensor for tensor in inputs]
-        expected = self.expected(whole)
-        return None if expected is None else (expected[0].item(), expected[-1].item())
-
     def restore(self) -> None:
-        """Undo what the last timed call has done to the input; erase its result."""
+        """Undo the effect of the last timed call on the input, and erase its result."""
         if self.in_place:
             self.input.fill_(self.rank + 1.0)
         else:
             self._result[0] = self._result[-1] = -1.0
+        if self.on_device:
+            torch.cuda.synchronize()
 
-    def glance(self, contender: str) -> None:
-        """Look at the ends of a timed call's result; BenchmarkError if they are wrong."""
-        found = self._result[0], self._result[-1]
+    def check_ends(self, contender: str) -> None:
+        """Check the first and last element of a timed call's result; raise BenchmarkError if one is wrong."""
+        found = float(self._result[0]), float(self._result[-1])
         if self._ends is not None and found != self._ends:
             raise BenchmarkError(
                 f"{contender}: a timed {self.name} of {self.nbytes} bytes gave {found[0]:g} … {found[1]:g} on rank "
                 f"{self.rank} instead of {self._ends[0]:g} … {self._ends[1]:g}"
             )
 
-    def _part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        return whole.chunk(self.ranks)[rank]
+    def _sum(self, contribution: Contribution) -> torch.Tensor:
+        return functools.reduce(torch.add, map(contribution, range(self.ranks)))
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.chunk(self.ranks)[self.rank]
 
 
 class AllReduce(Traffic):
     name = "all_reduce"
     in_place = True
 
-    def call(self, face: Any, group: Any = None) -> Any:
-        return face.all_reduce(self.input, group=group)
+    def call(self, api: Any, group: Any = None) -> Any:
+        return api.all_reduce(self.input, group=group)
 
-    def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
-        return torch.stack(contributions).sum(0)
+    def expected(self, contribution: Contribution) -> torch.Tensor | None:
+        return self._sum(contribution)
 
 
 class ReduceTraffic(AllReduce):
     name = "reduce"
 
-    def call(self, face: Any, group: Any = None) -> Any:
-        return face.reduce(self.input, 0, group=group)
+    def call(self, api: Any, group: Any = None) -> Any:
+        return api.reduce(self.input, 0, group=group)
 
-    def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
-        return super().expected(contributions) if self.rank == 0 else None
+    def expected(self, contribution: Contribution) -> torch.Tensor | None:
+        return super().expected(contribution) if self.rank == 0 else None
 
 
 class Broadcast(Traffic):
     name = "broadcast"
     in_place = True
 
-    def call(self, face: Any, group: Any = None) -> Any:
-        return face.broadcast(self.input, 0, group=group)
+    def call(self, api: Any, group: Any = None) -> Any:
+        return api.broadcast(self.input, 0, group=group)
 
-    def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
-        return contributions[0]
+    def expected(self, contribution: Contribution) -> torch.Tensor | None:
+        return contribution(0)
 
     def restore(self) -> None:
-        self._result[0] = self._result[-1] = self.rank + 1.0
+        if self.on_device:
+            super().restore()
+        else:
+            self._result[0] = self._result[-1] = self.rank + 1.0
+
+
+class SendTraffic(Broadcast):
+    """Each rank receives the tensor of rank 0 from the previous rank and sends it to the next one; on devices only."""
+
+    name = "send"
+
+    def call(self, api: Any, group: Any = None) -> Any:
+        self._forward(api, group, self.input)
+
+    def call_through_host(self, api: Any, group: Any = None) -> None:
+        """Copy the tensor to the host before it is sent, and to the device after it was received."""
+        on_host = self.input.cpu()
+        self._forward(api, group, on_host)
+        if self.rank:
+            self.input.copy_(on_host)
+
+    async def start(self, api: Any, group: Any = None) -> None:
+        if self.rank:
+            await api.recv(self.input, self.rank - 1, group=group)
+        if self.rank + 1 < self.ranks:
+            await api.send(self.input, self.rank + 1, group=group)
+
+    def _forward(self, api: Any, group: Any, tensor: torch.Tensor) -> None:
+        if self.rank:
+            api.recv(tensor, self.rank - 1, group=group)
+        if self.rank + 1 < self.ranks:
+            api.send(tensor, self.rank + 1, group=group)
 
 
 class AllGather(Traffic):
     name = "all_gather"
     parts_in = True
 
-    def call(self, face: Any, group: Any = None) -> Any:
-        return face.all_gather_single(self.output, self.input, group=group)
+    def call(self, api: Any, group: Any = None) -> Any:
+        return api.all_gather_single(self.output, self.input, group=group)
 
-    def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
-        return torch.cat(contributions)
+    def expected(self, contribution: Contribution) -> torch.Tensor | None:
+        return torch.cat([contribution(rank) for rank in range(self.ranks)])
 
 
 class Gather(AllGather):
     name = "gather"
 
-    def call(self, face: Any, group: Any = None) -> Any:
+    def call(self, api: Any, group: Any = None) -> Any:
         parts = list(self.output.chunk(self.ranks)) if self.rank == 0 else None
-        return face.gather(self.input, parts, 0, group=group)
+        return api.gather(self.input, parts, 0, group=group)
 
-    def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
-        return super().expected(contributions) if self.rank == 0 else None
+    def expected(self, contribution: Contribution) -> torch.Tensor | None:
+        return super().expected(contribution) if self.rank == 0 else None
 
 
 class ReduceScatter(Traffic):
     name = "reduce_scatter"
     parts_out = True
 
-    def call(self, face: Any, group: Any = None) -> Any:
-        return face.reduce_scatter_single(self.output, self.input, group=group)
+    def call(self, api: Any, group: Any = None) -> Any:
+        return api.reduce_scatter_single(self.output, self.input, group=group)
 
-    def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
-        return self._part(torch.stack(contributions).sum(0), self.rank)
+    def expected(self, contribution: Contribution) -> torch.Tensor | None:
+        return self._part(self._sum(contribution))
 
 
 class Scatter(Traffic):
     name = "scatter"
     parts_out = True
 
-    def call(self, face: Any, group: Any = None) -> Any:
+    def call(self, api: Any, group: Any = None) -> Any:
         parts = list(self.input.chunk(self.ranks)) if self.rank == 0 else None
-        return face.scatter(self.output, parts, 0, group=group)
+        return api.scatter(self.output, parts, 0, group=group)
 
-    def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
-        return self._part(contributions[0], self.rank)
+    def expected(self, contribution: Contribution) -> torch.Tensor | None:
+        return self._part(contribution(0))
 
 
 class AllToAll(Traffic):
     name = "all_to_all"
 
-    def call(self, face: Any, group: Any = None) -> Any:
-        return face.all_to_all_single(self.output, self.input, group=group)
+    def call(self, api: Any, group: Any = None) -> Any:
+        return api.all_to_all_single(self.output, self.input, group=group)
 
-    def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
-        return torch.cat([self._part(each, self.rank) for each in contributions])
+    def expected(self, contribution: Contribution) -> torch.Tensor | None:
+        return torch.cat([self._part(contribution(rank)) for rank in range(self.ranks)])
 
 
 class Barrier(Traffic):
     name = "barrier"
     in_place = True
 
-    def call(self, face: Any, group: Any = None) -> Any:
-        return face.barrier(group=group)
+    def call(self, api: Any, group: Any = None) -> Any:
+        return api.barrier(group=group)
 
-    def expected(self, contributions: list[torch.Tensor]) -> torch.Tensor | None:
+    def expected(self, contribution: Contribution) -> torch.Tensor | None:
         return None
 
 
 _KINDS: dict[str, type[Traffic]] = {
     kind.name: kind
-    for kind in (AllReduce, ReduceTraffic, Broadcast, AllGather, ReduceScatter, AllToAll, Gather, Scatter, Barrier)
+    for kind in (
+        AllReduce,
+        ReduceTraffic,
+        Broadcast,
+        SendTraffic,
+        AllGather,
+        ReduceScatter,
+        AllToAll,
+        Gather,
+        Scatter,
+        Barrier,
+    )
 }
 
 
 def traffic(collective: str, rank: int, ranks: int, nbytes: int, empty: Empty = torch.empty) -> Traffic:
-    """Make the traffic of a collective by its name in `plan.COLLECTIVES`."""
+    """Make the traffic of a collective from `plan.COLLECTIVES` or `plan.ON_DEVICES`."""
     return _KINDS[collective](rank, ranks, nbytes, empty)

@@ -1,6 +1,6 @@
-"""The training steps that are timed: a model, its batches, and how stock PyTorch spreads it over the ranks of a group.
+"""The training steps: a model, its batches, and how stock PyTorch parallelizes it over the ranks of a group.
 
-Used by `training`. None of the models knows of ranks. `STEPS` has the steps by their name in `plan.STEPS`.
+No model depends on ranks. `STEPS` has the steps by their names in `plan.STEPS`. Used by `training`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from asyncdist.bench.plan import HEADS
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-"""Inputs, and for each the class that it belongs to."""
+"""Inputs and the class of each."""
 
 _PIXELS, _CLASSES = 1024, 10
 _CHARACTERS, _CONTEXT, _WIDTH, _LAYERS = 128, 64, 256, 4
@@ -31,7 +31,7 @@ def perceptron() -> nn.Module:
 
 
 class TransformerBlock(nn.Module):
-    """Attention and an MLP. Given some of the heads' weights, it computes these heads."""
+    """One layer of the transformer. With the weights of some heads only, it computes these heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.query_key_value(self.norm_before_attention(x)).unflatten(-1, (-1, 3, _WIDTH // HEADS))
-        query, key, value = heads.permute(3, 0, 2, 1, 4)  # each: sequence, head, place, feature
+        query, key, value = heads.permute(3, 0, 2, 1, 4)  # each: sequence, head, position, feature
         seen = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.mix(seen.transpose(1, 2).flatten(2))
         out: torch.Tensor = x + self.narrow(nn.functional.gelu(self.widen(self.norm_before_mlp(x))))
@@ -49,7 +49,7 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A transformer of 3.2 M parameters that says for each place of each sequence which character comes next."""
+    """A transformer of 3.2 M parameters that predicts the next character at each position of each sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,31 +61,31 @@ class Transformer(nn.Module):
         x = self.characters(characters) + self.places.weight
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(self.norm(x).flatten(0, 1))  # flat: FSDP2 warns of results that are views
+        logits: torch.Tensor = self.head(self.norm(x).flatten(0, 1))  # flat: FSDP2 warns of outputs that are views
         return logits
 
 
 def pictures() -> Batch:
-    """Return what `perceptron` learns from: 16 pictures."""
+    """Return a batch for `perceptron`: 16 pictures."""
     return torch.randn(16, _PIXELS), torch.randint(_CLASSES, (16,))
 
 
 def sentences() -> Batch:
-    """Return what `Transformer` learns from: a sequence, and for each place the character that follows."""
+    """Return a batch for `Transformer`: 2 sequences, and the following character at each position."""
     characters = torch.randint(_CHARACTERS, (2, _CONTEXT + 1))
     return characters[:, :-1], characters[:, 1:]
 
 
-# -- spread over ranks by stock PyTorch ---------------------------------------------------------------
+# -- parallelized by stock PyTorch ------------------------------------------------------------------
 
 
 def replicated(model: nn.Module, group: Any) -> nn.Module:
-    """Wrap a model so that gradients are averaged during backward."""
+    """Wrap a model in DDP, which averages the gradients during backward."""
     return nn.parallel.DistributedDataParallel(model, process_group=group)
 
 
 def sharded(model: nn.Module, group: Any) -> nn.Module:
-    """Leave each rank a part of every parameter; a block's are gathered when it computes."""
+    """Shard every parameter over the ranks with FSDP2, which gathers those of a block when it computes."""
     mesh = _mesh_of(group)
     assert isinstance(model, Transformer)
     for block in model.blocks:
@@ -95,7 +95,7 @@ def sharded(model: nn.Module, group: Any) -> nn.Module:
 
 
 def divided(model: nn.Module, group: Any) -> nn.Module:
-    """Give each rank some of the heads and features of every block; activations are added up twice in a block."""
+    """Divide the heads and features of every block between the ranks (tensor parallel): two all-reduces per block."""
     mesh = _mesh_of(group)
     assert isinstance(model, Transformer)
     columns, rows = ("query_key_value", "widen"), ("mix", "narrow")
@@ -106,20 +106,20 @@ def divided(model: nn.Module, group: Any) -> nn.Module:
 
 
 def _mesh_of(group: Any) -> DeviceMesh:
-    """Return a group's ranks as a mesh like no other group's.
+    """Return a group's ranks as a mesh with a name of its own.
 
-    Meshes of the same ranks and names are equal to DTensor, which keeps what it has worked out by mesh: a model on the
-    second of two equal meshes communicates over the first one's group.
+    DTensor caches results by mesh, and meshes of the same ranks and names are equal: a model on the second one of two
+    equal meshes would communicate over the first one's group.
     """
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"of_{group.group_name}",))
 
 
 class Step(NamedTuple):
-    """How a model is trained; ``apart`` says whether each rank has batches of its own."""
+    """How a model is trained. ``apart`` says whether each rank has its own batches."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[], Batch]
-    spread: Callable[[nn.Module, Any], nn.Module]
+    parallelize: Callable[[nn.Module, Any], nn.Module]
     apart: bool
 
 

@@ -1,6 +1,6 @@
-"""Training steps in turns: our DistributedDataParallel, stock PyTorch on our back end and on gloo's, the model alone.
+"""Time training steps in turns: asyncdist's DistributedDataParallel, and stock PyTorch on asyncdist and on gloo.
 
-Called by `bench.rank`.
+Called by `rank`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.distributed.tensor import DTensor
 from asyncdist import sync
 from asyncdist.bench.contenders.contenders import Start
 from asyncdist.bench.plan import BenchPlan, in_turns
-from asyncdist.bench.result import Timing, Training
+from asyncdist.bench.result import ResultRow, Timing
 from asyncdist.bench.workloads.models import STEPS, Batch, Step, loss_of
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import BenchmarkError
 
-_WARM_UP_STEPS = 3  # buckets are dealt anew after the first
-_TOLERANCE = 1e-4  # of weights after training, between contenders that add in another order
+_WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first one
+_TOLERANCE = 1e-4  # of weights, between contenders that add in different orders
 
 
 class _Trainer:
-    """One model with its optimizer; ``step`` is what is timed."""
+    """One model with its optimizer. `step` is timed."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -38,41 +38,49 @@ class _Trainer:
         self.optimizer.step()
 
     def weights(self) -> torch.Tensor:
-        """Return all weights, put together from all ranks where they are spread; call it on every rank."""
+        """Return all weights, gathered from all ranks if they are sharded; called on every rank."""
         parameters = [parameter.detach() for parameter in self.model.parameters()]
         whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in parameters]
         return torch.cat([each.flatten() for each in whole])
 
 
 def train(
-    name: str, plan: BenchPlan, groups: Mapping[str, Any], rank: int, start: Start, tell: Callable[[float], None]
-) -> Training:
-    """Time a training step (from `plan.STEPS`) of every contender.
+    name: str, plan: BenchPlan, groups: Mapping[str, Any], rank: int, start: Start, progress: Callable[[float], None]
+) -> ResultRow:
+    """Time a training step of every contender; asyncdist's default group must be open.
 
-    ``groups`` are torch.distributed's, by contender; our default world is open. All contenders see the same batches.
-    BenchmarkError if two contenders that train alike, or two ranks, end with other weights.
+    Args:
+        name: The step, from `plan.STEPS`.
+        plan: Says how many steps to time.
+        groups: The process groups of torch.distributed by contender.
+        rank: This rank.
+        start: Returns on all ranks at the same instant.
+        progress: Called with the share of the steps that is done (0 to 1).
+
+    Raises:
+        BenchmarkError: Two contenders that should train alike, or two ranks, end with different weights.
     """
     step = STEPS[name]
     trainers = _trainers(name, step, groups)
     torch.manual_seed(1 + rank * step.apart)
-    seconds: dict[str, list[float]] = {who: [] for who in trainers}
-    names = list(trainers)
+    times: dict[str, list[tuple[float, float]]] = {who: [] for who in trainers}
     for turn in range(-_WARM_UP_STEPS, plan.training_steps):
-        tell(max(0, turn) / plan.training_steps)
+        progress(max(0, turn) / plan.training_steps)
         batch = step.batch()
-        for who in in_turns(names, turn):
+        for who in in_turns(list(trainers), turn):
             start()
             began = perf_counter()
             trainers[who].step(batch)
+            seconds = perf_counter() - began
             if turn >= 0:
-                seconds[who].append(perf_counter() - began)
+                times[who].append((seconds, seconds))
     _compare(trainers)
-    parameters = sum(parameter.numel() for parameter in trainers["alone"].model.parameters())
-    return Training(name, parameters, {who: Timing.of(times) for who, times in seconds.items()})
+    nbytes = sum(parameter.numel() * 4 for parameter in trainers["alone"].model.parameters())
+    return ResultRow(name, nbytes, plan.ranks, {who: Timing.of(taken) for who, taken in times.items()})
 
 
 def _trainers(name: str, step: Step, groups: Mapping[str, Any]) -> dict[str, _Trainer]:
-    """Return the contenders, ours first, all with the same weights."""
+    """Return the contenders, asyncdist's first, all with the same weights."""
 
     def made() -> nn.Module:
         torch.manual_seed(0)
@@ -80,18 +88,18 @@ def _trainers(name: str, step: Step, groups: Mapping[str, Any]) -> dict[str, _Tr
 
     trainers = {"asyncdist": _Trainer(DistributedDataParallel(made()))} if name == "ddp" else {}
     for who, group in groups.items():
-        trainers[who] = _Trainer(step.spread(made(), group))
+        trainers[who] = _Trainer(step.parallelize(made(), group))
     return {**trainers, "alone": _Trainer(made())}
 
 
 def _compare(trainers: Mapping[str, _Trainer]) -> None:
-    """Raise BenchmarkError if weights are not alike on all ranks, or not those of the first contender."""
+    """Raise BenchmarkError if the weights differ between ranks, or from those of the first contender."""
     found = {who: trainer.weights() for who, trainer in trainers.items() if who != "alone"}
     first = next(iter(found), "")
     for who, weights in found.items():
-        others = weights.clone()
-        sync.broadcast(others, 0)
-        if not torch.equal(others, weights):
+        of_rank_0 = weights.clone()
+        sync.broadcast(of_rank_0, 0)
+        if not torch.equal(of_rank_0, weights):
             raise BenchmarkError(f"after training with {who} the ranks' weights differ")
         difference = (weights - found[first]).abs().max().item()
         if difference > _TOLERANCE:

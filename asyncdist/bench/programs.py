@@ -1,0 +1,69 @@
+"""The processes that a benchmark starts: ranks, store servers and store clients. None outlives the block.
+
+Used by `launch` and `store.benchmark`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+_TERMINATION = 5.0  # seconds between SIGTERM and SIGKILL
+
+Program = subprocess.Popen[str]
+
+
+class Programs:
+    """Processes in sessions of their own, whose standard error goes to one file; a context manager that ends them."""
+
+    def __init__(self) -> None:
+        self.running: list[Program] = []
+        self._stack = contextlib.ExitStack()
+        self._stderr = self._stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - the stack closes it
+        self._stack.callback(self.end)
+
+    def __enter__(self) -> Programs:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def start(self, command: Sequence[str], **streams: Any) -> Program:
+        """Start a command, which Ctrl-C does not reach; ``streams`` are arguments of `subprocess.Popen`."""
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, **streams}
+        program = subprocess.Popen(command, stderr=self._stderr, start_new_session=True, text=True, **streams)
+        self.running.append(program)
+        return program
+
+    def last_words(self) -> str:
+        """Return the last lines on standard error, to continue a sentence."""
+        self._stderr.seek(0)
+        lines = self._stderr.read().strip().splitlines()[-12:]
+        return ":\n" + "\n".join(lines) if lines else ", and wrote nothing to standard error"
+
+    def end(self, *programs: Program) -> None:
+        """End some processes, by default all, with the processes that they started."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            alive = [program for program in programs or self.running if program.poll() is None]
+            for program in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(program.pid, number)
+            for program in alive:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    program.wait(_TERMINATION)
+        for program in programs or self.running:
+            for stream in (program.stdin, program.stdout):
+                with contextlib.suppress(OSError):
+                    if stream is not None:
+                        stream.close()
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module with this interpreter."""
+    return [sys.executable, "-P", "-m", module, *arguments]

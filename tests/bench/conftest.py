@@ -1,0 +1,56 @@
+"""Shared by the tests of the benchmark: timings, and ranks as threads with sockets between them."""
+
+from __future__ import annotations
+
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from asyncdist.bench.machine import machine
+from asyncdist.bench.pacing_sockets import connect_ranks, listen_on_loopback
+from asyncdist.bench.result import Timing
+
+
+@pytest.fixture
+def unknown_machine():
+    """The description of a machine, without values."""
+    return dict.fromkeys(machine(), "?")
+
+
+@pytest.fixture
+def timing():
+    """Return a timing of 5 calls: ``timing(milliseconds)``."""
+
+    def timing(milliseconds, returned=None):
+        seconds = milliseconds * 1e-3
+        return Timing(seconds, 2 * seconds, 0.9 * seconds, 5, seconds if returned is None else returned * 1e-3)
+
+    return timing
+
+
+@pytest.fixture
+def in_ranks():
+    """Run ``program(rank, sockets)`` in a thread per rank: ``in_ranks(ranks, program)``."""
+    token = secrets.token_bytes(16)
+
+    def in_ranks(ranks, program):
+        servers = [listen_on_loopback() for _ in range(ranks)]
+        ports = [server.getsockname()[1] for server in servers]
+
+        def run(rank):
+            table = connect_ranks(rank, servers[rank], ports, token)
+            try:
+                program(rank, table)
+            finally:
+                for sock in (sock for sock in table if sock is not None):
+                    sock.close()
+
+        with ThreadPoolExecutor(ranks) as threads:
+            outcomes = [threads.submit(run, rank) for rank in range(ranks)]
+        for server in servers:
+            server.close()
+        for outcome in outcomes:
+            outcome.result()
+
+    return in_ranks
