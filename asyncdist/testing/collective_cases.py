@@ -1,11 +1,11 @@
 """Every collective with inputs and expected outputs, for conformance tests of groups over any transport.
 
-A *drill* is one operation with inputs for all ranks and the result that torch computes for them without communication.
-A test that holds the groups starts the drill on each of them, waits in the way under test, and checks the outcome:
+A *collective case* is one operation with inputs for all ranks and the result that torch computes for them without
+communication. A test that holds the groups starts the case on each of them, waits, and checks the outcome:
 
-    for drill in drills(size=4, count=1000, dtype=torch.float32):
-        await asyncio.gather(*(work for group in groups for work in drill.start(group)))
-        drill.check()
+    for case in collective_cases(size=4, count=1000, dtype=torch.float32):
+        await asyncio.gather(*(work for group in groups for work in case.start(group)))
+        case.check()
 
 Values are integers small enough that every order of additions gives the same bits, so all comparisons are exact.
 """
@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CollectiveCase:
-    """One operation: ``start(group, **how)`` on every rank, then ``check()``, which raises AssertionError.
+    """One operation: ``start(group, **options)`` on every rank, then ``check()``, which raises AssertionError.
 
-    ``how`` goes to the group's methods.
+    ``options`` are passed to the group's methods.
     """
 
     name: str
@@ -39,55 +39,65 @@ class CollectiveCase:
     check: Callable[[], None]
 
 
-def _check(what: str, ours: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-    assert len(ours) == len(expected), f"{what}: {len(ours)} tensors instead of {len(expected)}"
-    for place, (mine, wanted) in enumerate(zip(ours, expected, strict=True)):
+def _case(
+    method: str,
+    what: str,
+    arguments: Callable[[int], Sequence[Any]],
+    outputs: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor] = (),
+) -> CollectiveCase:
+    """Return the case of one method of a group, with its arguments by rank; it must not change ``inputs``."""
+    name, kept = f"{method} of {what}", [tensor.clone() for tensor in inputs]
+
+    def check() -> None:
+        _check(name, outputs, expected)
+        _check(f"the input of {name}", inputs, kept)
+
+    def start(group: Group, **options: Any) -> list[Work]:
+        return [getattr(group, method)(*arguments(group.rank()), **options)]
+
+    return CollectiveCase(name, start, check)
+
+
+def _check(what: str, outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    assert len(outputs) == len(expected), f"{what}: {len(outputs)} tensors instead of {len(expected)}"
+    for place, (mine, wanted) in enumerate(zip(outputs, expected, strict=True)):
         if not same(mine, wanted):
             raise AssertionError(f"{what}, tensor {place}: {mine} instead of {wanted}")
-
-
-def _on(rank: int, root: int, value: Any) -> Any:
-    return value if rank == root else None
 
 
 def _flat(rows: Iterable[Iterable[T]]) -> list[T]:
     return [item for row in rows for item in row]
 
 
-# -- reducing ---------------------------------------------------------------------------------------
+def _parts(whole: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Return equal parts of a tensor, as views."""
+    count = len(whole) // size
+    return [whole[rank * count : (rank + 1) * count] for rank in range(size)]
+
+
+# -- reductions -------------------------------------------------------------------------------------
 
 
 def reducing(size: int, count: int, dtype: torch.dtype, op: Reduction = ReduceOp.SUM) -> Iterator[CollectiveCase]:
-    """Yield a drill of every reduction, for every root; ``count`` elements per rank and block."""
+    """Yield a case of every reduction, for every root; ``count`` elements per rank and block."""
     inputs = [numbers(count, dtype, seed=rank) for rank in range(size)]
-    yield _all_reduce(inputs, op)
+    total, what = reduced(inputs, op), f"{count} x {dtype}, {op.name}"
+    tensors = [tensor.clone() for tensor in inputs]
+    yield _case("all_reduce", what, lambda rank: (tensors[rank], op), tensors, [total] * size)
     for root in range(size):
-        yield _reduce(inputs, op, root)
+        yield _reduce(inputs, op, root, what)
     yield _coalesced_all_reduce(size, count, dtype, op)
-    yield _reduce_scatter(size, [count] * size, dtype, op)
-    yield _reduce_scatter(size, [count + 3 * rank for rank in range(size)], dtype, op)
+    for counts in ([count] * size, [count + 3 * rank for rank in range(size)]):
+        yield _reduce_scatter(size, counts, dtype, op)
     yield _reduce_scatter_single(size, count, dtype, op)
 
 
-def _all_reduce(inputs: list[torch.Tensor], op: Reduction) -> CollectiveCase:
+def _reduce(inputs: list[torch.Tensor], op: Reduction, root: int, what: str) -> CollectiveCase:
     tensors = [tensor.clone() for tensor in inputs]
-    name = f"all_reduce({op.name}) of {len(inputs[0])} x {inputs[0].dtype}"
-    return CollectiveCase(
-        name,
-        lambda group, **how: [group.all_reduce(tensors[group.rank()], op, **how)],
-        lambda: _check(name, tensors, [reduced(inputs, op)] * len(inputs)),
-    )
-
-
-def _reduce(inputs: list[torch.Tensor], op: Reduction, root: int) -> CollectiveCase:
-    tensors = [tensor.clone() for tensor in inputs]
-    name = f"reduce({op.name}) of {len(inputs[0])} x {inputs[0].dtype} to {root}"
     expected = [reduced(inputs, op) if rank == root else tensor for rank, tensor in enumerate(inputs)]
-    return CollectiveCase(
-        name,
-        lambda group, **how: [group.reduce(tensors[group.rank()], root, op, **how)],
-        lambda: _check(name, tensors, expected),
-    )
+    return _case("reduce", f"{what}, to {root}", lambda rank: (tensors[rank], root, op), tensors, expected)
 
 
 def _coalesced_all_reduce(size: int, count: int, dtype: torch.dtype, op: Reduction) -> CollectiveCase:
@@ -95,62 +105,45 @@ def _coalesced_all_reduce(size: int, count: int, dtype: torch.dtype, op: Reducti
     inputs = [[numbers(n, dtype, seed=7 * rank + n) for n in counts] for rank in range(size)]
     tensors = [[tensor.clone() for tensor in row] for row in inputs]
     expected = [reduced([row[place] for row in inputs], op) for place in range(len(counts))]
-    name = f"all_reduce_coalesced({op.name}) of {counts} x {dtype}"
-    return CollectiveCase(
-        name,
-        lambda group, **how: [group.all_reduce_coalesced(tensors[group.rank()], op, **how)],
-        lambda: _check(name, _flat(tensors), expected * size),
-    )
+    what = f"{counts} x {dtype}, {op.name}"
+    return _case("all_reduce_coalesced", what, lambda rank: (tensors[rank], op), _flat(tensors), expected * size)
 
 
 def _reduce_scatter(size: int, counts: list[int], dtype: torch.dtype, op: Reduction) -> CollectiveCase:
     inputs = [[numbers(n, dtype, seed=11 * rank + to) for to, n in enumerate(counts)] for rank in range(size)]
-    kept = [[tensor.clone() for tensor in row] for row in inputs]
     outputs = [torch.zeros(n).to(dtype) for n in counts]
-    name = f"reduce_scatter({op.name}) of {counts} x {dtype}"
-
-    def check() -> None:
-        _check(name, outputs, [reduced([row[rank] for row in kept], op) for rank in range(size)])
-        _check(f"the input of {name}", _flat(inputs), _flat(kept))
-
-    return CollectiveCase(
-        name,
-        lambda group, **how: [group.reduce_scatter(outputs[group.rank()], inputs[group.rank()], op, **how)],
-        check,
+    return _case(
+        "reduce_scatter",
+        f"{counts} x {dtype}, {op.name}",
+        lambda rank: (outputs[rank], inputs[rank], op),
+        outputs,
+        [reduced([row[rank] for row in inputs], op) for rank in range(size)],
+        _flat(inputs),
     )
 
 
 def _reduce_scatter_single(size: int, count: int, dtype: torch.dtype, op: Reduction) -> CollectiveCase:
     inputs = [numbers(count * size, dtype, seed=13 * rank) for rank in range(size)]
-    kept = [tensor.clone() for tensor in inputs]
     outputs = [torch.zeros(count).to(dtype) for _ in range(size)]
-    name = f"reduce_scatter_single({op.name}) of {count} x {dtype} a rank"
-
-    def check() -> None:
-        whole = reduced(kept, op)
-        _check(name, outputs, _cut(whole, size))
-        _check(f"the input of {name}", inputs, kept)
-
-    return CollectiveCase(
-        name,
-        lambda group, **how: [group.reduce_scatter_single(outputs[group.rank()], inputs[group.rank()], op, **how)],
-        check,
+    return _case(
+        "reduce_scatter_single",
+        f"{count} x {dtype} per rank, {op.name}",
+        lambda rank: (outputs[rank], inputs[rank], op),
+        outputs,
+        _parts(reduced(inputs, op), size),
+        inputs,
     )
 
 
-# -- moving -----------------------------------------------------------------------------------------
+# -- copies -----------------------------------------------------------------------------------------
 
 
 def moving(size: int, count: int, dtype: torch.dtype) -> Iterator[CollectiveCase]:
-    """Yield a drill of every operation that copies tensors, for every root; ``count`` elements per block."""
-    even, uneven = [count] * size, [(count + 5 * rank) % (2 * count + 1) for rank in range(size)]
+    """Yield a case of every operation that copies tensors, for every root; ``count`` elements per block."""
     for root in range(size):
-        yield _broadcast(size, count, dtype, root)
-        yield _gather(size, count, dtype, root)
-        yield _gather_single(size, count, dtype, root)
-        yield _scatter(size, count, dtype, root)
-    yield _all_gather(size, even, dtype)
-    yield _all_gather(size, uneven, dtype)
+        yield from _rooted(size, count, dtype, root)
+    for counts in ([count] * size, [(count + 5 * rank) % (2 * count + 1) for rank in range(size)]):
+        yield _all_gather(size, counts, dtype)
     yield _all_gather_single(size, count, dtype)
     yield _coalesced_all_gather(size, count, dtype)
     yield _all_to_all(size, count, dtype)
@@ -163,92 +156,51 @@ def _row(size: int, counts: Sequence[int], dtype: torch.dtype, seed: int) -> lis
 
 
 def _room(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return zeros of the shapes of the tensors."""
     return [torch.zeros_like(tensor.view(torch.uint8)).view(tensor.dtype) for tensor in tensors]
 
 
-def _broadcast(size: int, count: int, dtype: torch.dtype, root: int) -> CollectiveCase:
-    tensors = _row(size, [count] * size, dtype, seed=root)
-    expected = tensors[root].clone()
-    name = f"broadcast of {count} x {dtype} from {root}"
-    return CollectiveCase(
-        name,
-        lambda group, **how: [group.broadcast(tensors[group.rank()], root, **how)],
-        lambda: _check(name, tensors, [expected] * size),
-    )
+def _rooted(size: int, count: int, dtype: torch.dtype, root: int) -> Iterator[CollectiveCase]:
+    inputs, what = _row(size, [count] * size, dtype, seed=root), f"{count} x {dtype}, root {root}"
+    tensors = [tensor.clone() for tensor in inputs]
+    yield _case("broadcast", what, lambda rank: (tensors[rank], root), tensors, [inputs[root]] * size)
+    gathered, scattered = _room(inputs), _room(inputs)
+    (single,) = _room([noise(count * size, dtype, seed=0)])
 
+    def on_root(rank: int, value: T) -> T | None:
+        return value if rank == root else None
 
-def _gather(size: int, count: int, dtype: torch.dtype, root: int) -> CollectiveCase:
-    inputs = _row(size, [count] * size, dtype, seed=root)
-    outputs = _room(inputs)
-    name = f"gather of {count} x {dtype} to {root}"
-
-    def start(group: Group, **how: Any) -> list[Work]:
-        rank = group.rank()
-        return [group.gather(inputs[rank], _on(rank, root, outputs), root, **how)]
-
-    return CollectiveCase(name, start, lambda: _check(name, outputs, inputs))
-
-
-def _gather_single(size: int, count: int, dtype: torch.dtype, root: int) -> CollectiveCase:
-    inputs = _row(size, [count] * size, dtype, seed=root)
-    (output,) = _room([noise(count * size, dtype, seed=0)])
-    name = f"gather_single of {count} x {dtype} to {root}"
-
-    def start(group: Group, **how: Any) -> list[Work]:
-        rank = group.rank()
-        return [group.gather_single(inputs[rank], _on(rank, root, output), root, **how)]
-
-    return CollectiveCase(name, start, lambda: _check(name, _cut(output, size), inputs))
-
-
-def _scatter(size: int, count: int, dtype: torch.dtype, root: int) -> CollectiveCase:
-    inputs = _row(size, [count] * size, dtype, seed=root)
-    outputs = _room(inputs)
-    name = f"scatter of {count} x {dtype} from {root}"
-
-    def start(group: Group, **how: Any) -> list[Work]:
-        rank = group.rank()
-        return [group.scatter(outputs[rank], _on(rank, root, inputs), root, **how)]
-
-    return CollectiveCase(name, start, lambda: _check(name, outputs, inputs))
+    yield _case("gather", what, lambda rank: (inputs[rank], on_root(rank, gathered), root), gathered, inputs)
+    parts = _parts(single, size)
+    yield _case("gather_single", what, lambda rank: (inputs[rank], on_root(rank, single), root), parts, inputs)
+    yield _case("scatter", what, lambda rank: (scattered[rank], on_root(rank, inputs), root), scattered, inputs)
 
 
 def _all_gather(size: int, counts: list[int], dtype: torch.dtype) -> CollectiveCase:
     inputs = _row(size, counts, dtype, seed=1)
     outputs = [_room(inputs) for _ in range(size)]
-    name = f"all_gather of {counts} x {dtype}"
-    return CollectiveCase(
-        name,
-        lambda group, **how: [group.all_gather(outputs[group.rank()], inputs[group.rank()], **how)],
-        lambda: _check(name, _flat(outputs), inputs * size),
-    )
+    what = f"{counts} x {dtype}"
+    return _case("all_gather", what, lambda rank: (outputs[rank], inputs[rank]), _flat(outputs), inputs * size)
 
 
 def _all_gather_single(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     inputs = _row(size, [count] * size, dtype, seed=2)
     outputs = _room([noise(count * size, dtype, seed=0)] * size)
-    name = f"all_gather_single of {count} x {dtype}"
-
-    def check() -> None:
-        for output in outputs:
-            _check(name, _cut(output, size), inputs)
-
-    return CollectiveCase(
-        name,
-        lambda group, **how: [group.all_gather_single(outputs[group.rank()], inputs[group.rank()], **how)],
-        check,
-    )
+    parts = [part for whole in outputs for part in _parts(whole, size)]
+    what = f"{count} x {dtype}"
+    return _case("all_gather_single", what, lambda rank: (outputs[rank], inputs[rank]), parts, inputs * size)
 
 
 def _coalesced_all_gather(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     counts = [count, 1, 0, count + 1]
     inputs = [_row(len(counts), counts, dtype, seed=1000 * rank) for rank in range(size)]
     outputs = [[_room(row) for row in inputs] for _ in range(size)]
-    name = f"all_gather_coalesced of {counts} x {dtype}"
-    return CollectiveCase(
-        name,
-        lambda group, **how: [group.all_gather_coalesced(outputs[group.rank()], inputs[group.rank()], **how)],
-        lambda: _check(name, _flat(map(_flat, outputs)), _flat(inputs) * size),
+    return _case(
+        "all_gather_coalesced",
+        f"{counts} x {dtype}",
+        lambda rank: (outputs[rank], inputs[rank]),
+        _flat(map(_flat, outputs)),
+        _flat(inputs) * size,
     )
 
 
@@ -257,36 +209,24 @@ def _all_to_all(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     inputs = [_row(size, sizes[rank], dtype, seed=1000 * rank) for rank in range(size)]
     expected = [[inputs[sender][rank] for sender in range(size)] for rank in range(size)]
     outputs = [_room(row) for row in expected]
-    name = f"all_to_all of {sizes} x {dtype}"
-    return CollectiveCase(
-        name,
-        lambda group, **how: [group.all_to_all(outputs[group.rank()], inputs[group.rank()], **how)],
-        lambda: _check(name, _flat(outputs), _flat(expected)),
-    )
+    what = f"{sizes} x {dtype}"
+    return _case("all_to_all", what, lambda rank: (outputs[rank], inputs[rank]), _flat(outputs), _flat(expected))
 
 
 def _all_to_all_single(size: int, count: int, dtype: torch.dtype, *, uneven: bool) -> CollectiveCase:
-    """Return a drill of rows of two elements; each rank sends each rank ``count`` rows, or different numbers."""
+    """Return a case of rows of two elements; each rank sends each rank ``count`` rows, or different numbers."""
     ranks = range(size)
     rows = [[(count + mine * theirs) % (count + 2) if uneven else count for theirs in ranks] for mine in ranks]
-    incoming = [[rows[sender][rank] for sender in range(size)] for rank in range(size)]
+    incoming = [[rows[sender][rank] for sender in ranks] for rank in ranks]
     inputs = [noise(2 * sum(row), dtype, seed=17 * rank).view(-1, 2) for rank, row in enumerate(rows)]
     parts = [tensor.split(row) for tensor, row in zip(inputs, rows, strict=True)]
-    expected = [_joined([parts[sender][rank] for sender in range(size)]) for rank in range(size)]
+    expected = [_joined([parts[sender][rank] for sender in ranks]) for rank in ranks]
     outputs = [_room([tensor])[0] for tensor in expected]
-    name = f"all_to_all_single of {rows} rows of 2 x {dtype}"
 
-    def start(group: Group, **how: Any) -> list[Work]:
-        rank = group.rank()
-        splits = (incoming[rank], rows[rank]) if uneven else (None, None)
-        return [group.all_to_all_single(outputs[rank], inputs[rank], *splits, **how)]
+    def arguments(rank: int) -> tuple[Any, ...]:
+        return outputs[rank], inputs[rank], *((incoming[rank], rows[rank]) if uneven else ())
 
-    return CollectiveCase(name, start, lambda: _check(name, outputs, expected))
-
-
-def _cut(whole: torch.Tensor, size: int) -> list[torch.Tensor]:
-    count = len(whole) // size
-    return [whole[rank * count : (rank + 1) * count] for rank in range(size)]
+    return _case("all_to_all_single", f"{rows} rows of 2 x {dtype}", arguments, outputs, expected)
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -302,59 +242,36 @@ _tag_numbers = itertools.count(1)
 
 
 def between_two(size: int, count: int, dtype: torch.dtype) -> Iterator[CollectiveCase]:
-    """Yield drills of send and recv: around a ring, one and three per tag; two tags in reverse order; from any rank."""
+    """Yield cases of send and recv: around a ring, one and three per tag; two tags in reverse order; from any rank."""
     if size > 1:
-        yield _circle(size, count, dtype)
-        yield _in_a_row(size, count, dtype)
-        yield _tags(size, count, dtype)
+        yield _ring(size, dtype, [count], [next(_tag_numbers)], "")
+        yield _ring(size, dtype, [count] * 3, [next(_tag_numbers)] * 3, ", with one tag")
+        yield _ring(size, dtype, [count] * 2, [next(_tag_numbers), next(_tag_numbers)], ", with two tags")
         yield _from_any(size, count, dtype)
 
 
-def _circle(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
-    inputs = _row(size, [count] * size, dtype, seed=3)
-    outputs = _room(inputs)
-    tag, name = next(_tag_numbers), f"a circle of {count} x {dtype}"
+def _ring(size: int, dtype: torch.dtype, counts: list[int], tags: list[int], how: str) -> CollectiveCase:
+    """Messages to the next rank, received in the reverse order of the tags.
 
-    def start(group: Group, **how: Any) -> list[Work]:
-        rank = group.rank()
-        received = group.recv(outputs[rank], (rank - 1) % size, tag)
-        return [group.send(inputs[rank], (rank + 1) % size, tag, **how), received]
-
-    return CollectiveCase(name, start, lambda: _check(name, outputs, [inputs[rank - 1] for rank in range(size)]))
-
-
-def _in_a_row(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
-    """Three messages with one tag, whose memory is overwritten as soon as their sends have completed."""
-    inputs = [_row(3, [count] * 3, dtype, seed=5000 * (rank + 1)) for rank in range(size)]
+    The memory of a message is overwritten as soon as its send has completed.
+    """
+    inputs = [_row(len(counts), counts, dtype, seed=5000 * (rank + 1)) for rank in range(size)]
     kept = [[tensor.clone() for tensor in row] for row in inputs]
     outputs = [_room(row) for row in inputs]
-    tag, name = next(_tag_numbers), f"three in a row around a circle of {count} x {dtype}"
+    name = f"{len(counts)} messages of {counts[0]} x {dtype} around a ring{how}"
 
-    def send(group: Group, tensor: torch.Tensor, how: dict[str, Any]) -> Work:
-        work = group.send(tensor, (group.rank() + 1) % size, tag, **how)
+    def send(group: Group, tensor: torch.Tensor, tag: int, options: dict[str, Any]) -> Work:
+        work = group.send(tensor, (group.rank() + 1) % size, tag, **options)
         work.add_done_callback(lambda _: tensor.view(torch.uint8).fill_(0xA5))
         return work
 
-    def start(group: Group, **how: Any) -> list[Work]:
+    def start(group: Group, **options: Any) -> list[Work]:
         rank = group.rank()
-        received = [group.recv(output, (rank - 1) % size, tag) for output in outputs[rank]]
-        return [*(send(group, tensor, how) for tensor in inputs[rank]), *received]
+        order = sorted(range(len(tags)), key=lambda place: -tags[place])
+        received = [group.recv(outputs[rank][place], (rank - 1) % size, tags[place]) for place in order]
+        return [*(send(group, *each, options) for each in zip(inputs[rank], tags, strict=True)), *received]
 
     return CollectiveCase(name, start, lambda: _check(name, _flat(outputs), kept[-1] + _flat(kept[:-1])))
-
-
-def _tags(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
-    inputs = [_row(2, [count, count], dtype, seed=rank) for rank in range(size)]
-    outputs = [_room(row) for row in inputs]
-    tags, name = (next(_tag_numbers), next(_tag_numbers)), f"two tags of {count} x {dtype}"
-
-    def start(group: Group, **how: Any) -> list[Work]:
-        rank = group.rank()
-        left, right = (rank - 1) % size, (rank + 1) % size
-        received = [group.recv(outputs[rank][which], left, tags[which]) for which in (1, 0)]
-        return [*(group.send(inputs[rank][which], right, tags[which], **how) for which in (0, 1)), *received]
-
-    return CollectiveCase(name, start, lambda: _check(name, _flat(outputs), inputs[-1] + _flat(inputs[:-1])))
 
 
 def _from_any(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
@@ -364,9 +281,9 @@ def _from_any(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     global_ranks: list[int] = []
     tag, name = next(_tag_numbers), f"{size - 1} x {count} x {dtype} from any rank"
 
-    def start(group: Group, **how: Any) -> list[Work]:
+    def start(group: Group, **options: Any) -> list[Work]:
         if group.rank() != 0:
-            return [group.send(inputs[group.rank()], 0, tag, **how)]
+            return [group.send(inputs[group.rank()], 0, tag, **options)]
         global_ranks.extend(group.ranks)
         receipts.extend(group.recv(output, None, tag) for output in outputs)
         return receipts
@@ -384,12 +301,14 @@ def _from_any(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
 
 def barriers(size: int) -> Iterator[CollectiveCase]:
     """Yield both kinds of barrier."""
-    yield CollectiveCase("barrier", lambda group, **how: [group.barrier(**how)], lambda: None)
-    yield CollectiveCase("monitored_barrier", lambda group, **how: [group.monitored_barrier(**how)], lambda: None)
+    yield CollectiveCase("barrier", lambda group, **options: [group.barrier(**options)], lambda: None)
+    yield CollectiveCase(
+        "monitored_barrier", lambda group, **options: [group.monitored_barrier(**options)], lambda: None
+    )
 
 
 def collective_cases(size: int, count: int, dtype: torch.dtype) -> Iterator[CollectiveCase]:
-    """Yield every drill for ``size`` ranks that a dtype allows, reductions by sums."""
+    """Yield every case for ``size`` ranks that a dtype allows, reductions by sums."""
     if dtype not in UNREDUCED:
         yield from reducing(size, count, dtype)
     yield from moving(size, count, dtype)

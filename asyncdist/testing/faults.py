@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from asyncdist.base.auth import Handshake, dial
+from asyncdist.base.auth import Handshake, HandshakeDriver, dial
 from asyncdist.config import Config
 from asyncdist.engine.endpoint import Endpoint
 from asyncdist.groups.group import Group
@@ -124,7 +124,7 @@ class Proxy:
         if self._loop.is_closed():
             return
         self._call(self._refuse)
-        self._run(self._cut_and_wait)
+        self._call(self._cut_and_wait)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -137,17 +137,12 @@ class Proxy:
 
     # -- on the proxy's own thread -------------------------------------------------------------
 
-    def _run(self, function: Callable[[], Awaitable[None]]) -> None:
-        async def run() -> None:
-            await function()
-
-        asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE)
-
-    def _call(self, function: Callable[[], None]) -> None:
+    def _call(self, function: Callable[[], Awaitable[None] | None]) -> None:
         async def call() -> None:
-            function()
+            if (result := function()) is not None:
+                await result
 
-        self._run(call)
+        asyncio.run_coroutine_threadsafe(call(), self._loop).result(PATIENCE)
 
     def _note(self) -> None:
         with self._changed:
@@ -175,7 +170,7 @@ class Proxy:
     def _accept(self) -> None:
         try:
             near, _ = self._listener.accept()
-        except OSError:  # it was gone again
+        except OSError:  # the connection is closed already
             return
         far = socket.socket(near.family, socket.SOCK_STREAM)
         for sock in (near, far):
@@ -213,7 +208,7 @@ class Proxy:
                 if self.passed_nbytes == self._limit:
                     self._limit = None
                     self._cut()
-                    await asyncio.sleep(0)  # where we are cancelled
+                    await asyncio.sleep(0)  # this task is cancelled here
         sink.shutdown(socket.SHUT_WR)
 
 
@@ -279,20 +274,12 @@ def _behind(proxy: Proxy | None, listening: dict[str, Any]) -> dict[str, dict[st
 
 def greet(sock: socket.socket, steps: Handshake) -> None:
     """Run a handshake over a blocking socket."""
-    with contextlib.suppress(StopIteration):
-        step = next(steps)
-        while True:
-            if isinstance(step, bytes):
-                sock.sendall(step)
-                step = next(steps)
-            else:
-                answer = b""
-                while len(answer) < step:
-                    chunk = sock.recv(step - len(answer))
-                    if not chunk:
-                        raise ConnectionResetError("closed during the handshake")
-                    answer += chunk
-                step = steps.send(answer)
+    driver = HandshakeDriver(steps, sock.sendall)
+    while not driver.done:
+        data = sock.recv(driver.missing)
+        if not data:
+            raise ConnectionResetError("closed during the handshake")
+        driver.feed(data)
 
 
 def impostor(address: tuple[str, int], world_id: str, rank: int, token: str | None) -> socket.socket:

@@ -236,7 +236,7 @@ def _serve(control: Connection) -> _Job | None:
 
 def _report_ended(control: Connection, children: set[int]) -> None:
     for child in list(children):
-        stood = stood_in_line(child)  # nobody can say it of one that has been waited for
+        stood = stood_in_line(child)  # unknown after waitpid
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid != 0:
             children.discard(pid)

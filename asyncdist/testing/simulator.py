@@ -3,7 +3,7 @@
 `lock_step` moves in rounds and hands a message over when both ends have reached it, without buffers. A schedule that
 completes here needs no buffering, and its cost can be compared with its author's claim. `adversary` buffers every message,
 lets ranks run ahead of or behind each other, overwrites memory that waits for a message, and swaps the operands of
-`ReduceTraffic`. A schedule with the same result there relies on nothing that the rules do not guarantee.
+`Reduce`. A schedule with the same result there relies on nothing that the rules do not guarantee.
 
 Both check the rules of `asyncdist.algorithms.schedule` and describe a violation::
 
@@ -293,7 +293,7 @@ class _World:
     def deadlock(self) -> DeadlockError:
         """Describe who waits for whom."""
         waiting: dict[int, list[int]] = {}
-        lines = ["nobody can go on:"]
+        lines = ["no schedule can continue:"]
         for task in self.tasks:
             if task.done:
                 lines.append(f"  rank {task.rank} is done after {task.steps} steps")

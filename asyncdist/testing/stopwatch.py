@@ -44,7 +44,7 @@ class Stopwatch:
         stood = {_main_thread(pid): seconds for pid, seconds in self._ended.items() if pid in self._pids}
         for pid in self._pids:
             for thread in _threads(pid):
-                with contextlib.suppress(OSError):  # it has ended meanwhile
+                with contextlib.suppress(OSError):  # it has ended
                     stood[thread] = _stood(thread)
         return stood
 

@@ -15,7 +15,15 @@ from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.store.persistence import log_format
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.chunking import Reassembler
-from asyncdist.store.protocol.codec import LENGTH, Encoder, FrameParser, decode_answer, decode_request, hello
+from asyncdist.store.protocol.codec import (
+    LENGTH,
+    Encoder,
+    FrameParser,
+    decode_answer,
+    decode_request,
+    hello,
+    messages_in,
+)
 from asyncdist.store.protocol.operations import SERVERS, Op, OperationKind
 from asyncdist.store.server.c10d_session import at_once
 from asyncdist.store.state.change_log import Change, ChangeLog, replay
@@ -102,7 +110,6 @@ def frames(data: bytes) -> None:
         log_format.read_header(data)
     with contextlib.suppress(ProtocolError):
         while body := log_format.next_frame(data, start, SALT, number):
-            log_format.decode_record(data[slice(*body)])
             assert start < body[1] <= len(data)
             start = body[1]
             number += 1
@@ -115,7 +122,8 @@ def changes(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         replay(data, contents)
     with contextlib.suppress(ProtocolError):
-        log_format.decode_record(data)
+        for message in messages_in(data):
+            decode_request(message)
 
 
 def _pieces(data: bytes) -> list[bytes]:
@@ -151,7 +159,7 @@ def _of_a_client() -> bytes:
 _FRAME = Encoder().frame
 _VALUE, _MESSAGE = ExtType(1, bytes(4)), LENGTH.pack(6) + packb(ExtType(2, bytes(4)))
 _CHANGES = _kept((Op.SET, ("k", b"v")), (Op.APPEND, ("k", b"w")), (Op.QUEUE_PUSH, ("q", b"i")), (Op.DELETE_KEY, ("k",)))
-_RECORD = log_format.encode_record(log_format.LogRecord(("host", "1", "2", "3"), 1, Op.SET, ("k", b"v")))
+_RECORD = Encoder().pack((0, Op.SET, "k", b"v"))
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     each.__name__: each for each in (requests, answers, c10d, phrases, greeting, frames, changes)

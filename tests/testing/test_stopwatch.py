@@ -1,4 +1,4 @@
-"""Time as a process has it: seconds in which it slept or ran count, those in which others had its processor do not."""
+"""`Stopwatch`: seconds in which a process sleeps or runs count, seconds in which it waits for a processor do not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _run(cores: set[int], going) -> None:
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_time_waiting_for_a_processor_does_not_count(until):
-    """Two that run on one core: whichever of them is asked, what the other had does not count."""
+    """Two processes share one core; the time of one does not count for the other."""
     fork, cores = multiprocessing.get_context("fork"), {min(os.sched_getaffinity(0))}
     going = [fork.Event() for _ in range(2)]
     runners = [fork.Process(target=_run, args=(cores, each), daemon=True) for each in going]
