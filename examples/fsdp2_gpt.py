@@ -154,7 +154,7 @@ def shard(model: GPT, mesh: DeviceMesh) -> GPT:
 
 @dataclass
 class History:
-    """What the checkpoint keeps beside the weights: the loss of each step, and who took the steps."""
+    """The contents of the checkpoint besides the weights: the loss of each step, and the number of ranks."""
 
     losses: list[float] = field(default_factory=list)
     tests: list[tuple[int, float]] = field(default_factory=list)  # after so many steps: loss on the held-out text
@@ -199,14 +199,14 @@ class Trainer:
         return self.history.losses[-1]
 
     def test(self) -> float:
-        """Return the loss on text that nobody trained on: the same pieces however many ranks there are."""
+        """Return the loss on held-out text, which does not depend on the number of ranks."""
         with torch.no_grad():
             return self.over_all_ranks(self.loss_of(self.held_out, 4 * self.options.batch, seed=0))
 
     # -- the checkpoint: each rank writes its parts; any number of ranks reads them
 
     def save(self, folder: Path) -> None:
-        """Write beside the old checkpoint, and take its place when all have written: one of the two is whole."""
+        """Write a new checkpoint, and replace the old one when all ranks have written: one is always complete."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state = {"shape": self.shape, "model": model, "optimizer": optimizer, "history": vars(self.history)}
         beside = folder.with_suffix(".new")

@@ -153,7 +153,7 @@ def main() -> None:
     ray.shutdown()
 
     table = Table(title=f"{options.ranks} ranks, {options.steps} steps")
-    for title in ("rank", "host", "process", "seconds", "calls answered meanwhile"):
+    for title in ("rank", "host", "process", "seconds", "calls answered during it"):
         table.add_column(title, justify="right")
     for rank, report in enumerate(reports):
         table.add_row(str(rank), report.host, str(report.pid), f"{report.seconds:.2f}", str(report.answered))

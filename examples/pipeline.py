@@ -51,7 +51,7 @@ arguments.add_argument("--out", type=Path, default=Path("out/pipeline.png"), hel
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 LAYERS = 12  # shared out evenly: over 2, 3 or 4 ranks
-HELD_OUT = 360  # digits that nobody trains on
+HELD_OUT = 360  # digits that are not trained on
 
 # -- the data: every rank draws the same batches, the first uses the scans and the last the labels -------------
 
@@ -257,7 +257,7 @@ def together(name: str, run: Run, options: argparse.Namespace) -> Result | None:
 
 
 def accuracy_of(model: nn.Module) -> float:
-    """Return the share of right answers on digits that nobody trained on."""
+    """Return the share of right answers on held-out digits."""
     scans, labels = read_digits()
     with torch.no_grad():
         return float((model(scans[:HELD_OUT]).argmax(dim=1) == labels[:HELD_OUT]).float().mean())
@@ -338,7 +338,7 @@ def check(options: argparse.Namespace) -> None:
     if least < ranks:
         sys.exit(f"1F1B needs as many micro-batches as ranks: pass --micro-batches {ranks} or more")
     if options.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-        arguments.error(f"--out {options.out} cannot be drawn: let its name end in .png, .svg or .pdf")
+        arguments.error(f"--out {options.out} cannot be drawn: its name must end in .png, .svg or .pdf")
     try:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=options.out.parent).close()  # tried now, not after the training

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=2 examples/tensor_parallel.py --backend gloo     # the same over gloo, to compare
 
 Only the backend's name belongs to asyncdist; the rest is stock torch. All ranks see the same digits. Between layers each
-holds some patches of each digit (sequence parallel); inside attention and the perceptron each computes some heads and some
+holds some patches of each digit (sequence parallel); inside a layer each computes some heads and some
 features of all patches (column-wise, then row-wise). So a layer needs two exchanges forward and two backward, small and
 on the critical path: their latency matters.
 
@@ -184,7 +184,7 @@ class Training:
         self.seconds.append(perf_counter() - started)
 
     def accuracy(self) -> float:
-        """Return the share of right answers on digits that nobody trained on."""
+        """Return the share of right answers on held-out digits."""
         with torch.no_grad():
             right = self.model(self.inputs[: self.held_out]).argmax(dim=1) == self.labels[: self.held_out]
         return float(right.float().mean())
@@ -277,7 +277,7 @@ def main() -> None:
         if getattr(options, name) < 1:
             arguments.error(f"--{name} {getattr(options, name)}: one at least")
     if options.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-        arguments.error(f"--out {options.out} cannot be drawn: let its name end in .png, .svg or .pdf")
+        arguments.error(f"--out {options.out} cannot be drawn: its name must end in .png, .svg or .pdf")
     try:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=options.out.parent).close()  # tried now, not after the training

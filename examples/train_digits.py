@@ -48,7 +48,7 @@ if options.epochs < 1:
 if options.batch < int(os.environ.get("WORLD_SIZE", "1")):
     arguments.error(f"--batch {options.batch}: one sample at least for each rank")
 if options.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-    arguments.error(f"--out {options.out} cannot be drawn: let its name end in .png, .svg or .pdf")
+    arguments.error(f"--out {options.out} cannot be drawn: its name must end in .png, .svg or .pdf")
 try:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     TemporaryFile(dir=options.out.parent).close()  # tried now, not after the training

@@ -66,7 +66,7 @@ if options.steps < 1 or options.width < 1:
 if not options.rate > 0:
     arguments.error(f"--rate {options.rate}: more than nothing")
 if options.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-    arguments.error(f"--out {options.out} cannot be drawn: let its name end in .png, .svg or .pdf")
+    arguments.error(f"--out {options.out} cannot be drawn: its name must end in .png, .svg or .pdf")
 try:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     TemporaryFile(dir=options.out.parent).close()  # tried now, not after the training
@@ -126,12 +126,12 @@ class Weights:
         for parameter, part in zip(parameters, self.flat[2:-1].split(sizes), strict=True):
             parameter.data = part.view_as(parameter)
         self.readers = 0
-        self.free = asyncio.Event()  # nobody computes with them
+        self.free = asyncio.Event()  # set while no request computes with them
         self.free.set()
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the next version out while somebody computes with this one."""
+        """Keep the next version out while a request computes with this one."""
         self.readers += 1
         self.free.clear()
         try:
@@ -176,7 +176,7 @@ def train(group: dist.Group) -> dict[str, Any]:
             work = group.broadcast(weights.flat, TRAINER)  # a group's methods start, and return a handle
             work.add_done_callback(lambda _: taken.append(now()))
             losses = []
-            for _ in range(options.steps):  # goes on meanwhile: what the servers read is a copy
+            for _ in range(options.steps):  # training continues: the servers read a copy
                 batch = training[torch.randint(len(training), (BATCH,), generator=dice)]
                 loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
                 optimizer.zero_grad()
@@ -194,7 +194,7 @@ def train(group: dist.Group) -> dict[str, Any]:
 
 
 class Pulse:
-    """Notes how late an event loop is, every millisecond: while it is late it answers nobody."""
+    """Records every millisecond how late an event loop is: while it is late it answers no request."""
 
     INTERVAL = 1e-3
 
@@ -234,7 +234,7 @@ class Server:
             last = bool(self.current.flat[1])
 
     async def compute(self) -> None:
-        """Answer what has been asked, all that waits at once, on another thread: the loop goes on."""
+        """Answer all waiting requests at once, on another thread, so that the loop continues to run."""
         loop = asyncio.get_running_loop()
         while True:
             asked = [await self._asked.get()]
@@ -295,7 +295,7 @@ async def serve(group: Any) -> dict[str, Any]:
 
 @dataclass
 class Asked:
-    """All requests, by number: when asked, seconds until answered, by which version, and whether it was right."""
+    """All requests, by number: their time, seconds until the answer, its version, and whether it was right."""
 
     at: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -339,7 +339,7 @@ async def use() -> dict[str, Any]:
     return asdict(asked)
 
 
-# -- everybody --------------------------------------------------------------------------------------
+# -- all ranks --------------------------------------------------------------------------------------
 
 
 async def loop_main() -> None:
@@ -393,7 +393,7 @@ def longest_pause(server: dict[str, Any], begin: float, end: float) -> float:
 
 
 table = Table(title=f"{trainer['nbytes'] / 2**20:.1f} MiB of parameters, {len(servers)} server(s)")
-for heading in ("version", "passed in", "answered meanwhile", "longest pause", "answers", "right", "p50", "p99"):
+for heading in ("version", "passed in", "answered during it", "longest pause", "answers", "right", "p50", "p99"):
     table.add_column(heading, justify="right")
 accuracies, pauses = [], []
 for number in range(len(posted)):

@@ -1,4 +1,4 @@
-"""What all tests share: the matrix of loops, the matrix of transports, what torch can do, and a check that nothing is left.
+"""Fixtures of all tests: the kinds of event loops, the transports, waiting, and the check that nothing is left behind.
 
 A coroutine test runs on uvloop; marked ``each_loop`` it also runs on asyncio's own loop in debug mode. A test that takes
 ``transport`` runs over each transport. After each test no new thread, task, process, socket, pipe, event descriptor or
@@ -29,15 +29,15 @@ from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.stopwatch import Stopwatch
 
 PATIENCE = 5.0
-"""Seconds for what ends on another thread or loop to be gone, without those for which we stood in line."""
+"""Seconds for threads, descriptors and processes to end after a test, without time spent waiting for a processor."""
 LONG = 60.0
-"""Seconds: a limit that no test is to reach, on however busy a machine."""
+"""Seconds: a limit that no test reaches, even on a busy machine."""
 
-# A shell lets what it starts in the background ignore Ctrl-C, and that would be passed on to all processes of the tests.
+# A shell lets background processes ignore SIGINT, and the processes of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes says more about what else runs on the machine than about the code.
+# The time of an example depends on the load of the machine.
 hypothesis.settings.register_profile(
     "asyncdist", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -47,20 +47,20 @@ hypothesis.settings.load_profile("asyncdist")
 
 
 class DebugLoop(asyncio.SelectorEventLoop):
-    """asyncio's own loop in debug mode, whatever who runs it says: callbacks, and the threads they come from, are checked.
+    """asyncio's own loop, always in debug mode: it checks callbacks and the threads that they come from.
 
-    It notes down for no future where it was made, which takes as long as all the rest.
+    It does not record where futures were made, which takes as long as all the rest.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.slow_callback_duration = LONG  # a busy machine is no news
+        self.slow_callback_duration = LONG  # callbacks are slow on a busy machine
 
     def set_debug(self, enabled: bool) -> None:
         super().set_debug(True)
 
     def get_debug(self) -> bool:
-        return False  # to futures and handles; the loop itself goes by what was set
+        return False  # futures and handles call this; the loop itself uses the value that was set
 
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio-debug": DebugLoop}
@@ -85,7 +85,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=sorted(LOOPS))
 def new_loop(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
-    """What makes a further event loop, for tests with more than one: each kind in turn."""
+    """A function that makes a further event loop, for tests with several: each kind in turn."""
     return LOOPS[str(request.param)]
 
 
@@ -108,12 +108,12 @@ def each() -> Callable[[Sequence[Any], Callable[[Any], Awaitable[Any]]], Awaitab
     return each
 
 
-# -- waits for what has no event of its own ---------------------------------------------------------
+# -- waiting for conditions without an event --------------------------------------------------------
 
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], Any]], Awaitable[None]]:
-    """Return a wait until something is so: ``await eventually(lambda: ...)``."""
+    """Return a function that waits until a condition holds: ``await eventually(lambda: ...)``."""
 
     async def eventually(true: Callable[[], Any]) -> None:
         async with asyncio.timeout(LONG):
@@ -125,12 +125,12 @@ def eventually() -> Callable[[Callable[[], Any]], Awaitable[None]]:
 
 @pytest.fixture
 def until() -> Callable[[Callable[[], Any]], None]:
-    """Return the same for a test that is no coroutine: ``until(lambda: ...)``."""
+    """Return a blocking function that waits until a condition holds: ``until(lambda: ...)``."""
 
     def until(true: Callable[[], Any]) -> None:
         give_up = time.monotonic() + LONG
         while not true():
-            assert time.monotonic() < give_up, "still not so"
+            assert time.monotonic() < give_up, "the condition does not hold"
             time.sleep(0.001)
 
     return until
@@ -140,18 +140,18 @@ def until() -> Callable[[Callable[[], Any]], None]:
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _KINDS = ("socket:", "pipe:", "anon_inode:", "/memfd:")
-# Threads that belong to the process rather than to anybody's world.
+# Threads that belong to the process and not to a world.
 _OF_THE_PROCESS = ("asyncdist-runtime", "asyncdist-futures")
 
 
 def _descriptors() -> Counter[str]:
-    """Count the open descriptors by kind; none where there is no /proc."""
+    """Count the open descriptors by kind; empty on systems without /proc."""
     kinds: Counter[str] = Counter()
     if _DESCRIPTORS.is_dir():
         for name in os.listdir(_DESCRIPTORS):
             try:
                 target = os.readlink(_DESCRIPTORS / name)
-            except FileNotFoundError:  # the one that listed the folder
+            except FileNotFoundError:  # the descriptor of this listing
                 continue
             kind = next((kind for kind in _KINDS if target.startswith(kind)), None)
             if kind is not None:
@@ -160,21 +160,21 @@ def _descriptors() -> Counter[str]:
 
 
 def _processes() -> set[str]:
-    """Return the numbers of our child processes."""
+    """Return the process ids of this process's children."""
     numbers: set[str] = set()
     for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             numbers.update(path.read_text().split())
     return numbers
 
 
 def _lasting(thread: threading.Thread) -> bool:
-    """Say whether a thread belongs to the process: ours by name, and those that torch starts by itself."""
+    """Return whether a thread belongs to the process: asyncdist's by name, and those that torch starts."""
     return thread.name.startswith(_OF_THE_PROCESS) or isinstance(thread, threading._DummyThread)
 
 
 def _left(threads: set[threading.Thread], descriptors: Counter[str], processes: set[str]) -> list[str]:
-    """Say in words what is here that was not."""
+    """Describe the threads, descriptors and processes that are new."""
     new = [t for t in threading.enumerate() if t not in threads and not _lasting(t)]
     opened = _descriptors() - descriptors
     started = _processes() - processes
@@ -187,7 +187,7 @@ def _left(threads: set[threading.Thread], descriptors: Counter[str], processes: 
 
 @pytest.fixture(scope="session", autouse=True)
 def _settled() -> None:
-    """Start what lives as long as the process, and set aside what the garbage collector need not look at again."""
+    """Start what lives as long as the process, and freeze it for the garbage collector."""
     background_loop()
     arena()
     gc.collect()
@@ -196,7 +196,7 @@ def _settled() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left_over() -> Iterator[None]:
-    """Fail the test that leaves something behind."""
+    """Fail a test that leaves something behind."""
     background_loop()
     arena()
     before = set(threading.enumerate()), _descriptors(), _processes()
@@ -213,7 +213,7 @@ def nothing_left_over() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_task_left(request: pytest.FixtureRequest, nothing_left_over: None) -> None:
-    """Have tests that are coroutines looked after, inside the check of everything else: its loop is closed by then."""
+    """Check coroutine tests for tasks, before the loop is closed and the other checks run."""
     if request.node.get_closest_marker("asyncio") is not None:
         request.getfixturevalue("_no_task_left_on_the_loop")
 

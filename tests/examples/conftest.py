@@ -1,4 +1,4 @@
-"""The examples as a person starts them: under torchrun or by themselves, from another folder."""
+"""Fixtures of the examples' tests: run an example under torchrun or alone, in an empty folder."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @pytest.fixture
 def run_example(tmp_path):
-    """Run an example in an empty folder and return how it ended: ``run_example("pipeline.py", "--steps=15", ranks=2)``.
+    """Run an example in an empty folder and return the completed process: ``run_example("pipeline.py", ranks=2)``.
 
-    Without ``ranks`` it is run by itself, as one process.
+    Without ``ranks`` it runs as one process without a launcher.
     """
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
     environment |= {"COLUMNS": "120", "PYTHONWARNINGS": "error::UserWarning:__main__"}

@@ -1,4 +1,4 @@
-"""What the examples cannot do is said before the ranks meet, and before anything is trained."""
+"""The examples refuse impossible arguments before the ranks meet and before they train."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
-    """Run an example as the first of two ranks, of which there is no second; return what it said when it ended."""
+    """Run an example as rank 0 of 2 without a rank 1; return its error message."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
@@ -35,21 +35,21 @@ def refused(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("program", [*PICTURES, "fsdp2_gpt.py"])
-def test_a_folder_that_cannot_be_made(refused, tmp_path, program):
+def test_folder_that_cannot_be_created_is_refused(refused, tmp_path, program):
     (tmp_path / "file").touch()
     assert re.search(r"error: --out file/\S+ cannot be written \(\w", refused(program, "--out=file/below/picture.png"))
 
 
 @pytest.mark.parametrize("program", PICTURES)
 @pytest.mark.parametrize("name", ["picture.nothing", "picture"])
-def test_a_name_that_no_picture_has(refused, tmp_path, program, name):
-    assert f"error: --out {name} cannot be drawn: let its name end in .png" in refused(program, f"--out={name}")
+def test_file_name_without_a_picture_format_is_refused(refused, tmp_path, program, name):
+    assert f"error: --out {name} cannot be drawn: its name must end in .png" in refused(program, f"--out={name}")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("program", ["train_digits.py", "fsdp2_gpt.py"])
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no folder into which even root cannot write")
-def test_a_folder_into_which_nothing_can_be_written(refused, program):
+def test_unwritable_folder_is_refused(refused, program):
     out = "/proc/picture.png" if program in PICTURES else "/proc"
     assert f"error: --out {out} cannot be written (" in refused(program, f"--out={out}")
 
@@ -66,9 +66,9 @@ def test_a_folder_into_which_nothing_can_be_written(refused, program):
         ("weight_sync.py", "--rate=0", "--rate 0.0: more than nothing"),
     ],
 )
-def test_too_little_to_do(refused, program, option, said):
+def test_arguments_that_leave_nothing_to_do_are_refused(refused, program, option, said):
     assert f"error: {said}" in refused(program, option)
 
 
-def test_two_processes_are_too_few_for_a_trainer_its_users_and_a_server(refused):
+def test_weight_sync_needs_three_processes(refused):
     assert "three at least: torchrun --nproc-per-node=3" in refused("weight_sync.py")

@@ -1,4 +1,4 @@
-"""What examples/deploy has for Slurm, Kubernetes and containers, started by what stands in for these here."""
+"""The files of examples/deploy for Slurm, Kubernetes and containers, run by stand-ins of these."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def place(tmp_path):
     """A folder with the ranks' program, and the environment in which it finds python."""
     (tmp_path / "train.py").write_text(PROGRAM)
     path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-    # Buffered, or a line and its end are written apart, and lines of several ranks run into each other.
+    # Unbuffered output writes a line and its end separately, and the lines of several ranks mix.
     return tmp_path, {**os.environ, "PATH": path, "PYTHONUNBUFFERED": ""}
 
 
@@ -73,7 +73,8 @@ def store(tmp_path):
         assert process.returncode == 0
 
 
-def test_slurm(place):
+@pytest.mark.exhaustive
+def test_slurm_script_starts_all_ranks(place):
     folder, environment = place
     (folder / "bin").mkdir()
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
@@ -93,8 +94,8 @@ def test_slurm(place):
 
 
 @pytest.mark.exhaustive
-def test_kubernetes(place, store):
-    """The job's pods find one another at the store; and again, as those that replace them do."""
+def test_kubernetes_pods_meet_at_the_store(place, store):
+    """The pods of a job meet at the store, and so do those that replace them."""
     folder, environment = place
     documents = {each["kind"]: each for each in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())}
     service, job = documents["Service"], documents["Job"]["spec"]
@@ -116,7 +117,7 @@ def test_kubernetes(place, store):
 
 
 def variables(container, index, token, addresses):
-    """Return what a kubelet puts into the environment of a pod, with addresses in the place of services' names."""
+    """Return the environment that a kubelet gives a pod, with addresses in place of the services' names."""
     found = {}
     for each in container["env"]:
         value, source = each.get("value", ""), each.get("valueFrom", {})
@@ -131,8 +132,8 @@ def variables(container, index, token, addresses):
     return found
 
 
-def test_the_containers_entry_point(store, tmp_path):
-    """What the container starts exists, but for where it listens and writes."""
+def test_entry_point_of_the_container_starts_a_store(store, tmp_path):
+    """The command of the container starts, with another address and another folder."""
     text = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
     program, *arguments = json.loads(re.search(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[1])
     assert program == "asyncdist"

@@ -12,7 +12,7 @@ INSTALLED = importlib.util.find_spec("ray") is not None
 
 
 @pytest.mark.skipif(not INSTALLED, reason="Ray is not installed: pip install ray")
-def test_it_trains_and_answers_meanwhile(run_example):
+def test_ranks_train_and_answer_calls(run_example):
     ended = run_example("on_ray.py", "--steps=600")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "the ranks agree on the weights" in ended.stdout
@@ -21,8 +21,9 @@ def test_it_trains_and_answers_meanwhile(run_example):
     assert answered[0] > 0  # rank 0, which the driver asks
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(INSTALLED, reason="Ray is installed")
-def test_it_says_that_ray_is_missing_and_helps_without(run_example):
+def test_missing_ray_is_reported(run_example):
     assert run_example("on_ray.py", "--help").stdout.startswith("usage: on_ray.py")
     ended = run_example("on_ray.py")
     assert (ended.returncode, ended.stderr.strip()) == (1, "Ray is not installed: pip install ray")

@@ -1,4 +1,4 @@
-"""Sharded, tensor parallel and pipelined training, in a short form."""
+"""The examples of sharded, tensor parallel and pipelined training, with few steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_picture(path):
 
 
 @pytest.mark.exhaustive
-def test_fsdp2_learns_and_goes_on_with_another_number_of_ranks(run_example, tmp_path):
+def test_fsdp2_resumes_with_another_number_of_ranks(run_example, tmp_path):
     small = ["--width", "64", "--layers", "2", "--context", "32", "--steps", "30"]
     first = run_example("fsdp2_gpt.py", *small, ranks=2)
     table = table_of(first)
@@ -58,7 +58,7 @@ def test_fsdp2_learns_and_goes_on_with_another_number_of_ranks(run_example, tmp_
 
 
 @pytest.mark.exhaustive
-def test_tensor_parallel_comes_to_the_weights_of_one_process(run_example, tmp_path):
+def test_tensor_parallel_gives_the_weights_of_one_process(run_example, tmp_path):
     table = table_of(run_example("tensor_parallel.py", "--steps", "40", ranks=2))
     first, last = table["loss"]
     assert last < first - 0.3
@@ -69,7 +69,7 @@ def test_tensor_parallel_comes_to_the_weights_of_one_process(run_example, tmp_pa
 
 
 @pytest.mark.exhaustive
-def test_a_pipeline_comes_to_the_weights_of_one_process_and_holds_what_its_schedule_promises(run_example, tmp_path):
+def test_pipeline_gives_the_weights_of_one_process(run_example, tmp_path):
     table = table_of(run_example("pipeline.py", "--steps", "15", "--width", "128", ranks=2))
     for before, after in zip(table["loss"][::2], table["loss"][1::2], strict=True):
         assert after < before / 2
@@ -90,8 +90,7 @@ def test_a_pipeline_comes_to_the_weights_of_one_process_and_holds_what_its_sched
         ("pipeline.py", 4, ["--micro-batches", "2"], "pass --micro-batches 4 or more"),
     ],
 )
-def test_what_cannot_work_is_refused_with_what_would(tmp_path, monkeypatch, program, ranks, options, advice):
-    """Before the ranks meet, so that it needs no other ranks here."""
+def test_impossible_arguments_are_refused_with_advice(tmp_path, monkeypatch, program, ranks, options, advice):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [program, *options])

@@ -1,4 +1,4 @@
-"""The main job, with and without a launcher."""
+"""The example `train_digits.py`, with and without a launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def figures(stdout):
     return accuracy, difference
 
 
-def test_two_ranks_learn_and_end_with_the_weights_of_a_single_process(run_example, tmp_path):
+def test_two_ranks_give_the_weights_of_one_process(run_example, tmp_path):
     result = run_example(PROGRAM, ranks=2)
     assert result.returncode == 0, result.stderr
     accuracy, difference = figures(result.stdout)
@@ -27,7 +27,8 @@ def test_two_ranks_learn_and_end_with_the_weights_of_a_single_process(run_exampl
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_one_process_without_a_launcher_and_too_little_training(run_example, tmp_path):
+@pytest.mark.exhaustive
+def test_low_accuracy_is_an_error(run_example, tmp_path):
     result = run_example(PROGRAM, "--epochs", "1", "--out", "elsewhere/picture.png")
     assert result.returncode == 1
     assert "the accuracy is below 0.97 (train for five --epochs or more)" in result.stderr

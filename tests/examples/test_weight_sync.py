@@ -1,4 +1,4 @@
-"""The trainer and its servers: answers come all the time, and from newer and newer weights."""
+"""The example `weight_sync.py`: servers answer all the time, with newer and newer weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.exhaustive
-def test_servers_go_on_answering_while_weights_come(run_example, tmp_path):
+def test_servers_answer_while_weights_arrive(run_example, tmp_path):
     ranks = 4
     small = [f"--versions={VERSIONS}", "--steps=60", "--width=400", "--lr=0.02", f"--rate={RATE}"]
     result = run_example(PROGRAM, *small, ranks=ranks)

@@ -41,7 +41,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """Return this process's environment with no settings of ours but these."""
+    """Return this process's environment with these settings of asyncdist, and no others."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ASYNCDIST_")}
     return {**clean, **settings}
 

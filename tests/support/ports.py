@@ -1,4 +1,4 @@
-"""Ports for those who must be told one before anybody listens at it."""
+"""Ports for programs that need a port number before they listen. Used by all tests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ _USUAL = 32_768
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port of this machine that nobody uses, and that the kernel will give to nobody who asks for any.
+    """Return an unused port of this machine, outside the range from which the kernel assigns ports.
 
-    One that it had chosen itself may be the next that it chooses: for a connection of another program, or for that of
-    who dials this very port before anybody listens there.
+    The kernel could assign a port of its own range to a connection of another program before the test uses it.
     """
-    anywhere = random.SystemRandom()  # whatever a test has seeded
+    anywhere = random.SystemRandom()  # independent of seeds in tests
     for _ in range(1000):
         port = anywhere.randrange(_LOWEST, _first_of_the_kernels())
         with socket.socket() as probe:
@@ -30,6 +29,6 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def _first_of_the_kernels() -> int:
-    """Return the first port of those that the kernel gives away."""
+    """Return the first port of the kernel's range."""
     first = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else _USUAL
     return first if first > _LOWEST else _USUAL
