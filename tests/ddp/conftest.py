@@ -12,7 +12,7 @@ from asyncdist.ddp import direct_gradients
 
 
 class Counting:
-    """A group that notes what is issued on it."""
+    """A group that records its all-reduces and broadcasts."""
 
     def __init__(self, group):
         self._group = group
@@ -31,7 +31,7 @@ class Counting:
 
 
 def seeded(module, seed=0):
-    """Fill the parameters; torch's own generator is shared by the threads that play ranks here."""
+    """Fill the parameters. The threads that run the ranks share torch's own generator."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -72,21 +72,11 @@ def loss_of(module, inputs, targets):
 
 @pytest.fixture(autouse=True)
 def toys_are_large_enough(monkeypatch):
-    """Have gradients of the toys' weights written in place, as those of real models are."""
+    """Let backward write the gradients of the small weights of these models directly into buckets."""
     monkeypatch.setattr(direct_gradients, "LEAST_NBYTES", 0)
 
 
 @pytest.fixture(scope="session")
 def toy():
-    """Everything above, by name: test modules do not import one another."""
-    return SimpleNamespace(
-        Counting=Counting,
-        seeded=seeded,
-        network=network,
-        samples=samples,
-        share=share,
-        gradients=gradients,
-        assert_close=assert_close,
-        assert_equal=assert_equal,
-        loss_of=loss_of,
-    )
+    """The names of this module, because test modules do not import one another."""
+    return SimpleNamespace(**globals())

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_processes.py: stock DistributedDataParallel over gloo and ours, side by side."""
+"""Run under torchrun by test_backwards.py: stock DistributedDataParallel over gloo and ours, side by side."""
 
 import copy
 import sys

@@ -1,4 +1,6 @@
-"""Run by test_backwards.py on two ranks: which backwards average, in stock DDP over gloo and in ours."""
+"""Run by test_backwards.py on two ranks: which backwards average, in torch's DDP over gloo and in asyncdist's."""
+
+import inspect
 
 import torch
 import torch.distributed
@@ -33,7 +35,7 @@ class Opaque:
 
 
 class Case:
-    """A model that has made a step, and what was seen of its gradients since."""
+    """A wrapped model and the gradients that its backwards leave."""
 
     def __init__(self, rank, kind, **arguments):
         self.rank = rank
@@ -43,7 +45,7 @@ class Case:
         self.seen = []
 
     def see(self, loss, **how):
-        """Go backward and note both gradients, without what was there before."""
+        """Clear the gradients, run a backward and record the new gradients."""
         self.module.zero_grad()
         self.more(loss, **how)
 
@@ -228,7 +230,7 @@ def fail(_):
 
 
 def checkpoints_of_the_whole(case):
-    """Of two in flight stock DDP leaves one out, and says so."""
+    """torch's DDP warns that it supports only one such checkpoint at a time, so it does not run this case."""
     if isinstance(case.model, DistributedDataParallel):
         for _ in range(2):
             losses = [checkpoint(case.model, case.x, use_reentrant=False).sum() for _ in range(2)]
@@ -257,40 +259,15 @@ def no_sync_after_an_output_thrown_away(case):
         case.step()
 
 
-LIKE_TORCH = (
-    bypasses_after_steps,
-    bypass_before_the_first_forward,
-    bypass_on_one_rank,
-    bypass_of_one_layer,
-    bypass_on_top_of_averages,
-    bypass_after_evaluation,
-    bypass_after_an_output_thrown_away,
-    bypass_after_an_evaluation_with_gradients,
-    bypass_after_an_output_without_gradients,
-    evaluation_between_forward_and_backward,
-    outputs_that_hide_their_tensors,
-    outputs_that_hide_some_tensors,
-    two_forwards_one_backward,
-    wrapped_and_bypassing_in_one_backward,
-    reentrant_checkpoints,
-    accumulation,
-    backward_inside_no_sync_of_a_forward_outside,
-    forwards_outside_and_inside_no_sync_in_one_backward,
-    gradients_taken_away,
-    hooks_of_gradients,
-    join,
-    a_backward_that_raises_before_its_first_gradient,
-)
-UNLIKE_TORCH = (
-    two_backwards_of_one_forward,
-    two_forwards_two_backwards,
-    no_sync_after_an_output_thrown_away,
-    checkpoints_of_the_whole,
-)
+CASES = [
+    name
+    for name, value in list(globals().items())
+    if inspect.isfunction(value) and [*inspect.signature(value).parameters] == ["case"]
+]
 
 
 def compare(test, rank, where):
-    """Say of each case what both saw."""
+    """Send the gradients that both recorded in each case."""
     torch.set_num_threads(1)
     direct_gradients.LEAST_NBYTES = 0
     torch.distributed.init_process_group("gloo", init_method=f"{where}-gloo", rank=rank, world_size=2)

@@ -1,11 +1,12 @@
-"""Run by test_uneven.py on three ranks: a model of several large buckets, trained on 1, 3 and 2 inputs."""
+"""Run by test_uneven_inputs.py on three ranks: a model of several large buckets, trained on 1, 3 and 2 inputs."""
 
+import pytest
 import torch
 from torch import nn
 
 import asyncdist.sync as dist
 from asyncdist.ddp import DistributedDataParallel
-from asyncdist.errors import PeerLostError
+from asyncdist.errors import GradientError, PeerLostError
 
 COUNTS = [1, 3, 2]
 
@@ -22,7 +23,7 @@ class Layers(nn.Module):
 
 
 def train(test, rank, where, transport):
-    """Say what two parameters are after an epoch; then run out where rank 1 goes on, and say what ended it."""
+    """Send two parameters after an epoch, then the errors of steps during which the test kills rank 1."""
     torch.set_num_threads(1)
     with dist.process_group(transport, init_method=where, rank=rank, world_size=3, timeout=30) as group:
         model = DistributedDataParallel(Layers(), process_group=group, bucket_cap_mb=1)
@@ -39,9 +40,16 @@ def train(test, rank, where, transport):
         assert len(model.bucket_parameters) == 2
         assert all((layer == layer[0, 0]).all() for layer in model.module.layers)
         test.send([layer[-1, -1].item() for layer in model.module.layers])
-        try:
+
+        def lasting_epoch():
             with model.join():
-                while rank == 1:
+                while rank == 0:
                     step()
-        except PeerLostError as error:
-            test.send((type(error).__name__, error.peer))
+
+        with pytest.raises(PeerLostError) as lost:
+            lasting_epoch()
+        with pytest.raises(GradientError if rank == 0 else PeerLostError):
+            step()
+        with pytest.raises(PeerLostError):
+            group.barrier(background=False).wait()
+        test.send(lost.value.peer)
