@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 
 from asyncdist.testing.processes import Nursery, RankEndedError
 
@@ -176,10 +177,8 @@ def same_over_gloo(teams, transport, world):
     def same_over_gloo(module, name, *, close=False, patience=PATIENCE):
         expected = teams["gloo", world].run(module, name, patience=patience)
         ours = teams[transport, world].run(module, name, patience=patience)
-        for rank, (mine, theirs) in enumerate(zip(ours, expected, strict=True)):
-            assert theirs is not None, f"{name} returns nothing to compare"
-            differences = list(unlike(mine, theirs, close))
-            assert not differences, "\n".join([f"rank {rank}, asyncdist and gloo:", *differences])
+        assert None not in expected, f"{name} returns nothing to compare"
+        assert_alike(ours, expected, close)
 
     return same_over_gloo
 
@@ -189,11 +188,10 @@ def as_it_should_be(teams, transport, world):
     """Run a program over an asyncdist transport that returns pairs of actual and expected results."""
 
     def as_it_should_be(module, name, *, close=False, patience=PATIENCE):
-        for rank, pairs in enumerate(teams[transport, world].run(module, name, patience=patience)):
+        for pairs in teams[transport, world].run(module, name, patience=patience):
             assert pairs, f"{name} returns nothing to compare"
-            came, due = zip(*pairs, strict=True)
-            differences = list(unlike(came, due, close))
-            assert not differences, "\n".join([f"rank {rank}, actual and expected:", *differences])
+            for actual, expected in pairs:
+                assert_alike(actual, expected, close)
 
     return as_it_should_be
 
@@ -205,46 +203,21 @@ def transport(request):
 
 
 @pytest.fixture(scope="session")
-def unlike_results():
-    """Return unlike(), which yields a line for every difference of two results."""
-    return unlike
+def check_alike():
+    """Return `assert_alike`."""
+    return assert_alike
 
 
-def unlike(ours, theirs, close=False, where="result"):
-    """Yield a line for every difference of two results. ``close`` is the relative tolerance of floating-point numbers."""
-    if isinstance(theirs, torch.Tensor):
-        if not (isinstance(ours, torch.Tensor) and ours.dtype is theirs.dtype and ours.shape == theirs.shape):
-            yield f"{where}: {_brief(ours)} is not {_brief(theirs)}"
-        elif not _equal(ours, theirs, close):
-            yield f"{where}: {ours} is not {theirs}"
-    elif type(ours) is not type(theirs):
-        yield f"{where}: {ours!r} is not {theirs!r}"
-    elif isinstance(theirs, dict):
-        if list(ours) != list(theirs):
-            yield f"{where}: {list(ours)} is not {list(theirs)}"
-        else:
-            for key in theirs:
-                yield from unlike(ours[key], theirs[key], close, f"{where}[{key!r}]")
-    elif isinstance(theirs, list | tuple):
-        if len(ours) != len(theirs):
-            yield f"{where}: {len(ours)} of {ours!r} are not {len(theirs)} of {theirs!r}"
-        else:
-            for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-                yield from unlike(mine, other, close, f"{where}[{index}]")
-    elif isinstance(theirs, float):
-        yield from unlike(
-            torch.tensor(ours, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64), close, where
-        )
-    elif ours != theirs:
-        yield f"{where}: {ours!r} is not {theirs!r}"
-
-
-def _equal(ours, theirs, close):
-    if close and (theirs.is_floating_point() or theirs.is_complex()):
-        part = CLOSE if close is True else close
-        return torch.allclose(ours, theirs, rtol=part, atol=part / 10)
-    return torch.equal(ours, theirs)
-
-
-def _brief(value):
-    return f"{value.dtype} of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+def assert_alike(actual, expected, close=False):
+    """Compare two trees of results. ``close`` is the relative tolerance of floating-point numbers; True means `CLOSE`."""
+    leaves, structure = tree_flatten(actual)
+    expected_leaves, expected_structure = tree_flatten(expected)
+    assert structure == expected_structure
+    for leaf, expected_leaf in zip(leaves, expected_leaves, strict=True):
+        assert type(leaf) is type(expected_leaf), (leaf, expected_leaf)
+        if not isinstance(expected_leaf, float | torch.Tensor):
+            assert leaf == expected_leaf
+            continue
+        floating = isinstance(expected_leaf, float) or expected_leaf.is_floating_point() or expected_leaf.is_complex()
+        tolerance = (CLOSE if close is True else close) if floating else 0.0
+        torch.testing.assert_close(leaf, expected_leaf, rtol=tolerance, atol=tolerance / 10)

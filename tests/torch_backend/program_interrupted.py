@@ -1,32 +1,19 @@
-"""Run under torchrun by test_failures.py: a rank that waits for ever in a collective, or is in the middle of many.
-
-The last that an interrupted one does is to say how long it took to end.
-"""
+"""Run under torchrun by test_failures.py: a rank that waits in a collective, or runs many, until it is interrupted."""
 
 from __future__ import annotations
 
 import atexit
-import signal
 import sys
-
-from asyncdist.testing.stopwatch import Stopwatch
-
-interrupted: list[Stopwatch] = []
 
 
 def say(what: str) -> None:
-    sys.stdout.write(f"{what}\n")  # in one piece: others write to the same pipe
+    # One write, because both ranks write to the same pipe.
+    sys.stdout.write(f"{what}\n")
     sys.stdout.flush()
 
 
-def note_and_interrupt(number, frame):
-    interrupted.append(Stopwatch())
-    signal.default_int_handler(number, frame)
-
-
-# What is registered first is called last.
-atexit.register(lambda: say(f"ended after {interrupted[0].seconds():.2f} s" if interrupted else "ended by itself"))
-signal.signal(signal.SIGINT, note_and_interrupt)
+# Exit hooks run in reverse order, so this one runs after those of the package.
+atexit.register(say, "ended")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

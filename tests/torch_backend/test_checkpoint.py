@@ -11,7 +11,7 @@ MODULE = "programs_checkpoint"
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["save", "save_in_the_background"])
 @pytest.mark.parametrize("reader", ["as many", "others", "gloo"])
-def test_training_resumes_from_the_checkpoint(teams, transport, world, unlike_results, tmp_path, how, reader):
+def test_training_resumes_from_the_checkpoint(teams, transport, world, check_alike, tmp_path, how, reader):
     saved = teams[transport, world].run(MODULE, how, str(tmp_path / "checkpoint"))
     readers = {
         "as many": (transport, world),
@@ -19,17 +19,17 @@ def test_training_resumes_from_the_checkpoint(teams, transport, world, unlike_re
         "gloo": ("gloo", world),
     }[reader]
     for loaded in teams[readers].run(MODULE, "load", str(tmp_path / "checkpoint")):
-        assert not list(unlike_results(loaded, saved[0], close=True))
+        check_alike(loaded, saved[0], close=True)
 
 
-def test_checkpoint_saved_over_gloo_is_loaded(teams, transport, world, unlike_results, tmp_path):
+def test_checkpoint_saved_over_gloo_is_loaded(teams, transport, world, check_alike, tmp_path):
     saved = teams["gloo", world].run(MODULE, "save", str(tmp_path / "checkpoint"))
     for loaded in teams[transport, world].run(MODULE, "load", str(tmp_path / "checkpoint")):
-        assert not list(unlike_results(loaded, saved[0], close=True))
+        check_alike(loaded, saved[0], close=True)
 
 
 @pytest.mark.parametrize("program", ["save_and_load_tensors", "save_and_load_replicas"])
-def test_same_as_over_gloo(teams, transport, world, unlike_results, tmp_path, program):
+def test_same_as_over_gloo(teams, transport, world, check_alike, tmp_path, program):
     expected = teams["gloo", world].run(MODULE, program, str(tmp_path / "gloo"))
     ours = teams[transport, world].run(MODULE, program, str(tmp_path / "ours"))
-    assert not list(unlike_results(ours, expected, close=world > 2))
+    check_alike(ours, expected, close=world > 2)

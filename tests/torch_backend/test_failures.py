@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -19,13 +17,10 @@ from pathlib import Path
 import pytest
 
 from asyncdist.testing.processes import Nursery
-from asyncdist.testing.stopwatch import Stopwatch, stood_in_line
 
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
 PROGRAM = HERE / "programs_failures.py"
-SOON = 5.0
-"""Seconds within which every rank must have raised the failure; all timeouts are ten times as long."""
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +63,10 @@ def start(brief_lives, transport, tmp_path):
         rank.close()
 
 
-def check_lost(failure, kind, peer, since):
-    kinds, text, at = failure
+def check_lost(failure, kind, peer):
+    kinds, text = failure
     assert kind in kinds, failure
     assert f"rank {peer} was lost" in text, text
-    assert since.seconds(at) < SOON
 
 
 # -- peers that die ----------------------------------------------------------------------------------
@@ -88,28 +82,26 @@ DYING = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("what", DYING)
-def test_peer_death_during_backward_is_raised(brief_lives, start, what, world):
+def test_peer_death_during_backward_is_raised(start, what, world):
     program, options = DYING[what]
     *survivors, victim = start(world, program, options)
     assert victim.wait() == -signal.SIGKILL
-    since = brief_lives.stopwatch()
     for rank in survivors:
-        check_lost(rank.hear(), "RuntimeError", world - 1, since)
-        kinds, text, _ = rank.hear()
+        check_lost(rank.hear(), "RuntimeError", world - 1)
+        kinds, text = rank.hear()
         assert "GroupError" in kinds, text
     assert [rank.wait() for rank in survivors] == [0] * len(survivors), survivors[0].output()
 
 
-def test_peer_death_fails_every_waiting_call(brief_lives, start):
+def test_peer_death_fails_every_waiting_call(start):
     *survivors, victim = start(3, "dies")
     assert [rank.hear() for rank in (*survivors, victim)] == ["waiting", "waiting", "here"]
-    since = brief_lives.stopwatch()
     victim.kill()
     for rank in survivors:
         told = dict(rank.hear() for _ in range(9))
         assert len(told) == 9
         for call, failure in told.items():
-            check_lost(failure, "RuntimeError" if call == "future" else "PeerLostError", 2, since)
+            check_lost(failure, "RuntimeError" if call == "future" else "PeerLostError", 2)
     assert [rank.hear() for rank in survivors] == [2.0, 2.0], "the survivors continue in a new group"
     assert [rank.wait() for rank in survivors] == [0, 0], survivors[0].output()
 
@@ -117,19 +109,18 @@ def test_peer_death_fails_every_waiting_call(brief_lives, start):
 # -- peers that leave or never arrive ----------------------------------------------------------------
 
 
-def test_peer_that_destroys_its_group_is_lost_to_the_others(brief_lives, start):
+def test_peer_that_destroys_its_group_is_lost_to_the_others(start):
     *stayed, left = start(3, "leaves")
     assert left.wait() == 0, left.output()
-    since = brief_lives.stopwatch()
     for rank in stayed:
-        check_lost(rank.hear(), "PeerLostError", 2, since)
+        check_lost(rank.hear(), "PeerLostError", 2)
     assert [rank.wait() for rank in stayed] == [0, 0], stayed[0].output()
 
 
 def test_rendezvous_timeout_names_the_missing_rank(start):
     ranks = start(3, "never_complete", come=2)
     for rank in ranks:
-        kinds, text, _ = rank.hear()
+        kinds, text = rank.hear()
         assert "RendezvousTimeoutError" in kinds, text
         assert "missing 2" in text, text
         assert rank.hear() is False
@@ -139,20 +130,20 @@ def test_rendezvous_timeout_names_the_missing_rank(start):
 @pytest.mark.exhaustive
 def test_late_peer_fails_operations_with_a_timeout(start):
     punctual, late, third = start(3, "late")
-    kinds, text, _ = punctual.hear()
+    kinds, text = punctual.hear()
     assert "OperationTimeoutError" in kinds, text
     assert "monitored_barrier" in text, text
     # On a machine with few processors rank 2 may be late, too.
     assert re.search(r"ranks? .*\b1\b", text), text
-    kinds, text, _ = third.hear()
+    kinds, text = third.hear()
     assert "GroupError" in kinds, text
     for rank in (punctual, third):
-        kinds, text, _ = rank.hear()
+        kinds, text = rank.hear()
         assert "GroupError" in kinds, text
         assert "all_reduce" in text, text
     # These calls have timeouts of their own; the group's timeout is a minute.
     for _ in range(3):
-        call, (kinds, text, _) = punctual.hear()
+        call, (kinds, text) = punctual.hear()
         assert "OperationTimeoutError" in kinds, text
         assert re.match(rf"{call} #1 on group .*: timed out after 0\.5 s", text), text
     late.say("come")
@@ -161,7 +152,7 @@ def test_late_peer_fails_operations_with_a_timeout(start):
 
 def test_wait_timeout_leaves_the_operation_running(start):
     waiting, late = start(2, "waits_briefly")
-    kinds, text, _ = waiting.hear()
+    kinds, text = waiting.hear()
     assert "WaitTimeoutError" in kinds, text
     late.say("come")
     waiting.say("wait again")
@@ -172,7 +163,7 @@ def test_wait_timeout_leaves_the_operation_running(start):
 def test_mismatched_calls_raise_on_every_rank(start):
     ranks = start(2, "mismatched")
     for rank in ranks:
-        kinds, text, _ = rank.hear()
+        kinds, text = rank.hear()
         assert "MismatchError" in kinds, text
         assert "10" in text, text
         assert "11" in text, text
@@ -191,30 +182,24 @@ def test_user_mistake_is_refused(as_it_should_be, program):
 
 
 @pytest.mark.parametrize("how", ["undestroyed", "pending", "from a thread", "in a callback"])
-def test_exit_without_destroying_the_group(brief_lives, start, how):
+def test_exit_without_destroying_the_group(start, how):
     ranks = start(2, "ends", how)
-    since = brief_lives.stopwatch()
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
-    assert since.seconds() < SOON
 
 
-def test_uncaught_exception_exits_with_status_1(brief_lives, start):
+def test_uncaught_exception_exits_with_status_1(start):
     ranks = start(2, "ends", "raising")
-    since = brief_lives.stopwatch()
     assert [rank.wait() for rank in ranks] == [1, 1], ranks[0].output()
-    assert since.seconds() < SOON
     assert 'KeyError: "a user\'s mistake"' in ranks[0].output()
 
 
-def test_group_destroyed_twice_or_in_the_wrong_order_raises(brief_lives, start):
+def test_group_destroyed_twice_or_in_the_wrong_order_raises(start):
     for how in ("twice", "default first"):
         ranks = start(2, "ends", how)
-        since = brief_lives.stopwatch()
         for rank in ranks:
-            kinds, text, _ = rank.hear()
+            kinds, text = rank.hear()
             assert kinds != ["nothing"], text
             assert rank.wait() == 0, rank.output()
-        assert since.seconds() < SOON
 
 
 def test_process_group_is_initialized_again_after_destroy(start):
@@ -223,32 +208,13 @@ def test_process_group_is_initialized_again_after_destroy(start):
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
 
 
-def gone(job):
-    """Interrupt a torchrun job; return its remaining output and the seconds until all its processes have exited.
-
-    Most of the time is the shutdown of three interpreters that have imported torch; it takes as long over gloo. The
-    stopwatch leaves out the time that the processes wait for a processor, which is sampled while they run.
-    """
-    ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
-    ended = dict.fromkeys(ranks, 0.0)
-    since = Stopwatch(job.pid, *ranks, ended=ended)
-    job.send_signal(signal.SIGINT)
-    ends = [os.pidfd_open(rank) for rank in ranks]
-    while ends:
-        over = select.select(ends, (), (), 0.01)[0]
-        ended.update({rank: max(ended[rank], stood_in_line(rank)) for rank in ranks})
-        for end in over:
-            ends.remove(end)
-            os.close(end)
-    # The pipe reaches its end when the last process exits.
-    rest = job.stdout.read()
-    return rest, since.seconds()
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("busy", ["waits", "works"])
 def test_interrupt_of_torchrun_ends_agent_and_ranks(transport, busy, monkeypatch):
-    """The agent forwards SIGINT to ranks that are blocked in a collective or run many of them."""
+    """The agent forwards SIGINT to ranks that are blocked in a collective or run many of them.
+
+    A rank that did not end by itself would be killed by torchrun after thirty seconds, and could not print.
+    """
     monkeypatch.setenv("ASYNCDIST_TRANSPORT", transport)
     # Without the variable torchrun prints a warning into the output.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -258,14 +224,10 @@ def test_interrupt_of_torchrun_ends_agent_and_ranks(transport, busy, monkeypatch
     try:
         said = [job.stdout.readline().strip() for _ in range(2)]
         assert sorted(said) == ["rank 0 is busy", "rank 1 is busy"], said
-        # torchrun kills a rank that hangs after thirty seconds.
-        rest, seconds = gone(job)
-        assert seconds < 2.0, rest
-        # A rank may lose its peer and exit before its own interrupt arrives.
-        took = re.findall(r"(?m)^ended (?:after (\S+) s|by itself)$", rest)
-        assert len(took) == 2, rest
-        assert 0.0 <= max(float(seconds or -1.0) for seconds in took) < 2.0, rest
-        assert job.wait() != 0
+        job.send_signal(signal.SIGINT)
+        rest, _ = job.communicate(timeout=120)
+        assert rest.splitlines().count("ended") == 2, rest
+        assert job.returncode != 0
         assert "Aborted" not in rest
     finally:
         job.kill()
@@ -275,12 +237,12 @@ def test_interrupt_of_torchrun_ends_agent_and_ranks(transport, busy, monkeypatch
 def test_abort_process_group_reaches_every_rank(start):
     """The abort reaches peers without an open connection while the aborting process is still alive."""
     first, *others = start(3, "aborts")
-    for kinds, text, _ in [*first.hear(), *(rank.hear() for rank in others)]:
+    for kinds, text in [*first.hear(), *(rank.hear() for rank in others)]:
         assert "GroupAbortedError" in kinds
         assert "torch.distributed aborted the process group" in text
     # The aborting rank has no pending operations.
     assert first.hear() == []
-    kinds, text, _ = first.hear()
+    kinds, text = first.hear()
     assert "NotInitializedError" in kinds, text
     for rank in (first, *others):
         rank.say("go")

@@ -1,4 +1,4 @@
-"""The backend's allocator for torch: memory registered for all ranks and used again after release."""
+"""Registered memory for torch: the pool behind ``ProcessGroup.allocate_tensor``, and buckets of torch's DDP."""
 
 from __future__ import annotations
 
@@ -13,20 +13,35 @@ from asyncdist.errors import SharedMemoryError
 from asyncdist.groups.group import Group
 from asyncdist.memory import registered
 from asyncdist.memory.shared_arena import arena
+from asyncdist.torch_backend.bucket_memory import _Registered
 from asyncdist.torch_backend.memory_pool import MemoryPool
 
 CPU = torch.device("cpu")
+COUNT = 10_000
 
 
-def lies_open(tensor):
+def is_registered(tensor):
     return arena().offset_of(tensor.data_ptr(), tensor.nbytes) is not None
+
+
+@pytest.fixture
+def memory_is_full(monkeypatch):
+    """Let every allocation in registered memory fail."""
+
+    def full(*size, **how):
+        raise SharedMemoryError("no memory is left")
+
+    monkeypatch.setattr(registered, "empty", full)
+
+
+# -- memory of the pool ------------------------------------------------------------------------------
 
 
 def test_released_memory_is_allocated_again():
     pool = MemoryPool()
     first = pool.lend(100_000)
     assert first.shape == (100_000,)
-    assert lies_open(first)
+    assert is_registered(first)
     place, view = first.data_ptr(), first[10:]
     del first
     other = pool.lend(100_000)
@@ -75,16 +90,48 @@ def test_group_allocates_registered_memory_where_ranks_share_memory(group, monke
     assert not group.supports_tensor_alloc(torch.device("meta"))
     made = group.allocate_tensor(1000, dtype=torch.bfloat16, device=CPU)
     assert (made.shape, made.dtype) == ((1000,), torch.bfloat16)
-    assert lies_open(made)
+    assert is_registered(made)
     assert group.allocate_tensor(0, dtype=torch.float32, device=CPU).shape == (0,)
     monkeypatch.setattr(Group, "shares_memory", False)
     assert not group.supports_tensor_alloc(CPU)
-    assert not lies_open(group.allocate_tensor(1000, dtype=torch.float32, device=CPU))
+    assert not is_registered(group.allocate_tensor(1000, dtype=torch.float32, device=CPU))
 
 
-def test_full_registered_memory_allocates_ordinary_tensors(group, monkeypatch):
-    def full(*size, **how):
-        raise SharedMemoryError("no memory is left")
+def test_full_registered_memory_allocates_ordinary_tensors(group, memory_is_full):
+    assert not is_registered(group.allocate_tensor(1000, dtype=torch.float32, device=CPU))
 
-    monkeypatch.setattr(registered, "empty", full)
-    assert not lies_open(group.allocate_tensor(1000, dtype=torch.float32, device=CPU))
+
+# -- buckets -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_large_flat_tensors_are_allocated_in_registered_memory(dtype):
+    with _Registered():
+        made = torch.empty([2 * COUNT], dtype=dtype, device="cpu")
+        made.fill_(2)
+    assert is_registered(made)
+    assert made.dtype is dtype
+    assert made.shape == (2 * COUNT,)
+    assert bool((made == 2).all())
+    assert not is_registered(torch.empty([2 * COUNT], dtype=dtype, device="cpu")), (
+        "registered memory is used outside the context manager"
+    )
+
+
+def test_small_shaped_zeroed_and_meta_tensors_are_allocated_by_torch():
+    with _Registered():
+        others = [
+            torch.empty([10], dtype=torch.float32, device="cpu"),
+            torch.empty([100, COUNT], dtype=torch.float32, device="cpu"),
+            torch.zeros([COUNT]),
+        ]
+        meta = torch.empty([COUNT], dtype=torch.float32, device="meta")
+    assert not any(map(is_registered, others))
+    assert meta.is_meta
+
+
+def test_full_registered_memory_allocates_buckets_in_ordinary_memory(memory_is_full):
+    with _Registered():
+        made = torch.empty([COUNT], dtype=torch.float32, device="cpu")
+    assert made.shape == (COUNT,)
+    assert not is_registered(made)
