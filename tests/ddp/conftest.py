@@ -1,4 +1,4 @@
-"""What the tests of data-parallel training share: toy models and data."""
+"""Small models and data for the tests of data-parallel training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_backwards.py: stock DistributedDataParallel over gloo and ours, side by side."""
+"""Run under torchrun by test_backwards.py: compares torch's DistributedDataParallel over gloo with asyncdist's."""
 
 import copy
 import sys

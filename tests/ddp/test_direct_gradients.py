@@ -36,7 +36,7 @@ def model_and_reference(toy, group, make):
 
 
 def assert_like_torch(toy, together, make, loss_of=None, *, copied, steps=3):
-    """Train beside torch with everybody's samples; ``copied`` gradients a step go through memory of their own."""
+    """Compare with training in torch on the samples of all ranks; ``copied`` gradients per step are copied into buckets."""
     loss_of = loss_of or toy.loss_of
 
     def rank(group):
@@ -277,7 +277,7 @@ def test_layers_stay_what_they_were_to_everybody_else(together, toy):
             assert torch.equal(each(inputs), module(inputs))
         assert module.state_dict().keys() == nn.Sequential(*layers()).state_dict().keys()
         del model
-        toy.loss_of(module, inputs, targets).backward()  # nobody averages any more
+        toy.loss_of(module, inputs, targets).backward()
         reference = toy.seeded(nn.Sequential(*layers()))
         toy.loss_of(reference, inputs, targets).backward()
         toy.assert_equal(toy.gradients(module), toy.gradients(reference))

@@ -174,9 +174,9 @@ def same_over_gloo(teams, transport, world):
     ``close`` is the relative tolerance of floating-point results; True allows for another order of summation.
     """
 
-    def same_over_gloo(module, name, *, close=False, patience=PATIENCE):
-        expected = teams["gloo", world].run(module, name, patience=patience)
-        ours = teams[transport, world].run(module, name, patience=patience)
+    def same_over_gloo(module, name, *arguments, close=False, patience=PATIENCE):
+        expected = teams["gloo", world].run(module, name, *arguments, patience=patience)
+        ours = teams[transport, world].run(module, name, *arguments, patience=patience)
         assert None not in expected, f"{name} returns nothing to compare"
         assert_alike(ours, expected, close)
 

@@ -1,4 +1,4 @@
-"""A rank that finds the others at a store daemon, by ``asyncdist://``; an agent as torchrun's, without its workers."""
+"""Ranks that rendezvous at a store daemon by ``asyncdist://``, and a torchrun agent without workers."""
 
 from datetime import timedelta
 
@@ -12,7 +12,7 @@ from asyncdist.torchrun import handler
 
 
 def meet(test, url, rank, world_size, backends):
-    """Make one world after the other, and tell each one's sum, and how many keys it found in its store at first."""
+    """Create one world after the other and send each one's sum."""
     for backend in backends:
         options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=30)}
         try:
@@ -27,7 +27,7 @@ def meet(test, url, rank, world_size, backends):
 
 
 def stay(test, url, rank, world_size):
-    """Make a world, and stay in it."""
+    """Create a world and stay in it."""
     dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size)
     dist.all_reduce(torch.ones(1))
     test.send("there")
@@ -35,7 +35,7 @@ def stay(test, url, rank, world_size):
 
 
 def compute(test, url, rank, world_size):
-    """Make a world, keep something in its store, call nothing until told to, and tell what the others have kept."""
+    """Create a world, set a key, call nothing until the test asks, then send whether all keys exist."""
     dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size)
     store = dist.distributed_c10d._get_default_store()
     store.set(f"of {rank}", "kept")
@@ -46,7 +46,7 @@ def compute(test, url, rank, world_size):
 
 
 def agent(test, endpoint, run_id, agents):
-    """Meet the other agents of a job, again and again until told to shut down; workers of each round meet too."""
+    """Run one rendezvous after another until the test ends it; the workers of each round meet too."""
     rendezvous = handler()(RendezvousParameters("asyncdist", endpoint, run_id, agents, agents))
     while True:
         joined = rendezvous.next_rendezvous()

@@ -1,4 +1,4 @@
-"""torch's RPC beside our groups: trainers of a DistributedDataParallel whose embeddings lie with a parameter server."""
+"""torch's RPC together with asyncdist groups: trainers use DDP, and a parameter server holds the embeddings."""
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ ROWS, WIDTH = 10, 4
 
 
 def train(test, url, rank):
-    """Train with a parameter server, which is the last rank; tell the weights of both parts after two steps."""
+    """Train with a parameter server, the last rank; send the weights of both parts after two steps."""
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"{url}/rpc", rpc_timeout=30)
     name = "server" if rank == TRAINERS else f"trainer{rank}"
     rpc.init_rpc(name, rank=rank, world_size=TRAINERS + 1, rpc_backend_options=options)

@@ -1,4 +1,4 @@
-"""A job that torchrun starts: it says which world it is in, and ends as its argument says."""
+"""A job under torchrun: prints its world and ends as its argument says."""
 
 import os
 import sys
@@ -16,17 +16,17 @@ def main(backend, ending):
     dist.all_reduce(total)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     who = f"rank {dist.get_rank()} of {dist.get_world_size()}"
-    os.write(
-        1, f"{backend}: {who}, attempt {attempt}, sum {total.item():g}\n".encode()
-    )  # whole, beside the others' lines
+    # One write, because all ranks write to the same pipe.
+    os.write(1, f"{backend}: {who}, attempt {attempt}, sum {total.item():g}\n".encode())
     if ending == "fails once" and attempt == 0 and dist.get_rank() == 1:
         os._exit(3)
+    # Loop until the agent restarts this rank, because another agent has joined or was lost.
     while ending == "needs two" and dist.get_world_size() < 2:
-        time.sleep(0.05)  # until the agent ends us because another one has come
+        time.sleep(0.05)
     while ending == "loses one" and dist.get_world_size() + attempt < 2:
-        time.sleep(0.05)  # until the agent ends us because another one has come
+        time.sleep(0.05)
     while ending == "loses one" and dist.get_world_size() > 1:
-        dist.all_reduce(total)  # until the other one is lost
+        dist.all_reduce(total)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,7 +1,6 @@
-"""What torch allows, ours does and gloo refuses; run by the teams of conftest.py.
+"""Operations that asyncdist supports and gloo refuses; run by the teams of conftest.py.
 
-There is nothing to compare with, so that each program returns pairs: what came, and what should have.
-"""
+Each program returns pairs of actual and expected results."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from toys import numbers
 
 
 def stacked_outputs(rank, world):
-    """A gathered tensor may have a dimension for the ranks, and so may one that is to be scattered."""
+    """Gathered and scattered tensors may have an extra dimension for the ranks."""
     gathered, scattered = torch.zeros(world, 5), torch.zeros(5)
     dist.all_gather_into_tensor(gathered, numbers(rank))
     dist.reduce_scatter_tensor(scattered, numbers(rank, world * 5).view(world, 5))
@@ -40,7 +39,7 @@ def further_dtypes(rank, world):
 
 
 def scaled_sums(rank, world):
-    """The sum that multiplies first, as sharded training asks NCCL for it."""
+    """``PREMUL_SUM``, which FSDP requests from NCCL."""
     tensor = numbers(rank)
     dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
     return [(tensor, sum(numbers(peer) for peer in range(world)) * 0.5)]
@@ -54,7 +53,7 @@ def bits_of_bools(rank, world):
 
 
 def overlaps(rank, world):
-    """What is read may lie where is written, of which gloo makes other elements now and then."""
+    """Inputs may overlap outputs. gloo returns wrong elements in some of these cases."""
 
     def mine():
         return torch.cat([numbers(rank * world + peer, 4) for peer in range(world)])
@@ -82,7 +81,7 @@ def overlaps(rank, world):
 
 
 def layouts(rank, world):
-    """What is sent, received, gathered, scattered or summed need not be contiguous (gloo sums other elements, unasked)."""
+    """Tensors need not be contiguous. gloo sums wrong elements of such tensors."""
     right, left = (rank + 1) % world, (rank - 1) % world
     received = torch.zeros(3, 4).t()
     receiving = dist.irecv(received, left)
@@ -104,12 +103,12 @@ def layouts(rank, world):
         (share, total[2 * rank : 2 * rank + 2]),
         (dealt, numbers(rank, 6)[::2]),
         (strided, sum(numbers(peer, 24).view(4, 6)[::2, ::3] for peer in range(world))),
-        (grid[:, 1], numbers(rank, 24).view(4, 6)[:, 1]),  # between its elements nothing is touched
+        (grid[:, 1], numbers(rank, 24).view(4, 6)[:, 1]),
     ]
 
 
-def beside_gloo(rank, world):
-    """A group over gloo in the same process is left alone."""
+def together_with_gloo(rank, world):
+    """Groups over gloo in the same process, with operators whose kernels this package registers."""
     theirs = dist.new_group(backend="gloo")
     ours, tensor, gathered = numbers(rank), numbers(rank), torch.zeros(world * 5)
     dist.all_reduce(ours)
@@ -136,18 +135,19 @@ def beside_gloo(rank, world):
 
 
 def after_a_group_made_locally(rank, world):
-    """Ranks that made other numbers of groups meet in the next; over gloo they never do from torch 2.15 on."""
+    """A group is created by ranks that created different numbers of groups before; over gloo this hangs."""
     if rank == 0:
         dist.new_group([0], use_local_synchronization=True)
     group, tensor = dist.new_group(), numbers(rank)
     dist.all_reduce(tensor, group=group)
-    if rank:  # or no group over gloo could be made after this one
+    # Afterwards every rank has created the same number of groups, which groups over gloo require.
+    if rank:
         dist.new_group([rank], use_local_synchronization=True)
     return [(tensor, sum(numbers(peer) for peer in range(world)))]
 
 
 def callbacks_that_block(rank, world):
-    """As many callbacks wait at once for further collectives as there are futures; each on a group of its own."""
+    """Each callback blocks on a collective of a group of its own, all at the same time."""
     groups = [dist.new_group() for _ in range(6)]
 
     def reduces_again(number):
@@ -187,7 +187,7 @@ def methods_of_the_group(rank, world):
 
 
 def awaited(rank, world):
-    """In a coroutine an asynchronous operation is awaited, and others go on meanwhile."""
+    """Asynchronous operations are awaited in coroutines."""
 
     async def several():
         tensors = [numbers(rank + number, 3000) for number in range(4)]

@@ -15,7 +15,7 @@ from toys import Tower, network, state, train
 
 
 class Application(Stateful):
-    """A model and its optimizer, as the checkpoint sees them."""
+    """A model and its optimizer, as one stateful object."""
 
     def __init__(self, seed):
         self.model = Tower(seed)
@@ -34,7 +34,7 @@ class Application(Stateful):
         )
 
     def train(self, steps):
-        """Train on the same samples on every rank, so that it does not matter how many there are."""
+        """Train on the same samples on every rank, so that the result does not depend on the world size."""
         return train(self.model, 0, steps=steps, optimizer=self.optimizer)
 
 
@@ -46,7 +46,7 @@ def save(rank, world, folder):
 
 
 def save_in_the_background(rank, world, folder):
-    """What is trained on meanwhile is not what is saved; the background has a group of its own."""
+    """Training continues while a group of its own saves the earlier state."""
     application = Application(seed=0)
     application.train(2)
     own = dist.new_group()
@@ -65,7 +65,7 @@ def load(rank, world, folder):
 
 
 def save_and_load_tensors(rank, world, folder):
-    """Distributed tensors come back under other placements, whole ones on every rank, and objects as they were."""
+    """Distributed tensors are loaded with other placements, plain tensors on every rank, and objects unchanged."""
     mesh = init_device_mesh("cpu", (world,))
     whole = torch.arange(56.0).view(7, 8)
     saved = {
@@ -86,7 +86,7 @@ def save_and_load_tensors(rank, world, folder):
 
 
 def save_and_load_replicas(rank, world, folder):
-    """A DDP model, saved by all ranks together; every rank reads its own."""
+    """All ranks save a DDP model together, and every rank loads it."""
     model = DistributedDataParallel(network())
     train(model, rank)
     saved = state(model)

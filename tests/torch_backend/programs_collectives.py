@@ -1,7 +1,7 @@
-"""Every collective of torch.distributed, each way of calling it; run by the teams of conftest.py.
+"""Every collective of torch.distributed, in every form of the call; run by the teams of conftest.py.
 
-Values are small whole numbers, so that every order of summing gives the same bits. Where gloo refuses what torch allows
-(sizes that differ between members), the reference is put together from sends and receives.
+Values are small integers, so that results do not depend on the order of summation. Where gloo refuses unequal sizes, the
+reference consists of sends and receives.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def all_reduce_complex(rank, world):
 
 
 def all_reduce_layouts(rank, world):
-    """Tensors that are transposed, of no dimension, of no element, part of another, and large."""
+    """Tensors that are transposed, without dimensions, empty, part of another tensor, and large."""
     grid = numbers(rank, 24).view(4, 6)
     transposed, part = grid.clone().t(), grid.clone()[1:3]
     scalar, empty, large = torch.tensor(rank + 1.0), torch.empty(0, 3), numbers(rank, 300_007)
@@ -92,7 +92,7 @@ def all_reduce_sparse(rank, world):
 def all_reduce_coalesced(rank, world):
     tensors = [numbers(rank), numbers(rank, 3, torch.float32), torch.tensor(rank + 1.0)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls it deprecated, and its sharded training does not know
+        warnings.simplefilter("ignore")
         dist.all_reduce_coalesced(tensors)
         dist.all_reduce_coalesced(again := [numbers(rank), numbers(rank)], Op.MAX, async_op=True).wait()
     return tensors + again
@@ -112,7 +112,7 @@ def coalescing_manager(rank, world):
 
 
 def asynchronous(rank, world):
-    """What is left to itself, several at once, and finished in another order than begun."""
+    """Several operations at a time, waited for in reverse order."""
     tensors = [numbers(rank, count) for count in (1, 5, 70_000, 3)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work in reversed(works):
@@ -243,7 +243,7 @@ def all_gather_into_tensor(rank, world):
 def all_gather_coalesced(rank, world):
     gathered = [[torch.zeros(5), torch.zeros(2, 3)] for _ in range(world)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # as above
+        warnings.simplefilter("ignore")
         dist.all_gather_coalesced(gathered, [numbers(rank), numbers(rank, 6).view(2, 3)])
     return gathered
 
@@ -337,7 +337,7 @@ def objects(rank, world):
 
 
 def objects_of_safe_types(rank, world):
-    """torch reads what `weights_only` lets it, and refuses the rest on the ranks that would read it; nobody waits."""
+    """With ``weights_only`` torch refuses other types on the ranks that would unpickle them."""
     gathered = [None] * world
     dist.all_gather_object(gathered, {"rank": rank, "tensor": numbers(rank)}, weights_only=True)
     announced = [Fraction(1, 2) if rank == 0 else None]

@@ -15,11 +15,12 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from toys import gradients, network, samples, state, train
 
-SMALL = {"bucket_cap_mb": 0.0005}  # several buckets even of a toy
+SMALL = {"bucket_cap_mb": 0.0005}
+"""Divides even a small model into several buckets."""
 
 
 class Branches(nn.Module):
-    """Uses one of its branches only: which one depends on who asks, and one never."""
+    """A model with three branches, of which one forward uses one."""
 
     def __init__(self):
         super().__init__()
@@ -40,25 +41,21 @@ def _trained(rank, model=None, **options):
 # -- variants ----------------------------------------------------------------------------------------
 
 
-def plain(rank, world):
-    return _trained(rank)
+VARIANTS = {
+    "plain": {},
+    "one bucket": {"bucket_cap_mb": 25},
+    "static graph": {"static_graph": True},
+    "gradients are views": {"gradient_as_bucket_view": True},
+}
 
 
-def one_bucket(rank, world):
-    return _trained(rank, bucket_cap_mb=25)
+def variant(rank, world, name):
+    return _trained(rank, **VARIANTS[name])
 
 
-def starts_alike(rank, world):
-    """Parameters of rank 0 are everybody's, whatever a rank began with."""
+def starts_from_rank_0(rank, world):
+    """Rank 0's parameters overwrite those of the other ranks."""
     return _trained(rank, network(seed=rank))
-
-
-def static_graph(rank, world):
-    return _trained(rank, static_graph=True)
-
-
-def gradients_are_views(rank, world):
-    return _trained(rank, gradient_as_bucket_view=True)
 
 
 def double_precision(rank, world):
@@ -86,7 +83,7 @@ def unused_parameters(rank, world):
 
 
 def without_synchronization(rank, world):
-    """Two steps are summed up locally before one is reduced."""
+    """Gradients of two steps accumulate locally before an all-reduce."""
     model = DistributedDataParallel(network(), **SMALL)
     results = []
     for step in range(4):
@@ -119,7 +116,7 @@ def mixed_precision_of_autocast(rank, world):
 
 
 def in_a_subgroup(rank, world):
-    """Two halves train apart from each other."""
+    """Two halves of the world train separately."""
     mine, _ = dist.new_subgroups(world // 2)
     return _trained(rank, process_group=mine)
 
@@ -154,8 +151,8 @@ def hooks_of_cpp(rank, world):
     return results
 
 
-def hook_of_ones_own(rank, world):
-    """Gathers instead of summing, and goes on in a callback."""
+def custom_hook(rank, world):
+    """Gathers the gradients, and averages them in a callback."""
 
     def hook(group, bucket):
         gathered = torch.zeros(dist.get_world_size() * bucket.buffer().numel())
@@ -166,8 +163,9 @@ def hook_of_ones_own(rank, world):
 
 
 def hook_power_sgd(rank, world):
-    """Blocks on a further collective inside the callback of the one before."""
-    model = DistributedDataParallel(network())  # one bucket: of several, torch's hook mixes up the order of the calls
+    """Blocks on another collective inside the callback of the previous one."""
+    # With several buckets torch's hook issues its calls in different orders on different ranks.
+    model = DistributedDataParallel(network())
     hook_state = powerSGD_hook.PowerSGDState(
         process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.1
     )
@@ -189,47 +187,34 @@ def post_local_sgd(rank, world):
 # -- uneven inputs, sharded optimizers ---------------------------------------------------------------
 
 
+def _joined(rank, model, more_steps, **options):
+    """Train with a step more on each rank than on the rank before it; return the number of steps and the state."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = range(rank + more_steps)
+    with model.join(**options):
+        for step in steps:
+            inputs, targets = samples(rank, step)
+            optimizer.zero_grad()
+            outputs = model(inputs, branch=step % 2) if isinstance(model.module, Branches) else model(inputs)
+            functional.mse_loss(outputs, targets).backward()
+            optimizer.step()
+    return len(steps), state(model)
+
+
 def joined(rank, world):
-    """Each rank has one batch more than the rank before it."""
-    model = DistributedDataParallel(network(), **SMALL)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = 0
-    with model.join():
-        for step in range(rank + 1):
-            inputs, targets = samples(rank, step)
-            optimizer.zero_grad()
-            functional.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-            steps += 1
-    return steps, state(model)
+    return _joined(rank, DistributedDataParallel(network(), **SMALL), 1)
 
 
-def joined_by_as_many_as_are_left(rank, world):
+def joined_averaging_over_remaining_ranks(rank, world):
     """The sum is divided by the number of ranks that still have inputs."""
-    model = DistributedDataParallel(network(), **SMALL)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with model.join(divide_by_initial_world_size=False):
-        for step in range(rank + 1):
-            inputs, targets = samples(rank, step)
-            optimizer.zero_grad()
-            functional.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-    return state(model)
+    return _joined(rank, DistributedDataParallel(network(), **SMALL), 1, divide_by_initial_world_size=False)
 
 
 def joined_with_unused_parameters(rank, world):
-    model = DistributedDataParallel(Branches(), find_unused_parameters=True, **SMALL)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with model.join():
-        for step in range(rank + 2):
-            inputs, targets = samples(rank, step)
-            optimizer.zero_grad()
-            functional.mse_loss(model(inputs, branch=step % 2), targets).backward()
-            optimizer.step()
-    return state(model)
+    return _joined(rank, DistributedDataParallel(Branches(), find_unused_parameters=True, **SMALL), 2)
 
 
-def join_refuses_when_told_to(rank, world):
+def join_throws_on_early_termination(rank, world):
     model = DistributedDataParallel(network(), **SMALL)
     seen = "all of its inputs"
     try:
@@ -243,7 +228,7 @@ def join_refuses_when_told_to(rank, world):
 
 
 class Counted(Joinable):
-    """The smallest thing that can be joined: counts the calls of all ranks."""
+    """A minimal Joinable: counts the calls of all ranks."""
 
     def __init__(self):
         super().__init__()
@@ -280,7 +265,7 @@ class Counted(Joinable):
         return dist.group.WORLD
 
 
-def joining_of_ones_own(rank, world):
+def joined_custom_joinable(rank, world):
     counted = Counted()
     with Join([counted]):
         for _ in range(2 * rank + 1):
@@ -289,7 +274,7 @@ def joining_of_ones_own(rank, world):
 
 
 def zero_redundancy(rank, world):
-    """Each rank keeps the optimizer's state of its own share only; it is put together on rank 0."""
+    """Each rank keeps the optimizer state of its own share; rank 0 receives the whole state."""
     model = DistributedDataParallel(network(), **SMALL)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
     losses = train(model, rank, steps=4, optimizer=optimizer)
@@ -314,7 +299,7 @@ def zero_redundancy_joined(rank, world):
 
 
 def where_buckets_lie(rank, world):
-    """Large buckets are registered where the ranks share memory, also those that are dealt after the first step."""
+    """Large buckets lie in registered memory if the ranks share memory, also after the first step."""
     from asyncdist.memory.shared_arena import arena
 
     def noting(found, bucket):
@@ -335,8 +320,8 @@ def where_buckets_lie(rank, world):
     return [*pairs, (kinds, 2 if dist.group.WORLD.group.shares_memory else 1), (arena().used_nbytes, used)]
 
 
-def exact_in_open_buckets(rank, world):
-    """Whole numbers, so that every order of summing gives the same bits."""
+def exact_in_registered_buckets(rank, world):
+    """Integers, so that the result does not depend on the order of summation."""
     model = nn.Linear(300, 100, bias=False)
     model = DistributedDataParallel(model)
     pairs = []

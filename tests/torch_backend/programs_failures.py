@@ -1,8 +1,7 @@
-"""Ranks that meet trouble: peers that die, leave, or never come, and a user's mistakes; forked by test_failures.py.
+"""Ranks that lose peers, wait in vain or make mistakes; forked by test_failures.py.
 
-The first argument is the rank's end of the pipe to the test. A rank tells what it saw and then ends as any program does:
-the test looks at its exit status.
-"""
+The first argument is the rank's end of the pipe to the test. A rank sends what it observes, then exits like any program;
+the test checks the exit status."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def failure_of(call):
 
 
 def dies_in_backward(test, rank, world, meeting, options):
-    """The last rank dies in its third backward pass, between one bucket and the next."""
+    """The last rank is killed in its third backward, between two buckets."""
     start(rank, world, meeting)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
@@ -76,7 +75,8 @@ def dies_in_backward_of_fsdp(test, rank, world, meeting, options):
     dist.destroy_process_group()
 
 
-SIZE = 300_000  # more than goes off before anybody has come
+SIZE = 300_000
+"""More elements than can be sent before the peer receives."""
 CALLS = {
     "all_reduce": lambda group: dist.all_reduce(torch.ones(SIZE), group=group),
     "all_gather": lambda group: dist.all_gather([torch.ones(SIZE) for _ in range(3)], torch.ones(SIZE), group=group),
@@ -91,13 +91,13 @@ CALLS = {
 
 
 def dies(test, rank, world, meeting):
-    """The last of three ranks dies while the others wait for it in every call, each in a thread and group of its own."""
+    """The last of three ranks is killed while the others wait in each of `CALLS`, each in a thread and group of its own."""
     start(rank, world, meeting)
     groups = {name: dist.new_group() for name in CALLS}
     dist.barrier()
     if rank == world - 1:
         test.send("here")
-        test.recv()  # for ever: it is killed
+        test.recv()
     with ThreadPoolExecutor(len(CALLS)) as threads:
         failures = {name: threads.submit(failure_of, functools.partial(CALLS[name], groups[name])) for name in CALLS}
         test.send("waiting")
@@ -113,7 +113,7 @@ def dies(test, rank, world, meeting):
 
 
 def leaves(test, rank, world, meeting):
-    """The last rank destroys its group in good order while the others go on."""
+    """The last rank destroys its group while the others still use it."""
     start(rank, world, meeting)
     dist.barrier()
     if rank == world - 1:
@@ -124,7 +124,7 @@ def leaves(test, rank, world, meeting):
 
 
 def never_complete(test, rank, world, meeting):
-    """Of a world of three only these come."""
+    """One rank of three never starts."""
     test.send(failure_of(lambda: start(rank, world, meeting, timeout=1.0)))
     test.send(dist.is_initialized())
 
@@ -144,7 +144,7 @@ TIMED = {
 
 
 def late(test, rank, world, meeting):
-    """Rank 1 does not come to what the others call; they give up at the time of their group, or of the call."""
+    """Rank 1 does not call what the others call; the timeouts of the group or of the call end these calls."""
     start(rank, world, meeting)
     timed = {name: dist.new_group() for name in TIMED}
     brief = dist.new_group(timeout=timedelta(seconds=1))
@@ -162,7 +162,7 @@ def late(test, rank, world, meeting):
 
 
 def waits_briefly(test, rank, world, meeting):
-    """A wait that is given up does not end the operation."""
+    """A wait that times out does not end the operation."""
     start(rank, world, meeting)
     tensor = torch.full((1000,), rank + 1.0)
     if rank == 1:
@@ -177,7 +177,7 @@ def waits_briefly(test, rank, world, meeting):
 
 
 def mismatched(test, rank, world, meeting):
-    """Each rank calls something else."""
+    """The ranks pass different sizes."""
     start(rank, world, meeting)
     tensor = torch.ones(10 + rank)
     test.send(failure_of(lambda: dist.all_reduce(tensor)))
@@ -188,7 +188,7 @@ def mismatched(test, rank, world, meeting):
 
 
 def ends(test, rank, world, meeting, how):
-    """End in every way but the proper one."""
+    """End the process in the way ``how``."""
     start(rank, world, meeting)
     groups = [dist.new_group() for _ in range(2)]
     dist.all_reduce(torch.ones(10), group=groups[0])
@@ -218,11 +218,10 @@ def ends(test, rank, world, meeting, how):
             start(rank, world, f"{meeting}-{number}")
             dist.all_reduce(tensor := torch.ones(10))
             test.send(tensor.tolist())
-    # Otherwise nothing is destroyed at all.
 
 
 def wait_in_a_callback(rank, groups):
-    """Have what hangs on a future wait for a peer, which does the same."""
+    """A callback of a future waits for the peer, which does the same."""
     begun = threading.Event()
 
     def wait_for_the_peer(_):
@@ -239,7 +238,7 @@ def wait_in_a_callback(rank, groups):
 
 
 def aborts(test, rank, world, meeting):
-    """Rank 0 aborts everything, with no connection open yet, and stays; the others wait for one another."""
+    """Rank 0, without an open connection, aborts everything and stays; the others wait for each other."""
     start(rank, world, meeting)
     part = dist.new_group(list(range(world)))
     if rank == 0:
@@ -254,4 +253,5 @@ def aborts(test, rank, world, meeting):
     else:
         group = part if rank == 1 else None
         test.send(failure_of(lambda: dist.recv(torch.zeros(1), 3 - rank, group=group)))
-    test.recv()  # who ended now would be lost to those who have heard of one group only
+    # A rank that exits now would be lost to ranks that know of the abort of one group only.
+    test.recv()

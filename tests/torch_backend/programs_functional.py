@@ -47,7 +47,7 @@ def functional_exchanges(rank, world):
 
 
 def functional_groups(rank, world):
-    """A group may be given as a group, a list of ranks, a mesh, or a mesh and one of its dimensions."""
+    """A group is given as a group, a list of ranks, a mesh, or a mesh and a dimension."""
     mesh = init_device_mesh("cpu", (2, world // 2))
     given = [dist.group.WORLD, list(range(world)), init_device_mesh("cpu", (world,)), (mesh, 0), (mesh, 1)]
     return [functions.all_reduce(numbers(rank), "sum", group) * 1 for group in given]
@@ -68,7 +68,7 @@ def functional_autograd(rank, world):
 
 
 def operators_with_outputs(rank, world):
-    """What C++ calls by itself: it finds our methods through the dispatcher only."""
+    """Operators that find the group's methods through the C++ dispatcher."""
     operators, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
     output = torch.zeros(world * 5)
     gathered = operators.wait_tensor(operators.all_gather_into_tensor_out(numbers(rank), world, name, out=output))
@@ -78,7 +78,7 @@ def operators_with_outputs(rank, world):
 
 
 def batches_of_operators(rank, world):
-    """Sends and receives in one operator, as compiled pipelines call them."""
+    """Sends and receives in one operator, as in compiled pipelines."""
     operators, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
     right, left = (rank + 1) % world, (rank - 1) % world
     received = torch.zeros(5)
@@ -112,7 +112,7 @@ def differentiable_collectives(rank, world):
 
 
 def _all_functions(tensor, world):
-    """Go through every functional collective, one after the other: few kernels between them, each takes seconds."""
+    """Call every functional collective in turn, with few kernels in between, because compiling one takes seconds."""
     group = dist.group.WORLD
     total = functions.all_reduce(tensor * 2, "sum", group)
     gathered = functions.all_gather_tensor(total, 0, group)
@@ -145,7 +145,7 @@ def compiled_by_inductor(rank, world):
 
 
 def _traced_dist(tensor, world):
-    """Use the plain names, which the compiler rewrites."""
+    """Call functions of torch.distributed that the compiler rewrites."""
     total = tensor.clone()
     dist.all_reduce(total)
     gathered = tensor.new_empty(world * 4)
@@ -160,7 +160,7 @@ def compiled_plain_names(rank, world):
 
 
 def compiled_around_calls(rank, world):
-    """What the compiler cannot rewrite it runs as it is, and goes on after it: it shall not look into ours meanwhile."""
+    """The compiler breaks the graph at calls that it cannot rewrite, and does not trace into asyncdist."""
     torch._dynamo.reset()
     right, left, group = (rank + 1) % world, (rank - 1) % world, dist.new_group()
 
@@ -187,7 +187,7 @@ def compiled_around_calls(rank, world):
 
 
 def compiled_training(rank, world):
-    """Backward too: DDP's, which splits the graph at its buckets, and that of functional collectives."""
+    """Backward of DDP, whose graph is split at its buckets, and of functional collectives."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))

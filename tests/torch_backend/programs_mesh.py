@@ -1,4 +1,4 @@
-"""Meshes, distributed tensors, tensor and loss parallelism; run by the teams of conftest.py."""
+"""Device meshes, distributed tensors, tensor and loss parallelism; run by the teams of conftest.py."""
 
 from __future__ import annotations
 
@@ -34,15 +34,8 @@ def grid(world):
 # -- meshes ------------------------------------------------------------------------------------------
 
 
-def mesh_of_one_dimension(rank, world):
-    mesh = line(world)
-    tensor = numbers(rank)
-    dist.all_reduce(tensor, group=mesh.get_group())
-    return [tensor, mesh.get_rank(), mesh.get_local_rank("ranks"), mesh.size(), mesh.get_coordinate()]
-
-
 def mesh_of_two_dimensions(rank, world):
-    """Each row and each column is a group of its own; a slice of the mesh is a mesh."""
+    """Each row and each column is a group; a slice of the mesh is a mesh."""
     mesh, results = grid(world), []
     for name in mesh.mesh_dim_names:
         tensor = numbers(rank)
@@ -57,7 +50,7 @@ def mesh_of_two_dimensions(rank, world):
 
 
 def mesh_of_some_ranks(rank, world):
-    """Ranks that are not in a mesh have no coordinate in it, and no part of its tensors."""
+    """Ranks outside a mesh have no coordinate and no part of its tensors."""
     mesh = DeviceMesh("cpu", [0, world - 1])
     tensor = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)])
     whole = tensor.full_tensor() if mesh.get_coordinate() else None
@@ -74,7 +67,7 @@ def mesh_from_a_group(rank, world):
 
 
 def _placed(mesh, placements, rank):
-    """Return a tensor of 5 × 7 under the placements; where it is partial every rank adds its number."""
+    """Return a tensor of shape (5, 7) with the placements; to a partial one each rank contributes its number."""
     whole = torch.arange(35.0).view(5, 7)
     kept = [Replicate() if placement.is_partial() else placement for placement in placements]
     local = distribute_tensor(whole, mesh, kept).to_local() + (rank if kept != list(placements) else 0)
@@ -82,7 +75,7 @@ def _placed(mesh, placements, rank):
 
 
 def redistribute(rank, world):
-    """From every placement into every other; the dimensions do not divide by the ranks."""
+    """From every placement to every other; the dimensions are not multiples of the world size."""
     mesh = line(world)
     sources = [Replicate(), Shard(0), Shard(1), Partial(), Partial("max"), Partial("min"), Partial("avg")]
     targets = [Replicate(), Shard(0), Shard(1)]
@@ -127,7 +120,7 @@ def multiply(rank, world):
 
 
 def operators(rank, world):
-    """Sums, norms, softmax, maxima, concatenations, indexing: what brings its own communication along."""
+    """Sums, norms, softmax, maxima, concatenations, indexing: operators of DTensor that communicate."""
     mesh = line(world)
     tensor = distribute_tensor(torch.arange(64.0).view(8, 8) % 7, mesh, [Shard(0)])
     other = distribute_tensor(torch.arange(64.0).view(8, 8) % 5, mesh, [Shard(1)])
@@ -139,8 +132,8 @@ def operators(rank, world):
     return [each.full_tensor() for each in results]
 
 
-def dealt_out(rank, world):
-    """A tensor that is to be distributed is that of rank 0, whatever the others hold; by default it is not even sent."""
+def distributed_from_rank_0(rank, world):
+    """A distributed tensor has rank 0's values. By default torch does not send them."""
     every = ([Shard(0), Replicate()], [Replicate(), Shard(1)], [Shard(1), Shard(0)], [Replicate()] * 2)
     mesh, tensor = grid(world), numbers(rank, 35).view(5, 7)
     return [distribute_tensor(tensor, mesh, placements, src_data_rank=0).to_local() for placements in every]
@@ -187,7 +180,7 @@ def columns_then_rows(rank, world):
 
 
 def sequence_parallel(rank, world):
-    """Between the linear layers the sequence is what is sharded."""
+    """Between the linear layers activations are sharded by sequence."""
     torch.manual_seed(0)
     plan = {
         "norm": SequenceParallel(),
@@ -204,7 +197,7 @@ def sequence_parallel(rank, world):
     return _steps(stack, inputs)
 
 
-def embeddings_in_parts(rank, world):
+def sharded_embeddings(rank, world):
     torch.manual_seed(0)
     results = []
     for style in (RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())):
@@ -214,8 +207,8 @@ def embeddings_in_parts(rank, world):
     return results
 
 
-def losses_in_parts(rank, world):
-    """The logits stay sharded over their classes, forward and backward."""
+def sharded_losses(rank, world):
+    """Logits stay sharded by class in forward and backward."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 12))
     parallelize_module(model, line(world), {"2": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})

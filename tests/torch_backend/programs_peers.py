@@ -1,4 +1,4 @@
-"""Sends, receives and groups, as torch.distributed has them; run by the teams of conftest.py."""
+"""Sends, receives and groups of torch.distributed; run by the teams of conftest.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toys import numbers
 
 
 def send_and_receive(rank, world):
-    """Round the ring, blocking and not, of several dtypes, sizes and layouts."""
+    """Around the ring, blocking and asynchronous, with several dtypes, sizes and layouts."""
     right, left, results = (rank + 1) % world, (rank - 1) % world, []
     for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64):
         for count in (0, 1, 70_000):
@@ -23,7 +23,7 @@ def send_and_receive(rank, world):
 
 
 def tags(rank, world):
-    """Two messages under way between two ranks are told apart by their tags, in whatever order they are asked for."""
+    """A receive takes the message of its tag, whatever the order of the sends."""
     if rank == 0:
         sends = [dist.isend(numbers(tag), 1, tag=tag) for tag in (7, 3, 2**20)]
         for send in sends:
@@ -47,7 +47,7 @@ def same_tag_in_order(rank, world):
 
 
 def from_any_source(rank, world):
-    """Everybody sends to rank 0, which takes what comes and says from whom."""
+    """Rank 0 receives from any source and learns the sender."""
     if rank:
         dist.send(numbers(rank), 0, tag=4)
         return "sent"
@@ -61,7 +61,7 @@ def from_any_source(rank, world):
 
 
 def from_any_source_in_a_group(rank, world):
-    """The source is told as a global rank, as every rank of the public functions is."""
+    """The sender is reported as a global rank, as in every public function."""
     members = list(range(world))[::-1][:-1] or [0]
     group = dist.new_group(members)
     if rank not in members or len(members) == 1:
@@ -91,7 +91,7 @@ def batches(rank, world):
 
 
 def by_group_rank(rank, world):
-    """Ranks in a group count from the order in which torch keeps its members."""
+    """``group_src`` and ``group_dst`` are ranks in the group."""
     members = sorted({0, world - 1})
     group = dist.new_group(members)
     results = {"rank": dist.get_rank(group), "size": dist.get_world_size(group)}
@@ -116,7 +116,7 @@ def by_group_rank(rank, world):
 
 
 def _everything(group, members, rank):
-    """Return what a few collectives give in a group."""
+    """Return the results of several collectives in a group."""
     size, mine = len(members), dist.get_rank(group)
     total = numbers(rank)
     dist.all_reduce(total, group=group)
@@ -138,7 +138,7 @@ def _everything(group, members, rank):
 
 
 def in_groups(rank, world):
-    """All ranks again, one alone, every second, and a pair at the end; some ranks are outside of some."""
+    """Groups of all ranks, of one rank, of every second rank, and of the last two ranks."""
     results = []
     for members in (list(range(world)), [1], list(range(0, world, 2)), [world - 2, world - 1]):
         group = dist.new_group(members)
@@ -152,7 +152,7 @@ def in_groups(rank, world):
 
 
 def outside_a_group(rank, world):
-    """Collectives of others' groups do nothing but warn."""
+    """Collectives of a group do nothing on other ranks, except for a warning."""
     group = dist.new_group([0])
     tensor = numbers(rank)
     if rank:
@@ -162,7 +162,7 @@ def outside_a_group(rank, world):
 
 
 def groups_of_one(rank, world):
-    """Each rank's own, made by all."""
+    """Each rank uses a group of its own, which all ranks create."""
     groups = [dist.new_group([member]) for member in range(world)]
     return _everything(groups[rank], [rank], rank)
 
@@ -175,14 +175,14 @@ def subgroups(rank, world):
 
 
 def groups_made_locally(rank, world):
-    """Only members make it. The others make one of their own: torch 2.15 names what comes after by how many a rank made."""
+    """Only members create the group. torch 2.15 names groups by the number of groups that a rank created."""
     members = [world - 2, world - 1] if rank >= world - 2 else [rank]
     group = dist.new_group(members, use_local_synchronization=True)
     return _everything(group, members, rank)
 
 
-def several_groups_at_once(rank, world):
-    """Operations of different groups are under way together, begun in another order on each rank."""
+def operations_of_several_groups(rank, world):
+    """Operations of several groups run at a time; each rank starts them in another order."""
     groups = [dist.new_group() for _ in range(3)]
     tensors = [numbers(rank + 10 * number, 2000) for number in range(3)]
     order = [(rank + number) % 3 for number in range(3)]
@@ -193,7 +193,7 @@ def several_groups_at_once(rank, world):
 
 
 def destroyed_in_any_order(rank, world):
-    """Each rank leaves its groups in an order of its own; the others' stay usable."""
+    """Each rank destroys its groups in another order; the remaining groups stay usable."""
     groups = [dist.new_group() for _ in range(3)]
     _everything(groups[0], list(range(world)), rank)
     for number in range(2) if rank % 2 else reversed(range(2)):

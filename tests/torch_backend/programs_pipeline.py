@@ -35,8 +35,8 @@ def _data(step):
     return torch.randn(BATCH, 8, generator=generator), torch.randn(BATCH, 8, generator=generator)
 
 
-def _run(schedule, modules, indices, count, group_rank, last_rank):
-    """Train for two steps: inputs go in at the first stage, and losses come out at the last."""
+def _run(schedule, modules, indices, count):
+    """Train for two steps; return outputs, losses and gradients. The first stage gets inputs, the last one targets."""
     optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
     results = []
     for step in range(2):
@@ -53,55 +53,40 @@ def _run(schedule, modules, indices, count, group_rank, last_rank):
     return results
 
 
-def _single(kind, rank, world, **options):
-    block = _blocks(world)[rank]
-    stage = PipelineStage(block, rank, world, DEVICE)
-    schedule = kind(stage, n_microbatches=4, loss_fn=functional.mse_loss, **options)
-    return _run(schedule, [block], [rank], world, rank, world - 1)
+SINGLE = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+"""Schedules with one stage per rank."""
+MULTI = {
+    "interleaved 1F1B": ScheduleInterleaved1F1B,
+    "looped BFS": ScheduleLoopedBFS,
+    "interleaved zero bubble": ScheduleInterleavedZeroBubble,
+    "ZBV zero bubble": ScheduleZBVZeroBubble,
+}
+"""Schedules with two stages per rank. In ZBV rank 0 holds the first and the last stage."""
 
 
-def _multi(kind, rank, world, indices):
-    blocks = _blocks(2 * world)
+def trained(rank, world, name):
+    per_rank = 1 if name in SINGLE else 2
+    blocks = _blocks(per_rank * world)
+    last = 2 * world - 1 - rank if name.startswith("ZBV") else rank + world
+    indices = [rank, last][:per_rank]
     mine = [blocks[index] for index in indices]
-    stages = [PipelineStage(block, index, 2 * world, DEVICE) for block, index in zip(mine, indices, strict=True)]
-    schedule = kind(stages, n_microbatches=2 * world, loss_fn=functional.mse_loss)
-    return _run(schedule, mine, indices, 2 * world, rank, world - 1)
-
-
-def all_forward_then_all_backward(rank, world):
-    return _single(ScheduleGPipe, rank, world)
-
-
-def one_forward_one_backward(rank, world):
-    return _single(Schedule1F1B, rank, world)
-
-
-def interleaved(rank, world):
-    return _multi(ScheduleInterleaved1F1B, rank, world, [rank, rank + world])
-
-
-def looped(rank, world):
-    return _multi(ScheduleLoopedBFS, rank, world, [rank, rank + world])
-
-
-def without_bubbles(rank, world):
-    return _multi(ScheduleInterleavedZeroBubble, rank, world, [rank, rank + world])
-
-
-def without_bubbles_in_a_v(rank, world):
-    """The first rank holds the first stage and the last."""
-    return _multi(ScheduleZBVZeroBubble, rank, world, [rank, 2 * world - 1 - rank])
+    stages = [PipelineStage(blocks[index], index, len(blocks), DEVICE) for index in indices]
+    if name in SINGLE:
+        schedule = SINGLE[name](stages[0], n_microbatches=4, loss_fn=functional.mse_loss)
+    else:
+        schedule = MULTI[name](stages, n_microbatches=2 * world, loss_fn=functional.mse_loss)
+    return _run(schedule, mine, indices, len(blocks))
 
 
 def traced(rank, world):
-    """torch cuts the model into stages by itself."""
+    """torch divides the model into stages."""
     torch.manual_seed(0)
     model = nn.Sequential(*_blocks(world))
     cuts = {str(index): SplitPoint.BEGINNING for index in range(1, world)}
     parts = pipeline(model, mb_args=(torch.zeros(BATCH // 4, 8),), split_spec=cuts)
     stage = parts.build_stage(rank, DEVICE)
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=functional.mse_loss)
-    return _run(schedule, [stage.submod], [rank], world, rank, world - 1)
+    return _run(schedule, [stage.submod], [rank], world)
 
 
 def evaluated(rank, world):
@@ -112,8 +97,8 @@ def evaluated(rank, world):
     return [output]
 
 
-def beside_sharding(rank, world):
-    """One dimension of the mesh is the pipeline, the other shards what each stage holds."""
+def sharded_stages(rank, world):
+    """One dimension of the mesh is the pipeline, the other one shards each stage."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pipeline", "data"))
     index = mesh.get_local_rank("pipeline")
     block = fully_shard(_blocks(2)[index], mesh=mesh["data"])

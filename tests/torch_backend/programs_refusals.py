@@ -1,7 +1,6 @@
-"""A user's mistakes, each refused before anything is sent, so that the group goes on; run by the teams of conftest.py.
+"""User mistakes. Each call is refused before anything is sent, so the group stays usable; run by the teams of conftest.py.
 
-Each program returns pairs of what came and what should have: the kinds of the errors, and that they say what to do.
-"""
+Each program returns pairs of actual and expected results."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ from asyncdist.errors import AsyncdistError
 
 
 def _refused(op, call, *words):
-    """Return a pair for what a call raises: it has to be an error of ours that names operation, rank and these words.
+    """Return a pair for the error of a call: an asyncdist error that names operation, group, rank and ``words``.
 
-    ``op`` is None for what is no operation.
+    ``op`` is None for calls that are not operations.
     """
     try:
         call()
@@ -37,7 +36,7 @@ def _still_works(rank, world):
 
 
 def devices(rank, world):
-    """Tensors where no transport reaches."""
+    """Tensors on a device that no transport supports."""
     meta = torch.ones(4, device="meta")
     return [
         _refused("all_reduce", lambda: dist.all_reduce(meta), "meta", ".cpu()"),
@@ -50,7 +49,7 @@ def devices(rank, world):
 
 
 def dtypes(rank, world):
-    """What can be moved but not reduced, not in this way, or not at all."""
+    """Dtypes that cannot be reduced, or not by this reduction."""
     packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     bits = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
     return [
@@ -106,7 +105,7 @@ def counts(rank, world):
 
 
 def layouts(rank, world):
-    """Memory that several elements share can be read, and not written."""
+    """Tensors with overlapping elements can be inputs, but not outputs."""
     expanded, sparse = torch.ones(1).expand(4), torch.ones(4).to_sparse()
     return [
         _refused("all_reduce", lambda: dist.all_reduce(expanded), "expanded", ".clone()"),
@@ -118,7 +117,7 @@ def layouts(rank, world):
 
 
 def unequal(rank, world):
-    """The one that has the list knows, before the others have anything: they wait for a call that comes right."""
+    """Only the rank with the list can detect a wrong size; the others wait until it makes a correct call."""
     ones = torch.ones(2)
     wrong = [torch.zeros(peer + 1) for peer in range(world)]
     right = [torch.full((2,), float(peer)) for peer in range(world)]
@@ -134,7 +133,7 @@ def unequal(rank, world):
 
 
 def by_cpp(rank, world):
-    """A mistake that is found below C++ comes through it unchanged."""
+    """An error that is raised below C++ code passes through it unchanged."""
     operators, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
     bits = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
     return [
@@ -147,8 +146,8 @@ def by_cpp(rank, world):
     ]
 
 
-def later_powers(rank, world):
-    """What torch 2.15 asks of back ends that can, by the methods that its functions call."""
+def features_of_later_releases(rank, world):
+    """Features that torch 2.15 requests by these attributes and methods."""
     group = dist.group.WORLD
     can = [
         group.supports_reconfigure,

@@ -47,18 +47,28 @@ def _trained(model, rank):
 
 
 def mean_of_shares(rank, world):
-    """Return what FSDP2 asks of a group: the mean of everybody's parts, which is half of the number of ranks plus one."""
+    """Return the mean that FSDP2 requests: (world + 1) / 2."""
     mean = torch.empty(3)
     dist.reduce_scatter_tensor(mean, torch.full((3 * world,), rank + 1.0), op=dist.ReduceOp.AVG)
     return mean
 
 
-def fully_sharded(rank, world):
-    return _trained(_sharded(), rank)
+VARIANTS = {
+    "plain": {},
+    "kept after forward": {"reshard_after_forward": False},
+    "resharded to smaller groups": {"reshard_after_forward": 2},
+    "mixed precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "bfloat16 sums": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+def variant(rank, world, name):
+    return _trained(_sharded(**VARIANTS[name]), rank)
 
 
 def in_memory_of_the_group(rank, world):
-    """What is gathered and scattered lies where the back end wants it; the same comes out, step after step."""
+    """Gathered and scattered tensors lie in memory that the back end allocates."""
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6000), nn.GELU(), nn.Linear(6000, 3)]  # some 100 KiB each
     model = nn.Sequential(*layers)
@@ -69,29 +79,6 @@ def in_memory_of_the_group(rank, world):
     return _trained(model, rank)
 
 
-def kept_after_forward(rank, world):
-    return _trained(_sharded(reshard_after_forward=False), rank)
-
-
-def resharded_to_smaller_groups(rank, world):
-    """After the forward pass parameters lie in halves of the world, which gather them again for the backward pass."""
-    return _trained(_sharded(reshard_after_forward=2), rank)
-
-
-def mixed_precision(rank, world):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return _trained(_sharded(mp_policy=policy), rank)
-
-
-def mixed_precision_of_sums(rank, world):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    return _trained(_sharded(mp_policy=policy), rank)
-
-
-def offloaded(rank, world):
-    return _trained(_sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), rank)
-
-
 def hybrid(rank, world):
     """Sharded in one dimension of a mesh, replicated in the other."""
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
@@ -99,7 +86,7 @@ def hybrid(rank, world):
 
 
 def other_reductions(rank, world):
-    """The gradients' factor is ours to choose, which makes it a sum instead of an average."""
+    """A gradient divide factor of 1 requests sums instead of averages."""
     model = _sharded()
     for module in (*model.blocks, model):
         module.set_gradient_divide_factor(1.0)
@@ -108,7 +95,7 @@ def other_reductions(rank, world):
 
 
 def accumulated(rank, world):
-    """Gradients are summed up unreduced, then reduced once."""
+    """Gradients accumulate without communication, then one reduce-scatter follows."""
     model = _sharded()
     for step in range(3):
         model.set_requires_gradient_sync(step == 2)
@@ -126,7 +113,7 @@ def clipped_norm(rank, world):
 
 
 def whole_state(rank, world):
-    """The whole state, of model and optimizer, comes together on rank 0 and is dealt out to a new model."""
+    """Rank 0 gathers the state of model and optimizer; a new model receives it."""
     model = _sharded()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     before = train(model, rank, optimizer=optimizer)
@@ -144,7 +131,7 @@ def whole_state(rank, world):
 
 
 def above_tensor_parallel(rank, world):
-    """Two dimensions: tensors are parallel within a row and sharded among the rows."""
+    """Tensor parallel within the rows of a mesh, sharded between the rows."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "tensor"))
     model = Tower()
     for block in model.blocks:
@@ -159,7 +146,7 @@ def above_tensor_parallel(rank, world):
 
 @contextlib.contextmanager
 def _quietly():
-    """FSDP1 is deprecated, and says so in many places."""
+    """Suppress the deprecation warnings of FSDP1."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -178,27 +165,22 @@ def _trained_first_version(rank, **options):
             return losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def first_version(rank, world):
-    return _trained_first_version(rank)
+FIRST_VERSIONS = {
+    "plain": {},
+    "original parameters": {"use_orig_params": True},
+    "gradients and optimizer": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "not sharded": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "mixed precision": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+}
 
 
-def first_version_of_original_parameters(rank, world):
-    return _trained_first_version(rank, use_orig_params=True)
-
-
-def first_version_strategies(rank, world):
-    strategies = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
-    return [_trained_first_version(rank, sharding_strategy=strategy) for strategy in strategies]
+def first_version(rank, world, name):
+    return _trained_first_version(rank, **FIRST_VERSIONS[name])
 
 
 def first_version_hybrid(rank, world):
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     return _trained_first_version(rank, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-
-
-def first_version_mixed_precision(rank, world):
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return _trained_first_version(rank, mixed_precision=precision)
 
 
 def first_version_sharded_state(rank, world):

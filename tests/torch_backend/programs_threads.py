@@ -1,7 +1,6 @@
 """Which threads take part in a call; run by the teams of conftest.py.
 
-Each program returns pairs of what came and what should have.
-"""
+Each program returns pairs of actual and expected results."""
 
 from __future__ import annotations
 
@@ -14,9 +13,10 @@ import torch.distributed as dist
 
 
 def stays_in_its_thread(rank, world):
-    """A blocking call is driven by the thread that makes it, and wakes no other one."""
+    """The calling thread drives a blocking call and wakes no other thread."""
     tensor = torch.ones(1000)
-    for _ in range(20):  # threads that something before has woken go to sleep
+    # Threads that earlier programs woke go to sleep.
+    for _ in range(20):
         dist.all_reduce(tensor)
     before = _switches()
     for _ in range(200):
@@ -25,11 +25,12 @@ def stays_in_its_thread(rank, world):
     others = sum(
         count - before.get(thread, 0) for thread, count in after.items() if thread != threading.get_native_id()
     )
-    return [(others < 20, True)]  # one wakes up now and then to look at the time
+    # A thread wakes up regularly to check timers.
+    return [(others < 20, True)]
 
 
 def _switches():
-    """Return how often each thread of this process has begun or stopped to run."""
+    """Return the number of context switches of each thread of this process."""
     switches = {}
     for thread in Path("/proc/self/task").iterdir():
         status = (thread / "status").read_text()

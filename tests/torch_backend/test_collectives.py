@@ -41,7 +41,7 @@ def test_point_to_point(same_over_gloo, program):
 
 @pytest.mark.parametrize(
     "program", ["in_groups", "outside_a_group", "groups_of_one", "subgroups", "groups_made_locally",
-                "several_groups_at_once", "destroyed_in_any_order", "names"],
+                "operations_of_several_groups", "destroyed_in_any_order", "names"],
 )  # fmt: skip
 def test_groups(same_over_gloo, program):
     same_over_gloo("programs_peers", program)
@@ -49,7 +49,8 @@ def test_groups(same_over_gloo, program):
 
 @pytest.mark.parametrize(
     "program", ["stacked_outputs", "further_dtypes", "scaled_sums", "bits_of_bools", "layouts", "overlaps",
-                "after_a_group_made_locally", "beside_gloo", "callbacks_that_block", "methods_of_the_group", "awaited"],
+                "after_a_group_made_locally", "together_with_gloo", "callbacks_that_block", "methods_of_the_group",
+                "awaited"],
 )  # fmt: skip
 def test_operation_that_gloo_refuses(as_it_should_be, program):
     as_it_should_be("programs_beyond_gloo", program)

@@ -12,14 +12,18 @@ pytestmark = pytest.mark.processes
 NARROW = 2e-3
 
 
+@pytest.mark.parametrize("name", ["plain", "one bucket", "static graph", "gradients are views"])
+def test_variants_of_training(same_over_gloo, world, name):
+    same_over_gloo("programs_ddp", "variant", name, close=world > 2)
+
+
 @pytest.mark.parametrize(
     "program",
     [
-        "plain", "one_bucket", "starts_alike", "static_graph", "gradients_are_views", "double_precision",
-        "buffers_follow_rank_0", "unused_parameters", "without_synchronization", "two_forwards_one_backward",
-        "in_a_subgroup", "hook_all_reduce", "hook_of_ones_own", "hook_power_sgd", "post_local_sgd", "joined",
-        "joined_by_as_many_as_are_left", "joined_with_unused_parameters", "join_refuses_when_told_to",
-        "joining_of_ones_own", "zero_redundancy", "zero_redundancy_joined",
+        "starts_from_rank_0", "double_precision", "buffers_follow_rank_0", "unused_parameters", "without_synchronization",
+        "two_forwards_one_backward", "in_a_subgroup", "hook_all_reduce", "custom_hook", "hook_power_sgd", "post_local_sgd",
+        "joined", "joined_averaging_over_remaining_ranks", "joined_with_unused_parameters",
+        "join_throws_on_early_termination", "joined_custom_joinable", "zero_redundancy", "zero_redundancy_joined",
     ],
 )  # fmt: skip
 def test_training(same_over_gloo, world, program):
@@ -34,6 +38,6 @@ def test_half_precision_gradients(same_over_gloo, program):
     same_over_gloo("programs_ddp", program, close=NARROW)
 
 
-@pytest.mark.parametrize("program", ["where_buckets_lie", "exact_in_open_buckets"])
+@pytest.mark.parametrize("program", ["where_buckets_lie", "exact_in_registered_buckets"])
 def test_buckets(as_it_should_be, program):
     as_it_should_be("programs_ddp", program)

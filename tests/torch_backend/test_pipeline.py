@@ -11,12 +11,12 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.mark.parametrize(
-    "program", ["all_forward_then_all_backward", "one_forward_one_backward", "interleaved", "looped", "without_bubbles",
-                "without_bubbles_in_a_v", "traced", "evaluated"],
-)  # fmt: skip
-def test_schedule(same_over_gloo, program):
+    "name", ["GPipe", "1F1B", "interleaved 1F1B", "looped BFS", "interleaved zero bubble", "ZBV zero bubble"]
+)
+def test_schedule(same_over_gloo, name):
+    same_over_gloo("programs_pipeline", "trained", name)
+
+
+@pytest.mark.parametrize("program", ["traced", "evaluated", "sharded_stages"])
+def test_pipeline(same_over_gloo, program):
     same_over_gloo("programs_pipeline", program)
-
-
-def test_pipeline_with_fsdp2(same_over_gloo):
-    same_over_gloo("programs_pipeline", "beside_sharding")

@@ -8,9 +8,7 @@ pytestmark = pytest.mark.processes
 NARROW = 2e-2
 
 
-@pytest.mark.parametrize(
-    "program", ["mesh_of_one_dimension", "mesh_of_two_dimensions", "mesh_of_some_ranks", "mesh_from_a_group"]
-)
+@pytest.mark.parametrize("program", ["mesh_of_two_dimensions", "mesh_of_some_ranks", "mesh_from_a_group"])
 def test_mesh(same_over_gloo, program):
     same_over_gloo("programs_mesh", program)
 
@@ -18,7 +16,7 @@ def test_mesh(same_over_gloo, program):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "program", ["redistribute", "redistribute_in_two_dimensions", "redistribute_asynchronously_and_backward",
-                "multiply", "dealt_out"],
+                "multiply", "distributed_from_rank_0"],
 )  # fmt: skip
 def test_distributed_tensor(same_over_gloo, program):
     same_over_gloo("programs_mesh", program)
@@ -26,8 +24,8 @@ def test_distributed_tensor(same_over_gloo, program):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "program", ["operators", "module_distributed", "columns_then_rows", "sequence_parallel", "embeddings_in_parts",
-                "losses_in_parts"],
+    "program", ["operators", "module_distributed", "columns_then_rows", "sequence_parallel", "sharded_embeddings",
+                "sharded_losses"],
 )  # fmt: skip
 def test_tensor_parallel(same_over_gloo, world, program):
     same_over_gloo("programs_mesh", program, close=world > 2)
@@ -40,8 +38,15 @@ def test_reduce_scatter_averages(teams, transport, world):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "program", ["fully_sharded", "in_memory_of_the_group", "kept_after_forward", "resharded_to_smaller_groups",
-                "mixed_precision", "offloaded", "hybrid", "other_reductions", "accumulated", "clipped_norm", "whole_state",
+    "name", ["plain", "kept after forward", "resharded to smaller groups", "mixed precision", "offloaded"]
+)
+def test_variants_of_fsdp2(same_over_gloo, world, name):
+    same_over_gloo("programs_sharded", "variant", name, close=world > 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "program", ["in_memory_of_the_group", "hybrid", "other_reductions", "accumulated", "clipped_norm", "whole_state",
                 "above_tensor_parallel"],
 )  # fmt: skip
 def test_fsdp2(same_over_gloo, world, program):
@@ -49,14 +54,19 @@ def test_fsdp2(same_over_gloo, world, program):
 
 
 @pytest.mark.parametrize(
-    "program", ["first_version", "first_version_of_original_parameters", "first_version_strategies",
-                "first_version_hybrid", "first_version_mixed_precision", "first_version_sharded_state",
-                "first_version_clipped_norm"],
-)  # fmt: skip
+    "name", ["plain", "original parameters", "gradients and optimizer", "not sharded", "mixed precision"]
+)
+def test_variants_of_fsdp1(same_over_gloo, world, name):
+    same_over_gloo("programs_sharded", "first_version", name, close=world > 2)
+
+
+@pytest.mark.parametrize(
+    "program", ["first_version_hybrid", "first_version_sharded_state", "first_version_clipped_norm"]
+)
 def test_fsdp1(same_over_gloo, world, program):
     same_over_gloo("programs_sharded", program, close=world > 2)
 
 
 def test_fsdp2_half_precision_sums(same_over_gloo):
     """gloo rounds narrow floats after every addition; asyncdist rounds them once."""
-    same_over_gloo("programs_sharded", "mixed_precision_of_sums", close=NARROW)
+    same_over_gloo("programs_sharded", "variant", "bfloat16 sums", close=NARROW)

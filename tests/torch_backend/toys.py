@@ -1,4 +1,4 @@
-"""What the programs beside this file train and sum: tiny models, data, and losses."""
+"""Small models, data and losses for the programs in this folder."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch.nn import functional
 
 
 def numbers(rank, count=5, dtype=torch.float32):
-    """Return small whole numbers that tell ranks and places apart: every order of summing gives the same bits."""
+    """Return small integers that depend on rank and position; sums of them are exact."""
     return (torch.arange(count) % 3 + rank + 1).to(dtype)
 
 
 def network(seed=0):
-    """Return six inputs to three outputs, the same on every rank."""
+    """Return a network of six inputs and three outputs, equal on every rank."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3))
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Blocks between an embedding and a head, to be sharded block by block."""
+    """Blocks between an embedding and a head; tests shard it block by block."""
 
     def __init__(self, seed=0, depth=2):
         super().__init__()
@@ -53,7 +53,7 @@ def samples(rank, step, count=4):
 
 
 def train(model, rank, steps=3, optimizer=None):
-    """Train on samples of the rank's own and return the losses."""
+    """Train on the rank's own samples and return the losses."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(steps):
@@ -67,7 +67,7 @@ def train(model, rank, steps=3, optimizer=None):
 
 
 def state(model):
-    """Return a copy of every parameter and buffer, by name; what is sharded is put together."""
+    """Return a copy of every parameter and buffer by name; sharded ones are gathered."""
     whole = {}
     for name, value in model.state_dict().items():
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
