@@ -9,7 +9,7 @@ from asyncdist import DistributedDataParallel
 
 
 def functions(test, where, rank):
-    """Send what a compiled function gave that calls us in its middle, blocking, going on by itself, and asked for ranks."""
+    """Send the results of a compiled function that makes blocking and asynchronous calls and asks for ranks."""
     dist.init_process_group(init_method=where, rank=rank, world_size=2)
 
     @torch.compile(backend="aot_eager")
@@ -28,7 +28,7 @@ def functions(test, where, rank):
 
 
 def training(test, where, rank, inside):
-    """Send the weights after three steps of a model that was compiled before it was wrapped, or after."""
+    """Send the weights after three steps of a model that is compiled before or after it is wrapped."""
     dist.init_process_group(init_method=where, rank=rank, world_size=2)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))

