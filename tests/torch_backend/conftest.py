@@ -34,6 +34,17 @@ CLOSE = 2e-5
 """Relative tolerance of results whose sums depend on the order of summation."""
 
 
+BROAD = {"test_checkpoint.py", "test_ddp.py", "test_functional.py", "test_pipeline.py", "test_sharded.py"}
+"""Modules of which `make test` runs only the tests with two ranks."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent == HERE and item.path.name in BROAD and "4 ranks" in item.name:
+            item.add_marker(pytest.mark.exhaustive)
+
+
 @pytest.fixture
 def shut_down():
     """End agents of program_at_daemon.py in order."""
