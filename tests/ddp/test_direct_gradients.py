@@ -53,8 +53,23 @@ def assert_like_torch(toy, together, make, loss_of=None, *, copied, steps=3):
     together(2, rank)
 
 
-def test_weights_are_not_copied_and_biases_are(together, toy):
-    assert_like_torch(toy, together, lambda: nn.Sequential(*layers()), copied=2)
+@pytest.mark.parametrize(
+    ("samples", "autocast", "copied"),
+    [
+        (slice(None), False, 2),
+        (slice(0), False, 2),
+        (0, False, 5),
+        (slice(None), True, 5),
+    ],
+    ids=["matrix", "empty matrix", "vector", "autocast"],
+)
+def test_only_biases_are_copied_except_for_vectors_and_autocast(together, toy, samples, autocast, copied):
+    def loss_of(module, inputs, targets):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            outputs = module(inputs[samples])
+            return outputs.sum() if samples == slice(0) else nn.functional.mse_loss(outputs, targets[samples])
+
+    assert_like_torch(toy, together, lambda: nn.Sequential(*layers()), loss_of, copied=copied)
 
 
 def test_the_same_bits_as_torch(together, toy):
@@ -90,20 +105,6 @@ def test_results_may_be_changed_in_place(together, toy, shape, bias):
         assert_like_torch(
             toy, together, make, lambda module, *_, given=given: module(given).square().mean(), copied=2 * bias
         )
-
-
-def test_no_samples_at_all(together, toy):
-    def loss_of(module, inputs, targets):
-        return module(inputs[:0]).sum()
-
-    assert_like_torch(toy, together, lambda: nn.Sequential(*layers()), loss_of, copied=2)
-
-
-def test_one_sample_alone_goes_torchs_way(together, toy):
-    def loss_of(module, inputs, targets):
-        return toy.loss_of(module, inputs[0], targets[0])
-
-    assert_like_torch(toy, together, lambda: nn.Sequential(*layers()), loss_of, copied=5)
 
 
 class Twice(nn.Module):
@@ -235,14 +236,6 @@ def test_hooks_that_keep_a_gradient_keep_this_ranks_own(together, toy, hook, lat
         assert copies.count == 2  # biases, as before
 
     together(2, rank)
-
-
-def test_autocast_goes_torchs_way(together, toy):
-    def loss_of(module, inputs, targets):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return toy.loss_of(module, inputs, targets)
-
-    assert_like_torch(toy, together, lambda: nn.Sequential(*layers()), loss_of, copied=5)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own, when it first differentiates forwards

@@ -39,17 +39,6 @@ def test_training_equals_a_single_process_on_the_global_batch(together, toy, siz
         toy.assert_equal(other, results[0])
 
 
-def test_gradients_are_averaged_when_backward_returns(together):
-    def rank(group):
-        module = nn.Linear(2, 1, bias=False)
-        model = DistributedDataParallel(module, process_group=group)
-        model(torch.full((1, 2), float(group.rank()))).sum().backward()
-        return module.weight.grad
-
-    for gradient in together(4, rank):
-        assert gradient.tolist() == [[1.5, 1.5]]
-
-
 class Mixed(nn.Module):
     """Parameters of several dtypes, a frozen one, one used twice under two names, an empty one and a scalar."""
 

@@ -109,33 +109,38 @@ def test_sparse_gradients(together):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("module", "arguments", "error", "sentence"),
     [
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-        {"mixed_precision": object()},
-        {"device_mesh": object()},
-        {"skip_all_reduce_unused_params": True},
-        {"delay_all_reduce_named_params": []},
-        {"param_to_hook_all_reduce": object()},
+        *(
+            (nn.Linear(1, 1), {name: value}, UnsupportedError, name)
+            for name, value in {
+                "find_unused_parameters": True,
+                "static_graph": True,
+                "mixed_precision": object(),
+                "device_mesh": object(),
+                "skip_all_reduce_unused_params": True,
+                "delay_all_reduce_named_params": [],
+                "param_to_hook_all_reduce": object(),
+            }.items()
+        ),
+        (nn.Linear(1, 1).requires_grad_(False), {}, UsageError, "no parameter .* requires a gradient"),
+        (nn.ReLU(), {}, UsageError, "no parameter .* requires a gradient"),
+        (nn.LazyLinear(1), {}, UsageError, "'weight' has no shape yet"),
+        (nn.Linear(1, 1), {"device_ids": [0]}, UsageError, "leave it out"),
+        (nn.Linear(1, 1), {"device_ids": [0, 1]}, UsageError, "start a rank for each"),
+        (nn.Linear(1, 1), {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb"),
+        (
+            nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)),
+            {},
+            UnsupportedError,
+            r"module '1' is a torch.nn.SyncBatchNorm.*nn\.GroupNorm",
+        ),
     ],
 )
-def test_what_is_not_supported_yet_says_so(together, arguments):
-    (name,) = arguments
-
+def test_arguments_and_modules_that_are_refused_at_construction(together, module, arguments, error, sentence):
     def rank(group):
-        with pytest.raises(UnsupportedError, match=name):
-            DistributedDataParallel(nn.Linear(1, 1), process_group=group, **arguments)
-
-    together(1, rank)
-
-
-def test_sync_batch_norm_is_refused_at_construction(together):
-    module = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-
-    def rank(group):
-        with pytest.raises(UnsupportedError, match=r"module '1' is a torch.nn.SyncBatchNorm.*nn\.GroupNorm"):
-            DistributedDataParallel(module, process_group=group)
+        with pytest.raises(error, match=sentence):
+            DistributedDataParallel(module, process_group=group, **arguments)
 
     together(1, rank)
 
@@ -150,25 +155,6 @@ def test_optimizer_in_backward_is_refused_at_construction(together):
     def rank(group):
         with pytest.raises(UnsupportedError, match=r"parameter '1.weight' has an optimizer .*call its step\(\) after"):
             DistributedDataParallel(module, process_group=group)
-
-    together(1, rank)
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments", "sentence"),
-    [
-        (nn.Linear(1, 1).requires_grad_(False), {}, "no parameter .* requires a gradient"),
-        (nn.ReLU(), {}, "no parameter .* requires a gradient"),
-        (nn.LazyLinear(1), {}, "'weight' has no shape yet"),
-        (nn.Linear(1, 1), {"device_ids": [0]}, "leave it out"),
-        (nn.Linear(1, 1), {"device_ids": [0, 1]}, "start a rank for each"),
-        (nn.Linear(1, 1), {"bucket_cap_mb": 0}, "bucket_cap_mb"),
-    ],
-)
-def test_arguments_that_are_wrong(together, module, arguments, sentence):
-    def rank(group):
-        with pytest.raises((UsageError, ValueError), match=sentence):
-            DistributedDataParallel(module, process_group=group, **arguments)
 
     together(1, rank)
 

@@ -28,22 +28,6 @@ def test_indices_equal_torchs(count, replicas, shuffle, drop_last, seed, epoch):
         assert (len(ours), ours.total_size) == (len(theirs), theirs.total_size)
 
 
-@given(count=st.integers(1, 70), replicas=st.integers(1, 17), shuffle=st.booleans())
-def test_the_ranks_together_cover_the_dataset(count, replicas, shuffle):
-    shares = [list(DistributedSampler(range(count), replicas, rank, shuffle)) for rank in range(replicas)]
-    assert len({len(share) for share in shares}) == 1
-    assert {index for share in shares for index in share} == set(range(count))
-
-
-def test_epochs_differ_and_repeat():
-    sampler = DistributedSampler(range(50), 2, 0)
-    first = list(sampler)
-    sampler.set_epoch(1)
-    assert list(sampler) != first
-    sampler.set_epoch(0)
-    assert list(sampler) == first
-
-
 def test_it_serves_a_data_loader():
     data = list(range(10))
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 1, shuffle=False))

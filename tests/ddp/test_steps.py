@@ -85,52 +85,6 @@ def test_evaluation_and_gradients_of_inputs_communicate_nothing(together, toy):
         assert [name for name, _ in issued] == ["all_reduce", "broadcast"]
 
 
-def test_a_gradient_penalty(together, toy):
-    inputs, targets = toy.samples()
-
-    def penalised(module, x, y):
-        x = x.clone().requires_grad_()
-        loss = toy.loss_of(module, x, y)
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + slope.pow(2).sum()).backward()
-
-    def rank(group):
-        module = toy.network()
-        penalised(DistributedDataParallel(module, process_group=group, bucket_cap_mb=SMALL_MB), inputs, targets)
-        return toy.gradients(module)
-
-    reference = toy.network()
-    # The penalty does not depend on the last bias, the loss does: every parameter gets its gradient in one backward.
-    penalised(reference, inputs, targets)
-    for ours in together(2, rank):
-        toy.assert_close(ours, toy.gradients(reference))
-
-
-def test_reentrant_checkpoints(together, toy):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = toy.network()
-
-        def forward(self, x):
-            x = self.layers[0](x)
-            x = checkpoint(self.layers[1:3], x, use_reentrant=True)
-            return self.layers[4](checkpoint(self.layers[3], x, use_reentrant=True))
-
-    def rank(group):
-        module = Checkpointed()
-        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=SMALL_MB)
-        for _ in range(2):
-            model.zero_grad()
-            toy.loss_of(model, *toy.share(group, toy.samples())).backward()
-        return toy.gradients(module)
-
-    reference = toy.network()
-    toy.loss_of(reference, *toy.samples()).backward()
-    for ours in together(2, rank):
-        toy.assert_close(ours, toy.gradients(reference))
-
-
 def test_a_parameter_shared_by_reentrant_checkpoints(together):
     class Twice(nn.Module):
         def __init__(self):

@@ -25,19 +25,6 @@ def stacked_outputs(rank, world):
     ]
 
 
-def further_dtypes(rank, world):
-    pairs = []
-    for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2):
-        tensor, gathered = numbers(rank, dtype=dtype), [torch.zeros(5).to(dtype) for _ in range(world)]
-        dist.broadcast(tensor, 1)
-        dist.all_gather(gathered, numbers(rank, dtype=dtype))
-        pairs.append((tensor.float(), numbers(1)))
-        pairs += [(each.float(), numbers(peer)) for peer, each in enumerate(gathered)]
-    short = numbers(rank, dtype=torch.int16)
-    dist.all_reduce(short)
-    return [*pairs, (short, sum(numbers(peer, dtype=torch.int16) for peer in range(world)))]
-
-
 def scaled_sums(rank, world):
     """``PREMUL_SUM``, which FSDP requests from NCCL."""
     tensor = numbers(rank)

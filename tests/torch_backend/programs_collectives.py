@@ -6,6 +6,7 @@ reference consists of sends and receives.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import warnings
 from datetime import timedelta
@@ -27,42 +28,22 @@ def over_gloo():
 # -- all_reduce --------------------------------------------------------------------------------------
 
 
-def all_reduce_floats(rank, world):
+COMPARISONS = (Op.PRODUCT, Op.MIN, Op.MAX)
+REDUCTIONS = {
+    "floats": (FLOATS, (Op.SUM, Op.AVG, *COMPARISONS)),
+    "integers": (WHOLES, (Op.SUM, *COMPARISONS, Op.BAND, Op.BOR, Op.BXOR)),
+    "bools": ((torch.bool,), (Op.SUM, *COMPARISONS, Op.BAND, Op.BOR)),
+    "complex": ((torch.complex64, torch.complex128), (Op.SUM, Op.AVG)),
+}
+
+
+def all_reduce(rank, world, kind):
     results = {}
-    for dtype in FLOATS:
-        for op in (Op.SUM, Op.AVG, Op.PRODUCT, Op.MIN, Op.MAX):
-            tensor = numbers(rank, dtype=dtype)
-            assert dist.all_reduce(tensor, op) is None
-            results[f"{dtype} {op}"] = tensor
-    return results
-
-
-def all_reduce_whole_numbers(rank, world):
-    results = {}
-    for dtype in WHOLES:
-        for op in (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR, Op.BXOR):
-            tensor = numbers(rank, dtype=dtype)
-            dist.all_reduce(tensor, op)
-            results[f"{dtype} {op}"] = tensor
-    return results
-
-
-def all_reduce_bools(rank, world):
-    results = {}
-    for op in (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.BAND, Op.BOR):
-        tensor = torch.tensor([True, False, rank == 0, rank > 0])
-        dist.all_reduce(tensor, op)
-        results[str(op)] = tensor
-    return results
-
-
-def all_reduce_complex(rank, world):
-    results = {}
-    for dtype in (torch.complex64, torch.complex128):
-        for op in (Op.SUM, Op.AVG):
-            tensor = torch.complex(numbers(rank), 2 * numbers(rank)).to(dtype)
-            dist.all_reduce(tensor, op)
-            results[f"{dtype} {op}"] = tensor
+    for dtype, op in itertools.product(*REDUCTIONS[kind]):
+        tensor = torch.tensor([True, False, rank == 0, rank > 0]) if kind == "bools" else numbers(rank)
+        tensor = torch.complex(tensor, 2 * tensor).to(dtype) if kind == "complex" else tensor.to(dtype)
+        assert dist.all_reduce(tensor, op) is None
+        results[f"{dtype} {op}"] = tensor
     return results
 
 

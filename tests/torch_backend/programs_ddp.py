@@ -124,22 +124,21 @@ def in_a_subgroup(rank, world):
 # -- communication hooks -----------------------------------------------------------------------------
 
 
-def _hooked(rank, hook, of_group=True):
+def _hooked(rank, hook):
     model = DistributedDataParallel(network(), **SMALL)
-    model.register_comm_hook(dist.group.WORLD if of_group else None, hook)
+    model.register_comm_hook(dist.group.WORLD, hook)
     return train(model, rank), state(model), gradients(model)
 
 
-def hook_all_reduce(rank, world):
-    return _hooked(rank, default_hooks.allreduce_hook)
+HOOKS = {
+    "all-reduce": default_hooks.allreduce_hook,
+    "float16": default_hooks.fp16_compress_hook,
+    "wrapped": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+}
 
 
-def hook_half_precision(rank, world):
-    return _hooked(rank, default_hooks.fp16_compress_hook)
-
-
-def hook_wrapped(rank, world):
-    return _hooked(rank, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+def hook(rank, world, name):
+    return _hooked(rank, HOOKS[name])
 
 
 def hooks_of_cpp(rank, world):

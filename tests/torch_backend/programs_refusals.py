@@ -48,27 +48,6 @@ def devices(rank, world):
     ]
 
 
-def dtypes(rank, world):
-    """Dtypes that cannot be reduced, or not by this reduction."""
-    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
-    bits = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
-    return [
-        _refused("all_reduce", lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.BAND), "BAND", "float32"),
-        _refused(
-            "all_reduce", lambda: dist.all_reduce(torch.ones(4, dtype=torch.bool), dist.ReduceOp.AVG), "AVG", "bool"
-        ),
-        _refused("all_reduce", lambda: dist.all_reduce(packed), str(packed.dtype)),
-        _refused("all_reduce", lambda: dist.all_reduce(bits), "bits8"),
-        _refused("broadcast", lambda: dist.broadcast(bits, 0), "bits8"),
-        _refused(
-            "reduce_scatter_tensor",
-            lambda: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(world), dist.ReduceOp.BXOR),
-            "BXOR",
-        ),
-        _still_works(rank, world),
-    ]
-
-
 def counts(rank, world):
     """Lists of the wrong length, tensors of the wrong size, and splits that do not add up."""
     ones, few = torch.ones(4), [torch.zeros(4) for _ in range(world - 1)]
@@ -100,18 +79,6 @@ def counts(rank, world):
         ),
         _refused("all_gather", lambda: group.allgather([few, few], [ones]), "2 entries" if world != 2 else "not list"),
         _refused("recv", lambda: group.recv([ones], world, 0), f"src={world} is not a rank"),
-        _still_works(rank, world),
-    ]
-
-
-def layouts(rank, world):
-    """Tensors with overlapping elements can be inputs, but not outputs."""
-    expanded, sparse = torch.ones(1).expand(4), torch.ones(4).to_sparse()
-    return [
-        _refused("all_reduce", lambda: dist.all_reduce(expanded), "expanded", ".clone()"),
-        _refused("broadcast", lambda: dist.broadcast(expanded, 0), "expanded"),
-        _refused("broadcast", lambda: dist.broadcast(sparse, 0), "sparse", ".to_dense()"),
-        _refused("all_gather", lambda: dist.all_gather([torch.zeros(4) for _ in range(world)], sparse), "sparse"),
         _still_works(rank, world),
     ]
 

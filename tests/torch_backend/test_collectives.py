@@ -17,10 +17,15 @@ OBJECTS_OF_SAFE_TYPES = pytest.param(
 )
 
 
+@pytest.mark.parametrize("kind", ["floats", "integers", "bools", "complex"])
+def test_all_reduce_of_every_dtype_and_reduction(same_over_gloo, kind):
+    same_over_gloo("programs_collectives", "all_reduce", kind)
+
+
 @pytest.mark.parametrize(
     "program",
     [
-        "all_reduce_floats", "all_reduce_whole_numbers", "all_reduce_bools", "all_reduce_complex", "all_reduce_layouts",
+        "all_reduce_layouts",
         "all_reduce_sparse", "all_reduce_coalesced", "coalescing_manager", "asynchronous", "futures", "broadcast",
         "reduce", "gather", "scatter", "all_gather", "all_gather_into_tensor", "all_gather_coalesced", "reduce_scatter",
         "reduce_scatter_tensor", "all_to_all_single", "all_to_all", "barriers", "objects",
@@ -48,7 +53,7 @@ def test_groups(same_over_gloo, program):
 
 
 @pytest.mark.parametrize(
-    "program", ["stacked_outputs", "further_dtypes", "scaled_sums", "bits_of_bools", "layouts", "overlaps",
+    "program", ["stacked_outputs", "scaled_sums", "bits_of_bools", "layouts", "overlaps",
                 "after_a_group_made_locally", "together_with_gloo", "callbacks_that_block", "methods_of_the_group",
                 "awaited"],
 )  # fmt: skip

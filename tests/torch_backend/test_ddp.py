@@ -21,7 +21,7 @@ def test_variants_of_training(same_over_gloo, world, name):
     "program",
     [
         "starts_from_rank_0", "double_precision", "buffers_follow_rank_0", "unused_parameters", "without_synchronization",
-        "two_forwards_one_backward", "in_a_subgroup", "hook_all_reduce", "custom_hook", "hook_power_sgd", "post_local_sgd",
+        "two_forwards_one_backward", "in_a_subgroup", "custom_hook", "hook_power_sgd", "post_local_sgd",
         "joined", "joined_averaging_over_remaining_ranks", "joined_with_unused_parameters",
         "join_throws_on_early_termination", "joined_custom_joinable", "zero_redundancy", "zero_redundancy_joined",
     ],
@@ -30,11 +30,18 @@ def test_training(same_over_gloo, world, program):
     same_over_gloo("programs_ddp", program, close=world > 2)
 
 
-@pytest.mark.parametrize(
-    "program", ["mixed_precision_of_autocast", "hook_half_precision", "hook_wrapped", "hooks_of_cpp"]
-)
-def test_half_precision_gradients(same_over_gloo, program):
+def test_hook_of_torch(same_over_gloo, world):
+    same_over_gloo("programs_ddp", "hook", "all-reduce", close=world > 2)
+
+
+@pytest.mark.parametrize("name", ["float16", "wrapped"])
+def test_hook_with_half_precision(same_over_gloo, name):
     """gloo rounds narrow floats after every addition; asyncdist rounds them once."""
+    same_over_gloo("programs_ddp", "hook", name, close=NARROW)
+
+
+@pytest.mark.parametrize("program", ["mixed_precision_of_autocast", "hooks_of_cpp"])
+def test_half_precision_gradients(same_over_gloo, program):
     same_over_gloo("programs_ddp", program, close=NARROW)
 
 
