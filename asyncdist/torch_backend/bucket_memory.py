@@ -63,26 +63,26 @@ def _registered(
         return None
 
 
-def make_reducer(theirs: Any, reducer: Any, *args: Any, **kwargs: Any) -> None:
-    """Construct DDP's reducer, which allocates its first buckets. ``theirs`` is torch's constructor."""
+def make_reducer(original: Any, reducer: Any, *args: Any, **kwargs: Any) -> None:
+    """Construct DDP's reducer, which allocates its first buckets. ``original`` is torch's constructor."""
     group = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, ProcessGroup)), None)
     if group is None or not group.group.shares_memory:
-        theirs(reducer, *args, **kwargs)
+        original(reducer, *args, **kwargs)
         return
     with _Registered():
-        theirs(reducer, *args, **kwargs)
+        original(reducer, *args, **kwargs)
     _to_be_rebuilt.add(reducer)
 
 
-def rebuild_buckets(theirs: Any, reducer: Any) -> bool:
+def rebuild_buckets(original: Any, reducer: Any) -> bool:
     """Rebuild the buckets, which torch does once; return whether it did. Every forward calls it.
 
     A reducer that looks for unused parameters never rebuilds. The extra 3 µs in each of its forwards are negligible.
     """
     if reducer not in _to_be_rebuilt:
-        return bool(theirs(reducer))
+        return bool(original(reducer))
     with _Registered():
-        done = bool(theirs(reducer))
+        done = bool(original(reducer))
     if done:
         _to_be_rebuilt.discard(reducer)
     return done

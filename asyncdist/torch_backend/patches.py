@@ -25,31 +25,21 @@ Instead = Callable[..., Any]
 """A replacement of a function of torch: called with the original function and its arguments."""
 
 
-def for_our_groups(group_of: Callable[..., Any], ours: Callable[..., Any]) -> Instead:
-    """Return a replacement that calls ``ours`` if ``group_of(*args)`` is an asyncdist group, and torch's function if
-    not."""
-
-    def instead(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = ours if isinstance(group_of(*args, **kwargs), ProcessGroup) else theirs
-        return call(*args, **kwargs)
-
-    return instead
-
-
-def _group_or_world(group: Any = None, *_: Any, **others: Any) -> Any:
-    return torch_distributed.group.WORLD if group is None else group
+def _monitored_barrier(
+    original: Callable[..., Any], group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+) -> None:
+    members = torch_distributed.group.WORLD if group is None else group
+    if isinstance(members, ProcessGroup):
+        members.monitored_barrier(timeout, wait_all_ranks)
+    else:
+        original(group, timeout, wait_all_ranks)
 
 
-def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-    _group_or_world(group).monitored_barrier(timeout, wait_all_ranks)
-
-
-def _group_of_model(model: Any, comm_hook_type: Any) -> Any:
-    return model.process_group
-
-
-def _register_twin(model: Any, comm_hook_type: Any) -> None:
+def _register_builtin_comm_hook(original: Callable[..., Any], model: Any, comm_hook_type: Any) -> None:
     """Register torch's Python version of a built-in communication hook (all-reduce, or compression to float16)."""
+    if not isinstance(model.process_group, ProcessGroup):
+        original(model, comm_hook_type)
+        return
     # Imported late: the module imports every hook of torch.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -62,25 +52,22 @@ def _register_twin(model: Any, comm_hook_type: Any) -> None:
 _work_of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-def _set_forward_pass_work_handle(theirs: Any, reducer: Any, work: Any, use_static_world_size: bool) -> None:
+def _set_forward_pass_work_handle(original: Any, reducer: Any, work: Any, use_static_world_size: bool) -> None:
     """Give DDP's reducer the all-reduce of a step inside ``join()``, and keep it until the next step.
 
     The reducer waits for the work in the backward pass, then reads its future. The Python half of a Work makes both
     calls possible.
     """
     _work_of[reducer] = work
-    theirs(reducer, work, use_static_world_size)
+    original(reducer, work, use_static_world_size)
 
-
-_barrier = for_our_groups(_group_or_world, _monitored_barrier)
-_hook = for_our_groups(_group_of_model, _register_twin)
 
 _REPLACED: list[tuple[Any, str, Instead]] = [
     # Accepts only gloo's groups.
-    (torch_distributed, "monitored_barrier", _barrier),
-    (distributed_c10d, "monitored_barrier", _barrier),
+    (torch_distributed, "monitored_barrier", _monitored_barrier),
+    (distributed_c10d, "monitored_barrier", _monitored_barrier),
     # torch's built-in hooks are written in C++ and read only futures of C++ back ends.
-    (DistributedDataParallel, "_register_builtin_comm_hook", _hook),
+    (DistributedDataParallel, "_register_builtin_comm_hook", _register_builtin_comm_hook),
     # Keeps only the C++ half of a Work.
     (_bindings.Reducer, "_set_forward_pass_work_handle", _set_forward_pass_work_handle),
     # Allocate buckets in ordinary memory, unless the back end is written in C++.
@@ -93,9 +80,9 @@ _REPLACED: list[tuple[Any, str, Instead]] = [
 def apply_patches() -> None:
     """Install all replacements. Idempotent."""
     for owner, name, instead in _REPLACED:
-        theirs = getattr(owner, name)
-        setattr(owner, name, functools.wraps(theirs)(_calls(instead, theirs)))
+        original = getattr(owner, name)
+        setattr(owner, name, functools.wraps(original)(_calls(instead, original)))
 
 
-def _calls(instead: Instead, theirs: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: instead(theirs, *args, **kwargs)
+def _calls(instead: Instead, original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: instead(original, *args, **kwargs)

@@ -8,20 +8,20 @@ import torch.distributed as torch_distributed
 
 from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
 
-_Theirs: Any = torch_distributed.ReduceOp
+_TorchOp: Any = torch_distributed.ReduceOp
 
 # By hash, which is the operation's number: reading the name of torch's objects, or comparing them, takes a microsecond.
-_OURS: dict[int, ReduceOp] = {
-    hash(_Theirs(getattr(_Theirs, ours.name))): ours for ours in ReduceOp if ours is not ReduceOp.PREMUL_SUM
+_BY_HASH: dict[int, ReduceOp] = {
+    hash(_TorchOp(getattr(_TorchOp, ours.name))): ours for ours in ReduceOp if ours is not ReduceOp.PREMUL_SUM
 }
 
 
-def reduction_of(theirs: Any) -> Reduction:
+def reduction_of(torch_op: Any) -> Reduction:
     """Return the reduction for one of torch's; an unknown one is returned unchanged, and the operation refuses it."""
-    ours = _OURS.get(hash(theirs))
-    if ours is not None:
-        return ours
-    kind, factor = theirs.__getstate__() if hasattr(theirs, "__getstate__") else (theirs, None)
-    if kind == _Theirs.PREMUL_SUM and factor is not None:
+    op = _BY_HASH.get(hash(torch_op))
+    if op is not None:
+        return op
+    kind, factor = torch_op.__getstate__() if hasattr(torch_op, "__getstate__") else (torch_op, None)
+    if kind == _TorchOp.PREMUL_SUM and factor is not None:
         return premul_sum(float(factor))
-    return cast(Reduction, theirs)
+    return cast(Reduction, torch_op)
