@@ -1,6 +1,6 @@
 """Every function of torch that this package replaces, with the reason.
 
-`torch_backend` applies them when it is imported. What the package only adds to torch lies elsewhere: the back end in
+`torch_backend` applies them when it is imported. Additions to torch are elsewhere: the back end in
 `registration`, operators in `kernels`, the init method in `url_handler`.
 """
 
