@@ -88,6 +88,17 @@ def _root(of: Group, op: str, global_rank: int | None, group_rank: int | None, w
 class CollectivesApi(Generic[R, V]):
     """The collectives with the names of torch.distributed.
 
+    Every rank of the group calls the same collectives in the same order. These rules hold for all methods:
+
+    - Tensors are torch tensors or numpy arrays. Outputs may be non-contiguous but must not overlap themselves. The dtype is
+      the same on every rank.
+    - ``group`` is the group; None means the default group. Only members of a group call its collectives.
+    - ``src`` and ``dst`` are global ranks, ``group_src`` and ``group_dst`` ranks in the group; give one of both.
+    - ``async_op=True`` returns a `Work` instead of blocking. Calls of `asyncdist` always return a `Work`, which is awaited.
+
+    Calls raise UsageError for wrong arguments, before anything is sent; MismatchError if the ranks' calls differ;
+    PeerLostError if a rank died; OperationTimeoutError after the group's timeout; GroupAbortedError after any of these.
+
     Args:
         finish: ``finish(work, async_op)`` makes the return value of a collective.
         value: ``value(work)`` makes the return value of an operation whose result is a value.
@@ -105,7 +116,18 @@ class CollectivesApi(Generic[R, V]):
     def all_reduce(
         self, tensor: Any, op: Reduction = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
     ) -> R:
-        """Reduce ``tensor`` (of any shape and layout) over the group, in place; every rank gets the same bits."""
+        """Reduce ``tensor`` over the group, in place. All ranks get the same bits.
+
+        Args:
+            tensor: A dense tensor of any shape and layout, equal on all ranks, or a sparse COO tensor (SUM and AVG).
+            op: The reduction. AVG of integers truncates towards zero.
+            group: The group; None means the default group.
+            async_op: Return a work instead of blocking.
+
+        Example:
+            >>> gradients = torch.ones(1000)
+            >>> await dist.all_reduce(gradients)  # each element is the number of ranks
+        """
         work = resolve_group(group).all_reduce(tensor, op, background=async_op or not self._blocking)
         return self._finish(work, async_op)
 
@@ -126,7 +148,16 @@ class CollectivesApi(Generic[R, V]):
         async_op: bool = False,
         group_dst: int | None = None,
     ) -> R:
-        """Reduce ``tensor`` over the group into the tensor of ``dst``; the other tensors keep their content."""
+        """Reduce ``tensor`` over the group into the tensor of ``dst``. The tensors of other ranks do not change.
+
+        Args:
+            tensor: Input of every rank, and output on ``dst``; of equal shape on all ranks.
+            dst: Global rank that gets the result.
+            op: The reduction.
+            group: The group; None means the default group.
+            async_op: Return a work instead of blocking.
+            group_dst: Group rank that gets the result, instead of ``dst``.
+        """
         of = resolve_group(group)
         to = _member(of, "reduce", dst, group_dst, "dst")
         return self._finish(of.reduce(tensor, to, op, background=self._runs(async_op)), async_op)
@@ -139,13 +170,28 @@ class CollectivesApi(Generic[R, V]):
         async_op: bool = False,
         group_src: int | None = None,
     ) -> R:
-        """Copy the ``tensor`` of ``src`` into the tensor of every rank."""
+        """Copy the ``tensor`` of ``src`` into the tensor of every rank.
+
+        Args:
+            tensor: Input on ``src``, output on other ranks; of equal shape on all ranks.
+            src: Global rank of the source.
+            group: The group; None means the default group.
+            async_op: Return a work instead of blocking.
+            group_src: Group rank of the source, instead of ``src``.
+        """
         of = resolve_group(group)
         root = _member(of, "broadcast", src, group_src, "src")
         return self._finish(of.broadcast(tensor, root, background=self._runs(async_op)), async_op)
 
     def all_gather(self, tensor_list: Sequence[Any], tensor: Any, group: AnyGroup = None, async_op: bool = False) -> R:
-        """Gather every rank's ``tensor`` into ``tensor_list``, by rank; sizes may differ between ranks."""
+        """Gather every rank's ``tensor`` into ``tensor_list``.
+
+        Args:
+            tensor_list: One output per rank of the group, in group order, each with the shape of that rank's ``tensor``.
+            tensor: Input; shapes may differ between ranks.
+            group: The group; None means the default group.
+            async_op: Return a work instead of blocking.
+        """
         return self._finish(
             resolve_group(group).all_gather(tensor_list, tensor, background=self._runs(async_op)), async_op
         )
@@ -153,7 +199,14 @@ class CollectivesApi(Generic[R, V]):
     def all_gather_single(
         self, output_tensor: Any, input_tensor: Any, group: AnyGroup = None, async_op: bool = False
     ) -> R:
-        """Gather every rank's ``input_tensor`` into ``output_tensor``, concatenated or stacked."""
+        """Gather every rank's ``input_tensor`` into ``output_tensor``.
+
+        Args:
+            output_tensor: Output of P times as many elements, for P ranks: of shape (P * n, ...) or (P, n, ...).
+            input_tensor: Input of shape (n, ...), equal on all ranks.
+            group: The group; None means the default group.
+            async_op: Return a work instead of blocking.
+        """
         return self._finish(
             resolve_group(group).all_gather_single(output_tensor, input_tensor, background=self._runs(async_op)),
             async_op,
@@ -221,7 +274,15 @@ class CollectivesApi(Generic[R, V]):
         group: AnyGroup = None,
         async_op: bool = False,
     ) -> R:
-        """Reduce ``input_list[i]`` over the group into rank ``i``'s ``output``; sizes may differ between ranks."""
+        """Reduce ``input_list[i]`` over the group into ``output`` of rank ``i``.
+
+        Args:
+            output: Output; shapes may differ between ranks.
+            input_list: One input per rank of the group, in group order, each with the shape of that rank's ``output``.
+            op: The reduction.
+            group: The group; None means the default group.
+            async_op: Return a work instead of blocking.
+        """
         return self._finish(
             resolve_group(group).reduce_scatter(output, input_list, op, background=self._runs(async_op)), async_op
         )
@@ -234,7 +295,15 @@ class CollectivesApi(Generic[R, V]):
         group: AnyGroup = None,
         async_op: bool = False,
     ) -> R:
-        """Reduce the ``i``-th equal part of ``input`` over the group into rank ``i``'s ``output``."""
+        """Reduce the ``i``-th of P equal parts of ``input`` over the group into ``output`` of rank ``i``, for P ranks.
+
+        Args:
+            output: Output of shape (n, ...).
+            input: Input of shape (P * n, ...) or (P, n, ...).
+            op: The reduction.
+            group: The group; None means the default group.
+            async_op: Return a work instead of blocking.
+        """
         return self._finish(
             resolve_group(group).reduce_scatter_single(output, input, op, background=self._runs(async_op)), async_op
         )
@@ -246,7 +315,14 @@ class CollectivesApi(Generic[R, V]):
         group: AnyGroup = None,
         async_op: bool = False,
     ) -> R:
-        """Send ``input_tensor_list[i]`` to rank ``i``, receive from it into ``output_tensor_list[i]``; any sizes."""
+        """Send ``input_tensor_list[i]`` to rank ``i``, and receive from it into ``output_tensor_list[i]``.
+
+        Args:
+            output_tensor_list: One output per rank of the group, in group order; shapes may differ.
+            input_tensor_list: One input per rank of the group, in group order; shapes may differ.
+            group: The group; None means the default group.
+            async_op: Return a work instead of blocking.
+        """
         work = resolve_group(group).all_to_all(output_tensor_list, input_tensor_list, background=self._runs(async_op))
         return self._finish(work, async_op)
 
@@ -259,7 +335,16 @@ class CollectivesApi(Generic[R, V]):
         group: AnyGroup = None,
         async_op: bool = False,
     ) -> R:
-        """Exchange parts of one tensor; split sizes count along the first dimension, equal parts if not given."""
+        """Exchange parts of one tensor: send the ``i``-th part of ``input`` to rank ``i``, and receive its part.
+
+        Args:
+            output: Output; its parts are in the order of the senders.
+            input: Input; its parts are in the order of the receivers.
+            output_split_sizes: Lengths of the parts of ``output`` in the first dimension; None means equal parts.
+            input_split_sizes: Lengths of the parts of ``input`` in the first dimension; None means equal parts.
+            group: The group; None means the default group.
+            async_op: Return a work instead of blocking.
+        """
         work = resolve_group(group).all_to_all_single(
             output, input, output_split_sizes, input_split_sizes, background=self._runs(async_op)
         )
@@ -357,7 +442,15 @@ class CollectivesApi(Generic[R, V]):
     def send(
         self, tensor: Any, dst: int | None = None, group: AnyGroup = None, tag: int = 0, group_dst: int | None = None
     ) -> R:
-        """Send ``tensor`` to ``dst``; complete when the caller may change the memory of ``tensor``."""
+        """Send ``tensor`` to ``dst``. Complete when the caller may change ``tensor``, which may be before the receive.
+
+        Args:
+            tensor: The message.
+            dst: Global rank of the receiver.
+            group: The group; None means the default group.
+            tag: A receive takes only messages of its tag, from 0 to 2^32 - 1.
+            group_dst: Group rank of the receiver, instead of ``dst``.
+        """
         of = resolve_group(group)
         to = _member(of, "send", dst, group_dst, "dst")
         return self._finish(of.send(tensor, to, tag, background=self._runs(False)), False)
@@ -370,7 +463,18 @@ class CollectivesApi(Generic[R, V]):
         tag: int = 0,
         group_src: int | None = None,
     ) -> V:
-        """Receive into ``tensor`` from ``src``, or from any rank if None; the result is the sender's global rank."""
+        """Receive a message into ``tensor``.
+
+        Args:
+            tensor: Output with the shape of the sent tensor.
+            src: Global rank of the sender; None accepts any sender.
+            group: The group; None means the default group.
+            tag: Tag of the message.
+            group_src: Group rank of the sender, instead of ``src``.
+
+        Returns:
+            The sender's global rank.
+        """
         return self._value(self._receive(tensor, src, group, tag, group_src, self._runs(False)))
 
     def isend(
