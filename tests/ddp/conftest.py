@@ -10,6 +10,9 @@ from torch import nn
 
 from asyncdist.ddp import direct_gradients
 
+SMALL_MB = 1 / 4096
+"""A ``bucket_cap_mb`` of 256 bytes: two buckets for `network`."""
+
 
 class Counting:
     """A group that records its all-reduces and broadcasts."""

@@ -31,7 +31,7 @@ def test_every_parameter_is_in_one_bucket_of_its_kind_in_order(model):
 
 
 @given(models())
-def test_caps_hold_but_for_the_last_parameter_and_no_bucket_closes_early(model):
+def test_bucket_exceeds_its_cap_by_less_than_its_last_parameter(model):
     nbytes, kinds, order, limits = model
     layout = buckets.assign(nbytes, kinds, order, limits)
     for kind in set(kinds):
@@ -51,20 +51,20 @@ def test_one_kind_and_one_order_make_consecutive_buckets(model):
     assert [p for bucket in layout for p in bucket] == list(order)
 
 
-def test_the_first_bucket_is_small_and_the_guess_is_the_reverse_of_definition():
+def test_first_bucket_is_small_and_initial_order_is_reverse_definition():
     mib = buckets.MIB
     nbytes = [mib, 8 * mib, 20 * mib, 8 * mib, mib // 2, mib // 2]
     order = buckets.definition_order(len(nbytes))
     assert buckets.assign(nbytes, ["f"] * 6, order, buckets.caps()) == ((5, 4), (3, 2), (1, 0))
 
 
-def test_a_bucket_that_fills_early_goes_before_one_that_waits_for_its_last_parameter():
+def test_buckets_are_ordered_by_their_last_parameter():
     layout = buckets.assign([4, 4, 4, 4], ["a", "b", "b", "a"], [0, 1, 2, 3], [8])
     assert layout == ((1, 2), (0, 3))
 
 
 @given(st.integers(0, 30).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, max(0, n - 1)), max_size=n))))
-def test_arrival_order_is_a_permutation_that_begins_with_what_came(case):
+def test_arrival_order_appends_parameters_without_gradients(case):
     count, arrived = case
     arrived = [p for p in dict.fromkeys(arrived) if p < count]
     order = buckets.arrival_order(arrived, count)
@@ -81,7 +81,7 @@ def test_caps():
             buckets.caps(wrong)
 
 
-def test_orders_that_are_no_orders():
+def test_incomplete_and_duplicate_orders_are_refused():
     with pytest.raises(ValueError, match="twice"):
         buckets.assign([1, 1], ["a", "a"], [0, 0], [8])
     with pytest.raises(ValueError, match="1 of 2"):

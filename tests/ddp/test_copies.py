@@ -16,14 +16,13 @@ from asyncdist.errors import UsageError
 from asyncdist.testing.processes import Nursery
 
 PROGRAM = Path(__file__).parent / "program_pickled.py"
-SMALL_MB = 1 / 4096  # 256 bytes: two buckets for the toy network
 
 
 @pytest.mark.parametrize("as_view", [True, False])
 def test_a_deep_copy_averages_over_the_same_group(together, toy, as_view):
     def rank(group):
         model = DistributedDataParallel(
-            toy.network(), process_group=group, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=as_view
+            toy.network(), process_group=group, bucket_cap_mb=toy.SMALL_MB, gradient_as_bucket_view=as_view
         )
         data = toy.share(group, toy.samples())
         toy.loss_of(model, *data).backward()
@@ -46,7 +45,7 @@ def test_a_deep_copy_averages_over_the_same_group(together, toy, as_view):
     toy.assert_equal(ours, theirs)
 
 
-def test_a_copy_that_one_rank_alone_makes_and_uses_by_itself(together, toy):
+def test_one_rank_may_copy_and_evaluate_the_model_alone(together, toy):
     def rank(group):
         model = DistributedDataParallel(toy.network(), process_group=group)
         data = toy.share(group, toy.samples())
@@ -65,7 +64,7 @@ def test_a_copy_that_one_rank_alone_makes_and_uses_by_itself(together, toy):
     together(2, rank)
 
 
-def test_a_model_on_another_group_than_the_default_one_is_not_pickled(together):
+def test_model_on_another_group_than_the_default_one_is_not_pickled(together):
     def rank(group):
         model = DistributedDataParallel(nn.Linear(1, 1), process_group=group)
         with pytest.raises(UsageError, match="pickle its attribute `module`, and wrap that after loading"):

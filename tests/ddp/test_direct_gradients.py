@@ -72,7 +72,7 @@ def test_only_biases_are_copied_except_for_vectors_and_autocast(together, toy, s
     assert_like_torch(toy, together, lambda: nn.Sequential(*layers()), loss_of, copied=copied)
 
 
-def test_the_same_bits_as_torch(together, toy):
+def test_gradients_have_the_same_bits_as_in_torch(together, toy):
     def rank(group):
         model, reference = model_and_reference(toy, group, lambda: nn.Sequential(*layers()))
         for module in (model, reference):
@@ -83,7 +83,7 @@ def test_the_same_bits_as_torch(together, toy):
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 6), (2, 2, 3, 6)])
-def test_inputs_of_more_dimensions(together, toy, shape):
+def test_inputs_may_have_more_than_two_dimensions(together, toy, shape):
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(2))
 
     def loss_of(module, *_):
@@ -119,12 +119,12 @@ class Twice(nn.Module):
         return self.last(self.middle(self.first(self.first(x))))
 
 
-def test_a_weight_that_is_used_several_times(together, toy):
+def test_gradients_of_a_weight_that_is_used_twice_are_summed(together, toy):
     # Copied: the sum of the shared weight's gradients, and three biases.
     assert_like_torch(toy, together, Twice, copied=4)
 
 
-def test_gradients_that_accumulate(together, toy):
+def test_accumulated_gradients_equal_those_of_torch(together, toy):
     def rank(group):
         model, reference = model_and_reference(toy, group, lambda: nn.Sequential(*layers()))
         for _ in range(2):
@@ -141,7 +141,7 @@ def test_gradients_that_accumulate(together, toy):
     together(2, rank)
 
 
-def test_gradients_that_are_taken_away_are_their_takers(together, toy):
+def test_gradients_returned_by_autograd_grad_are_not_overwritten(together, toy):
     def rank(group):
         model, _ = model_and_reference(toy, group, lambda: nn.Sequential(*layers()))
         toy.loss_of(model, *toy.samples()).backward()
@@ -154,7 +154,7 @@ def test_gradients_that_are_taken_away_are_their_takers(together, toy):
     together(2, rank)
 
 
-def test_second_derivatives(together, toy):
+def test_second_derivatives_equal_those_of_torch(together, toy):
     def loss_of(module, inputs, targets):
         inputs = inputs.clone().requires_grad_()
         loss = toy.loss_of(module, inputs, targets)
@@ -171,7 +171,7 @@ def test_second_derivatives(together, toy):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_that_are_computed_again(together, toy, reentrant):
+def test_checkpointed_layers_write_gradients_into_buckets(together, toy, reentrant):
     class Again(nn.Module):
         def __init__(self):
             super().__init__()
@@ -211,7 +211,7 @@ def of_operation(layer, kept):
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("hook", [of_weight, of_several, of_any, of_operation])
-def test_hooks_that_keep_a_gradient_keep_this_ranks_own(together, toy, hook, late):
+def test_tensor_hooks_receive_this_ranks_own_gradient(together, toy, hook, late):
     def step(module, rank, between=lambda: None):
         loss = module(torch.full((2, 6), rank + 1.0)).sum()
         between()
@@ -239,7 +239,7 @@ def test_hooks_that_keep_a_gradient_keep_this_ranks_own(together, toy, hook, lat
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own, when it first differentiates forwards
-def test_functorch_goes_torchs_way(together, toy):
+def test_functorch_uses_the_original_layer(together, toy):
     def rank(group):
         module = toy.seeded(nn.Sequential(*layers()))
         DistributedDataParallel(module, process_group=group)
@@ -251,7 +251,7 @@ def test_functorch_goes_torchs_way(together, toy):
     together(1, rank)
 
 
-def test_layers_stay_what_they_were_to_everybody_else(together, toy):
+def test_layers_keep_type_repr_pickles_and_state(together, toy):
     def rank(group):
         module = toy.seeded(nn.Sequential(*layers()))
         looks = repr(module)
@@ -278,7 +278,7 @@ def test_layers_stay_what_they_were_to_everybody_else(together, toy):
     together(2, rank)
 
 
-def test_a_weight_that_takes_anothers_place_goes_torchs_way(together, toy):
+def test_replaced_weight_is_not_averaged(together, toy):
     def rank(group):
         module = toy.seeded(nn.Sequential(*layers()))
         model = DistributedDataParallel(module, process_group=group)
@@ -294,7 +294,7 @@ def test_a_weight_that_takes_anothers_place_goes_torchs_way(together, toy):
     assert together(2, rank) == [True, True]
 
 
-def test_what_is_not_torchs_own_layer_is_left_alone(together, toy):
+def test_derived_layers_and_frozen_weights_are_not_replaced(together, toy):
     class Other(nn.Linear):
         pass
 
@@ -319,7 +319,7 @@ def test_small_weights_are_copied(together, monkeypatch):
     assert together(2, rank) == [True, True]
 
 
-def test_own_copies_of_gradients_are_made_as_before(together, toy):
+def test_without_bucket_views_layers_are_not_replaced(together, toy):
     def rank(group):
         module = toy.network()
         DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=False)
@@ -329,7 +329,7 @@ def test_own_copies_of_gradients_are_made_as_before(together, toy):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_scripts_of_the_model(together, toy):
+def test_wrapped_module_can_be_scripted_and_traced(together, toy):
     def rank(group):
         module = toy.network()
         model = DistributedDataParallel(module, process_group=group)
@@ -342,7 +342,7 @@ def test_scripts_of_the_model(together, toy):
     assert together(1, rank) == [True]
 
 
-def test_graphs_and_shapes_of_the_model(together, toy):
+def test_wrapped_module_can_be_exported_and_runs_on_meta(together, toy):
     def rank(group):
         module = toy.network()
         model = DistributedDataParallel(module, process_group=group)

@@ -36,7 +36,7 @@ def alone(toy, module):
 
 @without_memory
 @pytest.mark.parametrize("transport", ["shm", "inproc"])
-def test_buckets_lie_in_shared_memory_where_there_is_some(together, toy, transport):
+def test_buckets_lie_in_shared_memory(together, toy, transport):
     gc.collect()
     before = arena().used_nbytes
 
@@ -53,7 +53,7 @@ def test_buckets_lie_in_shared_memory_where_there_is_some(together, toy, transpo
 
 
 @without_memory
-def test_where_no_shared_memory_is_left_buckets_are_ordinary(together, toy, monkeypatch):
+def test_buckets_lie_in_ordinary_memory_if_shared_memory_is_full(together, toy, monkeypatch):
     def rank(group):
         ours = train(toy, group, toy.network(), steps=0)
         group.barrier(background=False).wait()
@@ -106,7 +106,7 @@ def test_gradients_that_accumulate_are_averaged_like_fresh_ones(together, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_gradients_begin_at_lines_of_the_cache(together, dtype):
+def test_gradients_are_aligned_to_cache_lines(together, dtype):
     """A product that is written into memory across lines takes half as long again."""
 
     def rank(group):

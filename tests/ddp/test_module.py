@@ -8,9 +8,6 @@ from torch import nn
 
 from asyncdist.ddp import DistributedDataParallel
 
-SMALL_MB = 1 / 4096  # 256 bytes: two buckets for the toy network
-
-
 # -- averages ----------------------------------------------------------------------------------------
 
 
@@ -29,7 +26,7 @@ def test_training_equals_a_single_process_on_the_global_batch(together, toy, siz
     def rank(group):
         module = toy.network(seed=group.rank())  # only rank 0's first values count
         model = DistributedDataParallel(
-            module, process_group=group, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=as_view
+            module, process_group=group, bucket_cap_mb=toy.SMALL_MB, gradient_as_bucket_view=as_view
         )
         return train(model, *toy.share(group, toy.samples()))
 
@@ -62,7 +59,7 @@ def test_mixed_dtypes_frozen_shared_empty_and_scalar_parameters(together, toy):
 
     def rank(group):
         module = copy.deepcopy(base)
-        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=SMALL_MB)
+        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=toy.SMALL_MB)
         for _ in range(2):
             model.zero_grad()
             model(inputs[group.rank() :: group.size()]).pow(2).mean().backward()
@@ -97,11 +94,11 @@ def test_channels_last_parameters_keep_their_strides(together, toy):
 
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_a_model_that_is_cast_is_averaged_in_its_new_dtype(together, toy, steps, as_view):
+def test_cast_model_is_averaged_in_its_new_dtype(together, toy, steps, as_view):
     def rank(group):
         module = toy.network()
         model = DistributedDataParallel(
-            module, process_group=group, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=as_view
+            module, process_group=group, bucket_cap_mb=toy.SMALL_MB, gradient_as_bucket_view=as_view
         )
         data = toy.share(group, toy.samples())
         for _ in range(steps):
@@ -125,7 +122,7 @@ def test_a_model_that_is_cast_is_averaged_in_its_new_dtype(together, toy, steps,
             torch.testing.assert_close(mine, expected)
 
 
-def test_a_rank_without_inputs_stands_in_for_a_model_that_was_cast(together, toy):
+def test_rank_without_inputs_contributes_zeros_to_a_cast_model(together, toy):
     def rank(group):
         model = DistributedDataParallel(toy.network(), process_group=group)
         data = toy.share(group, toy.samples())
@@ -147,10 +144,10 @@ def test_a_rank_without_inputs_stands_in_for_a_model_that_was_cast(together, toy
 # -- how gradients live in buckets -------------------------------------------------------------------
 
 
-def test_gradients_are_views_of_buckets_and_stay_there(together, toy):
+def test_gradients_stay_views_of_their_buckets(together, toy):
     def rank(group):
         module = toy.network()
-        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=SMALL_MB)
+        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=toy.SMALL_MB)
         inputs, targets = toy.share(group, toy.samples())
         toy.loss_of(model, inputs, targets).backward()  # buckets are dealt again after this one
         storages = []
@@ -216,7 +213,7 @@ def test_buckets_follow_the_order_of_rank_0s_gradients(together, toy):
 
 def test_a_bucket_is_sent_before_the_last_gradient_is_ready(together, toy):
     def rank(group):
-        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=SMALL_MB)
+        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=toy.SMALL_MB)
         assert model.last_step is None
         for _ in range(2):
             toy.loss_of(model, *toy.share(group, toy.samples())).backward()

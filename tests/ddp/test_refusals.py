@@ -23,7 +23,7 @@ class Two(nn.Module):
         return self.spare(self.used(x)) if spare else self.used(x)
 
 
-def test_a_parameter_without_gradient_on_every_rank(together):
+def test_parameter_without_gradient_on_every_rank_is_named(together):
     def rank(group):
         model = DistributedDataParallel(Two(), process_group=group)
         for _ in range(2):
@@ -55,7 +55,7 @@ def test_parameter_without_gradient_on_one_rank_does_not_hang(together):
     assert together(3, rank) == [[1.0, 1.0, 1.0]] * 3
 
 
-def test_a_backward_that_stops_half_way(together):
+def test_forward_after_an_incomplete_backward_raises(together):
     class Fuse(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -85,7 +85,7 @@ def test_a_backward_that_stops_half_way(together):
     together(2, rank)
 
 
-def test_a_backward_that_stops_before_the_model_is_forgotten(together):
+def test_backward_that_fails_before_the_model_may_be_repeated(together):
     def rank(group):
         model = DistributedDataParallel(nn.Linear(3, 1), process_group=group)
         output = model(torch.full((1, 3), float(group.rank())))
@@ -99,7 +99,7 @@ def test_a_backward_that_stops_before_the_model_is_forgotten(together):
     assert together(2, rank) == [[[0.5] * 3]] * 2
 
 
-def test_sparse_gradients(together):
+def test_sparse_gradients_are_refused(together):
     def rank(group):
         model = DistributedDataParallel(nn.Embedding(4, 2, sparse=True), process_group=group)
         with pytest.raises(UnsupportedError, match="'weight' is not a dense tensor"):

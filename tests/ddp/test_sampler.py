@@ -28,13 +28,13 @@ def test_indices_equal_torchs(count, replicas, shuffle, drop_last, seed, epoch):
         assert (len(ours), ours.total_size) == (len(theirs), theirs.total_size)
 
 
-def test_it_serves_a_data_loader():
+def test_data_loader_uses_the_sampler():
     data = list(range(10))
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, 1, shuffle=False))
     assert [batch.tolist() for batch in loader] == [[1, 3], [5, 7], [9]]
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_outside(rank):
+def test_rank_out_of_range_is_refused(rank):
     with pytest.raises(UsageError, match="from 0 to 1"):
         DistributedSampler(range(4), 2, rank)

@@ -55,7 +55,7 @@ def test_a_lone_element_whose_stride_is_not_one(together):
 
 
 @pytest.mark.parametrize("arguments", [{"broadcast_buffers": False}, {"forward_sync_buffers": False}, {}])
-def test_buffers_in_forward(together, arguments):
+def test_buffers_are_broadcast_before_forward_if_requested(together, arguments):
     def rank(group):
         module = nn.BatchNorm1d(2)
         model = DistributedDataParallel(module, process_group=group, **arguments)
@@ -94,7 +94,7 @@ class Running(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_buffers_that_take_the_place_of_others(together, dtype):
+def test_replaced_buffers_are_broadcast(together, dtype):
     def rank(group):
         module = Running()
         model = DistributedDataParallel(module, process_group=group).to(dtype)
@@ -109,7 +109,7 @@ def test_buffers_that_take_the_place_of_others(together, dtype):
     assert together(2, rank) == [(1.75, 0.875, 3.0), (2.75, 0.875, 6.0)]
 
 
-def test_buffers_that_take_the_place_of_others_before_join_ends(together):
+def test_replaced_buffers_are_broadcast_when_join_ends(together):
     def rank(group):
         module = Running()
         model = DistributedDataParallel(module, process_group=group)
@@ -172,7 +172,7 @@ def test_ignored_parameters_are_left_alone(together, toy):
         ),
     ],
 )
-def test_models_that_differ_are_told_on_every_rank(together, odd, sentence):
+def test_different_models_raise_on_every_rank(together, odd, sentence):
     def rank(group):
         with pytest.raises(MismatchError, match=sentence) as caught:
             DistributedDataParallel(odd() if group.rank() == 2 else nn.Linear(3, 2), process_group=group)

@@ -8,8 +8,6 @@ from torch.utils.checkpoint import checkpoint
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import GradientError
 
-SMALL_MB = 1 / 4096  # 256 bytes: two buckets for the toy network
-
 
 def test_no_sync_accumulates_locally_and_the_next_backward_averages_all(together, toy):
     inputs, targets = toy.samples(12)
@@ -45,7 +43,7 @@ def test_no_sync_accumulates_locally_and_the_next_backward_averages_all(together
 def test_two_backwards_of_one_forward_and_one_of_two_forwards(together, toy):
     def rank(group):
         module = toy.network()
-        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=SMALL_MB)
+        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=toy.SMALL_MB)
         inputs, targets = toy.share(group, toy.samples())
         loss = toy.loss_of(model, inputs, targets)
         loss.backward(retain_graph=True)
@@ -85,7 +83,7 @@ def test_evaluation_and_gradients_of_inputs_communicate_nothing(together, toy):
         assert [name for name, _ in issued] == ["all_reduce", "broadcast"]
 
 
-def test_a_parameter_shared_by_reentrant_checkpoints(together):
+def test_parameter_shared_by_reentrant_checkpoints_is_refused(together):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -106,7 +104,7 @@ def test_a_parameter_shared_by_reentrant_checkpoints(together):
     together(2, rank)
 
 
-def test_outputs_of_every_shape(together, toy):
+def test_outputs_may_be_nested_or_opaque(together, toy):
     class Named(nn.Module):
         def __init__(self):
             super().__init__()
@@ -139,7 +137,7 @@ def test_outputs_of_every_shape(together, toy):
     assert torch.equal(*results)
 
 
-def test_wrapping_again_leaves_nothing_of_the_first_wrapper(together, toy):
+def test_module_can_be_wrapped_again(together, toy):
     def rank(group):
         module = toy.network()
         counting = toy.Counting(group)

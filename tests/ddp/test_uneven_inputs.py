@@ -13,7 +13,6 @@ from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import MismatchError, UnevenInputsError, UsageError
 from asyncdist.testing.processes import Nursery
 
-SMALL_MB = 1 / 4096  # 256 bytes: two buckets for the toy network
 STEPS = 4
 
 
@@ -63,7 +62,7 @@ def alone(toy, batches):
 def test_training_equals_a_single_process_on_all_inputs(together, toy, batches, alone, counts, by_all, as_view):
     def rank(group):
         model = DistributedDataParallel(
-            toy.network(), process_group=group, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=as_view
+            toy.network(), process_group=group, bucket_cap_mb=toy.SMALL_MB, gradient_as_bucket_view=as_view
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):  # the second time buckets have been dealt by arrival
@@ -82,7 +81,7 @@ def test_training_equals_a_single_process_on_all_inputs(together, toy, batches, 
 
 def test_rank_without_inputs_keeps_its_own_gradients(together, toy, batches):
     def rank(group):
-        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=SMALL_MB)
+        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=toy.SMALL_MB)
         with model.join():
             for batch in batches(group.rank(), 1 + group.rank()):
                 model.zero_grad()
@@ -93,12 +92,12 @@ def test_rank_without_inputs_keeps_its_own_gradients(together, toy, batches):
     together(2, rank)
 
 
-def test_no_sync_inside(together, toy, batches):
+def test_no_sync_accumulates_inside_join(together, toy, batches):
     counts = [2, 4]
 
     def rank(group):
         module = toy.network()
-        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=SMALL_MB)
+        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=toy.SMALL_MB)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         with model.join():
             own = batches(group.rank(), counts[group.rank()])
@@ -122,11 +121,11 @@ def test_no_sync_inside(together, toy, batches):
         toy.assert_close(ours, [parameter.detach() for parameter in reference.parameters()])
 
 
-def test_steps_of_every_shape_inside(together, toy, batches):
+def test_join_allows_forwards_without_backward_and_repeated_backwards(together, toy, batches):
     """Ranks that continue may take every kind of step, including a forward without a backward."""
 
     def rank(group):
-        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=SMALL_MB)
+        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=toy.SMALL_MB)
         with model.join():
             for batch in batches(group.rank(), 1 + 2 * group.rank()):
                 model.zero_grad()
@@ -186,7 +185,7 @@ def test_buffers_are_those_of_the_lowest_rank_with_inputs(together, counts, left
     assert {later for _, later in results} == {left[0]}
 
 
-def test_evaluation_inside_by_those_that_go_on(together):
+def test_ranks_with_inputs_may_evaluate_inside_join(together):
     def rank(group):
         model = DistributedDataParallel(Tally(), process_group=group)
         with model.join():
@@ -206,11 +205,11 @@ def test_evaluation_inside_by_those_that_go_on(together):
 
 
 @pytest.mark.parametrize("counts", [[1, 3, 2], [2, 0, 0]], ids=str)
-def test_running_out_early_raises_on_all_ranks_if_so_told(together, toy, batches, counts):
+def test_early_termination_raises_on_all_ranks_if_requested(together, toy, batches, counts):
     shortest = min(counts)
 
     def rank(group):
-        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=SMALL_MB)
+        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=toy.SMALL_MB)
         done = []
 
         def epoch():
@@ -232,7 +231,7 @@ def test_running_out_early_raises_on_all_ranks_if_so_told(together, toy, batches
 
 def test_even_inputs_raise_nothing(together, toy, batches):
     def rank(group):
-        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=SMALL_MB)
+        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=toy.SMALL_MB)
         with model.join(throw_on_early_termination=True):
             for batch in batches(group.rank(), 2):
                 toy.loss_of(model, *batch).backward()
@@ -254,7 +253,7 @@ def test_error_inside_join_is_raised_without_shadowing(together):
     assert together(2, rank) == [1.0, 1.0]
 
 
-def test_without_or_disabled_nothing_is_said(together, toy, batches):
+def test_ranks_do_not_synchronise_without_join(together, toy, batches):
     def rank(group):
         class Silent(toy.Counting):
             def all_gather_single(self, *_, **__):
@@ -301,7 +300,7 @@ def nursery():
 @pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_large_buckets_between_processes_and_a_dying_rank(nursery, tmp_path, transport):
+def test_killed_rank_ends_backward_and_join_of_the_others(nursery, tmp_path, transport):
     where = f"file://{tmp_path}/world"
     ranks = [nursery.start(PROGRAM, "train", rank, where, transport) for rank in range(3)]
     sums = [rank.hear() for rank in ranks]

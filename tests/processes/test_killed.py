@@ -58,7 +58,7 @@ def test_death_while_survivors_wait_in_different_ways(job, all_do, face):
     check_all_lost([elsewhere], [elsewhere.hear()], 3)
 
 
-def test_death_between_operations_is_met_by_the_next_one(job, all_do, face):
+def test_death_between_operations_fails_the_next_operation(job, all_do, face):
     ranks = job.world(4, face)
     all_do(ranks, "all_reduce", "world", 10)
     ranks[0].process.kill()
@@ -100,7 +100,7 @@ def test_idle_blocking_group_reports_the_abort_of_a_peer_without_a_call(job, all
     assert "rank 0 aborted: enough" in ranks[1].do("error_of", "world")["text"]
 
 
-def test_death_is_noticed_though_a_forked_child_of_the_dead_rank_lives_on(job, all_do, face):
+def test_forked_child_of_a_killed_rank_does_not_hide_its_death(job, all_do, face):
     survivor, *others, victim = ranks = job.world(3, face)
     all_do(ranks, "all_reduce", "world", 10)
     child = victim.do("leave_a_child")
@@ -113,7 +113,7 @@ def test_death_is_noticed_though_a_forked_child_of_the_dead_rank_lives_on(job, a
         os.kill(child, signal.SIGKILL)
 
 
-def test_every_group_with_the_dead_fails_and_every_group_without_it_goes_on(job, all_do, face):
+def test_death_fails_only_groups_with_the_dead_rank(job, all_do, face):
     ranks = job.world(4, face)
     for name, members in {"low": [0, 1], "mid": [1, 2], "high": [2, 3], "spare": [0, 1, 2]}.items():
         all_do(ranks, "new_group", name, members)

@@ -37,7 +37,7 @@ def lines(folder, rank):
 
 
 @pytest.mark.exhaustive
-def test_two_jobs_of_torchrun_at_once_on_one_machine_in_both_faces(tmp_path):
+def test_two_torchrun_jobs_run_at_once_on_one_machine(tmp_path):
     jobs = [torchrun(2, "both", tmp_path / name, "--standalone") for name in ("one", "other")]
     for job, name in zip(jobs, ("one", "other"), strict=True):
         status, said = ended(job)
@@ -61,7 +61,7 @@ def test_four_ranks_of_torchrun_without_a_rendezvous_backend(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_generation_that_fails_inside_a_collective_is_followed_by_one_that_meets(tmp_path):
+def test_restarted_generation_meets_after_a_failed_one(tmp_path):
     status, said = ended(torchrun(2, "restart", tmp_path / "job", "--standalone", "--max-restarts=1"))
     assert status == 0, said
     assert lines(tmp_path / "job", 1) == ["fails", "generation 1 has met"]
@@ -72,7 +72,7 @@ def test_a_generation_that_fails_inside_a_collective_is_followed_by_one_that_mee
 
 
 @pytest.mark.exhaustive
-def test_an_exception_on_one_rank_ends_the_job_soon(tmp_path):
+def test_exception_on_one_rank_ends_the_job(tmp_path):
     status, said = ended(torchrun(2, "crash", tmp_path / "job", "--standalone"))
     over = time.monotonic()
     assert status == 1

@@ -121,7 +121,7 @@ def test_mismatch_in_a_subgroup_fails_only_that_subgroup(job, all_do, face):
     assert all_do(ranks, "all_reduce", "world", 10) == [3.0] * 3
 
 
-def test_a_rank_that_crashes_on_anothers_death_does_not_hide_it(job, face):
+def test_rank_that_crashes_after_a_death_does_not_hide_it(job, face):
     ranks = job.world(4, face)
     ranks[3].do("die_at", 5)
     # Rank 3 gets its command first: once armed, it may die as soon as the others send.

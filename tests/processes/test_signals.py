@@ -56,7 +56,7 @@ def test_interrupt_ends_the_rendezvous(job, face, tmp_path):
         check_interrupted(told)
 
 
-def test_a_forked_child_sees_its_parents_world_and_cannot_harm_it(job, all_do, face):
+def test_forked_child_cannot_use_or_harm_its_parents_world(job, all_do, face):
     ranks = job.world(2, face)
     all_do(ranks, "all_reduce", "world", 10)
     ranks[1].do("pend_receive", "world", 0)
