@@ -148,16 +148,7 @@ class CollectivesApi(Generic[R, V]):
         async_op: bool = False,
         group_dst: int | None = None,
     ) -> R:
-        """Reduce ``tensor`` over the group into the tensor of ``dst``. The tensors of other ranks do not change.
-
-        Args:
-            tensor: Input of every rank, and output on ``dst``; of equal shape on all ranks.
-            dst: Global rank that gets the result.
-            op: The reduction.
-            group: The group; None means the default group.
-            async_op: Return a work instead of blocking.
-            group_dst: Group rank that gets the result, instead of ``dst``.
-        """
+        """Reduce ``tensor``, of equal shape on all ranks, into the tensor of ``dst``; other tensors do not change."""
         of = resolve_group(group)
         to = _member(of, "reduce", dst, group_dst, "dst")
         return self._finish(of.reduce(tensor, to, op, background=self._runs(async_op)), async_op)
@@ -170,28 +161,13 @@ class CollectivesApi(Generic[R, V]):
         async_op: bool = False,
         group_src: int | None = None,
     ) -> R:
-        """Copy the ``tensor`` of ``src`` into the tensor of every rank.
-
-        Args:
-            tensor: Input on ``src``, output on other ranks; of equal shape on all ranks.
-            src: Global rank of the source.
-            group: The group; None means the default group.
-            async_op: Return a work instead of blocking.
-            group_src: Group rank of the source, instead of ``src``.
-        """
+        """Copy the ``tensor`` of ``src`` into the tensor of every rank; shapes are equal on all ranks."""
         of = resolve_group(group)
         root = _member(of, "broadcast", src, group_src, "src")
         return self._finish(of.broadcast(tensor, root, background=self._runs(async_op)), async_op)
 
     def all_gather(self, tensor_list: Sequence[Any], tensor: Any, group: AnyGroup = None, async_op: bool = False) -> R:
-        """Gather every rank's ``tensor`` into ``tensor_list``.
-
-        Args:
-            tensor_list: One output per rank of the group, in group order, each with the shape of that rank's ``tensor``.
-            tensor: Input; shapes may differ between ranks.
-            group: The group; None means the default group.
-            async_op: Return a work instead of blocking.
-        """
+        """Gather every rank's ``tensor`` into ``tensor_list``, in group order; shapes may differ between ranks."""
         return self._finish(
             resolve_group(group).all_gather(tensor_list, tensor, background=self._runs(async_op)), async_op
         )
@@ -274,15 +250,7 @@ class CollectivesApi(Generic[R, V]):
         group: AnyGroup = None,
         async_op: bool = False,
     ) -> R:
-        """Reduce ``input_list[i]`` over the group into ``output`` of rank ``i``.
-
-        Args:
-            output: Output; shapes may differ between ranks.
-            input_list: One input per rank of the group, in group order, each with the shape of that rank's ``output``.
-            op: The reduction.
-            group: The group; None means the default group.
-            async_op: Return a work instead of blocking.
-        """
+        """Reduce ``input_list[i]`` over the group into rank ``i``'s ``output``; shapes may differ between ranks."""
         return self._finish(
             resolve_group(group).reduce_scatter(output, input_list, op, background=self._runs(async_op)), async_op
         )
@@ -315,14 +283,7 @@ class CollectivesApi(Generic[R, V]):
         group: AnyGroup = None,
         async_op: bool = False,
     ) -> R:
-        """Send ``input_tensor_list[i]`` to rank ``i``, and receive from it into ``output_tensor_list[i]``.
-
-        Args:
-            output_tensor_list: One output per rank of the group, in group order; shapes may differ.
-            input_tensor_list: One input per rank of the group, in group order; shapes may differ.
-            group: The group; None means the default group.
-            async_op: Return a work instead of blocking.
-        """
+        """Send ``input_tensor_list[i]`` to rank ``i``, receive from it into ``output_tensor_list[i]``; any shapes."""
         work = resolve_group(group).all_to_all(output_tensor_list, input_tensor_list, background=self._runs(async_op))
         return self._finish(work, async_op)
 
@@ -442,15 +403,7 @@ class CollectivesApi(Generic[R, V]):
     def send(
         self, tensor: Any, dst: int | None = None, group: AnyGroup = None, tag: int = 0, group_dst: int | None = None
     ) -> R:
-        """Send ``tensor`` to ``dst``. Complete when the caller may change ``tensor``, which may be before the receive.
-
-        Args:
-            tensor: The message.
-            dst: Global rank of the receiver.
-            group: The group; None means the default group.
-            tag: A receive takes only messages of its tag, from 0 to 2^32 - 1.
-            group_dst: Group rank of the receiver, instead of ``dst``.
-        """
+        """Send ``tensor`` to ``dst`` with a tag from 0 to 2^32 - 1; complete when the caller may change ``tensor``."""
         of = resolve_group(group)
         to = _member(of, "send", dst, group_dst, "dst")
         return self._finish(of.send(tensor, to, tag, background=self._runs(False)), False)
