@@ -47,7 +47,7 @@ def all_reduce(rank: int, size: int, data: Place, scratch: Place) -> Schedule:
             yield Send(peer, data), Recv(peer, scratch)
             yield (Combine(data, scratch, swapped=peer < rank),)
 
-    yield from _lend(rank, size, data, core())
+    return _lend(rank, size, data, core())
 
 
 def all_reduce_cost(size: int, nbytes: int) -> Cost:
@@ -79,7 +79,7 @@ def halving_all_reduce(rank: int, size: int, blocks: Blocks) -> Schedule:
                 start += distance
         yield from _gather_runs(rank, size, blocks)
 
-    yield from _lend(rank, size, blocks[0 : floor_power_of_two(size)], core())
+    return _lend(rank, size, blocks[0 : floor_power_of_two(size)], core())
 
 
 def halving_all_reduce_cost(size: int, nbytes: int) -> Cost:
@@ -159,10 +159,14 @@ def _gather_runs(rank: int, size: int, blocks: Blocks) -> Schedule:
 
 def _lend(rank: int, size: int, data: Place, core: Schedule) -> Schedule:
     """Run ``core`` on its ranks; the others lend them their ``data`` before and are given the result after."""
-    paired = 2 * (size - floor_power_of_two(size))
-    if rank >= paired:
-        yield from core
-    elif rank % 2:
+    is_power_of_two = size & (size - 1) == 0
+    if is_power_of_two or rank >= 2 * (size - floor_power_of_two(size)):
+        return core
+    return _lend_in_pairs(rank, data, core)
+
+
+def _lend_in_pairs(rank: int, data: Place, core: Schedule) -> Schedule:
+    if rank % 2:
         yield (Reduce(rank - 1, data),)
         yield from core
         yield (Send(rank - 1, data),)

@@ -83,6 +83,10 @@ class GroupContext:
         """Return the hierarchical collectives; None if the collective uses links alone."""
         return None if collective in self.forced else self.hierarchical
 
+    def is_striped(self, nbytes: int) -> bool:
+        """Return whether a tensor is large enough to be cut into one part for each lane."""
+        return self.config.lanes > 1 and nbytes >= self.config.stripe_nbytes
+
     def blocks(self, value: Any) -> list[Memory]:
         """Return the memory of one block for each rank: a list of tensors, a tensor in equal parts, or None."""
         return block_memories(value, self.size)
@@ -119,11 +123,10 @@ def fingerprint(
 
 def stripes(group: GroupContext, memory: Memory) -> Iterable[Memory]:
     """Cut memory into one part per lane if it is large enough."""
-    lanes = group.config.lanes
-    if lanes <= 1 or memory.nbytes < group.config.stripe_nbytes:
+    if not group.is_striped(memory.nbytes):
         return (memory,)
-    parts = TensorBlocks.split(memory, lanes)
-    return [parts[lane] for lane in range(lanes)]
+    parts = TensorBlocks.split(memory, group.config.lanes)
+    return [parts[lane] for lane in range(group.config.lanes)]
 
 
 def segments(memory: Memory, count: int) -> Iterator[Memory]:
@@ -136,7 +139,7 @@ def striped_blocks(
 ) -> Iterable[list[Memory] | TensorBlocks]:
     """Cut every block into one part per lane; block ``i`` of each part still belongs to rank ``i``."""
     lanes = group.config.lanes
-    if lanes <= 1 or sum(blocks[rank].nbytes for rank in range(group.size)) < group.config.stripe_nbytes:
+    if not group.is_striped(sum(blocks[rank].nbytes for rank in range(group.size))):
         return (blocks,) if isinstance(blocks, TensorBlocks) else (list(blocks),)
     cut = [TensorBlocks.split(blocks[rank], lanes) for rank in range(group.size)]
     return [[block[lane] for block in cut] for lane in range(lanes)]
@@ -266,8 +269,7 @@ def _all_gather(
 
 def _all_gather_row(group: GroupContext, nbytes: int, contiguous: bool) -> Callable[[Any], Iterator[Schedule]]:
     """Return what gathers the blocks of one row over links, in one part for each lane."""
-    striped = group.config.lanes > 1 and nbytes >= group.config.stripe_nbytes
-    algorithm = group.choose("all_gather", nbytes, contiguous=contiguous and not striped)
+    algorithm = group.choose("all_gather", nbytes, contiguous=contiguous and not group.is_striped(nbytes))
     run = {"ring": ring.all_gather, "doubling": recursive_doubling.all_gather, "direct": pairwise.all_gather}[algorithm]
     return lambda blocks: (run(group.rank, group.size, stripe) for stripe in striped_blocks(group, blocks))
 

@@ -34,7 +34,7 @@ from asyncdist.transport.native import CallSignature, PreparedCall
 # Number of elements of a segment that is accumulated in separate memory.
 _SEGMENT_COUNT = 1 << 20
 
-OverLinks = Callable[[Memory], Iterable[Schedule]]
+OverLinks = Callable[[torch.Tensor], Iterable[Schedule]]
 """Makes the schedules over links of a call with one tensor."""
 
 
@@ -86,9 +86,7 @@ def all_reduce(group: GroupContext, tensor: Any, op: Any) -> PreparedCollective:
 
         return PreparedCollective(call, nbytes, parts=parts, fold=kernels.fold, window=hierarchical.window)
     over_links = _all_reduce_over_links(group, nbytes, op, kernels)
-    return PreparedCollective(
-        call, nbytes, parts=lambda tensor: over_links(flat_memory(tensor)), fold=kernels.fold, window=group.window
-    )
+    return PreparedCollective(call, nbytes, parts=over_links, fold=kernels.fold, window=group.window)
 
 
 def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> PreparedCollective:
@@ -109,9 +107,9 @@ def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> Prepared
     each_over_links = [_all_reduce_over_links(group, count * dtype.itemsize, op, kernels) for count in counts]
 
     def parts(tensors: Any) -> Iterable[Schedule]:
-        flat = [flat_memory(tensor) for tensor in tensors]
         if hierarchical is None:
-            return (part for memory, run in zip(flat, each_over_links, strict=True) for part in run(memory))
+            return (part for tensor, run in zip(tensors, each_over_links, strict=True) for part in run(tensor))
+        flat = [flat_memory(tensor) for tensor in tensors]
         for memory in flat:
             _prescale(memory, op)
         return hierarchical.all_reduce(flat, kernels, call)
@@ -148,13 +146,17 @@ def _all_reduce_over_links(group: GroupContext, nbytes: int, op: Reduction, kern
     """Return what makes the schedules of an all-reduce of ``nbytes`` bytes over links."""
     algorithm = group.choose("all_reduce", nbytes)
     run = {"doubling": _all_reduce_doubling, "halving": _all_reduce_halving, "ring": _all_reduce_ring}[algorithm]
-    small = algorithm == "doubling"
+    small, whole = algorithm == "doubling", type(op) is not PremulSum and not group.is_striped(nbytes)
 
-    def narrow(memory: Memory) -> Iterable[Schedule]:
+    def narrow(tensor: torch.Tensor) -> Iterable[Schedule]:
+        memory = flat_memory(tensor)
+        if whole:
+            return (run(group, memory, kernels),)
         _prescale(memory, op)
         return [run(group, part, kernels) for part in stripes(group, memory)]
 
-    def wide(memory: Memory) -> Iterable[Schedule]:
+    def wide(tensor: torch.Tensor) -> Iterable[Schedule]:
+        memory = flat_memory(tensor)
         _prescale(memory, op)
         return (_all_reduce_wide(group, part, kernels, small) for part in segments(memory, _SEGMENT_COUNT))
 

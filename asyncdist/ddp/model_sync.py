@@ -11,7 +11,7 @@ import torch
 from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import MismatchError
 from asyncdist.groups.group import Group
-from asyncdist.memory.buffers import flat
+from asyncdist.memory.buffers import flat_memory
 
 PACK_NBYTES = 1 << 20
 
@@ -99,7 +99,7 @@ def broadcast_values(group: Group, tensors: Iterable[torch.Tensor], src: int = 0
 
 
 def _octets(tensor: torch.Tensor) -> torch.Tensor:
-    return flat(tensor.contiguous()).view(torch.uint8)
+    return flat_memory(tensor.contiguous()).raw
 
 
 def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

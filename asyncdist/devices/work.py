@@ -51,11 +51,12 @@ class DeviceWork(Work):
         self._value, self._event = value, event
         self._set_enqueued()
 
-    def finish(self, value: Any = None, error: BaseException | None = None) -> None:
+    def finish(self, value: Any = None, error: BaseException | None = None) -> bool:
         if not self._done:
             super().finish(value, error)
             self._set_enqueued()
             self.run_callbacks()
+        return False
 
     def _set_enqueued(self) -> None:
         with self._enqueue_lock:

@@ -33,7 +33,8 @@ class CollectiveChecker:
         self._recorder = recorder
         self._channels, self._operations = channels, operations
         self._fail = fail
-        self._heard: dict[bytes, set[tuple[int, int]]] = {}  # by operation that we have not called: (peer, fingerprint)
+        # By operation that this rank has not called: (peer, fingerprint).
+        self.early_calls: dict[bytes, set[tuple[int, int]]] = {}
 
     def difference(self, peer: int, ours: int, theirs: int) -> MismatchError:
         """Return the error of two ranks whose calls have different fingerprints."""
@@ -43,7 +44,7 @@ class CollectiveChecker:
     def begin(self, operation: Operation) -> None:
         """Compare a call of this rank with the fingerprints that peers have sent for it before."""
         ours = operation.plan.fingerprint
-        for peer, theirs in self._heard.pop(operation.key, ()) if self._heard else ():
+        for peer, theirs in self.early_calls.pop(operation.key, ()):
             if theirs != ours:
                 self._fail(operation.channel, self.difference(peer, ours, theirs))
 
@@ -77,8 +78,8 @@ class CollectiveChecker:
             self._fail(channel, self.difference(peer, ours, theirs))
 
     def _hear(self, peer: int, key: bytes, theirs: int) -> None:
-        self._heard.setdefault(key[:12], set()).add((peer, theirs))
+        self.early_calls.setdefault(key[:12], set()).add((peer, theirs))
 
     def forget(self, prefix: bytes) -> None:
         """Forget what was heard of a group that has ended."""
-        self._heard = {key: heard for key, heard in self._heard.items() if not key.startswith(prefix)}
+        self.early_calls = {key: heard for key, heard in self.early_calls.items() if not key.startswith(prefix)}

@@ -68,8 +68,8 @@ class Endpoint:
         self._executor = Executor(self, Scratch(), config.piece_nbytes)
         self.operations = self._executor.operations
         self.recorder.pending.append(self._executor.pending)
-        self._links: dict[int, Link] = {}
-        self._inboxes: dict[int, MatchingQueue] = {}
+        self.links: dict[int, Link] = {}
+        self.inboxes: dict[int, MatchingQueue] = {}
         self.timers = TimerTable()
         self.failures = failures = GroupFailures(
             config,
@@ -81,7 +81,7 @@ class Endpoint:
             self._discard,
             self._look,
         )
-        self._lost = failures.lost_peers
+        self.lost_peers = failures.lost_peers
         # Bound here, because a method of this class would cost each call a frame.
         self.fail, self.gone, self.lost, self.suspect = failures.fail, failures.gone, failures.lost, failures.suspect
         self.open, self.end, self.interrupted = failures.open, failures.end, failures.interrupted
@@ -163,14 +163,15 @@ class Endpoint:
 
     def start(self, operation: Operation) -> None:
         """Begin an operation. Under the lock."""
-        self._comparison.begin(operation)
+        if self._comparison.early_calls:
+            self._comparison.begin(operation)
         channel = operation.channel
         channel.started, channel.highest = channel.started + 1, max(channel.highest, operation.sequence)
         self._executor.start(operation)
 
     def _discard(self, prefix: bytes) -> None:
         self._comparison.forget(prefix)
-        for inbox in self._inboxes.values():
+        for inbox in self.inboxes.values():
             inbox.purge(prefix)
 
     def _look(self, peer: int) -> None:
@@ -180,21 +181,21 @@ class Endpoint:
 
     def link(self, peer: int) -> Link:
         """Return the link to a peer, made on first use; raise the peer's error if the peer is lost."""
-        link = self._links.get(peer)
+        link = self.links.get(peer)
         if link is None:
-            link = self._links[peer] = self.transport_selector.link(peer)
-        if peer in self._lost:
-            raise self._lost[peer]
+            link = self.links[peer] = self.transport_selector.link(peer)
+        if peer in self.lost_peers:
+            raise self.lost_peers[peer]
         return link
 
     def inbox(self, peer: int) -> MatchingQueue:
-        inbox = self._inboxes.get(peer)
+        inbox = self.inboxes.get(peer)
         if inbox is None:
-            inbox = self._inboxes[peer] = MatchingQueue(peer, self)
+            inbox = self.inboxes[peer] = MatchingQueue(peer, self)
         return inbox
 
     def connectivity_problem(self, peers: Iterable[int]) -> str:
-        said = (self._links[peer].connectivity_problem() for peer in peers if peer in self._links)
+        said = (self.links[peer].connectivity_problem() for peer in peers if peer in self.links)
         return ", ".join(itertools.islice(filter(None, said), _MOST_PROBLEMS))
 
     def query_peers(self, operation: Operation, peers: Iterable[int]) -> None:
@@ -226,8 +227,7 @@ class Endpoint:
 
     def wake_later(self, work: Work) -> None:
         """Run the callbacks of a completed work after the lock is released."""
-        if work.has_callbacks:
-            self.finished.append(work.run_callbacks)
+        self.finished.append(work.run_callbacks)
 
     # -- what transports report to: Host -------------------------------------------------------
 

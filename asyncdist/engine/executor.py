@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from asyncdist.algorithms.schedule import Combine, Recv, Reduce, Schedule, Send
@@ -32,6 +32,16 @@ from asyncdist.transport.base import Link, MatchingQueue, Outgoing, Receive
 
 class Peers(Protocol):
     """The part of the endpoint that the executor uses."""
+
+    @property
+    def links(self) -> Mapping[int, Link]:
+        """The links that `link` has made."""
+
+    @property
+    def lost_peers(self) -> Mapping[int, GroupError]: ...
+
+    @property
+    def inboxes(self) -> Mapping[int, MatchingQueue]: ...
 
     def link(self, peer: int) -> Link: ...
 
@@ -120,8 +130,8 @@ class Executor:
         if not self.operations:
             self._due = math.inf
         operation.entry.finish(error)
-        operation.work.finish(value, error)
-        self._peers.wake_later(operation.work)
+        if operation.work.finish(value, error):
+            self._peers.wake_later(operation.work)
 
     def _break(self, operation: Operation, cause: Exception) -> None:
         """Fail the group: this rank failed in the operation, so no other rank can complete it either."""
@@ -180,13 +190,13 @@ class Executor:
                 if task.transfers:
                     task.transfers = []
                 task.outstanding = 1  # for ourselves: what ends while we still post must not put us into the queue
-                for action in step:
-                    self.perform(task, action)
-                    if operation.over:  # a mismatch was found on the way
-                        return True
+                self.perform(task, step)
+                if operation.over:  # a mismatch was found on the way
+                    return True
                 task.outstanding -= 1
         except StopIteration:
-            self._give_scratch(task)
+            if task.scratch:
+                self._give_scratch(task)
             operation.tasks.remove(task)
             for part, generator in itertools.islice(operation.parts, 1):
                 self._add_task(operation, part, generator)
@@ -198,27 +208,33 @@ class Executor:
             self._break(operation, cause)
         return True
 
-    def perform(self, task: Task, action: Any) -> None:
-        kind = type(action)
+    def perform(self, task: Task, step: Iterable[Any]) -> None:
+        """Begin the actions of a step, until the operation fails."""
         operation = task.operation
-        if kind is Send:
-            peer = operation.channel.members[action.peer]
-            message = Outgoing(peer, task.key, operation.plan.fingerprint, action.place.view, task)
-            task.outstanding += 1
-            if self._peers.link(peer).send(message):
-                task.outstanding -= 1
+        channel, plan = operation.channel, operation.plan
+        for action in step:
+            kind = type(action)
+            if kind is Send:
+                peer = channel.members[action.peer]
+                message = Outgoing(peer, task.key, plan.fingerprint, action.place.view, task)
+                task.outstanding += 1
+                link = None if peer in self._peers.lost_peers else self._peers.links.get(peer)
+                if (link or self._peers.link(peer)).send(message):
+                    task.outstanding -= 1
+                else:
+                    task.transfers.append(message)
+            elif kind is Recv:
+                peer = channel.members[action.peer]
+                self._post(task, Receive(peer, task.key, plan.fingerprint, action.place.view, task))
+            elif kind is Reduce:
+                self._post(task, self._folding(task, action))
+            elif kind is Combine:
+                assert plan.fold is not None
+                plan.fold(action.place.tensor, action.other.tensor, action.swapped)
             else:
-                task.transfers.append(message)
-        elif kind is Recv:
-            peer = operation.channel.members[action.peer]
-            self._post(task, Receive(peer, task.key, operation.plan.fingerprint, action.place.view, task))
-        elif kind is Reduce:
-            self._post(task, self._folding(task, action))
-        elif kind is Combine:
-            assert operation.plan.fold is not None
-            operation.plan.fold(action.place.tensor, action.other.tensor, action.swapped)
-        else:
-            self._post_any(task, action)
+                self._post_any(task, action)
+            if operation.over:
+                return
 
     def _folding(self, task: Task, action: Reduce) -> Receive:
         operation, target = task.operation, action.place
@@ -232,12 +248,13 @@ class Executor:
     def _post(self, task: Task, receive: Receive) -> None:
         peer = receive.peer
         task.outstanding += 1
-        if self._peers.inbox(peer).post(receive):
+        if (self._peers.inboxes.get(peer) or self._peers.inbox(peer)).post(receive):
             task.outstanding -= 1
             return
         if receive.done:
             return
-        link = self._peers.link(peer)  # raises if the peer is lost
+        known = None if peer in self._peers.lost_peers else self._peers.links.get(peer)
+        link = known or self._peers.link(peer)  # raises if the peer is lost
         task.transfers.append(receive)
         link.open()
 

@@ -186,7 +186,7 @@ class GroupFailures:
         if peer in self.lost_peers:
             return
         if peer in self._leaving:
-            if any(transport.hears(peer) for transport in self._selector.transports):
+            if any(transport.may_receive_from(peer) for transport in self._selector.transports):
                 return  # what it sent before it left is still to be read
             reason = self._leaving[peer]
         error = self.lost_peers[peer] = PeerLostError(peer, reason)
@@ -194,7 +194,7 @@ class GroupFailures:
             if peer in channel.members and (peer not in self._leaving or self._waits_for(channel, peer)):
                 self.fail(channel, error)
         for transport in self._selector.transports:
-            transport.forget(peer)
+            transport.disconnect(peer)
 
     def suspect(self, peer: int, reason: str) -> None:
         """Declare a peer lost after a grace period, unless a message explains the closed connection before."""
@@ -225,7 +225,7 @@ class GroupFailures:
         self._fail_all(error)
         for transport in self._selector.transports:
             for peer in self.lost_peers:
-                transport.forget(peer)
+                transport.disconnect(peer)
 
     def forked(self) -> None:
         """Fail every group in a forked child, which is not a rank. No peer is told."""

@@ -284,7 +284,8 @@ class Progress:
             waits: list[Wait] | None = None
             with self.lock:
                 moved = self._turn(ready)
-                if not work.is_completed():
+                completed = work.is_completed()
+                if not completed:
                     now = self._expire()
                     if moved:
                         spin_until = now + self.spin
@@ -292,8 +293,9 @@ class Progress:
                         waits = self._prepare_sleep()
                     else:  # a peer may share it; two that both want to run are soon moved apart
                         self._offer_core(now)
-            self._deliver()
-            if work.is_completed() or now >= until:
+            if self._machine.finished:
+                self._deliver()
+            if completed or work.is_completed() or now >= until:
                 self._sleeping = False
                 return
             ready = None if waits is None else self._sleep(waits, until)

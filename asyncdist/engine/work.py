@@ -67,21 +67,18 @@ class Work:
 
     # -- completing (the executor's side) ------------------------------------------------------
 
-    def finish(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Complete the work; its callbacks are then due (`run_callbacks`)."""
+    def finish(self, value: Any = None, error: BaseException | None = None) -> bool:
+        """Complete the work; return whether callbacks are due (`run_callbacks`)."""
         if error is not None and not self._seen:
             self._unseen = _Unseen(error)
         self._value, self._error, self._done = value, error, True
+        return bool(self._callbacks)
 
     def _mark_seen(self) -> None:
         """Note that the program has seen, or declined to see, how the operation ended."""
         self._seen = True
         if self._unseen is not None:
             self._unseen.error = None
-
-    @property
-    def has_callbacks(self) -> bool:
-        return bool(self._callbacks)
 
     def run_callbacks(self) -> None:
         """Call what was hung on the completed work, once; an exception in a callback is logged."""

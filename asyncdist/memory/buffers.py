@@ -84,11 +84,13 @@ class Memory:
     def view(self) -> memoryview:
         view = self._view
         if view is None:
-            if self._base is None:
-                view = self._view = _bytes_of(cast(torch.Tensor, self._tensor))
+            base, tensor, itemsize = self._base, self._tensor, self.itemsize
+            if base is not None:
+                view = base.view[self.start * itemsize : self.stop * itemsize]
             else:
-                itemsize = self.itemsize
-                view = self._view = self._base.view[self.start * itemsize : self.stop * itemsize]
+                assert tensor is not None, "memory without a base has a tensor"
+                view = _bytes_of(tensor)
+            self._view = view
         return view
 
     def __repr__(self) -> str:
@@ -190,17 +192,12 @@ def copy_overlapping_rows(rows: Sequence[tuple[Places, Memory]], size: int, rank
 # -- contiguous tensors ---------------------------------------------------------------------------
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as a run of its elements.
+def flat_memory(tensor: torch.Tensor) -> Memory:
+    """Return the memory of a contiguous tensor.
 
     To torch a lone element is contiguous with any stride, but only with a stride of 1 is it to be seen as bytes.
     """
-    return tensor if tensor.dim() == 1 and tensor.stride(0) == 1 else tensor.as_strided((tensor.numel(),), (1,))
-
-
-def flat_memory(tensor: torch.Tensor) -> Memory:
-    """Return the memory of a contiguous tensor."""
-    return Memory(flat(tensor))
+    return Memory(tensor if tensor.dim() == 1 and tensor.stride(0) == 1 else tensor.as_strided((tensor.numel(),), (1,)))
 
 
 def block_memories(blocks: torch.Tensor | Sequence[torch.Tensor] | None, size: int) -> list[Memory]:
@@ -208,7 +205,7 @@ def block_memories(blocks: torch.Tensor | Sequence[torch.Tensor] | None, size: i
     if isinstance(blocks, torch.Tensor):
         parts = TensorBlocks.split(flat_memory(blocks), size)
         return [parts[index] for index in range(size)]
-    return [Memory(flat(tensor)) for tensor in blocks or ()]
+    return [flat_memory(tensor) for tensor in blocks or ()]
 
 
 # -- a user's tensor ------------------------------------------------------------------------------
@@ -249,7 +246,7 @@ def _unusable(value: Any) -> UsageError:
 
 def input_memory(value: Any) -> Memory:
     """Return memory that holds the tensor's elements in order; a copy only if they do not lie so already."""
-    return Memory(flat(_in_order(tensor_of(value))))
+    return flat_memory(_in_order(tensor_of(value)))
 
 
 def in_order(tensor: torch.Tensor) -> bool:
@@ -288,7 +285,7 @@ class OutputTensor:
         if self.copied:
             _check_apart(tensor)
             tensor = _in_order(tensor)
-        self.memory = Memory(flat(tensor))
+        self.memory = flat_memory(tensor)
 
     def store(self) -> None:
         increment_versions((self.tensor,))

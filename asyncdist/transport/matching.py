@@ -9,7 +9,7 @@ from collections import deque
 from typing import Protocol
 
 from asyncdist.config import Config
-from asyncdist.transport.wire_format import pack_header
+from asyncdist.transport.wire_format import pack_tail
 
 # -- what is moved --------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ class Outgoing:
         self, peer: int, key: bytes, fingerprint: int, body: memoryview, owner: Owner | None, kind: int = 1
     ) -> None:
         self.peer = peer
-        self.header = pack_header(key, fingerprint, len(body), kind)
+        self.header = key + pack_tail(fingerprint, len(body), kind)
         self.body = body
         self.owner = owner
         self.sent = 0
@@ -184,7 +184,8 @@ class MatchingQueue:
             self.posted[key] = deque((receive,))
         else:
             queue.append(receive)
-        self.unblock()
+        if self._blocked:
+            self.unblock()
         return False
 
     def unblock(self) -> None:
@@ -203,7 +204,8 @@ class MatchingQueue:
             receive = queue.popleft()
             if not queue:
                 del self.posted[key]
-            return self._checked(receive, fingerprint, nbytes)
+            matches = receive.nbytes == nbytes and receive.fingerprint == fingerprint
+            return receive if matches else self._refuse(receive, fingerprint, nbytes)
         taken = self._host.unclaimed(self.peer, key, fingerprint, nbytes)
         if taken is not None:
             return taken
@@ -255,8 +257,11 @@ class MatchingQueue:
         return True
 
     def _checked(self, receive: Receive, fingerprint: int, nbytes: int) -> Receive:
-        """Return the receive if the message matches it; else report the mismatch and return a `DiscardReceive`."""
-        if receive.nbytes == nbytes and receive.fingerprint == fingerprint:
-            return receive
+        """Return the receive if the message matches it, else what `_refuse` returns."""
+        matches = receive.nbytes == nbytes and receive.fingerprint == fingerprint
+        return receive if matches else self._refuse(receive, fingerprint, nbytes)
+
+    def _refuse(self, receive: Receive, fingerprint: int, nbytes: int) -> DiscardReceive:
+        """Report a message that does not match its receive, and return what drops its bytes."""
         self._host.mismatch(self.peer, receive, fingerprint, nbytes)
         return DiscardReceive(self.peer, receive.key, nbytes)

@@ -15,9 +15,10 @@ so that it never has to unpack them. Parts are spread over lanes by ``part % lan
 
 from __future__ import annotations
 
+import functools
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 HEADER = struct.Struct("<QIIQQBxxx")
@@ -37,12 +38,15 @@ def pack_key(channel: int, sequence: int, part: int) -> bytes:
 
 def pack_header(key: bytes, fingerprint: int, nbytes: int, kind: int = DATA) -> bytes:
     """Return the header of a message of ``nbytes`` bytes under ``key``."""
-    return key + _TAIL.pack(fingerprint, nbytes, kind)
+    return key + pack_tail(fingerprint, nbytes, kind)
 
 
-def unpack_tail(header: bytes | bytearray | memoryview) -> tuple[int, int, int]:
-    """Return what follows the key in a whole header: (fingerprint, nbytes, kind)."""
-    return _TAIL.unpack_from(header, KEY_NBYTES)
+pack_tail: Callable[[int, int, int], bytes] = _TAIL.pack
+"""``pack_tail(fingerprint, nbytes, kind)`` returns what follows the key in a header."""
+
+
+unpack_tail: Callable[..., tuple[int, int, int]] = functools.partial(_TAIL.unpack_from, offset=KEY_NBYTES)
+"""``unpack_tail(header)`` returns what follows the key in a whole header: (fingerprint, nbytes, kind)."""
 
 
 def channel_of(*names: object) -> int:

@@ -212,6 +212,12 @@ class Reader:
         else:
             receive = Notice(self.peer, key, nbytes, kind, self._host)
         if receive is expected and receive is not None:
+            # Most messages come whole, with the header.
+            if beyond and beyond == nbytes:
+                receive.filled()
+                if not receive.done:
+                    receive.finish()
+                return
             self._start(receive)
             if beyond:
                 self._took(beyond)

@@ -94,7 +94,7 @@ class Outbound:
 
     @property
     def eager(self) -> bool:
-        return bool(self.queue) or _is_unsent(self._sock)
+        return bool(self.queue) or (self._tls is not None and _is_unsent(self._sock))
 
     def pump(self, ready: bool) -> bool:
         """Connect, authenticate, send, and read control messages if the socket is ready. Raises Ended and
@@ -205,8 +205,9 @@ class Inbound:
 
     def pump(self, ready: bool) -> bool:
         """Authenticate the peer, then read; raises Ended and AsyncdistError."""
-        if self._reader is not None:
-            return _read_all(self._sock, self._reader)
+        reader = self._reader
+        if reader is not None:
+            return _read_all(self._sock, reader) if isinstance(self._sock, TlsSocket) else reader.read()
         try:
             if isinstance(self._sock, TlsSocket) and self._securing:
                 self._sock.secure()

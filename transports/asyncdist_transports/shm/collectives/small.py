@@ -59,9 +59,9 @@ def small_exchange_for(
     """
     small = _SmallCall(slots, signature, fallback)
     if signature.collective is Collective.all_reduce:
-        fits = signature.nbytes <= slots.area_nbytes and every_member_reduces(slots.size, signature.nbytes)
+        fits = small.nbytes <= slots.area_nbytes and every_member_reduces(slots.size, small.nbytes)
     else:
-        fits = signature.nbytes * small.blocks <= min(MOST_NBYTES, slots.area_nbytes - small.header)
+        fits = small.nbytes * small.blocks <= min(MOST_NBYTES, slots.area_nbytes - small.header)
     return _KINDS[signature.collective](small) if fits else None
 
 
@@ -74,7 +74,8 @@ class _SmallCall:
         self.blocks = slots.size if signature.collective in _OF_BLOCKS else 1
         self.header = head_nbytes(slots.size) if signature.collective is Collective.all_to_all else 0
         self.rank, self.size, self.root = slots.rank, slots.size, signature.root
-        self.nbytes = signature.nbytes
+        self.count = signature.count
+        self.nbytes = self.count * signature.dtype.itemsize
         self.others = slots.others
 
     @property
@@ -92,7 +93,7 @@ class _SmallCall:
 
     def staged_block(self, number: int, rank: int, block: int = 0) -> torch.Tensor:
         """Return a block of a member's area as a tensor of the result's shape."""
-        signature, count = self.signature, self.signature.count
+        signature, count = self.signature, self.count
         self.slots.reserve(number, 0, self.header + self.blocks * self.nbytes)
         area = self.slots.first_half(number, rank, self.header, self.blocks * count, signature.dtype)
         return area[block * count : (block + 1) * count].view(signature.shape)
@@ -178,7 +179,7 @@ def _found_or_reduced(small: _SmallCall, number: int, areas: Sequence[torch.Tens
     reduction is the rank order in every case.
     """
     slots, arithmetic, nbytes = small.slots, small.signature.arithmetic, small.nbytes
-    result_offset, count, dtype = small.result_offset, small.signature.count, small.signature.dtype
+    result_offset, count, dtype = small.result_offset, small.count, small.signature.dtype
     slots.reserve(number, 0, result_offset + nbytes)
     staged_block = [
         slots.first_half(number, each, result_offset, count, dtype).view(small.signature.shape)
@@ -319,7 +320,7 @@ def _all_to_all(small: _SmallCall) -> SmallExchange:
     def moves(number: int) -> Moves:
         stage_blocks = small.stage_blocks(number)
         locations = [slots.location_of(number, rank, small.header + each * nbytes) for each in range(size)]
-        header_words = torch.tensor([small.signature.count] * size + locations, dtype=torch.int64, device="cpu")
+        header_words = torch.tensor([small.count] * size + locations, dtype=torch.int64, device="cpu")
         table = slots.first_half(number, rank, 0, 2 * size, torch.int64).data_ptr()
         areas = [small.address(number, each, rank) for each in range(size)]
         at = number % SLOTS * LINE + LOCATION
@@ -334,7 +335,7 @@ def _all_to_all(small: _SmallCall) -> SmallExchange:
 
         def read(blocks: Blocks, outgoing: Blocks) -> None:
             for words, location, sent in expected:
-                if words[at] != location or sent[rank] != small.signature.count:
+                if words[at] != location or sent[rank] != small.count:
                     raise NonUniformBlocks
             for to, area in zip(small.addresses(blocks), areas, strict=True):
                 _move(to, area, nbytes)
