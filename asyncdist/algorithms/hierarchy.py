@@ -1,15 +1,15 @@
-"""The layout of two-level collectives: islands (nodes), whose ranks share memory, and rails between the nodes.
+"""The layout of two-level collectives: nodes, whose ranks share memory, and rails between the nodes.
 
 `collectives.hierarchical` calls it. It imports no tensors and performs no I/O.
 
-An *island* is a set of members that share memory pairwise: the ranks of one host. A *rail* takes one member of each island,
-its carrier; there are as many rails as the smallest island has members. Data is reduced inside each island first, crosses
-between islands in slices, one per rail, and is broadcast inside each island last. So the bytes between hosts fall by the
+An *node* is a set of members that share memory pairwise: the ranks of one host. A *rail* takes one member of each node,
+its carrier; there are as many rails as the smallest node has members. Data is reduced inside each node first, crosses
+between nodes in slices, one per rail, and is broadcast inside each node last. So the bytes between hosts fall by the
 number of ranks per host, and the carriers share the sending.
 
-    island 0      0   1   2          rails: 0-3 and 1-4; rank 2 is not a carrier
+    node 0      0   1   2          rails: 0-3 and 1-4; rank 2 is not a carrier
                   |   |
-    island 1      3   4
+    node 1      3   4
 
 Source: the "2D" all-reduce of Cho, Finkler, Kung, Hunter, "BlueConnect: decomposing all-reduce for deep learning on
 heterogeneous network hierarchy", MLSys (2019).
@@ -27,31 +27,31 @@ from asyncdist.algorithms.selection import Model
 
 _FEWEST_PARTS = 8
 _LEAST_SLICE_NBYTES = 256 << 10
-_SYNCHRONIZATION = 10e-6  # seconds for one synchronization inside an island
+_SYNCHRONIZATION = 10e-6  # seconds for one synchronization inside a node
 _COPY = 0.2e-9  # seconds per byte that is copied through shared memory
 
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """The islands of a group, as seen by one member. Members are group ranks; islands are ordered by their first member."""
+    """The nodes of a group, as seen by one member. Members are group ranks; nodes are ordered by their first member."""
 
-    islands: tuple[tuple[int, ...], ...]
+    nodes: tuple[tuple[int, ...], ...]
     rank: int
-    island: int = field(init=False)
+    node: int = field(init=False)
     place: int = field(init=False)
-    """Index of this rank in its island; also the number of its rail, if it is a carrier."""
+    """Index of this rank in its node; also the number of its rail, if it is a carrier."""
     rails: int = field(init=False)
 
     def __post_init__(self) -> None:
-        island = next(number for number, members in enumerate(self.islands) if self.rank in members)
-        object.__setattr__(self, "island", island)
-        object.__setattr__(self, "place", self.islands[island].index(self.rank))
-        object.__setattr__(self, "rails", min(len(members) for members in self.islands))
+        node = next(number for number, members in enumerate(self.nodes) if self.rank in members)
+        object.__setattr__(self, "node", node)
+        object.__setattr__(self, "place", self.nodes[node].index(self.rank))
+        object.__setattr__(self, "rails", min(len(members) for members in self.nodes))
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The members of this rank's island."""
-        return self.islands[self.island]
+        """The members of this rank's node."""
+        return self.nodes[self.node]
 
     @property
     def carries(self) -> bool:
@@ -60,25 +60,25 @@ class NodeLayout:
 
     @property
     def even(self) -> bool:
-        """Whether every member of every island is on a rail."""
-        return all(len(members) == self.rails for members in self.islands)
+        """Whether every member of every node is on a rail."""
+        return all(len(members) == self.rails for members in self.nodes)
 
     def rail(self, number: int) -> tuple[int, ...]:
-        """Return the carriers of a rail, by island."""
-        return tuple(members[number] for members in self.islands)
+        """Return the carriers of a rail, by node."""
+        return tuple(members[number] for members in self.nodes)
 
-    def carrier(self, island: int, rank: int) -> int:
-        """Return the member of an island that sends to and receives from a member of another island."""
-        home = next(members for members in self.islands if rank in members)
-        return self.islands[island][home.index(rank) % self.rails]
+    def carrier(self, node: int, rank: int) -> int:
+        """Return the member of a node that sends to and receives from a member of another node."""
+        home = next(members for members in self.nodes if rank in members)
+        return self.nodes[node][home.index(rank) % self.rails]
 
-    def carried(self, island: int, rail: int) -> tuple[int, ...]:
-        """Return the members of an island whose blocks a rail carries."""
-        return self.islands[island][rail :: self.rails]
+    def carried(self, node: int, rail: int) -> tuple[int, ...]:
+        """Return the members of a node whose blocks a rail carries."""
+        return self.nodes[node][rail :: self.rails]
 
-    def turns(self, island: int) -> Iterator[tuple[int, ...]]:
-        """Yield the members of an island in batches of one member per rail."""
-        members = self.islands[island]
+    def turns(self, node: int) -> Iterator[tuple[int, ...]]:
+        """Yield the members of a node in batches of one member per rail."""
+        members = self.nodes[node]
         for start in range(0, len(members), self.rails):
             yield members[start : start + self.rails]
 
@@ -87,25 +87,25 @@ def layout(members: Sequence[int], own: int, shares: Callable[[int, int], bool])
     """Return the layout of a group, or None if it has no hierarchy.
 
     It has none if all ranks share memory, if no two do, or if sharing is not transitive. Ranks whose ``shares`` agree get
-    the same islands.
+    the same nodes.
 
     Args:
         members: Global ranks, in order of the group rank.
         own: Global rank of this process.
         shares: Whether two global ranks share memory.
     """
-    islands: list[list[int]] = []
+    nodes: list[list[int]] = []
     for rank, member in enumerate(members):
-        homes = [island for island in islands if any(shares(members[other], member) for other in island)]
+        homes = [node for node in nodes if any(shares(members[other], member) for other in node)]
         if not homes:
-            islands.append([rank])
+            nodes.append([rank])
         elif len(homes) > 1 or not all(shares(members[other], member) for other in homes[0]):
             return None
         else:
             homes[0].append(rank)
-    if len(islands) < 2 or len(islands) == len(members):
+    if len(nodes) < 2 or len(nodes) == len(members):
         return None
-    return NodeLayout(tuple(map(tuple, islands)), members.index(own))
+    return NodeLayout(tuple(map(tuple, nodes)), members.index(own))
 
 
 def among(members: Sequence[int], schedule: Schedule) -> Schedule:
@@ -136,7 +136,7 @@ def gather_runs(place: int, size: int, runs: Sequence[Sequence[Place]]) -> Sched
 
 
 def part_count(nbytes: int, rails: int, segment_nbytes: int) -> int:
-    """Return into how many parts to split the data on the rails, so that the links are busy while islands reduce."""
+    """Return into how many parts to split the data on the rails, so that the links are busy while nodes reduce."""
     return max(
         1,
         -(-nbytes // (rails * max(1, segment_nbytes))),
@@ -144,15 +144,15 @@ def part_count(nbytes: int, rails: int, segment_nbytes: int) -> int:
     )
 
 
-def slices_pay(nbytes: int, where: NodeLayout, model: Model) -> bool:
+def slices_pay(nbytes: int, layout: NodeLayout, model: Model) -> bool:
     """Return whether an all-reduce is faster with one slice per rail than with the whole tensor on every rail.
 
-    With the whole tensor every carrier holds the result, so there is no broadcast inside the island: one synchronization
+    With the whole tensor every carrier holds the result, so there is no broadcast inside the node: one synchronization
     less, for as many times the bytes as there are rails. The arguments must be equal on every rank.
     """
-    if not where.even:
+    if not layout.even:
         return True
-    hosts, rails = len(where.islands), where.rails
+    hosts, rails = len(layout.nodes), layout.rails
 
     def exchange(nbytes: float) -> float:
         costs: list[Cost] = [

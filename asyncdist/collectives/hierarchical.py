@@ -1,7 +1,7 @@
 """Collectives of a group on several hosts: shared memory inside each node, messages along the rails between nodes.
 
-`asyncdist.algorithms.hierarchy` defines islands and rails. Every collective is cut into parts, each with its own
-generator, so that the links carry one part while the islands process others:
+`asyncdist.algorithms.hierarchy` defines nodes and rails. Every collective is cut into parts, each with its own
+generator, so that the links carry one part while the nodes process others:
 
 ====================  =========================  ==============================  ======================
                       inside                     along each rail                 inside
@@ -9,15 +9,15 @@ generator, so that the links carry one part while the islands process others:
 all_reduce            reduce-scatter to a slice  all-reduce of the slice         all-gather of slices
 all_reduce, small     all-reduce                 all-reduce, the same on each
 reduce_scatter        reduce-scatter, once for   each partial result straight
-                      what each island wants     to the rank that wants it
+                      what each node wants       to the rank that wants it
 all_gather            (all-gather, if uneven)    all-gather of what it carries   all-gather of the rest
-broadcast             broadcast (root's island)  broadcast of a slice            all-gather of slices
+broadcast             broadcast (root's node)    broadcast of a slice            all-gather of slices
 reduce                reduce to one member       tree among these
 barrier               barrier                    barrier                         (barrier, if uneven)
 ====================  =========================  ==============================  ======================
 
-**Numbers.** Each island numbers its own native collectives (`Native`). The n-th one must be the same on all members of
-the island, in whatever order parts complete. An operation therefore reserves the numbers of all its parts when it
+**Numbers.** Each node numbers its own native collectives (`Native`). The n-th one must be the same on all members of
+the node, in whatever order parts complete. An operation therefore reserves the numbers of all its parts when it
 starts, and members start operations in the order of issue. A part has consecutive numbers, and later parts have higher
 numbers.
 
@@ -59,26 +59,26 @@ class HierarchicalCollectives:
     the call.
 
     Args:
-        where: The islands of the group, as seen by this rank.
-        native: The collectives inside the island of this rank; None if this rank is alone on its node.
+        layout: The nodes of the group, as seen by this rank.
+        native: The collectives inside the node of this rank; None if this rank is alone on its node.
         model: Cost model that selects the schedules along the rails.
         scratch: Pool of temporary memory.
     """
 
     window = 4
 
-    def __init__(self, where: NodeLayout, native: Native | None, model: Model, scratch: Scratch) -> None:
-        self._where = where
+    def __init__(self, layout: NodeLayout, native: Native | None, model: Model, scratch: Scratch) -> None:
+        self._layout = layout
         self._native = native
         self._model = model
         self._scratch = scratch
         self._calls: BoundedCache[CallSignature, PreparedCall] = BoundedCache(_CACHED_CALLS)
         self._last_number = 0
-        self._size = sum(len(members) for members in where.islands)
-        self._hosts = len(where.islands)
+        self._size = sum(len(members) for members in layout.nodes)
+        self._hosts = len(layout.nodes)
 
     def open(self) -> None:
-        """Make the native collectives of this rank available to the members of its island."""
+        """Make the native collectives of this rank available to the members of its node."""
         if self._native is not None:
             self._native.open()
 
@@ -97,7 +97,7 @@ class HierarchicalCollectives:
             number += meetings
 
     def _cut(self, nbytes: int) -> int:
-        return part_count(nbytes, self._where.rails, self._model.segment_nbytes)
+        return part_count(nbytes, self._layout.rails, self._model.segment_nbytes)
 
     # -- reducing ------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class HierarchicalCollectives:
 
         def parts() -> Iterator[tuple[int, Part]]:
             for memory in memories:
-                sliced = slices_pay(memory.nbytes, self._where, self._model)
+                sliced = slices_pay(memory.nbytes, self._layout, self._model)
                 run, meetings = (self._all_reduce_slices, 2) if sliced else (self._all_reduce_whole, 1)
                 blocks = TensorBlocks.split(memory, self._cut(memory.nbytes))
                 for part in range(len(blocks)):
@@ -115,25 +115,25 @@ class HierarchicalCollectives:
         return self._numbered(parts())
 
     def _all_reduce_slices(self, number: int, call: int, memory: Memory, kernels: Arithmetic) -> Schedule:
-        where = self._where
+        layout = self._layout
         narrow, wide = self._slices(memory), self._slices(self._widened(memory, kernels))
-        own, result = wide[where.place], narrow[where.place]
+        own, result = wide[layout.place], narrow[layout.place]
         yield from self._reduce_scatter(number, call, wide, own, kernels)
-        if where.carries:
+        if layout.carries:
             rail = self._reduce_along(own, result if kernels.widens else own, kernels)
-            yield from among(where.rail(where.place), rail)
+            yield from among(layout.rail(layout.place), rail)
         yield from self._all_gather(number + 1, call, [narrow])
 
     def _all_reduce_whole(self, number: int, call: int, memory: Memory, kernels: Arithmetic) -> Schedule:
-        where, own = self._where, self._widened(memory, kernels)
+        layout, own = self._layout, self._widened(memory, kernels)
         if self._native is not None:
             run = self._prepared(Collective.all_reduce, call, own, _plain(kernels))
-            yield from among(where.members, run(number, own.tensor))
-        yield from among(where.rail(where.place), self._reduce_along(own, memory, kernels))
+            yield from among(layout.members, run(number, own.tensor))
+        yield from among(layout.rail(layout.place), self._reduce_along(own, memory, kernels))
 
     def _reduce_along(self, own: Memory, result: Memory, kernels: Arithmetic) -> Schedule:
         """All-reduce ``own`` along the rail of this rank into ``result``, whose dtype may be narrower."""
-        place, hosts = self._where.island, self._hosts
+        place, hosts = self._layout.node, self._hosts
         if choose("all_reduce", own.nbytes, hosts, model=self._model) == "doubling":
             scratch = self._scratch.take(own.count, own.dtype)
             yield from recursive_doubling.all_reduce(place, hosts, own, scratch)
@@ -154,21 +154,21 @@ class HierarchicalCollectives:
 
     def reduce(self, memory: Memory, root: int, kernels: Arithmetic, call: int) -> Iterator[Schedule]:
         """Store the reduction in the memory of the root. The memory of the other ranks is only read."""
-        at_root = self._where.rank == root
-        agents = [root if root in members else members[0] for members in self._where.islands]
+        at_root = self._layout.rank == root
+        agents = [root if root in members else members[0] for members in self._layout.nodes]
 
         def part(number: int, piece: Memory) -> Schedule:
-            where, island = self._where, agents.index(root)
-            ours = agents[where.island]
+            layout, node = self._layout, agents.index(root)
+            ours = agents[layout.node]
             own = piece
-            if kernels.widens or (where.rank == ours and not at_root):
+            if kernels.widens or (layout.rank == ours and not at_root):
                 own = Memory(piece.tensor.to(kernels.accumulator, copy=True))
             if self._native is not None:
-                place = where.members.index(ours)
+                place = layout.members.index(ours)
                 run = self._prepared(Collective.reduce, call, own, _plain(kernels), root=place)
-                yield from among(where.members, run(number, own.tensor))
-            if where.rank == ours:
-                yield from among(agents, tree.reduce(where.island, self._hosts, island, own))
+                yield from among(layout.members, run(number, own.tensor))
+            if layout.rank == ours:
+                yield from among(agents, tree.reduce(layout.node, self._hosts, node, own))
             if at_root:
                 self._store_result(own, piece, kernels)
 
@@ -180,14 +180,14 @@ class HierarchicalCollectives:
         """Store in ``own`` the reduction of ``inputs[rank]`` over all members. The inputs are only read."""
         count = self._cut(sum(inputs[rank].nbytes for rank in range(self._size)))
         cut = [TensorBlocks.split(inputs[rank], count) for rank in range(self._size)]
-        owns, where = TensorBlocks.split(own, count), self._where
-        meetings = 1 + sum(len(list(where.turns(other))) for other in range(self._hosts) if other != where.island)
+        owns, layout = TensorBlocks.split(own, count), self._layout
+        meetings = 1 + sum(len(list(layout.turns(other))) for other in range(self._hosts) if other != layout.node)
 
         def part(number: int, which: int) -> Schedule:
             wanted = [self._widened(blocks[which], kernels) for blocks in cut]
             result = owns[which]
             total = self._scratch.take(result.count, kernels.accumulator) if kernels.widens else result
-            yield from self._reduce_scatter(number, call, [wanted[rank] for rank in where.members], total, kernels)
+            yield from self._reduce_scatter(number, call, [wanted[rank] for rank in layout.members], total, kernels)
             yield from self._give_partial_sums(number + 1, call, wanted, total, kernels)
             self._store_result(total, result, kernels)
             if kernels.widens:
@@ -198,22 +198,22 @@ class HierarchicalCollectives:
     def _give_partial_sums(
         self, number: int, call: int, wanted: Sequence[Memory], total: Memory, kernels: Arithmetic
     ) -> Schedule:
-        """Reduce the blocks of each other island, send them there, and add the received partial sums to ``total``."""
-        where = self._where
+        """Reduce the blocks of each other node, send them there, and add the received partial sums to ``total``."""
+        layout = self._layout
         for distance in range(1, self._hosts):
-            there, back = (where.island + distance) % self._hosts, (where.island - distance) % self._hosts
+            there, back = (layout.node + distance) % self._hosts, (layout.node - distance) % self._hosts
             sends: list[Send] = []
-            for turn in where.turns(there):
+            for turn in layout.turns(there):
                 blocks = self._on_rails([wanted[rank] for rank in turn])
-                out = blocks[where.place]
+                out = blocks[layout.place]
                 # An empty block is a view of an input too, and the version of an input must not change.
                 if self._native is not None:
                     out = self._scratch.take(out.count, out.dtype)
-                if where.place < len(turn):
-                    sends.append(Send(turn[where.place], out))
+                if layout.place < len(turn):
+                    sends.append(Send(turn[layout.place], out))
                 yield from self._reduce_scatter(number, call, blocks, out, kernels)
                 number += 1
-            yield (*sends, Reduce(where.carrier(back, where.rank), total))
+            yield (*sends, Reduce(layout.carrier(back, layout.rank), total))
             if self._native is not None:
                 for send in sends:
                     self._scratch.give(send.place)
@@ -222,7 +222,7 @@ class HierarchicalCollectives:
 
     def all_gather(self, rows: Sequence[Sources], call: int) -> Iterator[Schedule]:
         """Copy, for each row, each rank's ``row[rank]`` to all ranks."""
-        meetings = 1 if len(self._where.members) == self._where.rails else 2
+        meetings = 1 if len(self._layout.members) == self._layout.rails else 2
 
         def parts() -> Iterator[tuple[int, Part]]:
             for row in rows:
@@ -234,47 +234,47 @@ class HierarchicalCollectives:
         return self._numbered(parts())
 
     def _gather_row(self, number: int, call: int, row: Sequence[Memory]) -> Schedule:
-        where = self._where
-        all_carry = len(where.members) == where.rails
-        ours = [row[rank] for rank in where.members]
+        layout = self._layout
+        all_carry = len(layout.members) == layout.rails
+        ours = [row[rank] for rank in layout.members]
         # Members outside the rails pass their blocks to the members on rails.
         if not all_carry:
             yield from self._all_gather(number, call, [ours])
             number += 1
-        if where.carries:
-            rail = where.rail(where.place)
-            runs = [[row[rank] for rank in where.carried(island, where.place)] for island in range(self._hosts)]
+        if layout.carries:
+            rail = layout.rail(layout.place)
+            runs = [[row[rank] for rank in layout.carried(node, layout.place)] for node in range(self._hosts)]
             nbytes, single = sum(block.nbytes for run in runs for block in run), all(len(run) == 1 for run in runs)
             if single and choose("all_gather", nbytes, self._hosts, model=self._model) == "direct":
-                yield from among(rail, pairwise.all_gather(where.island, self._hosts, [run[0] for run in runs]))
+                yield from among(rail, pairwise.all_gather(layout.node, self._hosts, [run[0] for run in runs]))
             else:
-                yield from among(rail, gather_runs(where.island, self._hosts, runs))
+                yield from among(rail, gather_runs(layout.node, self._hosts, runs))
         rows = [
             self._on_rails([row[rank] for rank in turn])
-            for island in range(self._hosts)
-            if island != where.island
-            for turn in where.turns(island)
+            for node in range(self._hosts)
+            if node != layout.node
+            for turn in layout.turns(node)
         ]
         yield from self._all_gather(number, call, [ours, *rows] if all_carry else rows)
 
     def broadcast(self, memory: Memory, root: int, call: int) -> Iterator[Schedule]:
         """Copy the root's memory to all ranks."""
-        where = self._where
-        home = next(number for number, members in enumerate(where.islands) if root in members)
-        chosen = choose("broadcast", memory.nbytes // where.rails, self._hosts, model=self._model)
+        layout = self._layout
+        home = next(number for number, members in enumerate(layout.nodes) if root in members)
+        chosen = choose("broadcast", memory.nbytes // layout.rails, self._hosts, model=self._model)
         along: Callable[[int, int, int, Memory], Schedule]
         along = tree.broadcast if chosen == "tree" else tree.chain_broadcast
 
         def part(number: int, piece: Memory) -> Schedule:
             slices = self._slices(piece)
-            if where.island == home and self._native is not None:
-                place = where.members.index(root)
+            if layout.node == home and self._native is not None:
+                place = layout.members.index(root)
                 run = self._prepared(Collective.broadcast, call, piece, root=place)
-                yield from among(where.members, run(number, piece.tensor))
-            if where.carries:
-                rail = along(where.island, self._hosts, home, slices[where.place])
-                yield from among(where.rail(where.place), rail)
-            if where.island != home:
+                yield from among(layout.members, run(number, piece.tensor))
+            if layout.carries:
+                rail = along(layout.node, self._hosts, home, slices[layout.place])
+                yield from among(layout.rail(layout.place), rail)
+            if layout.node != home:
                 yield from self._all_gather(number, call, [slices])
 
         blocks = TensorBlocks.split(memory, self._cut(memory.nbytes))
@@ -282,21 +282,21 @@ class HierarchicalCollectives:
 
     def barrier(self, call: int) -> Iterator[Schedule]:
         """Yield the single part of a barrier."""
-        where, all_carry = self._where, len(self._where.members) == self._where.rails
+        layout, all_carry = self._layout, len(self._layout.members) == self._layout.rails
 
         def part(number: int) -> Schedule:
             alone = self._native is None
             run = _nothing if alone else self._prepared(Collective.barrier, call, NOTHING)
-            yield from among(where.members, run(number))
-            if where.carries:
-                rail = recursive_doubling.barrier(where.island, self._hosts, NOTHING, NOTHING)
-                yield from among(where.rail(where.place), rail)
+            yield from among(layout.members, run(number))
+            if layout.carries:
+                rail = recursive_doubling.barrier(layout.node, self._hosts, NOTHING, NOTHING)
+                yield from among(layout.rail(layout.place), rail)
             if not all_carry:
-                yield from among(where.members, run(number + 1))
+                yield from among(layout.members, run(number + 1))
 
         return self._numbered([(1 if all_carry else 2, part)])
 
-    # -- inside an island ----------------------------------------------------------------------
+    # -- inside a node ------------------------------------------------------------------------
 
     def _prepared(
         self,
@@ -319,14 +319,14 @@ class HierarchicalCollectives:
         if self._native is not None:
             run = self._prepared(Collective.reduce_scatter, call, own, _plain(kernels), sizes=_sizes(inputs))
             schedule = run(number, own.tensor, [block.tensor for block in inputs])
-            yield from among(self._where.members, schedule)
+            yield from among(self._layout.members, schedule)
         elif own is not inputs[0]:
             own.tensor.copy_(inputs[0].tensor)
 
     def _all_gather(self, number: int, call: int, rows: Sequence[Sequence[Memory]]) -> Schedule:
         if self._native is None:
             return
-        owns = [row[self._where.place] for row in rows]
+        owns = [row[self._layout.place] for row in rows]
         lists = [[block.tensor for block in row] for row in rows]
         if len(rows) == 1:
             run = self._prepared(Collective.all_gather, call, owns[0], sizes=_sizes(rows[0]))
@@ -335,16 +335,16 @@ class HierarchicalCollectives:
             sizes = tuple(block.count for row in rows for block in row)
             run = self._prepared(Collective.all_gather_coalesced, call, owns[0], sizes=sizes)
             schedule = run(number, lists, [own.tensor for own in owns])
-        yield from among(self._where.members, schedule)
+        yield from among(self._layout.members, schedule)
 
     def _slices(self, memory: Memory) -> list[Memory]:
-        """Cut memory into one slice per rail, and an empty slice for each member of the island outside the rails."""
-        blocks = TensorBlocks.split(memory, self._where.rails)
-        return self._on_rails([blocks[rail] for rail in range(self._where.rails)])
+        """Cut memory into one slice per rail, and an empty slice for each member of the node outside the rails."""
+        blocks = TensorBlocks.split(memory, self._layout.rails)
+        return self._on_rails([blocks[rail] for rail in range(self._layout.rails)])
 
     def _on_rails(self, blocks: list[Memory]) -> list[Memory]:
-        """Return one block per member of the island: the given blocks, then empty ones."""
-        return blocks + [blocks[0].slice(0, 0)] * (len(self._where.members) - len(blocks))
+        """Return one block per member of the node: the given blocks, then empty ones."""
+        return blocks + [blocks[0].slice(0, 0)] * (len(self._layout.members) - len(blocks))
 
     def _widened(self, memory: Memory, kernels: Arithmetic) -> Memory:
         return Memory(memory.tensor.to(kernels.accumulator)) if kernels.widens else memory

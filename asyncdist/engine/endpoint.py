@@ -108,7 +108,7 @@ class Endpoint:
     def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
         """Take what every rank's `probe_peers` returned, by rank: now groups may be made."""
         self.transport_selector.finalize(reached)
-        spin, spread = self.transport_selector.spin()
+        spin, spread = self.transport_selector.spin_policy()
         self.progress.spin_for(spin, min(spin, self.config.await_spin_us * 1e-6), spread)
         self.progress.idle_watch.last_call = lambda: self.recorder.last
         self.progress.ensure_driven()

@@ -97,11 +97,11 @@ class TransportSelector:
         ours = [self._tried[each.name][self._rank] for each in self.transports if each.name in self._tried]
         return max((len(peers) + 1 for peers in ours), default=len(self._addresses))
 
-    def spin(self) -> tuple[float, Callable[[], None] | None]:
+    def spin_policy(self) -> tuple[float, Callable[[], None] | None]:
         """Return how many seconds to spin before sleeping, and, if ranks outnumber cores, what spreads them over the
         cores."""
         ways = {self.to(peer) for peer in range(len(self._addresses)) if peer != self._rank}
-        waits = [way.spin(self.local_size) for way in ways if way is not None]
+        waits = [way.spin_policy(self.local_size) for way in ways if way is not None]
         crowded = any(crowded for _, crowded in waits)
         return min((spin for spin, _ in waits), default=0.0), self._spread if crowded else None
 
@@ -122,7 +122,7 @@ class TransportSelector:
 
     def _spread(self) -> None:
         for transport in self.transports:
-            transport.spread()
+            transport.rebalance_cores()
 
     def _joined(self, name: str, rank: int, peer: int) -> bool:
         tried = self._tried.get(name)
@@ -141,7 +141,7 @@ class TransportSelector:
                 return self._named(name).native(channel.number, channel.members)
         return None
 
-    def islands(self, channel: Channel) -> tuple[NodeLayout, Native | None] | None:
+    def node_layout(self, channel: Channel) -> tuple[NodeLayout, Native | None] | None:
         """Return how a group lies on several hosts, with the native collectives of our part of it (None if alone)."""
         members = channel.members
         for name in self._tried:

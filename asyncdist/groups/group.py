@@ -74,7 +74,7 @@ class Group(CollectiveOps):
         model = Model(segment_nbytes=mesh.config.segment_nbytes)
         try:
             self._native = mesh.transport_selector.native(self._channel) if len(self.ranks) > 1 else None
-            layout = mesh.transport_selector.islands(self._channel) if self._native is None else None
+            layout = mesh.transport_selector.node_layout(self._channel) if self._native is None else None
         except SharedMemoryError as cause:
             mesh.refuse(self._channel, cause)
             raise

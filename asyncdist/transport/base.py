@@ -148,19 +148,19 @@ class Transport(ABC):
         """
         return None
 
-    def spin(self, here: int) -> tuple[float, bool]:
+    def spin_policy(self, local_size: int) -> tuple[float, bool]:
         """Return how long to spin before sleeping, because waking a thread takes longer than a short message.
 
         Args:
-            here: The number of ranks on this host.
+            local_size: The number of ranks on this host.
 
         Returns:
             The seconds to spin, and whether ranks outnumber cores.
         """
-        crowded = here > (os.cpu_count() or 1)
+        crowded = local_size > (os.cpu_count() or 1)
         return (0.0 if crowded or self.same_thread else self.host.config.spin_us * 1e-6), crowded
 
-    def spread(self) -> None:  # noqa: B027 - optional
+    def rebalance_cores(self) -> None:  # noqa: B027 - optional
         """Move this thread to another core if too many ranks share its core. A spinning thread calls this now and then."""
 
     @abstractmethod
@@ -183,11 +183,11 @@ class Transport(ABC):
         """Return whether messages are queued that only this rank's drivers can send."""
 
     @abstractmethod
-    def hears(self, peer: int) -> bool:
+    def may_receive_from(self, peer: int) -> bool:
         """Return whether data from the peer may still arrive, including data it sent before it left."""
 
     @abstractmethod
-    def forget(self, peer: int) -> None:
+    def disconnect(self, peer: int) -> None:
         """Close every connection to a lost peer, so that the peer detects the failure if it is alive."""
 
     @abstractmethod

@@ -171,17 +171,15 @@ class DeviceCollectives(Native):
         return functools.partial(_call_method, self, signature)
 
     @abstractmethod
-    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], arithmetic: Arithmetic) -> Schedule:
+    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> Schedule:
         """Reduce each memory over the members, in place, the same bits on all of them."""
 
     @abstractmethod
-    def reduce(self, fingerprint: int, memory: Memory, root: int, arithmetic: Arithmetic) -> Schedule:
+    def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> Schedule:
         """Leave the reduction in the root's memory; that of the others is only read."""
 
     @abstractmethod
-    def reduce_scatter(
-        self, fingerprint: int, inputs: Sequence[Memory], own: Memory, arithmetic: Arithmetic
-    ) -> Schedule:
+    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> Schedule:
         """Leave in ``own`` the reduction of all members' ``inputs[rank]``; inputs are only read."""
 
     @abstractmethod

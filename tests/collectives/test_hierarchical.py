@@ -60,10 +60,10 @@ def lies(hosts, own=0):
     return layout(range(len(hosts)), own, lambda one, other: hosts[one] == hosts[other])
 
 
-def test_islands_are_ranks_that_share_memory():
+def test_nodes_are_ranks_that_share_memory():
     where = lies("abbab", own=4)
-    assert where.islands == ((0, 3), (1, 2, 4))
-    assert (where.island, where.place, where.rails, where.members) == (1, 2, 2, (1, 2, 4))
+    assert where.nodes == ((0, 3), (1, 2, 4))
+    assert (where.node, where.place, where.rails, where.members) == (1, 2, 2, (1, 2, 4))
     assert (where.carries, where.even) == (False, False)
     assert [where.rail(number) for number in range(2)] == [(0, 1), (3, 2)]
     assert where.carried(1, 0) == (1, 4)
@@ -85,11 +85,11 @@ def test_no_hierarchy_where_sharing_is_not_transitive():
 @pytest.mark.parametrize("hosts", HOSTS.values())
 def test_all_ranks_see_the_same(hosts):
     seen = [lies(hosts, own) for own in range(len(hosts))]
-    assert len({where.islands for where in seen}) == 1
+    assert len({where.nodes for where in seen}) == 1
     for one, other in itertools.product(seen, seen):
-        if one.island != other.island:  # who sends to us is who believes that it does
-            turns = [turn for turn in one.turns(other.island) if other.rank in turn]
-            carrier = other.carrier(one.island, other.rank)
+        if one.node != other.node:  # who sends to us is who believes that it does
+            turns = [turn for turn in one.turns(other.node) if other.rank in turn]
+            carrier = other.carrier(one.node, other.rank)
             assert (turns[0].index(other.rank) == one.place) == (carrier == one.rank)
 
 
@@ -183,7 +183,7 @@ async def test_operations(hosts, op, dtype):
 @pytest.mark.exhaustive
 @lie_well
 async def test_all_at_once(hosts):
-    """Many operations in flight, more than there are slots in an island's window, awaited the last first."""
+    """Many operations in flight, more than there are slots in a node's window, awaited the last first."""
     async with world(hosts, config=Config(segment_nbytes=4096)) as groups:
         started = [drill for count in (0, 5, 6000) for drill in collective_cases(len(hosts), count, torch.float32)]
         works = [work for drill in started for group in groups for work in drill.start(group)]
@@ -217,7 +217,7 @@ async def test_narrow_floats_are_rounded_once(hosts, count):
 
 @lie_well
 async def test_registered_tensors(hosts):
-    """Tensors that island mates read, and write, where they lie, while a rail carries other parts of them."""
+    """Tensors that node mates read, and write, where they lie, while a rail carries other parts of them."""
     size, count = len(hosts), 60_000 * len(hosts)
     async with world(hosts, config=Config(segment_nbytes=200_000)) as groups:
         tensors = [asyncdist.empty(count, shared=True) for _ in hosts]
@@ -273,7 +273,7 @@ def test_blocking_calls(together):
 
 
 async def test_a_forced_schedule_goes_over_links_alone(monkeypatch):
-    monkeypatch.setattr(HierarchicalCollectives, "_numbered", lambda *_: pytest.fail("it met inside an island"))
+    monkeypatch.setattr(HierarchicalCollectives, "_numbered", lambda *_: pytest.fail("it met inside a node"))
     async with world("aabb", config=Config(algorithm="all_reduce=ring")) as groups:
         await run(groups, next(reducing(4, 1000, torch.float32)))
 

@@ -183,7 +183,7 @@ class Queued(PretendStaged):
     name = "queued"
     blocks = False
 
-    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> Schedule:
         for memory in memories:
             memory.tensor.add_(1)
         return nothing()

@@ -57,10 +57,10 @@ class InprocTransport(Transport):
     def busy(self) -> bool:
         return False
 
-    def hears(self, peer: int) -> bool:
+    def may_receive_from(self, peer: int) -> bool:
         return peer in self._heard
 
-    def forget(self, peer: int) -> None:
+    def disconnect(self, peer: int) -> None:
         """Do nothing: a lost rank of the same process has closed its mailbox."""
 
     def close(self) -> None:

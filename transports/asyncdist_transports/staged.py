@@ -151,13 +151,13 @@ class Staged(DeviceCollectives):
 
     # -- collectives ---------------------------------------------------------------------------
 
-    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> Schedule:
         for memory in memories:
-            self._pipelined(memory, self.context.host.all_reduce, how.op)
+            self._pipelined(memory, self.context.host.all_reduce, kernels.op)
         return nothing()
 
-    def reduce(self, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
-        self._pipelined(memory, self.context.host.reduce, root, how.op, to_device=self.context.rank == root)
+    def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> Schedule:
+        self._pipelined(memory, self.context.host.reduce, root, kernels.op, to_device=self.context.rank == root)
         return nothing()
 
     def broadcast(self, fingerprint: int, memory: Memory, root: int) -> Schedule:
@@ -165,10 +165,10 @@ class Staged(DeviceCollectives):
         self._pipelined(memory, self.context.host.broadcast, root, to_host=ours, to_device=not ours)
         return nothing()
 
-    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, how: Arithmetic) -> Schedule:
+    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> Schedule:
         read = self._copy_all_to_host([inputs[rank].tensor for rank in range(self.context.size)])
         [written] = self._buffers([own])
-        self._run(self.context.host.reduce_scatter, written, read, how.op)
+        self._run(self.context.host.reduce_scatter, written, read, kernels.op)
         self._release(read)
         self._copy_to_device(written, own.tensor)
         return nothing()

@@ -282,7 +282,7 @@ async def test_patient_group_waits_in_the_call_only_off_the_loop():
 
 
 def test_ranks_of_one_process_do_not_spin():
-    assert run_ranks(2, lambda group: shm_of(group).spin(2)[0], transport="shm") == [0.0, 0.0]
+    assert run_ranks(2, lambda group: shm_of(group).spin_policy(2)[0], transport="shm") == [0.0, 0.0]
 
 
 def test_default_spin_is_at_most_one_millisecond():

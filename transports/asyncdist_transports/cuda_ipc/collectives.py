@@ -156,50 +156,52 @@ class CudaIpc(DeviceCollectives):
 
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> Schedule:
         """Each rank reduces its block of all ranks' tensors, and writes the result into all of them."""
-        if self._prefers_host(sum(memory.nbytes for memory in memories), how, memories[0].dtype):
-            return self._staged.all_reduce(fingerprint, memories, how)
+        if self._prefers_host(sum(memory.nbytes for memory in memories), kernels, memories[0].dtype):
+            return self._staged.all_reduce(fingerprint, memories, kernels)
         tensors = [memory.tensor for memory in memories]
         views = self._exchange_views(fingerprint, tensors)
         for place in range(len(memories)):
             parts = {rank: TensorBlocks.split(Memory(views[rank][place]), self.context.size) for rank in views}
             blocks = {rank: parts[rank][self.context.rank].tensor for rank in parts}
             own = blocks[self.context.rank]
-            self._reduce(how, own, [blocks[rank] for rank in self.context.others], own)
+            self._reduce(kernels, own, [blocks[rank] for rank in self.context.others], own)
             for rank in self.context.others:
                 blocks[rank].copy_(own)
         self._finish_with_copies(views, tensors)
         return nothing()
 
-    def reduce(self, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
-        if self._prefers_host(memory.nbytes, how, memory.dtype):
-            return self._staged.reduce(fingerprint, memory, root, how)
+    def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> Schedule:
+        if self._prefers_host(memory.nbytes, kernels, memory.dtype):
+            return self._staged.reduce(fingerprint, memory, root, kernels)
         views = self._exchange_views(fingerprint, [memory.tensor])
         if self.context.rank == root:
-            self._reduce(how, memory.tensor, [views[rank][0] for rank in self.context.others], memory.tensor)
+            self._reduce(kernels, memory.tensor, [views[rank][0] for rank in self.context.others], memory.tensor)
         self._finish()
         return nothing()
 
-    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, how: Arithmetic) -> Schedule:
+    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> Schedule:
         blocks = [inputs[rank] for rank in range(self.context.size)]
-        if self._prefers_host(sum(block.nbytes for block in blocks), how, own.dtype):
-            return self._staged.reduce_scatter(fingerprint, inputs, own, how)
+        if self._prefers_host(sum(block.nbytes for block in blocks), kernels, own.dtype):
+            return self._staged.reduce_scatter(fingerprint, inputs, own, kernels)
         views = self._exchange_views(fingerprint, [block.tensor for block in blocks])
         us = self.context.rank
-        self._reduce(how, blocks[us].tensor, [views[rank][us] for rank in self.context.others], own.tensor)
+        self._reduce(kernels, blocks[us].tensor, [views[rank][us] for rank in self.context.others], own.tensor)
         self._finish()
         return nothing()
 
-    def _prefers_host(self, nbytes: int, how: Arithmetic | None = None, dtype: torch.dtype | None = None) -> bool:
+    def _prefers_host(self, nbytes: int, kernels: Arithmetic | None = None, dtype: torch.dtype | None = None) -> bool:
         """Return whether a call is faster through the host. Depends only on what is the same on all ranks."""
-        compared = how is not None and how.op in (ReduceOp.MIN, ReduceOp.MAX)
+        compared = kernels is not None and kernels.op in (ReduceOp.MIN, ReduceOp.MAX)
         return nbytes <= _SMALL_NBYTES or (compared and dtype in _COMPARED_ON_HOST)
 
-    def _reduce(self, how: Arithmetic, own: torch.Tensor, others: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def _reduce(
+        self, kernels: Arithmetic, own: torch.Tensor, others: Sequence[torch.Tensor], out: torch.Tensor
+    ) -> None:
         """Reduce ``own`` and ``others`` into ``out``, which may be ``own``; tensors of other devices are copied here."""
         if others:
-            how.reduce([own, *(other.to(own.device, non_blocking=True) for other in others)], out)
+            kernels.reduce([own, *(other.to(own.device, non_blocking=True) for other in others)], out)
         elif out is not own:
             out.copy_(own)
 

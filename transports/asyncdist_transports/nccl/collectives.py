@@ -184,12 +184,12 @@ class Nccl(DeviceCollectives):
 
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], how: Arithmetic) -> Schedule:
+    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> Schedule:
         self._record_stream(*memories)
-        numbers = numbers_of(how.op, memories[0].dtype, self.context.size)
+        numbers = numbers_of(kernels.op, memories[0].dtype, self.context.size)
         if numbers is None:
             for memory in memories:
-                self._all_reduce_gathered(memory, how)
+                self._all_reduce_gathered(memory, kernels)
             return nothing()
         kind, parts, operation, divides = numbers
         places = [(memory.tensor.data_ptr(), memory.count * parts) for memory in memories if memory.count]
@@ -199,12 +199,12 @@ class Nccl(DeviceCollectives):
                 divide(memory.tensor, self.context.size)
         return nothing()
 
-    def reduce(self, fingerprint: int, memory: Memory, root: int, how: Arithmetic) -> Schedule:
+    def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> Schedule:
         self._record_stream(memory)
         ours = self.context.rank == root
-        numbers = numbers_of(how.op, memory.dtype, self.context.size)
+        numbers = numbers_of(kernels.op, memory.dtype, self.context.size)
         if numbers is None:
-            self._reduce_gathered(memory, root, how)
+            self._reduce_gathered(memory, root, kernels)
         elif memory.count:
             kind, parts, operation, divides = numbers
             place = memory.tensor.data_ptr()
@@ -213,12 +213,12 @@ class Nccl(DeviceCollectives):
                 divide(memory.tensor, self.context.size)
         return nothing()
 
-    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, how: Arithmetic) -> Schedule:
+    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> Schedule:
         blocks = self._block_list(inputs)
         self._record_stream(own, *blocks)
-        numbers = numbers_of(how.op, own.dtype, self.context.size)
+        numbers = numbers_of(kernels.op, own.dtype, self.context.size)
         if numbers is None:
-            self._reduce_scatter_gathered(blocks, own, how)
+            self._reduce_scatter_gathered(blocks, own, kernels)
             return nothing()
         kind, parts, operation, divides = numbers
         place = own.tensor.data_ptr()
@@ -251,14 +251,14 @@ class Nccl(DeviceCollectives):
         for start in range(0, count, step):
             yield start, start + step
 
-    def _all_reduce_gathered(self, memory: Memory, how: Arithmetic) -> None:
+    def _all_reduce_gathered(self, memory: Memory, kernels: Arithmetic) -> None:
         for start, stop in self._steps(memory.count, memory.dtype):
             piece = memory.tensor[start:stop]
             rows = self._rows(piece.numel(), piece.dtype)
             self._enqueue(("allGather", piece.data_ptr(), rows[0].data_ptr(), piece.nbytes, BYTES))
-            reduce_on_device(how, rows, piece)
+            reduce_on_device(kernels, rows, piece)
 
-    def _reduce_gathered(self, memory: Memory, root: int, how: Arithmetic) -> None:
+    def _reduce_gathered(self, memory: Memory, root: int, kernels: Arithmetic) -> None:
         for start, stop in self._steps(memory.count, memory.dtype):
             piece = memory.tensor[start:stop]
             if self.context.rank != root:
@@ -267,9 +267,9 @@ class Nccl(DeviceCollectives):
             rows = self._rows(piece.numel(), piece.dtype)
             rows[root].copy_(piece)
             self._enqueue(*[_receive(rows[rank], rank) for rank in self.context.others])
-            reduce_on_device(how, rows, piece)
+            reduce_on_device(kernels, rows, piece)
 
-    def _reduce_scatter_gathered(self, blocks: Sequence[Memory], own: Memory, how: Arithmetic) -> None:
+    def _reduce_scatter_gathered(self, blocks: Sequence[Memory], own: Memory, kernels: Arithmetic) -> None:
         for start, stop in self._steps(max(block.count for block in blocks), own.dtype):
             pieces = [block.tensor[start:stop] for block in blocks]
             out = own.tensor[start:stop]
@@ -280,7 +280,7 @@ class Nccl(DeviceCollectives):
                 calls += [_receive(rows[rank], rank) for rank in self.context.others]
             self._enqueue(*calls)
             if rows:
-                reduce_on_device(how, rows, out)
+                reduce_on_device(kernels, rows, out)
 
     # -- moving --------------------------------------------------------------------------------
 
@@ -369,16 +369,16 @@ class Nccl(DeviceCollectives):
         return whole
 
 
-def reduce_on_device(how: Arithmetic, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def reduce_on_device(kernels: Arithmetic, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Reduce all ranks' contributions into ``out`` on the device."""
     if len(rows) == 1:
         out.copy_(rows[0])
-    elif out.dtype is torch.uint16 and how.op in (ReduceOp.MIN, ReduceOp.MAX):  # no torch kernels
+    elif out.dtype is torch.uint16 and kernels.op in (ReduceOp.MIN, ReduceOp.MAX):  # no torch kernels
         wide = [row.to(torch.int32) for row in rows]
-        arithmetic(how.op, torch.int32).reduce(wide, wide[0])
+        arithmetic(kernels.op, torch.int32).reduce(wide, wide[0])
         out.copy_(wide[0])
     else:
-        how.reduce(rows, out)
+        kernels.reduce(rows, out)
 
 
 def _equal_counts(blocks: Sequence[Memory]) -> bool:

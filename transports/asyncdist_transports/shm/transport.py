@@ -209,7 +209,7 @@ class ShmTransport(Transport):
         local_peer = LocalPeer(peer, sock, mapping, control, self._control, self.host, self._fence)
         self.local_peers[peer] = self._connected[peer] = self._by_descriptor[sock.fileno()] = local_peer
 
-    def spin(self, local: int) -> tuple[float, bool]:
+    def spin_policy(self, local_size: int) -> tuple[float, bool]:
         # A spinning thread keeps the interpreter from a peer in the same process.
         return 0.0 if self._same_process else self.host.config.spin_us * 1e-6, self._oversubscribed
 
@@ -218,7 +218,7 @@ class ShmTransport(Transport):
         """Whether ranks outnumber the cores, so that work of one rank delays the others."""
         return self._same_process or len(self._cores) > len(set().union(*self._cores.values()))
 
-    def spread(self) -> None:
+    def rebalance_cores(self) -> None:
         # Only one of the ranks of a process runs at a time.
         if not self._same_process:
             self.core_placement(
@@ -355,13 +355,13 @@ class ShmTransport(Transport):
                 return True
         return False
 
-    def hears(self, peer: int) -> bool:
+    def may_receive_from(self, peer: int) -> bool:
         # A peer stays connected until it has gone and everything that it sent has been read.
         return peer in self._connected
 
     # -- closing -------------------------------------------------------------------------------
 
-    def forget(self, peer: int) -> None:
+    def disconnect(self, peer: int) -> None:
         local_peer = self._connected.get(peer)
         if local_peer is not None:
             self._disconnect(local_peer)

@@ -63,11 +63,11 @@ class TcpTransport(Transport):
         self.connections[connection.fileno()] = connection
         return connection
 
-    def hears(self, peer: int) -> bool:
+    def may_receive_from(self, peer: int) -> bool:
         """Return whether the peer has a connection to this rank, whose end would report the peer's death."""
         return any(c.peer == peer for c in self.connections.values() if isinstance(c, Inbound))
 
-    def forget(self, peer: int) -> None:
+    def disconnect(self, peer: int) -> None:
         # A peer that reaches this rank, but is not reached by it, is told the reason over its own connection.
         unreached = isinstance(self.host.gone(peer), PeerLostError)
         for connection in [c for c in self.connections.values() if c.peer == peer]:
@@ -209,7 +209,7 @@ class TcpLink(Link):
         return self._unordered.writer.send(message)
 
     def open(self) -> None:
-        if self._lanes[0] is None and not self._transport.hears(self.peer):
+        if self._lanes[0] is None and not self._transport.may_receive_from(self.peer):
             self._open(0)
 
     def connectivity_problem(self) -> str:
