@@ -84,7 +84,7 @@ def test_waiter_on_another_loop_does_not_hang_when_driving_loop_ends(two, ends):
         return (await works[0]).tolist()
 
     async def live_until_somebody_waits():
-        while not (works and works[0].has_callbacks):  # noqa: ASYNC110
+        while not (works and works[0]._callbacks):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
     with ThreadPoolExecutor(1) as pool:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.config import Config
+from asyncdist.engine.operation import Operation
 from asyncdist.groups.group import Group
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import CollectiveCase, moving, reducing
@@ -32,11 +32,13 @@ class Held:
     def __init__(self, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
         self.schedules: list[Schedule] = []
         monkeypatch.setattr(group.mesh.progress, "attempt", lambda *_, **__: False)
-        monkeypatch.setattr(group, "_operate", self._hold)
+        monkeypatch.setattr(group.mesh, "issue", self._hold)
 
-    def _hold(self, channel: Any, plan: Any, parts: Sequence[Schedule], *_: Any) -> None:
+    def _hold(self, operation: Operation, *, background: bool) -> None:
+        plan = operation.plan
+
         def whole() -> Schedule:
-            for part in parts:
+            for part in plan.parts:
                 yield from part
             if plan.finish is not None:
                 plan.finish()
