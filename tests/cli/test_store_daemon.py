@@ -74,7 +74,7 @@ def refused() -> Refused:
 def test_a_port_in_use(refused: Refused):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"port {port} is in use already" in refused("--port", str(port))
+        assert f"port {port} is in use" in refused("--port", str(port))
 
 
 def test_a_host_that_does_not_resolve(refused: Refused):
@@ -82,7 +82,9 @@ def test_a_host_that_does_not_resolve(refused: Refused):
 
 
 def test_an_address_of_another_machine(refused: Refused):
-    assert "is no address of this machine" in refused("--host", "203.0.113.77", "--port", "0", ASYNCDIST_TOKEN="secret")
+    assert "is not an address of this machine" in refused(
+        "--host", "203.0.113.77", "--port", "0", ASYNCDIST_TOKEN="secret"
+    )
 
 
 def test_beyond_loopback_without_a_token(refused: Refused):

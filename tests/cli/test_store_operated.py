@@ -210,7 +210,7 @@ def test_a_socket_file(short_folder):
     with started("--unix", str(path), "--port", "0") as daemon:
         asked("--unix", str(path), "set", "k", "v")
         assert daemon.ask("get", "k") == "v\n"
-        assert "is there already" in asked("--unix", str(path), code=2)
+        assert "another store listens at it" in asked("--unix", str(path), code=2)
         assert daemon.stop() == (0, "")
     assert not path.exists()
 
@@ -228,9 +228,9 @@ def test_one_that_cannot_start_leaves_no_socket_file(short_folder):
     with started("--port", "0", "--unix", str(kept), "--data", str(short_folder / "data")) as daemon:
         assert "another store uses" in asked("--unix", str(new), "--data", str(short_folder / "data"), code=2)
         assert not new.exists()
-        assert "is in use already" in asked("--unix", str(new), "--port", str(daemon.port), code=2)
+        assert "is in use" in asked("--unix", str(new), "--port", str(daemon.port), code=2)
         assert not new.exists()
-        assert "is there already" in asked("--unix", str(kept), code=2)
+        assert "another store listens at it" in asked("--unix", str(kept), code=2)
         assert kept.exists()
 
 

@@ -44,6 +44,8 @@ class Admission:
     def __init__(self, max_connections: int, dismiss: Callable[[ServerConnection], None]) -> None:
         self.max_connections = max_connections
         self.connections: set[ServerConnection] = set()
+        self.empty = asyncio.Event()
+        self.empty.set()
         self.num_admitted = self.num_refused = 0
         self._dismiss = dismiss
         self._unauthenticated: dict[ServerConnection, None] = {}  # the oldest first
@@ -76,18 +78,21 @@ class Admission:
             self._warned = False
         self.num_admitted += 1
         self.connections.add(connection)
+        self.empty.clear()
         self._unauthenticated[connection] = None
         return True
 
     def replace(self, before: ServerConnection, now: ServerConnection) -> None:
         """Replace a pending connection by the session that serves the same socket."""
-        self.remove(before)
         self.connections.add(now)
+        self.remove(before)
 
     def remove(self, connection: ServerConnection) -> None:
         """Remove a connection that has ended."""
         self.connections.discard(connection)
         self._unauthenticated.pop(connection, None)
+        if not self.connections:
+            self.empty.set()
 
     def evict_oldest_unauthenticated(self) -> None:
         """Drop the connection that has had the most time to authenticate: a client does so at once."""
@@ -122,24 +127,24 @@ class PendingContext(SessionContext, C10dContext, Protocol):
 class PendingConnection(ServerConnection):
     """A connection whose protocol is not known yet, or whose client has not authenticated yet."""
 
-    __slots__ = ("_begun", "_greeting", "_hurry", "_local", "_private")
+    __slots__ = ("_greeting", "_local", "_private", "_received", "_timer")
 
     _server: PendingContext
 
     def __init__(self, server: PendingContext) -> None:
         super().__init__(server)
-        self._begun = b""
+        self._received = b""
         self._greeting: HandshakeDriver | None = None
-        self._hurry: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._local = self._private = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, transport)  # which uvloop's is in all but its bases
+        transport = cast(asyncio.Transport, transport)  # uvloop's transports have another base class
         self._transport = transport
         sock, address = transport.get_extra_info("socket"), transport.get_extra_info("peername")
         self.peer = peer_name(address)
         through_file = sock.family == socket.AF_UNIX
-        if address is None and not through_file:  # it is gone already: what it has sent may be from anywhere
+        if address is None and not through_file:  # the connection was reset, so its origin is unknown
             self._server.count_refusal()
             self.abort()
             return
@@ -150,22 +155,22 @@ class PendingConnection(ServerConnection):
             return
         tune(sock)
         timeout = self._server.config.handshake_timeout
-        self._hurry = asyncio.get_running_loop().call_later(timeout, self._too_late, timeout)
+        self._timer = asyncio.get_running_loop().call_later(timeout, self._too_late, timeout)
 
     def receive(self, data: bytes) -> None:
         if self._greeting is not None:
             self._greet(self._greeting, data)
             return
-        self._begun += data
-        if self._begun.startswith(_C10D_OPENING):
-            self._welcome_c10d(self._begun[len(_C10D_OPENING) :])
-        elif not _C10D_OPENING.startswith(self._begun) and self._transport is not None:
+        self._received += data
+        if self._received.startswith(_C10D_OPENING):
+            self._welcome_c10d(self._received[len(_C10D_OPENING) :])
+        elif not _C10D_OPENING.startswith(self._received) and self._transport is not None:
             if not self._private and self._server.tls is not None:
                 self._transport.write(WANTS_TLS)
-                raise ProtocolError("a connection without TLS: have its process know ASYNCDIST_TLS_CA")
+                raise ProtocolError("a connection without TLS: set ASYNCDIST_TLS_CA in its process")
             nonce = os.urandom(NONCE_NBYTES)
             self._greeting = HandshakeDriver(accept(self._server.token, "store", nonce), self._transport.write)
-            self._greet(self._greeting, self._begun)
+            self._greet(self._greeting, self._received)
 
     def _greet(self, greeting: HandshakeDriver, data: bytes) -> None:
         rest = greeting.feed(data)
@@ -176,15 +181,15 @@ class PendingConnection(ServerConnection):
     def _welcome_c10d(self, rest: bytes) -> None:
         if self._server.c10d is C10d.OFF:
             raise ProtocolError(
-                "a client of torch's TCPStore, which this store takes from nowhere: torch's format has no "
-                "authentication; where every user of this machine may read and write the store, `--c10d loopback` "
-                "(ASYNCDIST_STORE_C10D=loopback) takes such clients from this machine"
+                "a client of torch's TCPStore, which this store does not accept: torch's format has no authentication; "
+                "if every user of this machine may read and write the store, `--c10d loopback` "
+                "(ASYNCDIST_STORE_C10D=loopback) accepts such clients from this machine"
             )
         if self._server.c10d is C10d.LOOPBACK and not self._local:
             raise ProtocolError(
                 "a client of torch's TCPStore from another machine: torch's format has no authentication, so this store "
-                "takes it from loopback only; in a network that you trust, `--c10d any` (ASYNCDIST_STORE_C10D=any) "
-                "takes it from anywhere"
+                "accepts it from loopback only; in a network that you trust, `--c10d any` (ASYNCDIST_STORE_C10D=any) "
+                "accepts it from anywhere"
             )
         if self._transport is not None:
             self._hand_over(C10dSession(self._server, self._transport, self.peer), rest)
@@ -209,9 +214,9 @@ class PendingConnection(ServerConnection):
         super().connection_lost(exc)
 
     def _settle(self) -> None:
-        if self._hurry is not None:
-            self._hurry.cancel()
-            self._hurry = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _too_late(self, timeout: float) -> None:
         self.refuse(f"no proof of the token within {timeout:g} s")

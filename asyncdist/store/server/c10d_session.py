@@ -53,7 +53,7 @@ class C10dSession(ServerConnection):
         self._last = 0
 
     def hear(self, data: bytes) -> bool:
-        """Take what came the long way; return whether what comes next may be answered at once."""
+        """Take data that was not answered at once; return whether the next request may be."""
         self.take(data)
         return not (self.unfinished or self.paused) and self._server.durability is None
 
@@ -89,7 +89,7 @@ class C10dSession(ServerConnection):
             self._transport.pause_reading()
 
     def answer(self, reply: Reply) -> None:
-        # Both what waits for keys and what stands in a barrier is released by the same byte.
+        # The same byte releases a wait and a barrier.
         self._waiting.discard(reply.request)
         self.put(c10d.STOP_WAITING)
 
@@ -98,14 +98,14 @@ class C10dSession(ServerConnection):
         super().refuse(why)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.abort()  # the shortcut to it, too
+        self.abort()  # also at the fast path
         super().connection_lost(exc)
 
     @property
     def unfinished(self) -> bool:
         return self._decoder.pending or bool(self._todo)
 
-    # -- requests: each returns its reply, None if it has none or has to wait ----------------------
+    # -- requests: each returns its reply; None if it has none, or waits ---------------------------
 
     def _validate(self, request: Request) -> None:
         if request[1] != c10d.MAGIC:
@@ -177,7 +177,7 @@ class C10dSession(ServerConnection):
         number = self._last = self._last + 1
         if self._state.barriers.join((self, number), request[1], request[2]) is not NO_REPLY:
             return c10d.STOP_WAITING
-        self._waiting.add(number)  # and if it was the last to come, its answer is due already
+        self._waiting.add(number)  # the last one to arrive has its answer already
         return None
 
     def _cancel_wait(self, request: Request) -> bytes:
@@ -216,9 +216,9 @@ ANSWERS: Final[dict[int, Callable[[C10dSession, Request], bytes | None]]] = {
 
 
 def at_once(state: StoreState) -> dict[int, Callable[..., Answer]]:
-    """Return by code what makes, of a request's arguments, what answers it whenever it comes: the reply, None if none.
+    """Return by code a function of a request's arguments that returns the function that answers this request.
 
-    Where that is None, and where it raises, nothing has been done, and a session sees to the request.
+    If that returns None or raises, it has had no effect, and the session executes the request.
     """
     peek, increase, pack = state.keys.peek, state.keys.add, I64.pack
 

@@ -20,7 +20,7 @@ from asyncdist.store.protocol.operations import Reply
 logger = logging.getLogger("asyncdist.store.server.server")
 
 BATCH_NBYTES = 256 << 10
-"""Replies are handed to the socket at the latest when there are so many bytes of them."""
+"""Bytes of replies that are sent together at most."""
 BACKLOG_NBYTES = 64 << 20
 """Published bytes that may wait for a client, above one frame, before the server disconnects it."""
 
@@ -65,10 +65,10 @@ class ServerConnection(asyncio.Protocol, ABC):
         self._transport = transport
         self._out: list[bytes] = []
         self._out_nbytes = 0
-        self._held_nbytes = 0  # of replies that wait until what they tell of is on disk
+        self._held_nbytes = 0  # of replies that wait until the changes they show are on disk
         self._write_paused = False  # the socket takes no more
-        self._yielding = False  # others have their turn first
-        self.paused = False  # nothing more is executed, since replies are not taken, or one of these
+        self._yielding = False  # other connections have their turn first
+        self.paused = False  # no further request is executed, for one of these reasons
         self._closing = False
         lifecycle.close_in_children(self)
 
@@ -76,7 +76,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         """Return the descriptor of its socket, or -1 if that is closed."""
         return -1 if self._transport is None else descriptor_of(self._transport)
 
-    # -- what each format says for itself ---------------------------------------------------------
+    # -- what each format implements --------------------------------------------------------------
 
     @abstractmethod
     def receive(self, data: bytes) -> None:
@@ -149,13 +149,13 @@ class ServerConnection(asyncio.Protocol, ABC):
     # -- replies ----------------------------------------------------------------------------------
 
     def put(self, piece: bytes) -> None:
-        """Add bytes to what is sent with the next flush."""
+        """Queue bytes for the next flush."""
         if self._transport is not None:
             self._out.append(piece)
             self._out_nbytes += len(piece)
 
     def flush(self) -> None:
-        """Send what has been put."""
+        """Send the queued bytes."""
         if not self._out or self._transport is None:
             return
         out, self._out, self._out_nbytes = self._out, [], 0
@@ -163,7 +163,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         self._pass_on(data)
 
     def _pass_on(self, data: Any) -> None:
-        """Send something when what it may tell of is on disk."""
+        """Send something when the changes that it may show are on disk."""
         durability = self._server.durability
         if durability is None or not durability.holding:
             self._write(data)
@@ -173,7 +173,7 @@ class ServerConnection(asyncio.Protocol, ABC):
             self.paused = self._backpressured
 
     def release(self, data: Any) -> None:
-        """Send what was held until what it tells of is on disk; `settle` then, when all of that has been sent."""
+        """Send held data. `settle` is called when all held data of this commit has been sent."""
         self._held_nbytes -= len(data)
         self._write(data)
 
@@ -205,7 +205,7 @@ class ServerConnection(asyncio.Protocol, ABC):
 
     @property
     def _unasked_nbytes(self) -> int:
-        """How many bytes of what others published to it wait to be sent."""
+        """How many bytes that other clients published to it wait to be sent."""
         return 0
 
     def drop_slow_reader(self) -> None:

@@ -26,17 +26,17 @@ class Options:
     """Options of a daemon, all of them optional."""
 
     unix: Path | None = None
-    """A socket file to listen at too; whoever may not write it cannot connect."""
+    """A socket file to listen at, too. Only users who may write it can connect."""
     data: Path | None = None
-    """A folder that keeps what is stored."""
+    """The folder of the journal."""
     fsync: Fsync = Fsync.ALWAYS
     metrics_port: int | None = None
     drain_timeout: float = 5.0
-    """Seconds that replies may take to be sent when the daemon is told to stop."""
+    """Seconds for which the daemon sends pending replies after the first signal."""
     service: Service = field(default_factory=Service)
     """The environment that systemd set. The server listens on sockets that systemd opened, instead of on the address."""
     own_process: bool = False
-    """Whether the process ends with the daemon: from then on SIGTERM and SIGINT are ignored, so as not to spoil that."""
+    """Whether the process ends with the daemon. After the daemon's end it ignores SIGTERM and SIGINT."""
 
 
 async def serve(
@@ -50,9 +50,9 @@ async def serve(
 ) -> None:
     """Serve a store at ``host:port`` until SIGTERM or SIGINT, or until cancelled; then close it and return.
 
-    Without a ``host``, only at what the options name. When told to stop it takes nobody any more, sends the replies that
-    are due, and leaves; told again, it leaves at once. Call it on the main thread's loop. ``ready`` is told the host and
-    the port (a chosen one for port 0) once clients can connect.
+    Without a ``host``, the server listens only where the options say. After the first signal it accepts no connection,
+    sends the pending replies, and returns; after the second it returns at once. Call it on the main thread's loop.
+    ``ready`` is called with the host and the port (the chosen one for port 0) once clients can connect.
 
     Raises AddressError, UsageError and JournalError as `StoreServer.start` does, and JournalError also later, when the
     data cannot be written any more.
@@ -87,14 +87,14 @@ async def serve(
             ends.push_async_callback(metrics.close)
         ready(server.host, server.port)
         systemd.notify(options.service, "READY=1")
-        await stop.told(server)
+        await stop.first_signal(server)
         logger.info("store at %s:%d stops", server.host, server.port)
         systemd.notify(options.service, "STOPPING=1")
-        await stop.unless_again(server.drain(options.drain_timeout))
+        await stop.until_second_signal(server.drain(options.drain_timeout))
 
 
 def _unix_and_tcp(ends: contextlib.AsyncExitStack, unix: Path, host: str | None, port: int) -> list[socket.socket]:
-    """Listen at a socket file, which goes in the end, and, if there is a host, at the address too."""
+    """Listen at a socket file, which is removed at the end, and, if there is a host, at its address."""
     sockets = [ends.enter_context(listener.unix_socket(unix))]
     ends.callback(unix.unlink, missing_ok=True)
     if host is not None:
@@ -106,40 +106,40 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class _Stop:
-    """SIGTERM and SIGINT: the first asks, the second insists."""
+    """SIGTERM and SIGINT: the first drains the server, the second ends it at once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, ends_process: bool) -> None:
         self._loop = loop
         self._ends_process = ends_process
-        self._asked, self._insisted = asyncio.Event(), asyncio.Event()
+        self._first, self._second = asyncio.Event(), asyncio.Event()
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._signal)
 
     def _signal(self) -> None:
-        (self._insisted if self._asked.is_set() else self._asked).set()
+        (self._second if self._first.is_set() else self._first).set()
 
-    async def told(self, server: StoreServer) -> None:
+    async def first_signal(self, server: StoreServer) -> None:
         """Return on the first signal.
 
         Raises:
             JournalError: The server's data cannot be written any more."""
-        asked: asyncio.Future[Any] = asyncio.ensure_future(self._asked.wait())
+        first: asyncio.Future[Any] = asyncio.ensure_future(self._first.wait())
         failed = [server.durability.failure] if server.durability is not None else []
         try:
-            await asyncio.wait([asked, *failed], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([first, *failed], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            asked.cancel()
+            first.cancel()
         if failed and failed[0].done():
             failed[0].result()
 
-    async def unless_again(self, draining: Coroutine[Any, Any, None]) -> None:
+    async def until_second_signal(self, draining: Coroutine[Any, Any, None]) -> None:
         """Wait for ``draining``, or until the second signal."""
         work = asyncio.ensure_future(draining)
-        insisted = asyncio.ensure_future(self._insisted.wait())
-        await asyncio.wait([work, insisted], return_when=asyncio.FIRST_COMPLETED)
-        for each in (work, insisted):
+        second = asyncio.ensure_future(self._second.wait())
+        await asyncio.wait([work, second], return_when=asyncio.FIRST_COMPLETED)
+        for each in (work, second):
             each.cancel()
-        await asyncio.gather(work, insisted, return_exceptions=True)
+        await asyncio.gather(work, second, return_exceptions=True)
 
     def close(self) -> None:
         """Remove the signal handlers; ignore the signals if the process ends with the daemon."""

@@ -18,11 +18,11 @@ from asyncdist.store.server import listener
 from asyncdist.store.server.server import StoreServer
 
 _AT_EXIT = 1.0
-"""Seconds that a process that ends waits for its connections to be gone."""
+"""Seconds for which a process waits for its connections to end when it exits."""
 
 
 class EmbeddedServer:
-    """A server on the runtime's loop. `close` it; one that is collected, or still open at exit, is closed too.
+    """A server on the background loop. It is also closed when it is collected, and at exit.
 
     Clients of torch's TCPStore are refused, unless ``ASYNCDIST_STORE_C10D`` says otherwise.
     """
@@ -60,7 +60,7 @@ lifecycle.at_exit(lifecycle.Stage.SERVERS, _close_all)
 
 
 def _stop(running: BackgroundLoop, server: StoreServer) -> None:
-    """Stop it without waiting: a collector may call this on any thread, the loop's own included."""
+    """Stop the server without waiting: the garbage collector may call this on any thread, also the loop's."""
     if not running.closed:
         running.submit(server.close())
 
@@ -68,15 +68,15 @@ def _stop(running: BackgroundLoop, server: StoreServer) -> None:
 def _bind_to(host: str, port: int, token: str | None, config: Config) -> str:
     """Return the host to listen on for clients that connect to ``host``.
 
-    A name that others resolve to our network address may resolve to loopback here (many an /etc/hosts says so): with a
-    token, listen everywhere then. Without one the server itself sees to it that only loopback is listened on.
+    A name that other hosts resolve to this host's network address may resolve to loopback here (by /etc/hosts). With a
+    token, the server therefore listens on every interface. Without a token the server accepts only loopback addresses.
     """
     if is_loopback(host) or listener.unguarded([host], token, config):
         return host
-    listener.resolve_listen_address(host, port)  # a misspelt name fails here, not at the other ranks
+    listener.resolve_listen_address(host, port)  # a misspelt name fails here and not at the other ranks
     return ""
 
 
 def _reachable(address: str) -> str:
-    """Return an address at which this process reaches what listens at ``address``."""
+    """Return an address at which this process reaches a server that listens at ``address``."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)

@@ -1,9 +1,8 @@
 """Direct epoll path for clients of torch's TCPStore: one callback reads and answers all of their sockets.
 
-A request of torch's client takes 1 to 2 microseconds, of which its path through the loop's transports is the greater
-part. Their sockets are therefore in an epoll instance of their own, one descriptor to the event loop. A short request
-whose bytes were seen before is answered through a dictionary look-up between `read` and `write`; every other request
-goes to the session.
+A request of torch's client takes 1 to 2 microseconds, most of them in the loop's transports. The sockets of these clients
+are therefore in an epoll instance of their own, one descriptor to the event loop. A short request whose bytes were seen
+before is answered by a dictionary look-up between `read` and `write`; every other request goes to the session.
 
 The socket's transport remains: it buffers what the socket does not accept, applies flow control and closes the socket.
 Without epoll, on loops that cannot watch descriptors, and with TLS, transports serve all clients. Used by `c10d_session`.
@@ -21,20 +20,19 @@ from typing import Any
 
 _READ_NBYTES = 64 << 10
 _SHORT_NBYTES = 479
-"""What is read where a short request is expected: with it, Python need not ask malloc for the bytes."""
-_AT_A_TIME = 64
-"""Sockets that are read from before it is looked which are ready."""
-_LOOKS = 8
-"""How often it is looked, at most, before the loop goes on."""
+"""Bytes to read where a short request is expected: Python allocates so few without malloc."""
+_SOCKETS_PER_POLL = 64
+_POLLS = 8
+"""Polls before the loop continues, at most."""
 _BUSY = 2
-"""Where fewer had something to say, it is left to the loop to look again."""
+"""With fewer ready sockets the loop polls next."""
 
 Receive = Callable[[bytes], bool]
-"""Takes what has come; says whether what comes next begins a request, which may be answered at once."""
+"""Receives data; returns whether the next bytes begin a request that may be answered at once."""
 Answers = Mapping[bytes, Callable[[], bytes | None]]
-"""By what came: what answers it. None is for what must go the long way, of which nothing may have been done yet."""
+"""By the bytes of a request: a function that returns the reply, or None, without any effect, for the session's path."""
 Heard = Callable[[object, int], None]
-"""Is told, once a look, who has spoken (None stands for several), and how many were answered at once."""
+"""Is called once per poll with the client (None: several) and the number of requests that were answered at once."""
 
 
 class EpollFastPath:
@@ -46,11 +44,11 @@ class EpollFastPath:
         self._heard = heard
         self._epoll: Any = None
         self._there: dict[int, FastPathConnection] = {}
-        self._between: set[int] = set()  # of those: what comes next begins a request, and nothing waits to be sent
-        self._somebody_left = False  # since the loop had its turn
+        self._between: set[int] = set()  # the next bytes begin a request, and nothing waits to be sent
+        self._client_left = False  # since the last iteration of the loop
 
     def take(self, transport: asyncio.Transport, receive: Receive) -> asyncio.Transport:
-        """Return what to use instead of a transport, whose bytes are given to ``receive`` from now on; itself if none."""
+        """Return the transport to use instead of ``transport``, perhaps itself. Its bytes go to ``receive`` from now on."""
         if transport.get_extra_info("sslcontext") is not None or not self._open():
             return transport
         transport.pause_reading()
@@ -68,48 +66,48 @@ class EpollFastPath:
         return self._epoll is not None
 
     def close(self) -> None:
-        """Watch nothing any more; all connections are gone."""
+        """Close the epoll instance, after all connections have ended."""
         if self._epoll is not None:
             self._loop.remove_reader(self._epoll.fileno())
             self._epoll.close()
             self._epoll = None
 
     def watch(self, fd: int, shortcut: FastPathConnection) -> None:
-        """Read from a socket when something comes."""
+        """Start to read from a socket."""
         if self._there.get(fd) is not shortcut:
             self._there[fd] = shortcut
             self._epoll.register(fd, select.EPOLLIN)
 
     def forget(self, fd: int, shortcut: FastPathConnection) -> None:
-        """Read from a socket no longer. (Its number may be another's by now.)"""
+        """Stop reading from a socket. Its number may be that of another socket by now."""
         if self._there.get(fd) is shortcut:
             del self._there[fd]
             self._between.discard(fd)
-            with contextlib.suppress(OSError):  # that the transport has closed it on an error of its own
+            with contextlib.suppress(OSError):  # the transport has closed it after an error
                 self._epoll.unregister(fd)
 
     def answer_at_once(self, fd: int, whether: bool) -> None:
-        """Say of a socket that is read from whether what comes next may be answered at once."""
+        """Set whether the next bytes of a socket may be answered at once."""
         if not whether:
             self._between.discard(fd)
         elif fd in self._there:
             self._between.add(fd)
 
     def _serve(self) -> None:
-        """Take what has come on all sockets, and answer it; when somebody is gone, that is left to the loop at once."""
+        """Read from all ready sockets and answer; stop when a client has left, so that the loop can release it."""
         poll, there = self._epoll.poll, self._there
-        self._somebody_left = False
-        for _ in range(_LOOKS):
-            ready = poll(0, _AT_A_TIME)
+        self._client_left = False
+        for _ in range(_POLLS):
+            ready = poll(0, _SOCKETS_PER_POLL)
             if ready:
                 shortcut = there.get(ready[0][0])
                 count = self._answer(ready)
                 self._heard(shortcut if len(ready) == 1 else None, count)
-            if len(ready) < _BUSY or self._somebody_left:
+            if len(ready) < _BUSY or self._client_left:
                 return
 
     def _answer(self, ready: list[tuple[int, int]]) -> int:
-        """Take what has come on some sockets; return how many requests were answered at once."""
+        """Read from ready sockets; return how many requests were answered at once."""
         there, between, answers = self._there, self._between, self._answers
         count = 0
         for fd, _ in ready:
@@ -121,22 +119,22 @@ class EpollFastPath:
                     if reply is not None:
                         sent = write(fd, reply)
                 except Exception:
-                    pass  # whatever it is comes again below, where it is seen to
+                    pass  # the session repeats it below and reports it
             if reply is not None:
                 count += 1
                 if sent < len(reply):
                     there[fd].write(reply[sent:])
-            elif fd in there:  # and not put out on behalf of one before it
+            elif fd in there:  # and not removed by an earlier request
                 there[fd].serve(data)
         return count
 
     def left(self) -> None:
-        """Somebody goes: let the loop see to that."""
-        self._somebody_left = True
+        """Let the loop release a client that has left."""
+        self._client_left = True
 
 
 class FastPathConnection(asyncio.Transport):
-    """A transport that reads and writes its socket directly, and leaves to another one what takes time."""
+    """A transport that reads and writes its socket directly, and leaves longer writes to the loop's transport."""
 
     __slots__ = ("_behind", "_fd", "_receive", "_shortcuts", "_transport")
 
@@ -145,12 +143,12 @@ class FastPathConnection(asyncio.Transport):
         self._shortcuts = shortcuts
         self._transport = transport
         self._fd: int = transport.get_extra_info("socket").fileno()
-        self._behind = False  # the other transport may still have something to send
+        self._behind = False  # the loop's transport may still have data to send
         self._receive = receive
         self.resume_reading()
 
     def serve(self, data: bytes = b"") -> None:
-        """Pass what has arrived, ``data`` included, to the session."""
+        """Pass ``data`` and what else has arrived to the session."""
         if len(data) in (0, _SHORT_NBYTES):  # a full read may leave more in the socket
             try:
                 more = read(self._fd, _READ_NBYTES)

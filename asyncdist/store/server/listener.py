@@ -17,7 +17,7 @@ from asyncdist.errors import AddressError, UsageError
 from asyncdist.store.client.connect import unresolved
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted: a whole world arrives within a second. The kernel caps it."""
+"""Connections that may wait to be accepted: all ranks connect within a second. The kernel caps it."""
 
 _PORT_TRIES = 16
 
@@ -49,52 +49,49 @@ def unguarded(hosts: Iterable[str], token: str | None, config: Config) -> list[s
 
 
 def check_guarded(addresses: Addresses, token: str | None, config: Config) -> None:
-    """Raise UsageError where anyone on the network could come in without a token."""
+    """Raise UsageError if a client on the network could connect without a token."""
     open_to_all = unguarded([address for _, address in addresses], token, config)
     if open_to_all:
         raise UsageError(
-            f"the store would listen on {', '.join(open_to_all)} with no token, open to anyone who reaches it: set "
+            f"the store would listen on {', '.join(open_to_all)} without a token, open to every host that reaches it: set "
             "ASYNCDIST_TOKEN to one secret on every rank and on the store, or listen on 127.0.0.1; in a network that "
             "you trust, ASYNCDIST_ALLOW_UNAUTHENTICATED=1 allows it"
         )
 
 
-def listening_sockets(host: str, port: int, addresses: Addresses) -> list[socket.socket]:
+def listening_sockets(host: str, port: int, addresses: Addresses, tries: int = _PORT_TRIES) -> list[socket.socket]:
     """Bind one port on every address and return the sockets. Raises AddressError."""
-    for _ in range(_PORT_TRIES - 1):
-        try:
-            return _bind_all(port, addresses)
-        except OSError as error:
-            # A port that was free on the first address may be taken on the next: then pick another.
-            if port == 0 and len(addresses) > 1 and error.errno == errno.EADDRINUSE:
-                continue
-            raise _explain(host, port, error) from error
     try:
         return _bind_all(port, addresses)
     except OSError as error:
+        # A port that is free on the first address may be in use on the next one: then try another port.
+        if tries > 1 and port == 0 and len(addresses) > 1 and error.errno == errno.EADDRINUSE:
+            return listening_sockets(host, port, addresses, tries - 1)
         raise _explain(host, port, error) from error
 
 
 def unix_socket(path: Path) -> socket.socket:
-    """Listen at a socket file, which only this user may open. Raises AddressError."""
+    """Listen at a socket file that only this user may open. Raises AddressError."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket():
             _remove_if_left(path)
         sock.bind(str(path))
-        path.chmod(0o600)  # nobody can connect before it listens
+        path.chmod(0o600)  # before it listens
         sock.listen(BACKLOG)
         sock.setblocking(False)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise AddressError(f"{path} is there already: another store listens at it, or it is no socket") from error
-        raise AddressError(f"cannot listen at {path} ({error.strerror or error}): see to its folder") from error
+            raise AddressError(
+                f"{path} exists: another store listens at it, or it is not a socket; name another path"
+            ) from error
+        raise AddressError(f"cannot listen at {path} ({error.strerror or error}): check its folder") from error
     return sock
 
 
 def _remove_if_left(path: Path) -> None:
-    """Remove a socket file that nobody listens at: a store that was killed left it."""
+    """Remove the socket file of a store that was killed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
             path.unlink()
@@ -117,7 +114,7 @@ def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socke
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         if os.name == "posix":
-            # A restarted store takes its port back at once; two at a time it still cannot have.
+            # A restarted store gets its port at once. Two sockets still cannot listen at it.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family is socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if address == "::" else 1)
@@ -138,10 +135,10 @@ def _explain(host: str, port: int, error: OSError) -> AddressError:
     where = f"{host or '*'}:{port}"
     if error.errno == errno.EADDRINUSE:
         return AddressError(
-            f"port {port} is in use already, so no store can listen at {where}: choose another, or 0 for any free one"
+            f"port {port} is in use, so the store cannot listen at {where}: choose another port, or 0 for any free one"
         )
     if error.errno == errno.EADDRNOTAVAIL:
-        return AddressError(f"{host!r} is no address of this machine: the store must be served where its address is")
+        return AddressError(f"{host!r} is not an address of this machine: serve the store on the machine that has it")
     if error.errno == errno.EACCES:
         return AddressError(f"this user may not listen at {where} ({error.strerror}): choose a port from 1024 up")
     return AddressError(f"cannot listen at {where}: {error.strerror or error}")

@@ -23,7 +23,7 @@ _CONNECTIONS = 32
 
 
 class Metrics:
-    """The port. Make one with `start`, `close` it."""
+    """The port. Create it with `start`, and `close` it."""
 
     def __init__(self, store: StatusSource, registry: Any, render: Any) -> None:
         self.port = 0
@@ -46,12 +46,12 @@ class Metrics:
         lifecycle.close_in_children(sockets[0])
         metrics.port = sockets[0].getsockname()[1]
         metrics._server = await asyncio.start_server(metrics._visit, sock=sockets[0], limit=_REQUEST_NBYTES)
-        for each in sockets[1:]:  # the port is one, and its first address will do
+        for each in sockets[1:]:  # one address is enough
             each.close()
         return metrics
 
     async def close(self) -> None:
-        """Stop listening, and drop who is being answered."""
+        """Stop listening, and drop the connections."""
         if self._server is not None:
             self._server.close()
         for visit in list(self._visits):
@@ -72,7 +72,7 @@ class Metrics:
                 writer.write(self._answer(request))
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
-            pass  # nobody is there to be told
+            pass  # the client is gone
         finally:
             self._visits.discard(task)
             writer.close()
@@ -92,16 +92,16 @@ class Metrics:
             if durability is not None and durability.failure.done():
                 return _response("503 Service Unavailable", f"{durability.failure.exception()}\n".encode())
             return _response("200 OK", b"ok\n")
-        return _response("404 Not Found", b"there are /metrics and /healthz\n")
+        return _response("404 Not Found", b"the paths are /metrics and /healthz\n")
 
 
 def check_available() -> None:
-    """Raise UsageError where there is no prometheus-client."""
+    """Raise UsageError if prometheus-client is not installed."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError:
         raise UsageError(
-            "--metrics-port needs the package prometheus-client: pip install 'asyncdist[metrics]', or leave it out"
+            "--metrics-port needs the package prometheus-client: pip install 'asyncdist[metrics]', or omit the option"
         ) from None
 
 

@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 
 
 class StoreServer:
-    """A store that listens. Make one with `start`; ``host`` and ``port`` say where it is; `close` it.
+    """A store that listens at ``host`` and ``port``. Create it with `start`, and `close` it.
 
-    ``host`` is as it was given; ``address`` is the (first) address that it stood for.
+    ``host`` is as it was given; ``address`` is the first address of that name.
     """
 
     def __init__(self, config: Config, token: str | None, *, stays: bool = False, polls: bool = False) -> None:
@@ -62,7 +62,7 @@ class StoreServer:
         self.config = config
         self.token = token
         self.c10d = policy(config, token)
-        """From where clients of torch's TCPStore are taken."""
+        """From where clients of torch's TCPStore are accepted."""
         self.quota = MemoryQuota(config.store_max_nbytes)
         self.change_log = ChangeLog()
         limits = SizeLimits(config.store_max_value_nbytes, config.store_max_key_nbytes)
@@ -74,9 +74,8 @@ class StoreServer:
         self.busy_poll = AdaptiveBusyPoll.where_it_pays(self._loop, config) if polls else None
         self._servers: list[asyncio.Server | SniffingListener] = []
         self.admission = Admission(config.store_max_connections, self.dismiss)
-        self._emptied: asyncio.Future[None] | None = None
         self.halted = False
-        """Whether nothing is read from anyone for now, and of what has been read no more is done than is begun."""
+        """Whether reading is paused, and no further request that was read is begun."""
         self.started = time.monotonic()
         self.num_requests = 0
         self.pack = Encoder().pack
@@ -84,9 +83,9 @@ class StoreServer:
         self.fast_path = EpollFastPath(self._loop, RequestCache(at_once(self.state)), self.answered)
         self.sessions = SessionTable(self.quota, self.change_log)
         self.lineage = secrets.token_hex(8)
-        """Of servers one after the other that hold the same: the later has what the earlier left."""
+        """The name of the data set, which successive servers with one journal share."""
         self.stays = stays
-        """Whether another server may be expected here after this one."""
+        """Whether clients may expect another server here after this one."""
         self._lease: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -107,9 +106,9 @@ class StoreServer:
         """Listen at ``host`` ("" is every interface) and ``port`` (0 is any free one) on the running loop.
 
         ``sock`` is a bound socket to listen on instead, ``sockets`` are several; they are closed with the server. With
-        ``data``, a folder, the store begins with what it held there, and acknowledges no change before it is there, as
-        ``fsync`` has it. ``stays`` tells clients that another server may follow at this address. With ``polls`` the server
-        has a process of its own, and polls without sleeping where that pays.
+        ``data``, a folder, the store restores its contents from there, and acknowledges a change when it is written
+        there as ``fsync`` says. ``stays`` tells clients that another server may follow at this address. With ``polls``
+        the server has a process of its own, and polls without sleeping where that pays.
 
         Raises AddressError when the port is in use or the host does not resolve, UsageError beyond loopback without a
         token, JournalError when the data cannot be used. `close` it in the end.
@@ -129,7 +128,7 @@ class StoreServer:
                 server.durability = await GroupCommit.open(server, data, fsync)
             for each in bound:
                 await server._listen(each)
-            server._watch_leases()  # of those whom an earlier server has left us
+            server._watch_leases()  # of the clients of an earlier server
         except BaseException:
             await server.close()
             for each in bound:
@@ -162,17 +161,15 @@ class StoreServer:
         self._servers.append(made)
 
     async def close(self) -> None:
-        """Stop listening and drop every connection; returns when they are gone. May be called again."""
+        """Stop listening, drop all connections, and return when they have ended. May be called again."""
         self.admission.close()
         await self.scoped_ports.close()
         for server in self._servers:
             server.close()
         self.drop_all()
-        if self.admission.connections:
-            self._emptied = self._emptied or self._loop.create_future()
-            await asyncio.shield(self._emptied)
+        await self.admission.empty.wait()
         self.fast_path.close()
-        if self._lease is not None:  # whoever has what we leave begins to wait anew
+        if self._lease is not None:  # a later server begins each lease again
             self._lease.cancel()
             self._lease = None
         servers, self._servers = self._servers, []
@@ -194,9 +191,7 @@ class StoreServer:
                     await self.durability.flush()
                 for connection in list(self.admission.connections):
                     connection.finish()
-                if self.admission.connections:
-                    self._emptied = self._emptied or self._loop.create_future()
-                    await asyncio.shield(self._emptied)
+                await self.admission.empty.wait()
 
     async def _start_scoped(self) -> StoreServer:
         return await type(self).start(self.host, 0, token=self.token, config=self.config)
@@ -208,13 +203,13 @@ class StoreServer:
         await self.close()
 
     def pause_reading(self) -> None:
-        """Read nothing from anyone for now."""
+        """Pause reading from all connections."""
         self.halted = True
         for connection in self.admission.connections:
             connection.pause_reading()
 
     def resume_reading(self) -> None:
-        """Go on reading."""
+        """Resume reading from all connections."""
         self.halted = False
         for connection in list(self.admission.connections):
             connection.resume_reading()
@@ -245,7 +240,7 @@ class StoreServer:
         return status.status(self)
 
     def dismiss(self, connection: ServerConnection) -> None:
-        """A connection is gone: give up what it had open."""
+        """Release everything that an ended connection has open."""
         if connection not in self.admission.connections:
             return
         self.admission.remove(connection)
@@ -253,28 +248,27 @@ class StoreServer:
         if isinstance(connection, Session) and connection.client_session is not None:
             self.sessions.disconnect(connection.client_session, connection, time.monotonic())
             self._watch_leases()
-        if not self.admission.connections and self._emptied is not None and not self._emptied.done():
-            self._emptied.set_result(None)
 
     def heard(self, client: object) -> None:
-        """A client has spoken, or several (None)."""
+        """Tell the busy poll that a client, or several (None), has sent something."""
         if self.busy_poll is not None:
             self.busy_poll.heard(client)
 
     def answered(self, client: object, count: int) -> None:
-        """A client has spoken, or several (None); so many requests were answered without a session."""
+        """A client, or several (None), has sent something; ``count`` requests were answered without a session."""
         self.num_requests += count
         if self.state.requests.due:
             self.deliver(self.state.requests.collect(), None)
         if self.busy_poll is not None:
             self.busy_poll.heard(client)
 
-    # -- who comes back ---------------------------------------------------------------------------
+    # -- client sessions --------------------------------------------------------------------------
 
     def resume(self, connection: Session, identity: bytes, lease: int) -> tuple[str, bool, bool]:
-        """A client says who it is; it is waited for so many milliseconds when its connection breaks.
+        """Bind a connection to the session of a client, which outlives a broken connection by ``lease`` milliseconds.
 
-        Return of what lineage this server is, whether it remembers the client, and whether it stays.
+        Returns:
+            The server's lineage, whether it remembers the client, and whether another server may follow here.
         """
         session, known, before = self.sessions.open(identity, lease / 1e3, connection)
         if isinstance(before, Session) and before is not connection:
@@ -285,7 +279,7 @@ class StoreServer:
         return self.lineage, known, self.stays
 
     def close_session(self, connection: Session) -> None:
-        """A client says that it will not be back."""
+        """End the session of a client that closes."""
         if connection.client_session is not None:
             self.sessions.close(connection.client_session)
             self.deliver(self.state.expire(connection.client_session.identity), connection)
@@ -307,7 +301,7 @@ class StoreServer:
     # -- replies ----------------------------------------------------------------------------------
 
     def deliver(self, replies: list[Reply], asking: ServerConnection | None) -> None:
-        """Put replies into the connections they are for; all but ``asking``, which has more to do, send at once."""
+        """Queue replies at their connections; all of these but ``asking``, which has more to do, send at once."""
         others = set()
         for reply in replies:
             connection: ServerConnection = reply.client

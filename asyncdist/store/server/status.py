@@ -34,16 +34,16 @@ class StatusSource(Protocol):
 MEANINGS = {
     "uptime_seconds": "seconds since the server was started",
     "connections": "connections that are open",
-    "connections_limit": "connections that may be",
-    "connections_total": "connections that have been taken since the start",
+    "connections_limit": "limit of open connections",
+    "connections_total": "connections that were accepted since the start",
     "refusals_total": "connections that were refused or dropped: no token, garbage, too many, too slow",
     "requests_total": "requests that have been executed since the start",
-    "clients": "clients with an identity, also those waited for",
+    "clients": "clients with a session, connected or not",
     "keys": "keys with a value",
-    "queue_items": "items in queues that nobody has taken",
+    "queue_items": "items in queues",
     "waiting": "requests that wait for a key, an item, a barrier or messages",
     "stored_bytes": "bytes of keys, values, items and kept replies",
-    "stored_bytes_limit": "bytes that may be (--max-memory)",
+    "stored_bytes_limit": "limit of stored bytes (--max-memory)",
     "log_bytes": "bytes of log and snapshot that a restart would read (--data)",
     "commits_total": "times that changes were written since the start (--data)",
     "snapshots_total": "snapshots that were written since the start (--data)",
@@ -52,7 +52,7 @@ MEANINGS = {
 
 
 def figures(server: StatusSource) -> dict[str, float]:
-    """Return those figures that this server has."""
+    """Return the figures of this server."""
     state = server.state
     found: dict[str, float] = {
         "uptime_seconds": time.monotonic() - server.started,
@@ -77,7 +77,7 @@ def figures(server: StatusSource) -> dict[str, float]:
 
 
 def status(server: StatusSource) -> dict[str, Any]:
-    """Return the figures, and what is no figure."""
+    """Return the figures and the texts."""
     durability = server.durability
     words = {
         "version": VERSION,

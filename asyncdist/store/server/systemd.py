@@ -23,12 +23,11 @@ def inherited(service: Service) -> list[socket.socket]:
             listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         except OSError as error:
             raise AddressError(
-                f"descriptor {fd}, which LISTEN_FDS speaks of, is no socket ({error.strerror}): see the .socket unit"
+                f"descriptor {fd} of LISTEN_FDS is not a socket ({error.strerror}): check the .socket unit"
             ) from None
         if not listening or sock.type != socket.SOCK_STREAM:
             raise AddressError(
-                f"descriptor {fd}, which LISTEN_FDS speaks of, does not listen: the .socket unit wants ListenStream= "
-                "and no Accept="
+                f"descriptor {fd} of LISTEN_FDS does not listen: the .socket unit needs ListenStream= and no Accept="
             )
         os.set_inheritable(fd, False)
         sock.setblocking(False)
@@ -37,7 +36,7 @@ def inherited(service: Service) -> list[socket.socket]:
 
 
 def notify(service: Service, state: str) -> None:
-    """Tell systemd how far we are, as ``READY=1``, if it wants to know. It is not an error that it does not listen."""
+    """Send systemd a state such as ``READY=1`` if it has asked for it. Errors are ignored."""
     where = service.notify_socket
     if not where:
         return

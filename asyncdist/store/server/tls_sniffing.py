@@ -21,11 +21,11 @@ from asyncdist.store.server.connection import peer_name
 logger = logging.getLogger("asyncdist.store.server.server")
 
 _TLS_HANDSHAKE = b"\x16"
-_AT_ONCE = 100
+_ACCEPTS_PER_EVENT = 100
 
 
 class SniffingListener:
-    """Takes connections as an `asyncio.Server` does, and closes like one."""
+    """Accepts connections as an `asyncio.Server` does, and closes like one."""
 
     def __init__(
         self,
@@ -46,22 +46,22 @@ class SniffingListener:
         self._loop.add_reader(sock.fileno(), self._accept)
 
     def close(self) -> None:
-        """Take nobody any more."""
+        """Stop listening, and drop the connections that have not been admitted."""
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock.fileno())
             self._sock.close()
         for sock in list(self._unclassified):
             self._forget(sock)
             sock.close()
-        for entering in self._handshaking:
-            entering.cancel()
+        for handshake in self._handshaking:
+            handshake.cancel()
 
     async def wait_closed(self) -> None:
-        """Return when nobody is in the middle of coming in."""
+        """Return when no handshake is running."""
         await asyncio.gather(*self._handshaking, return_exceptions=True)
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_ACCEPTS_PER_EVENT):
             try:
                 sock, peer = self._sock.accept()
             except (BlockingIOError, InterruptedError):
@@ -69,8 +69,10 @@ class SniffingListener:
             except OSError as error:
                 if is_gone(error):
                     continue
-                logger.error("store: cannot take a connection: %s", error.strerror)
-                self._loop.remove_reader(self._sock.fileno())  # for a moment: others may let go of descriptors
+                logger.error("store: cannot accept a connection: %s", error.strerror)
+                self._loop.remove_reader(
+                    self._sock.fileno()
+                )  # until other parts of the process have closed descriptors
                 self._loop.call_later(1.0, self._accept_again)
                 return
             admission = self._admission
@@ -82,18 +84,17 @@ class SniffingListener:
                     continue
             lifecycle.close_in_children(sock)
             sock.setblocking(False)
-            self._unclassified[sock] = self._loop.call_later(self._handshake_timeout, self._too_late, sock)
+            self._unclassified[sock] = self._loop.call_later(self._handshake_timeout, self._drop, sock)
             self._loop.add_reader(sock.fileno(), self._peek, sock, peer)
 
     def _make_room(self) -> bool:
-        """Drop the oldest unauthenticated connection of the phase that has the most of them; return whether there was
-        one."""
+        """Drop the oldest connection of the phase that has the most unauthenticated ones; return whether there was one."""
         kinds = (len(self._unclassified), len(self._handshaking), self._admission.num_unauthenticated)
         most = max(kinds)
         if most == 0:
             return False
         if kinds[0] == most:
-            self._too_late(next(iter(self._unclassified)))
+            self._drop(next(iter(self._unclassified)))
         elif kinds[1] == most:
             next(iter(self._handshaking)).cancel()
         else:
@@ -116,9 +117,9 @@ class SniffingListener:
         if not first:
             sock.close()
             return
-        entering = asyncio.ensure_future(self._handshake(sock, peer, tls=first == _TLS_HANDSHAKE))
-        self._handshaking[entering] = None
-        entering.add_done_callback(lambda entering: self._handshaking.pop(entering))
+        handshake = asyncio.ensure_future(self._handshake(sock, peer, tls=first == _TLS_HANDSHAKE))
+        self._handshaking[handshake] = None
+        handshake.add_done_callback(lambda handshake: self._handshaking.pop(handshake))
 
     async def _handshake(self, sock: socket.socket, peer: object, *, tls: bool) -> None:
         timeout = self._handshake_timeout if tls else None
@@ -135,7 +136,7 @@ class SniffingListener:
         self._admission.count_refusal()
         logger.warning("store: refused %s: %s", peer_name(peer), why)
 
-    def _too_late(self, sock: socket.socket) -> None:
+    def _drop(self, sock: socket.socket) -> None:
         self._forget(sock)
         sock.close()
 
