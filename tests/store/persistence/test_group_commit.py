@@ -349,7 +349,6 @@ async def test_failed_write_ends_the_journal_and_acknowledges_nothing_more(tmp_p
 
 
 async def test_client_that_connects_after_a_failed_write_gets_no_reply(tmp_path, monkeypatch, eventually: Eventually):
-    """What was executed last is in the state, and nobody knows whether it is on disk."""
     async with served(tmp_path) as (server, store):
         with monkeypatch.context() as broken:
             broken.setattr(os, "fdatasync", _full)

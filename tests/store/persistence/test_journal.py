@@ -138,17 +138,6 @@ def test_malformed_changes_are_refused(body):
 # -- files ------------------------------------------------------------------------------------------
 
 
-def test_committed_frames_are_recovered(tmp_path):
-    written(tmp_path / "data")
-    journal, contents = opened(tmp_path / "data")
-    assert contents.values == {"a": b"\3"}
-    journal.commit(b"\x93\x01\xa1b\xc4\x01v", sync=True)
-    journal.close()
-    journal, contents = opened(tmp_path / "data")
-    assert contents.values == {"a": b"\3", "b": b"v"}
-    journal.close()
-
-
 def test_log_cut_at_any_byte_has_the_frames_before(tmp_path, caplog):
     ends = written(tmp_path / "whole")
     content = (tmp_path / "whole" / "log-1").read_bytes()

@@ -103,25 +103,6 @@ def test_values(connect):
     assert other.get("empty") == b""
 
 
-def test_numbers(connect):
-    one, other = connect(), connect()
-    assert [one.add("n", 1), other.add("n", 41), one.add("n", -50)] == [1, 42, -8]
-    assert one.get("n") == b"-8"
-    other.set("m", "7")
-    done(other)
-    assert one.add("m", 1) == 8
-
-
-def test_compare_set(connect):
-    one, other = connect(), connect()
-    assert one.compare_set("k", "not there", "new") == b"not there"
-    assert not other.check(["k"])
-    assert one.compare_set("k", "", "first") == b"first"
-    assert other.compare_set("k", "wrong", "second") == b"first"
-    assert other.compare_set("k", "first", "second") == b"second"
-    assert one.get("k") == b"second"
-
-
 def test_keys(connect):
     one, other = connect(), connect()
     before = other.num_keys()

@@ -187,7 +187,7 @@ BAD = {
     "an add to what is no number": (encode(Code.ADD, b"/v", 1), "not an integer"),
     "an add beyond 64 bits": (encode(Code.ADD, b"/n", (1 << 63) - 1) * 2, "64 bits"),
     "a barrier of another size": (encode(Code.BARRIER, b"/b", 3), "one of 2, not of 3"),
-    "a barrier of nobody": (encode(Code.BARRIER, b"/c", 0), "a barrier of 0"),
+    "a barrier of zero clients": (encode(Code.BARRIER, b"/c", 0), "a barrier of 0"),
     "more than a reply takes": (encode(Code.SET, b"/l", bytes(1 << 20)) + encode(Code.MULTI_GET, [b"/l"] * 9), "fewer"),
 }
 

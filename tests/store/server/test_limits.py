@@ -23,7 +23,7 @@ LONGEST = 100
 
 
 class Store:
-    """A state machine with a memory quota, asked by numbered requests."""
+    """A state machine with a memory quota, and numbered requests."""
 
     def __init__(self, max_nbytes: int = 0) -> None:
         self.quota = MemoryQuota(max_nbytes)
@@ -201,7 +201,6 @@ async def test_answers_that_a_client_never_confirms_fill_the_server(monkeypatch)
 
 
 async def test_client_confirms_long_answers_with_its_next_request():
-    """Whatever that is, and before the store is to make room for it."""
     config = Config(token="token", store_max_nbytes=8 << 20)
     value = bytes(3 << 20)
     async with await StoreServer.start("127.0.0.1", 0, token="token", config=config) as server:

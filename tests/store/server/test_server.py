@@ -75,8 +75,8 @@ HARM = {
     "no operation": frame(1),
     "wrong arguments": frame(1, Op.SET, "k", 5),
     "too many arguments": frame(1, Op.GET, "k", "l"),
-    "an id that is none": frame("one", Op.NUM_KEYS),
-    "who it is, twice": frame(1, Op.RESUME, b"identity", 0) + frame(2, Op.RESUME, b"another", 0),
+    "an id that is not an integer": frame("one", Op.NUM_KEYS),
+    "an identity, twice": frame(1, Op.RESUME, b"identity", 0) + frame(2, Op.RESUME, b"another", 0),
     "nested a thousand deep": struct.pack("<Q", 2000) + b"\x91" * 2000,
 }
 
