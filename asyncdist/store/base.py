@@ -254,6 +254,7 @@ class Store(ABC):
     """A store whose calls block, with the method names and arguments of `torch.distributed.Store`.
 
     `AsyncStoreBase` documents each operation's arguments, timeouts and errors. Any number of threads may use one object.
+    A `FileStore` has only the operations on keys, and raises UnsupportedError in the others.
     """
 
     def __init__(self, timeout: Timeout = None) -> None:
