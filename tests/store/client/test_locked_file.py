@@ -120,12 +120,19 @@ def test_local_file_systems_need_no_flush(path, monkeypatch):
         store.set("k", "v")
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-def test_write_that_fails_when_flushed_raises_and_is_not_executed(network, path, number):
+@pytest.mark.parametrize(
+    ("call", "number", "message"),
+    [
+        ("flock", errno.EIO, "cannot be used"),
+        ("fstat", errno.ESTALE, "another host removed"),
+        *(("fsync", number, "cannot be used") for number in (errno.EIO, errno.ENOSPC, errno.EDQUOT)),
+    ],
+)
+def test_failed_call_raises_and_the_operation_is_not_executed(network, path, call, number, message):
     with FileStore(path) as here, FileStore(path) as there:
         here.set("k", "v")
-        network.fail("fsync", number)
-        with pytest.raises(StoreError, match="cannot be used") as caught:
+        network.fail(call, number)
+        with pytest.raises(StoreError, match=message) as caught:
             here.set("k", "lost")
         assert os.strerror(number) in str(caught.value)
         assert there.get("k") == here.get("k") == b"v"
@@ -158,15 +165,6 @@ def test_file_system_without_locks_is_refused(network, path, number):
     with pytest.raises(AddressError, match=r"cannot be locked .* use a TCPStore"):
         FileStore(path)
     assert len(os.listdir("/proc/self/fd")) == opened
-
-
-def test_failed_lock_raises_and_can_be_retried(network, path):
-    with FileStore(path) as store:
-        network.fail("flock", errno.EIO)
-        with pytest.raises(StoreError, match="cannot be used"):
-            store.set("k", "v")
-        store.set("k", "v")
-        assert store.get("k") == b"v"
 
 
 def test_interrupted_lock_is_requested_again(network, path):
@@ -228,13 +226,6 @@ def test_stale_handle_while_opening_is_retried(network, path):
     network.fail("stat", errno.ESTALE)
     with FileStore(path) as store:
         store.set("k", "v")
-
-
-def test_stale_handle_later_raises_store_error(network, path):
-    with FileStore(path) as store:
-        network.fail("fstat", errno.ESTALE)
-        with pytest.raises(StoreError, match="another host removed"):
-            store.set("k", "v")
 
 
 def test_file_removed_between_open_and_lock_is_created_again(network, path):
