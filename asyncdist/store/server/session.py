@@ -158,10 +158,10 @@ class Session(ServerConnection):
             request, op, args = decode_request(message)
             if op in CHANGING and self.client_session is not None:
                 self._change(self.client_session, request, op, args)
-            elif op in LEASED and self.client_session is None:
-                raise ProtocolError("a lease of a client without a session")
             elif op in SERVERS or op is Op.LEAVE:
                 self._serve(request, op, args)
+            elif self.client_session is None and op in LEASED:
+                raise ProtocolError("a lease of a client without a session")
             else:
                 server.deliver(execute(self, request, op, args), self)
                 if op is Op.CANCEL:  # of the rest of a long reply

@@ -87,10 +87,11 @@ class KeySpace:
     def _store(self, key: str, value: bytes) -> None:
         if self._log.recording:
             self._log.record(Change.SET, key, value)
-        if key in self._leases:
+        if key in self._leases.of_key:
             self._leases.detach(key)
         self._values[key] = value
-        self._watches.changed(key, value)
+        if key in self._watches.of_keys or self._watches.of_prefixes:
+            self._watches.changed(key, value)
         if key in self._waiters.awaited:
             self._waiters.value_set(key, self._values)
 
@@ -113,7 +114,7 @@ class KeySpace:
             return
         self._limits.check(key, len(self._values[key]) + len(value))
         self._quota.take(len(value))
-        if key in self._leases:
+        if key in self._leases.of_key:
             self._leases.detach(key)
             self._log.record(Change.SET, key, self._values[key])
         self._log.record(Change.APPEND, key, value)
@@ -156,7 +157,7 @@ class KeySpace:
             return False
         self._quota.nbytes -= growth(key, value, None)
         self._log.record(Change.DELETE, key)
-        if key in self._leases:
+        if key in self._leases.of_key:
             self._leases.detach(key)
         self._watches.changed(key, None)
         return True

@@ -35,13 +35,11 @@ class Leases:
         self._requests = requests
         self._kept_by: dict[Client, dict[Lease, None]] = {}
         self._own: dict[Client, Lease] = {}
-        self._of_key: dict[str, Lease] = {}
+        self.of_key: dict[str, Lease] = {}
+        """The lease by ephemeral key."""
         self._of_prefix: dict[str, Lease] = {}
         self._disconnected: dict[Client, None] = {}
         self._acquiring: dict[str, dict[tuple[Place, Client], None]] = {}
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._of_key
 
     # -- ephemeral keys ---------------------------------------------------------------------------
 
@@ -56,11 +54,11 @@ class Leases:
             lease = self._own[client] = Lease()
             self._keep(lease, client)
         lease.keys[key] = None
-        self._of_key[key] = lease
+        self.of_key[key] = lease
 
     def detach(self, key: str) -> None:
         """Detach a key from its lease; its value is kept."""
-        lease = self._of_key.pop(key)
+        lease = self.of_key.pop(key)
         del lease.keys[key]
 
     # -- leases on prefixes -----------------------------------------------------------------------

@@ -51,16 +51,20 @@ class Queues:
 
     def push(self, key: str, item: bytes) -> None:
         """Add an item. It goes to the first blocked pop, or else wakes the first request that waits for the queue."""
-        self._limits.check(key, len(item))
+        limits = self._limits
+        if len(item) > limits.max_value_nbytes or len(key) > limits.short_key_length:
+            limits.check(key, len(item))
         self._quota.take(len(item) + ENTRY_NBYTES)
         self.last_serial += 1
-        self._log.record(Change.PUSH, key, self.last_serial, item)
+        if self._log.recording:
+            self._log.record(Change.PUSH, key, self.last_serial, item)
         self._queues.setdefault(key, deque()).append((self.last_serial, item))
         self._serve(key)
 
     def pop(self, place: Place, key: str, block: bool) -> Any:
         """Return the first item, which the client confirms later; if the queue is empty, block or refuse the request."""
-        self._clear_wakeup(place[0], key)
+        if place[0] in self._woken:
+            self._clear_wakeup(place[0], key)
         if key in self._queues:
             return self._hand_over(place, key)
         if not block:
@@ -115,11 +119,10 @@ class Queues:
                 self._serve(key)
 
     def _clear_wakeup(self, client: Client, key: str) -> None:
-        woken = self._woken.get(client)
-        if woken is not None:
-            woken.pop(key, None)
-            if not woken:
-                del self._woken[client]
+        woken = self._woken.get(client, {})
+        woken.pop(key, None)
+        if not woken:
+            self._woken.pop(client, None)
 
     def _serve(self, key: str) -> None:
         if key in self._pops:
@@ -147,7 +150,8 @@ class Queues:
 
     def _gone(self, key: str, serial: int, item: bytes) -> None:
         self._quota.nbytes -= len(item) + ENTRY_NBYTES
-        self._log.record(Change.GONE, key, serial)
+        if self._log.recording:
+            self._log.record(Change.GONE, key, serial)
 
     def _withdraw_pop(self, place: Place, key: str) -> None:
         drop_from(self._pops, key, place)

@@ -45,8 +45,11 @@ class ClientSession:
     def remember(self, reply: Reply) -> None:
         """Keep the reply to a change."""
         self._answers[reply.request] = Reply(None, reply.request, reply.kind, reply.value)  # not the connection
-        self._count(cost_of(reply.value))
-        self._log.record(Change.ANSWERED, self.identity, reply.request, reply.kind, reply.value)
+        cost = cost_of(reply.value)
+        self.nbytes += cost
+        self._quota.nbytes += cost
+        if self._log.recording:
+            self._log.record(Change.ANSWERED, self.identity, reply.request, reply.kind, reply.value)
         while len(self._answers) > KEPT_ANSWERS or (self.nbytes > KEPT_NBYTES and len(self._answers) > 1):
             self._drop(next(iter(self._answers)))
 

@@ -16,13 +16,13 @@ class Watches:
     def __init__(self, limits: SizeLimits, requests: OpenRequests) -> None:
         self._limits = limits
         self._requests = requests
-        self._of_keys: dict[str, dict[Place, None]] = {}
-        self._of_prefixes: dict[str, dict[Place, None]] = {}
+        self.of_keys: dict[str, dict[Place, None]] = {}
+        self.of_prefixes: dict[str, dict[Place, None]] = {}
 
     def watch(self, place: Place, key: str) -> None:
         """Watch a key."""
         self._requests.open(place, self._unwatch, key)
-        self._of_keys.setdefault(key, {})[place] = None
+        self.of_keys.setdefault(key, {})[place] = None
 
     def watch_prefix(self, place: Place, prefix: str, values: dict[str, bytes]) -> list[str | bytes]:
         """Watch all keys under a prefix; return the present ``values``, each after its key.
@@ -36,23 +36,21 @@ class Watches:
             )
             raise RequestRefused(Reason.TOO_LARGE, text)
         self._requests.open(place, self._unwatch_prefix, prefix)
-        self._of_prefixes.setdefault(prefix, {})[place] = None
+        self.of_prefixes.setdefault(prefix, {})[place] = None
         return list(itertools.chain.from_iterable(values.items()))
 
     def changed(self, key: str, value: bytes | None) -> None:
         """Send a key's new value to its watches; None if the key was deleted."""
-        if not self._of_prefixes and key not in self._of_keys:
-            return
         kind, content = (GONE, b"") if value is None else (CHANGED, value)
-        if places := self._of_keys.get(key):
+        if places := self.of_keys.get(key):
             self._requests.publish(places, kind + content)
-        matching = [place for prefix, places in self._of_prefixes.items() if key.startswith(prefix) for place in places]
+        matching = [place for prefix, places in self.of_prefixes.items() if key.startswith(prefix) for place in places]
         if matching:
             name = key.encode()
             self._requests.publish(matching, b"".join((kind, len(name).to_bytes(4, "little"), name, content)))
 
     def _unwatch(self, place: Place, key: str) -> None:
-        drop_from(self._of_keys, key, place)
+        drop_from(self.of_keys, key, place)
 
     def _unwatch_prefix(self, place: Place, prefix: str) -> None:
-        drop_from(self._of_prefixes, prefix, place)
+        drop_from(self.of_prefixes, prefix, place)
