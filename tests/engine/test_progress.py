@@ -1,4 +1,4 @@
-"""The driver of a machine, where two threads meet: what one ends while the other falls asleep over it."""
+"""The drivers of a machine: races between a thread that completes work and a thread that falls asleep."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.each_loop
 PATIENCE = 10.0
 
 
-class Deed:
-    """Something to drive for."""
+class Flag:
+    """A condition that a driver waits for."""
 
     def __init__(self):
         self.done = False
@@ -38,22 +38,22 @@ class Deed:
         return self.done
 
     def add_done_callback(self, callback):
-        raise AssertionError("nobody follows here")
+        raise AssertionError("no thread stands by in these tests")
 
 
-class Well:
+class WorkingGroup:
     """A group that has not failed."""
 
     error = None
 
 
-class Dozer:
-    """A machine that moves for nobody, and does ``end`` at a turn of any thread but the one that made it."""
+class IdleMachine:
+    """A machine that never moves, and calls ``end`` at a turn of any thread but the one that made it."""
 
     def __init__(self, end):
         self.finished = []
         self.maker = threading.current_thread()
-        self.dozing = threading.Event()
+        self.asked_for_waits = threading.Event()
         self.end = end
 
     def advance(self, ready):
@@ -62,7 +62,7 @@ class Dozer:
         return False
 
     def waits(self):
-        self.dozing.set()
+        self.asked_for_waits.set()
         return []
 
     def busy(self):
@@ -82,7 +82,7 @@ class Dozer:
 
 
 class Gate:
-    """A lock that other threads than the main one come to early, and take only once ``opened``."""
+    """A lock that other threads than the main one request early, and take only once ``opened`` is set."""
 
     def __init__(self, opened):
         self.reached = threading.Event()
@@ -102,7 +102,7 @@ class Gate:
 
 @pytest.fixture
 def asleep(monkeypatch):
-    """Set as soon as a thread is about to sleep in poll."""
+    """Set as soon as a thread is about to sleep in ``poll``."""
     asleep = threading.Event()
 
     class Poll:
@@ -118,30 +118,30 @@ def asleep(monkeypatch):
     return asleep
 
 
-def test_a_loop_that_was_under_way_when_the_seat_was_taken_wakes_the_sleeper(asleep):
-    """The loop has found the seat free and comes to the lock; a thread takes both, finds nothing done, and sleeps."""
-    deed = Deed()
+def test_loop_that_completes_the_work_wakes_the_sleeping_inline_driver(asleep):
+    """The loop has found no inline driver and waits for the lock; a thread takes both, finds no progress, and sleeps."""
+    flag = Flag()
 
     def end():
         assert asleep.wait(PATIENCE)
-        deed.done = True
+        flag.done = True
 
-    machine = Dozer(end)
+    machine = IdleMachine(end)
     progress = Progress(machine)
-    progress.lock = gate = Gate(machine.dozing)
+    progress.lock = gate = Gate(machine.asked_for_waits)
     progress.ensure_driven()
     assert gate.reached.wait(PATIENCE)
     until = monotonic() + PATIENCE
-    progress.drive(deed, until)
-    assert deed.done
-    assert monotonic() < until, "nobody woke the sleeper"
+    progress.drive(flag, until)
+    assert flag.done
+    assert monotonic() < until, "no thread woke the driver"
     progress.close()
 
 
-def test_who_rings_before_the_first_sleep_of_all_finds_a_bell(monkeypatch):
-    """Another thread's turn ends the work between the moment we say that we sleep, and the moment we do."""
-    deed = Deed()
-    machine = Dozer(lambda: setattr(deed, "done", True))
+def test_thread_that_completes_the_work_before_the_first_sleep_wakes_the_driver(monkeypatch):
+    """Another thread completes the work after the driver has announced its sleep, and before it sleeps."""
+    flag = Flag()
+    machine = IdleMachine(lambda: setattr(flag, "done", True))
     progress = Progress(machine)
     sleep = progress._sleep
 
@@ -153,26 +153,29 @@ def test_who_rings_before_the_first_sleep_of_all_finds_a_bell(monkeypatch):
 
     monkeypatch.setattr(progress, "_sleep", sleep_late)
     until = monotonic() + PATIENCE
-    progress.drive(deed, until)
-    assert deed.done
-    assert monotonic() < until, "nobody woke the sleeper"
+    progress.drive(flag, until)
+    assert flag.done
+    assert monotonic() < until, "no thread woke the driver"
     progress.close()
 
 
-async def test_what_another_turn_completes_at_once_leaves_nobody_waiting_asleep(eventually):
-    """A turn tells the peers that nobody has to be rung for: whoever rests with something pending has to look again."""
-    async with world_of(2, transport="shm", timeout=120) as (first, second):  # no timer is to help
+async def test_send_of_another_thread_does_not_leave_the_loop_asleep(eventually):
+    """A turn takes back the request to be woken, so a loop that rests with a pending operation is scheduled again."""
+    async with world_of(2, transport="shm", timeout=120) as (
+        first,
+        second,
+    ):  # no timer drives
         received, into = [], torch.zeros(1)
         second.recv(into, 0).add_done_callback(received.append)
         await eventually(lambda: second.mesh.progress.state is progress_module.LoopState.RESTING)
-        assert second.send(torch.ones(1), 0, tag=1).is_completed()  # into the ring, there and then
+        assert second.send(torch.ones(1), 0, tag=1).is_completed()  # the ring has space
         first.send(torch.full((1,), 5.0), 1)
         await eventually(lambda: received)
         assert into.item() == 5.0
         await first.recv(into, 1, tag=1)
 
 
-class Mill:
+class BusyMachine:
     """A machine that moves at every turn, each of which takes a tenth of a slice."""
 
     def __init__(self):
@@ -209,40 +212,40 @@ class Mill:
 
 
 @pytest.mark.parametrize("begins", ["at the call", "awaited", "left to itself"])
-async def test_what_goes_on_and_on_has_one_slice_in_a_turn_of_the_loop(monkeypatch, begins):
-    """Who issues, who awaits, and who arms the loop for it follow one another without a pause."""
-    mill = Mill()
-    monkeypatch.setattr(progress_module, "monotonic", lambda: mill.clock)
-    progress = Progress(mill, asyncio.get_running_loop())
+async def test_busy_machine_gets_one_time_slice_per_turn_of_the_loop(monkeypatch, begins):
+    """The call, the await and the loop drive one after the other."""
+    machine = BusyMachine()
+    monkeypatch.setattr(progress_module, "monotonic", lambda: machine.clock)
+    progress = Progress(machine, asyncio.get_running_loop())
     if begins == "at the call":
-        assert not progress.attempt(mill.steps(), Well(), wait=False)
+        assert not progress.attempt(machine.steps(), WorkingGroup(), wait=False)
     if begins != "awaited":
         progress.ensure_driven()
-    progress.try_now(Deed())
+    progress.try_now(Flag())
     progress.ensure_driven()
-    assert 10 <= mill.turns <= 12
+    assert 10 <= machine.turns <= 12
     for _ in range(3):
-        before = mill.turns
-        asyncio.get_running_loop().call_soon(progress.drive_on_loop)  # as for a descriptor that is ready besides
+        before = machine.turns
+        asyncio.get_running_loop().call_soon(progress.drive_on_loop)  # as for another ready descriptor
         await asyncio.sleep(0)
-        assert 10 <= mill.turns - before <= 13
-    mill.moves = False
+        assert 10 <= machine.turns - before <= 13
+    machine.moves = False
     progress.close()
 
 
-def test_who_waits_spins_for_a_bounded_time_and_offers_the_core_where_ranks_outnumber_cores(monkeypatch):
+def test_waiting_call_spins_for_a_limited_time_and_yields_its_core_if_ranks_outnumber_cores(monkeypatch):
     offered, spread = [], []
     monkeypatch.setattr(progress_module, "_yield_core", lambda: offered.append(True))
 
     def offers(crowded):
-        mill = Mill()
-        monkeypatch.setattr(progress_module, "monotonic", lambda: mill.clock)
-        progress, looks = Progress(mill), 2 if crowded else 512
-        progress.spin_for(1.0, 0.0, (lambda: spread.append(mill.clock)) if crowded else None)
+        machine = BusyMachine()
+        monkeypatch.setattr(progress_module, "monotonic", lambda: machine.clock)
+        progress, looks = Progress(machine), 2 if crowded else 512
+        progress.spin_for(1.0, 0.0, (lambda: spread.append(machine.clock)) if crowded else None)
         offered.clear()
-        assert not progress.attempt((1 for _ in mill.steps()), Well(), wait=True)
+        assert not progress.attempt((1 for _ in machine.steps()), WorkingGroup(), wait=True)
         between = looks * progress_module._SLICE / 10
-        assert 1.0 <= mill.clock <= 1.0 + 2.01 * between
+        assert 1.0 <= machine.clock <= 1.0 + 2.01 * between
         return len(offered)
 
     assert offers(crowded=True) > 8 * offers(crowded=False) > 0
@@ -250,7 +253,7 @@ def test_who_waits_spins_for_a_bounded_time_and_offers_the_core_where_ranks_outn
     assert 500 < len(spread) <= 1000
 
 
-class Door(Dozer):
+class SocketMachine(IdleMachine):
     """A machine that waits for a socket until it is `left`."""
 
     def __init__(self):
@@ -270,8 +273,8 @@ class Door(Dozer):
 
 
 @pytest.fixture
-def door():
-    machine = Door()
+def socket_machine():
+    machine = SocketMachine()
     progress = Progress(machine)
     machine.retire = progress.retire
     yield machine, progress
@@ -280,9 +283,9 @@ def door():
     machine.peer.close()
 
 
-def test_a_socket_is_not_closed_under_the_eyes_of_a_loop_that_comes_to_watch_it(door, monkeypatch, until):
-    """Another thread leaves when the loop has been told what to watch, and has not begun to: uvloop would abort."""
-    machine, progress = door
+def test_socket_is_not_closed_while_a_loop_is_about_to_watch_it(socket_machine, monkeypatch, until):
+    """A thread retires the socket after the loop got the list of descriptors, and before it watches: uvloop would abort."""
+    machine, progress = socket_machine
     watch, closed = progress.loop_watcher.watch, []
 
     def watch_late(loop, wanted):
@@ -301,9 +304,9 @@ def test_a_socket_is_not_closed_under_the_eyes_of_a_loop_that_comes_to_watch_it(
     assert not progress.loop_watcher.looks
 
 
-def test_who_closes_while_a_loop_has_its_turn_leaves_nothing_to_that(door, monkeypatch):
-    """The loop is about to watch for the first time; what is done under the lock then waits for the end of its turn."""
-    machine, progress = door
+def test_close_during_a_turn_of_the_loop_leaves_no_registration(socket_machine, monkeypatch):
+    """The loop is about to watch for the first time; another thread closes and waits for the lock until the turn ends."""
+    machine, progress = socket_machine
     comes = threading.Event()
 
     class Lock(Gate):
@@ -319,7 +322,7 @@ def test_who_closes_while_a_loop_has_its_turn_leaves_nothing_to_that(door, monke
     def waits():
         ending.start()
         assert comes.wait(PATIENCE)
-        return Door.waits(machine)
+        return SocketMachine.waits(machine)
 
     ending = threading.Thread(target=end)
     progress.lock = Lock(comes)

@@ -1,4 +1,4 @@
-"""The handle of an operation: waited for in any loop and thread, by many at once, and never harmed by who gives up."""
+"""The handle of an operation: any loop, thread and number of waiters; a waiter that gives up does not cancel it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def in_a_loop_of_its_own(executor, new_loop, make_coroutine):
 # -- one at a time -----------------------------------------------------------------------------------
 
 
-async def test_values(transport):
+async def test_await_returns_the_value_of_the_operation(transport):
     """An awaited operation gives what it wrote; a receive gives the sender, a barrier nothing."""
     async with world_of(2, transport=transport) as (zero, one):
         tensors = ones(), ones()
@@ -63,7 +63,7 @@ async def test_values(transport):
             assert work.wait()
 
 
-async def test_before_it_is_over(transport):
+async def test_pending_work_has_no_result(transport):
     async with world_of(2, transport=transport) as (zero, one):
         work = zero.all_reduce(ones())
         assert not work.is_completed()
@@ -79,7 +79,7 @@ async def test_before_it_is_over(transport):
         assert work.result().eq(2).all()
 
 
-async def test_a_work_may_be_awaited_again_and_by_many(transport):
+async def test_work_can_be_awaited_repeatedly_and_by_many_tasks(transport):
     async with world_of(2, transport=transport) as (zero, one):
         work = zero.all_reduce(ones())
 
@@ -93,7 +93,7 @@ async def test_a_work_may_be_awaited_again_and_by_many(transport):
         assert all(result is results[0] for result in results)
 
 
-def test_a_completed_work():
+def test_completed_work_has_its_value():
     work = completed(5)
     assert work.is_success()
     assert work.wait(0)
@@ -109,7 +109,7 @@ async def _await(work):
 # -- asyncio around it -------------------------------------------------------------------------------
 
 
-async def test_a_waiter_that_gives_up_harms_nothing(transport):
+async def test_waiter_that_gives_up_does_not_cancel_the_operation(transport):
     """wait_for, asyncio.timeout and cancellation stop the waiting; the operation and the next ones go on."""
     async with world_of(2, transport=transport) as (zero, one):
         for count in (4, LARGE):
@@ -133,7 +133,7 @@ async def test_a_waiter_that_gives_up_harms_nothing(transport):
             assert all(result.eq(2).all() for result in results)
 
 
-async def test_gather_and_as_completed_and_wait(transport):
+async def test_gather_as_completed_and_wait_take_works(transport):
     async with world_of(3, transport=transport) as groups:
         results = await asyncio.gather(*(group.all_reduce(ones()) for group in groups))
         assert all(result.eq(3).all() for result in results)
@@ -149,7 +149,7 @@ async def test_gather_and_as_completed_and_wait(transport):
             assert isinstance(work.exception(), MismatchError)
 
 
-async def test_task_groups(transport):
+async def test_failing_task_group_does_not_cancel_the_operation(transport):
     async with world_of(2, transport=transport) as (zero, one):
         async with asyncio.TaskGroup() as tasks:
             started = [tasks.create_task(_await(group.all_reduce(ones()))) for group in (zero, one)]
@@ -168,24 +168,10 @@ async def test_task_groups(transport):
         assert (await pending).eq(2).all()
 
 
-async def test_shield_and_cancelling_every_waiter(transport):
-    async with world_of(2, transport=transport) as (zero, one):
-        work = zero.broadcast(ones(LARGE), 1)
-        tasks = [asyncio.ensure_future(asyncio.shield(_await(work))) for _ in range(3)]
-        tasks += [asyncio.ensure_future(_await(work)) for _ in range(3)]
-        await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
-        await one.broadcast(torch.full((LARGE,), 7.0), 1)
-        assert (await work).eq(7).all()
-
-
 # -- other loops, and threads ------------------------------------------------------------------------
 
 
-async def test_awaited_in_another_loop(transport, threads, new_loop):
+async def test_work_can_be_awaited_in_another_loop(transport, threads, new_loop):
     async with world_of(2, transport=transport) as (zero, one):
         for count in (4, LARGE):
             works = zero.all_reduce(ones(count)), one.all_reduce(ones(count))
@@ -213,7 +199,7 @@ async def test_awaited_in_another_loop(transport, threads, new_loop):
             assert (await pending).eq(2).all()
 
 
-async def test_waited_for_in_threads_while_the_loop_goes_on(transport, threads):
+async def test_threads_can_wait_while_the_loop_continues(transport, threads):
     async with world_of(2, transport=transport) as (zero, one):
         loop = asyncio.get_running_loop()
         for count in (4, LARGE):
@@ -225,7 +211,7 @@ async def test_waited_for_in_threads_while_the_loop_goes_on(transport, threads):
             assert all(work.result().eq(2).all() for work in works + later)
 
 
-async def test_started_in_a_thread(transport, threads):
+async def test_operations_can_be_started_in_threads(transport, threads):
     async with world_of(2, transport=transport) as groups:
         loop = asyncio.get_running_loop()
 
@@ -240,7 +226,7 @@ async def test_started_in_a_thread(transport, threads):
             assert all(result.eq(2).all() for result in results)
 
 
-async def test_a_wait_in_a_thread_that_times_out(transport, threads):
+async def test_timed_out_wait_in_a_thread_leaves_the_operation_pending(transport, threads):
     async with world_of(2, transport=transport) as (zero, one):
         loop = asyncio.get_running_loop()
         work = zero.all_reduce(ones())
@@ -255,19 +241,19 @@ async def test_a_wait_in_a_thread_that_times_out(transport, threads):
         assert await loop.run_in_executor(threads, work.wait, 10)
 
 
-async def test_a_wait_on_the_loops_own_thread_is_refused(transport):
+async def test_wait_on_the_thread_of_the_loop_is_refused(transport):
     async with world_of(2, transport=transport) as (zero, one):
         work = zero.all_reduce(ones())
         with pytest.raises(LoopThreadError, match="use `await` instead"):
             work.wait()
         with pytest.raises(LoopThreadError, match="all_reduce on the event loop"):
             one.all_reduce(ones(), background=False)
-        await one.all_reduce(ones())  # the refused call was none
+        await one.all_reduce(ones())  # the refused call has issued nothing
         assert work.is_completed() or await work is not None
-        assert work.wait(), "what is over can be waited for anywhere"
+        assert work.wait(), "a completed work can be waited for in any thread"
 
 
-def test_a_blocking_program_may_wait_inside_a_loop_that_drives_nothing(together, transport):
+def test_blocking_program_may_wait_inside_a_loop_that_drives_nothing(together, transport):
     """The runtime's loop drives a blocking world; another loop's thread may block, at that loop's own cost."""
 
     def rank(group):
@@ -281,7 +267,7 @@ def test_a_blocking_program_may_wait_inside_a_loop_that_drives_nothing(together,
     assert together(2, rank, transport=transport) == [[2.0] * 8] * 2
 
 
-def test_synchronize_waits_for_what_is_written(together, transport):
+def test_synchronize_waits_for_the_result(together, transport):
     def rank(group):
         tensors = [ones(), ones()]
         started = [group.all_reduce(tensor) for tensor in tensors]
@@ -343,7 +329,7 @@ def test_threads_with_groups_of_their_own(together, transport):
 # -- callbacks and futures ---------------------------------------------------------------------------
 
 
-async def test_callbacks(transport, caplog):
+async def test_callbacks_run_in_order_and_errors_are_logged(transport, caplog):
     async with world_of(2, transport=transport) as (zero, one):
         seen = []
         work = zero.all_reduce(ones())
@@ -359,7 +345,7 @@ async def test_callbacks(transport, caplog):
         caplog.clear()  # the frames of its traceback hold the world, and its mapped memory
 
 
-async def test_a_callback_may_start_the_next_operation(transport):
+async def test_callback_may_start_the_next_operation(transport):
     """Callbacks run without the lock of the machine: they may issue, wait for nothing, and start others in turn."""
     async with world_of(2, transport=transport) as groups:
         finished = [asyncio.Event() for _ in groups]
@@ -382,8 +368,8 @@ async def test_a_callback_may_start_the_next_operation(transport):
         assert all(tensor.eq(64).all() for tensor in tensors)
 
 
-def test_callbacks_that_are_hung_on_while_it_ends():
-    """Whatever the interleaving of adding and completing, every callback is called, and once."""
+def test_callbacks_added_while_the_work_ends_are_called_once():
+    """Every callback is called exactly once, in any interleaving of adding and completing."""
     for _ in range(300):
         work, called, start = Work(), [], threading.Barrier(4)
 
@@ -402,7 +388,7 @@ def test_callbacks_that_are_hung_on_while_it_ends():
         assert sorted(called) == [0, 1, 2]
 
 
-async def test_torch_futures(transport, threads):
+async def test_torch_future_completes_with_the_work(transport, threads):
     async with world_of(2, transport=transport) as (zero, one):
         loop = asyncio.get_running_loop()
         work = zero.all_reduce(ones())
@@ -424,7 +410,7 @@ async def test_torch_futures(transport, threads):
         assert await loop.run_in_executor(threads, chained.wait)
 
 
-async def test_torch_futures_of_what_failed(transport, threads):
+async def test_torch_future_raises_the_error_of_the_work(transport, threads):
     async with world_of(2, transport=transport) as (zero, one):
         works = zero.all_reduce(ones(3)), one.all_reduce(ones(4))
         for work in works:
@@ -434,7 +420,7 @@ async def test_torch_futures_of_what_failed(transport, threads):
             work.exception().with_traceback(None)
 
 
-def test_futures_are_made_once_by_many_threads():
+def test_get_future_returns_one_future_to_all_threads():
     work = Work()
     with ThreadPoolExecutor(8) as threads:
         futures = list(threads.map(lambda _: work.get_future(), range(8)))
@@ -447,7 +433,7 @@ def test_futures_are_made_once_by_many_threads():
 # -- failures ----------------------------------------------------------------------------------------
 
 
-async def test_a_failure_is_raised_wherever_one_looks(transport, threads):
+async def test_every_way_of_waiting_raises_the_failure(transport, threads):
     async with world_of(2, transport=transport) as (zero, one):
         work, other = zero.all_reduce(ones(3)), one.all_reduce(ones(4))
         for _ in range(2):
@@ -465,7 +451,7 @@ async def test_a_failure_is_raised_wherever_one_looks(transport, threads):
             await asyncio.get_running_loop().run_in_executor(threads, other.wait)
 
 
-async def test_what_is_pending_when_its_group_is_destroyed(transport):
+async def test_pending_operations_fail_when_the_group_is_destroyed(transport):
     async with world_of(2, transport=transport) as groups:
         group = groups[0].world.new_group(None)
         works = [group.all_reduce(ones()), group.recv(ones(), 1)]
@@ -478,7 +464,7 @@ async def test_what_is_pending_when_its_group_is_destroyed(transport):
         await asyncio.gather(*(one.barrier() for one in groups))
 
 
-async def test_an_abort_ends_it_for_everyone(transport):
+async def test_abort_fails_pending_operations_on_all_ranks(transport):
     async with world_of(3, transport=transport) as groups:
         among = [group.world.new_group(None) for group in groups]
         works = [group.all_reduce(ones()) for group in among[:2]] + [among[2].recv(ones(), 0)]
@@ -493,8 +479,8 @@ async def test_an_abort_ends_it_for_everyone(transport):
         await asyncio.gather(*(group.barrier() for group in groups))
 
 
-async def test_awaiting_what_is_over_lets_other_tasks_run():
-    """Short operations that are over at the call must not keep everybody else from the loop, nor an interrupt."""
+async def test_awaiting_completed_works_lets_other_tasks_run():
+    """A task that awaits completed works does not keep the loop from other tasks or an interrupt."""
     ran = asyncio.Event()
     other = asyncio.get_running_loop().create_task(_set(ran))
     until = asyncio.get_running_loop().time() + 5

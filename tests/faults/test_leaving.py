@@ -1,4 +1,4 @@
-"""Ranks that leave, or abort and leave, while others wait: those who never heard of them before hear of it too."""
+"""Ranks that leave, or abort and leave, while others wait: also ranks that have no connection to them learn of it."""
 
 from __future__ import annotations
 

@@ -93,22 +93,11 @@ async def test_idle_cut_is_noticed_by_the_next_operation(cut, eventually):
         assert [type(error) for error in errors] == [PeerLostError, PeerLostError]
 
 
-async def test_slow_network_gives_correct_results():
-    with proxied_world(2, home=asyncio.get_running_loop()) as world:
-        for proxy in world.proxies.values():
-            proxy.delay = 0.002
-            proxy.chunk_nbytes = 1000
-        tensors = [torch.arange(5000.0) for _ in world.groups]
-        works = [group.all_reduce(tensor) for group, tensor in zip(world.groups, tensors, strict=True)]
-        await asyncio.gather(*works)
-        assert all(torch.equal(tensor, 2 * torch.arange(5000.0)) for tensor in tensors)
-
-
-@pytest.mark.parametrize("count", [1, 700])
-async def test_single_byte_chunks_give_correct_results(count):
+@pytest.mark.parametrize(("count", "chunk_nbytes", "delay"), [(1, 1, 0.0), (700, 1, 0.0), (5000, 1000, 0.002)])
+async def test_slow_network_and_small_chunks_give_correct_results(count, chunk_nbytes, delay):
     with proxied_world(3, home=asyncio.get_running_loop()) as world:
         for proxy in world.proxies.values():
-            proxy.chunk_nbytes = 1
+            proxy.chunk_nbytes, proxy.delay = chunk_nbytes, delay
         for _ in range(2):
             tensors = [torch.full((count,), rank + 1.0) for rank in range(3)]
             works = [group.all_reduce(tensor) for group, tensor in zip(world.groups, tensors, strict=True)]
@@ -199,15 +188,6 @@ async def test_a_refused_connection_names_the_rank_and_the_reason():
             assert "refused" in str(error)
 
 
-async def test_operation_after_peer_loss_raises_the_groups_error():
-    with proxied_world(2, home=asyncio.get_running_loop()) as world:
-        world.proxies[0, 1].cut_after(HEADER)
-        await outcomes(all_reduces(world, 10))
-        errors = await outcomes(all_reduces(world, 10))
-        assert all(isinstance(error, PeerLostError | GroupAbortedError) for error in errors)
-        assert all("rank" in str(error) for error in errors)
-
-
 @pytest.mark.parametrize("transport", ["tcp", "inproc"])
 async def test_receive_from_any_source_is_not_blocked_by_unexpected_large_message(transport):
     async with world_of(2, transport=transport) as (receiver, sender):
@@ -221,18 +201,6 @@ async def test_receive_from_any_source_is_not_blocked_by_unexpected_large_messag
         await receiver.recv(whole, None, tag=5)
         assert torch.equal(whole, large)
         await asyncio.gather(first, second)
-
-
-async def test_receive_from_any_source_fails_when_last_sender_has_left():
-    with proxied_world(3, home=asyncio.get_running_loop()) as world:
-        await asyncio.gather(*(group.monitored_barrier() for group in world.groups))  # rank 0 hears from all
-        receiving = world.groups[0].recv(torch.ones(1), None)
-        for mesh in world.meshes[1:]:
-            assert not receiving.is_completed()
-            mesh.close()
-            await asyncio.sleep(0)
-        with pytest.raises(PeerLostError, match="destroyed its process group"):
-            await receiving
 
 
 async def test_receive_from_any_source_gets_messages_of_left_ranks_then_fails(transport, eventually):
@@ -252,9 +220,9 @@ async def test_receive_from_any_source_gets_messages_of_left_ranks_then_fails(tr
 
 @pytest.fixture(params=[False, True], ids=["without goodbye", "with goodbye"])
 async def left_behind(request, eventually):
-    """Rank 1 waits for rank 0, which has said all and left; but that is on its way still.
+    """Rank 1 waits for rank 0, which has sent everything and left; its last messages are still under way.
 
-    What rank 1 has seen is the end of its own connection: with a goodbye, unless rank 0 never heard whose it was.
+    Rank 1 has seen the end of its own connection: with a goodbye, unless rank 0 did not learn whose connection it was.
     """
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
         (leaver,), (tcp,) = (mesh.transport_selector.transports for mesh in world.meshes)

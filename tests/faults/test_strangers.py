@@ -1,4 +1,4 @@
-"""Whoever connects to a rank without being one, and a rank that is one and has gone mad: the world goes on."""
+"""Connections of other programs to a rank, and authenticated peers that send damaged data: the world continues."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ async def test_connection_with_impossible_rank_is_refused(a_world, caplog, event
 
 async def test_unfinished_handshake_is_closed_after_timeout(a_world, caplog, eventually):
     async with a_world(handshake_timeout=0.1) as world:
-        caplog.clear()  # so short a time may have been too short for the ranks themselves, which have come again
+        caplog.clear()  # the time may have been too short for the ranks themselves, which have reconnected
         before = num_connections(world)
         with connect(address(world, 0)) as silent, connect(address(world, 0)) as half:
             half.sendall(MAGIC)
@@ -158,7 +158,7 @@ async def test_ranks_with_timed_out_handshakes_reconnect():
         talking = asyncio.create_task(sums(SimpleNamespace(groups=groups)))
         for _ in range(10):
             await asyncio.sleep(0)
-            time.sleep(0.03)  # noqa: ASYNC251  # the loop is held, and nobody proves anything meanwhile
+            time.sleep(0.03)  # noqa: ASYNC251  # the loop is blocked, and no handshake proceeds
         assert await talking == [3.0, 3.0]
 
 

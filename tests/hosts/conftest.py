@@ -74,7 +74,7 @@ class Hosts:
 
 @pytest.fixture
 def hosts():
-    """Two hosts, or a reason why there are none."""
+    """Two hosts, or the reason why the test is skipped."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"no {' and no '.join(missing)} on this machine")
