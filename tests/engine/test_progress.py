@@ -336,20 +336,24 @@ def test_close_during_a_turn_of_the_loop_leaves_no_registration(socket_machine, 
 
 
 def test_background_operation_without_descriptors_for_the_loop_fails(monkeypatch):
+    failed = threading.Event()
+
     def background_loop_of(thread):
         if threading.current_thread() is thread:
             raise OSError(errno.EMFILE, "Too many open files")
         return background_loop()
 
     def program(group):
-        if group.ranks[0] == group.mesh.rank:
-            thread = threading.current_thread()
+        if group.rank() == 1:
+            assert failed.wait(PATIENCE)
+            return None
+        thread = threading.current_thread()
+        try:
             with monkeypatch.context() as patch:
                 patch.setattr(driver_loop, "background_loop", lambda: background_loop_of(thread))
-                work = group.all_reduce(torch.ones(1))
-                work.wait(PATIENCE)
-        else:
-            group.all_reduce(torch.ones(1), background=False).exception()
+                return group.all_reduce(torch.ones(1)).wait(PATIENCE)
+        finally:
+            failed.set()
 
     with pytest.raises(GroupError, match=r"all_reduce #1 on group .*, rank 0, .*: rank 0 has no free file descriptor"):
         run_ranks(2, program)
