@@ -28,8 +28,8 @@ The loop driver is in one of four states (`LoopState`)::
       RESTING ------------------------+          any state --- close() ---> CLOSED
 
 The loop drives the machine in ``_run_scheduled``, when a watched descriptor is ready, and when the timer fires. In
-RESTING the machine has asked the peers to signal new data; a turn of another thread takes that back, so that thread
-schedules the loop again. `DriverLoop` replaces the user's loop by the background loop when the user's loop ends.
+RESTING the peers signal new data, because the machine has asked for it; a turn of another thread ends that, so the
+thread schedules the loop again. `DriverLoop` replaces the user's loop by the background loop when the user's loop ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds out where a stuck operation is stuck: probes along the chain of ranks that wait for each other.
 
-Shortly before its deadline an operation asks each rank that it waits for where that rank waits. A rank that is asked
+Shortly before its deadline an operation asks each rank that it waits for where that rank waits. The other rank
 answers at once, asks the ranks that it waits for itself, and answers again when it learns more. The findings thus travel
 back along the chain: that ranks do not answer, that they have no pending call, or that a collective and a message wait for
 each other. See K. M. Chandy, J. Misra and L. M. Haas, "Distributed Deadlock Detection", ACM TOCS 1(2), 1983.
@@ -188,7 +188,7 @@ class WaitProbes:
         return () if probe is None else self._findings(operation, probe)
 
     def _tell(self, key: bytes) -> None:
-        """Answer the ranks that have asked about an operation again, if the findings have changed."""
+        """Send the askers of an operation a new answer if the findings have changed."""
         probe, operation = self._probes.get(key), self._operations.get(key)
         if probe is None or operation is None:
             return

@@ -272,7 +272,7 @@ def tell(records: Sequence[TraceRecord]) -> Iterator[str]:
     """Yield sentences that say what holds which group of a world up, and which ranks cause it as far as recorded."""
     silent = sorted(set(range(records[0].world_size)) - {record.rank for record in records})
     if silent:
-        yield f"{_ranks(silent)} left no flight recorder: killed, on a host whose folder this is not, or not asked."
+        yield f"{_ranks(silent)} left no flight recorder: killed, writing to a folder of another host, or not signalled."
     held_up = [standing for standing in standings(records) if standing.number is not None]
     for standing in held_up:
         yield from _tell_standing(standing, {record.rank: record for record in records})

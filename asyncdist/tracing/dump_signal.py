@@ -63,7 +63,7 @@ class _Writer:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         for recorder, folder in list(_recorders.items()):
-            recorder.dump(folder, f"asked for by signal {self._name}")
+            recorder.dump(folder, f"requested by signal {self._name}")
         if callable(self._before):
             self._before(number, frame)
 

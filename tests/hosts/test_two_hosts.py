@@ -112,7 +112,7 @@ def test_a_rank_that_dies_in_the_middle_is_named_on_both_hosts(hosts, nursery, t
 
 
 def test_a_link_of_one_gigabit_is_used_up(hosts, nursery, tmp_path):
-    """All-reduce of 25 MiB, which each host must send and receive once, beside a plain socket over the same link.
+    """All-reduce of 25 MiB, which each host sends and receives once, compared with a plain socket over the same link.
 
     Four ranks need two cores for their sums, so a machine that others use as well may take many tries to show it.
     """

@@ -203,14 +203,14 @@ async def test_closed_worlds_leak_no_memory():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "short", [(LocalListener, "accept"), (transport, "connect_peer")], ids=["of those who come", "of those who go"]
+    "short", [(LocalListener, "accept"), (transport, "connect_peer")], ids=["accepting", "connecting"]
 )
 async def test_process_out_of_sockets_logs_it_and_uses_next_transport(monkeypatch, caplog, short):
     async def no_socket(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(*short, no_socket)
-    monkeypatch.setattr(transport, "_PATIENCE", 1.0)  # with those who do not come
+    monkeypatch.setattr(transport, "_PATIENCE", 1.0)  # for the ranks that do not connect
     async with world_of(3, transport="auto") as groups:
         assert not any(group.shares_memory for group in groups)
         await check_sums(groups)
