@@ -76,7 +76,7 @@ async def test_dump_contains_pending_device_operations(tmp_path):
         pending = groups[0].all_reduce(torch.ones(3))
         for _ in range(10):
             await asyncio.gather(groups[0].send(torch.ones(1), 1), groups[1].recv(torch.ones(1), 0))
-        recorder = groups[0]._host.mesh.recorder
+        recorder = groups[0].host.mesh.recorder
         assert [entry.op for entry in recorder if entry.op == "all_reduce" and entry.state == "pending"] == [
             "all_reduce"
         ]
@@ -163,7 +163,7 @@ def test_dump_signal_writes_and_calls_previous_handler(tmp_path):
     ]
     worlds = desync_report.recent(desync_report.read(tmp_path))
     assert {record.world: record.reason for (record,) in worlds} == dict.fromkeys(
-        ["one", "other"], "asked for by signal USR1"
+        ["one", "other"], "requested by signal USR1"
     )
 
 
