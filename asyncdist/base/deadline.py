@@ -42,7 +42,7 @@ class Deadline:
     @classmethod
     def after(cls, timeout: Timeout) -> Deadline:
         """Return the deadline ``timeout`` from now; never for None and for timeouts of decades."""
-        left = seconds(timeout)
+        left = timeout if type(timeout) is float and timeout >= 0 else seconds(timeout)
         return cls(time.monotonic() + left) if left < _LONGEST_TIMEOUT else cls.never()
 
     @classmethod
@@ -55,7 +55,7 @@ class Deadline:
 
     def remaining_or_none(self) -> float | None:
         """Return the seconds left as asyncio, sockets and locks take them: None without a limit."""
-        return None if self.at == math.inf else self.remaining()
+        return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
 
     def expired(self, *, now: float | None = None) -> bool:
         return (time.monotonic() if now is None else now) >= self.at

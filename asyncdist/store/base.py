@@ -1,17 +1,17 @@
 """The base classes of all stores: the same operations, awaited or blocking.
 
-A derived class implements ``request``, which executes a `Command`, and inherits every operation. `AsyncStore` derives from
-`AsyncStoreBase`; TCPStore, FileStore, HashStore and PrefixStore derive from `Store`.
+A derived class implements ``request``, which executes a `Command`, and ``stream``, and inherits every operation.
+`AsyncStore` derives from `AsyncStoreBase`; TCPStore, FileStore, HashStore and PrefixStore derive from `Store`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from asyncio import Future
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from datetime import timedelta
 from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.store.protocol import operations
@@ -28,6 +28,8 @@ class AsyncStream(Protocol[T_co]):
 
     async def __aexit__(self, *exc: object) -> None: ...
 
+    def __await__(self) -> Generator[Any, None, AsyncIterator[T_co]]: ...
+
     def __aiter__(self) -> AsyncIterator[T_co]: ...
 
     async def __anext__(self) -> T_co: ...
@@ -37,6 +39,8 @@ AsyncSubscription = AsyncStream[bytes]
 """Messages of one channel."""
 AsyncWatch = AsyncStream[bytes | None]
 """Values of one key, None while it is missing."""
+AsyncPrefixWatch = AsyncStream[tuple[str, bytes | None]]
+"""Changes of the keys under a prefix: each key with its value, None when it is deleted."""
 
 
 class AsyncStoreBase(ABC):
@@ -75,6 +79,18 @@ class AsyncStoreBase(ABC):
         """Execute a pop. The item returns to its queue unless the awaiting task receives it."""
 
     @abstractmethod
+    def stream(self, command: Command[Any], hidden: str = "") -> AsyncStream[Any]:
+        """Return the stream of a `subscribe`, `watch` or `watch_keys` command.
+
+        Args:
+            command: The command.
+            hidden: A prefix that is removed from each key that the stream yields.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the store. Idempotent."""
+
     def subscribe(self, channel: str) -> AsyncSubscription:
         """Return a stream of the messages that clients publish to ``channel`` after the stream is entered or first awaited.
 
@@ -83,17 +99,22 @@ class AsyncStoreBase(ABC):
             ...     async for message in messages:
             ...         print(message)
         """
+        return self.stream(operations.subscribe(channel))
 
-    @abstractmethod
     def watch(self, key: str) -> AsyncWatch:
         """Return a stream of the value of ``key``: the present one, then one after each change; None is a missing key.
 
         The stream yields only the last of several changes that occur between two reads. It continues after a reconnect.
         """
+        return self.stream(operations.watch(key))
 
-    @abstractmethod
-    async def close(self) -> None:
-        """Close the store. Idempotent."""
+    def watch_keys(self, prefix: str = "") -> AsyncPrefixWatch:
+        """Return a stream of the keys that begin with ``prefix``: each one with its value, then each change.
+
+        A deleted key's value is None. The stream continues after a reconnect, with the changes in between. This process
+        buffers the changes until they are read.
+        """
+        return self.stream(operations.watch_keys(prefix))
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Set the timeout of operations that are called without one; None means no limit."""
@@ -248,6 +269,8 @@ Subscription = BlockingStream[bytes]
 """Messages of one channel, from its creation on."""
 Watch = BlockingStream[bytes | None]
 """Values of one key, None while it is missing: always the newest value that was not returned yet."""
+PrefixWatch = BlockingStream[tuple[str, bytes | None]]
+"""Changes of the keys under a prefix: each key with its value, None when it is deleted."""
 
 
 class Store(ABC):
@@ -265,16 +288,24 @@ class Store(ABC):
         """Execute one command and return its result."""
 
     @abstractmethod
-    def subscribe(self, channel: str) -> Subscription:
-        """Return a stream of the messages that clients publish to ``channel`` from now on."""
-
-    @abstractmethod
-    def watch(self, key: str) -> Watch:
-        """Return a stream of the value of ``key`` (None if the key is missing): the present one, then one per change."""
+    def stream(self, command: Command[Any], hidden: str = "") -> BlockingStream[Any]:
+        """Open the stream of a `subscribe`, `watch` or `watch_keys` command; see `AsyncStoreBase.stream`."""
 
     @abstractmethod
     def close(self) -> None:
         """Close the store. Idempotent."""
+
+    def subscribe(self, channel: str) -> Subscription:
+        """Return a stream of the messages that clients publish to ``channel`` from now on."""
+        return self.stream(operations.subscribe(channel))
+
+    def watch(self, key: str) -> Watch:
+        """Return a stream of the value of ``key`` (None if the key is missing): the present one, then one per change."""
+        return self.stream(operations.watch(key))
+
+    def watch_keys(self, prefix: str = "") -> PrefixWatch:
+        """Return a stream of the keys that begin with ``prefix``, with their values, then of each change."""
+        return self.stream(operations.watch_keys(prefix))
 
     @property
     def timeout(self) -> timedelta:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, TypeVar, cast
 
 from asyncdist.base.deadline import Timeout
-from asyncdist.store.base import AsyncStoreBase, AsyncSubscription, AsyncWatch, Store, Subscription, Watch
+from asyncdist.store.base import AsyncStoreBase, AsyncStream, BlockingStream, Store
 from asyncdist.store.protocol.operations import Command, Op
 
 T = TypeVar("T")
@@ -19,8 +19,8 @@ def _strip(command: Command[T], prefix: str, result: Any) -> T:
 class PrefixStore(Store):
     """A part of another store: adds ``prefix/`` to the name of every key, queue, barrier and channel.
 
-    `list_keys` returns the keys of this part without the prefix. `num_keys` counts the whole store, as torch's does. The
-    timeout is this object's own, initially that of ``store``. `close` does not close ``store``.
+    `list_keys` and `watch_keys` return the keys of this part without the prefix. `num_keys` counts the whole store, as
+    torch's does. The timeout is this object's own, initially that of ``store``. `close` does not close ``store``.
 
     Args:
         prefix: The prefix, without the slash.
@@ -28,7 +28,7 @@ class PrefixStore(Store):
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
-        super().__init__(store._timeout)
+        super().__init__(store.timeout)
         self._prefix = prefix + "/"
         self._store = store
 
@@ -41,11 +41,8 @@ class PrefixStore(Store):
         limit = self._timeout if timeout is None else timeout
         return _strip(command, self._prefix, self._store.request(command.under(self._prefix), limit))
 
-    def subscribe(self, channel: str) -> Subscription:
-        return self._store.subscribe(self._prefix + channel)
-
-    def watch(self, key: str) -> Watch:
-        return self._store.watch(self._prefix + key)
+    def stream(self, command: Command[Any], hidden: str = "") -> BlockingStream[Any]:
+        return self._store.stream(command.under(self._prefix), self._prefix + hidden)
 
     def close(self) -> None:
         pass
@@ -70,10 +67,10 @@ class AsyncPrefixStore(AsyncStoreBase):
         return self._store
 
     def request(self, command: Command[T], timeout: Timeout = None) -> asyncio.Future[T]:
-        asked = self._store.request(command.under(self._prefix), self._limit(timeout))
+        future = self._store.request(command.under(self._prefix), self._limit(timeout))
         if command.op is not Op.LIST_KEYS:
-            return asked
-        return asked.get_loop().create_task(self._stripped(command, asked))
+            return future
+        return future.get_loop().create_task(self._stripped(command, future))
 
     async def take(self, command: Command[T], timeout: Timeout = None) -> T:
         return await self._store.take(command.under(self._prefix), self._limit(timeout))
@@ -81,14 +78,11 @@ class AsyncPrefixStore(AsyncStoreBase):
     def _limit(self, timeout: Timeout) -> Timeout:
         return self.timeout if timeout is None else timeout
 
-    async def _stripped(self, command: Command[T], asked: asyncio.Future[T]) -> T:
-        return _strip(command, self._prefix, await asked)
+    async def _stripped(self, command: Command[T], future: asyncio.Future[T]) -> T:
+        return _strip(command, self._prefix, await future)
 
-    def subscribe(self, channel: str) -> AsyncSubscription:
-        return self._store.subscribe(self._prefix + channel)
-
-    def watch(self, key: str) -> AsyncWatch:
-        return self._store.watch(self._prefix + key)
+    def stream(self, command: Command[Any], hidden: str = "") -> AsyncStream[Any]:
+        return self._store.stream(command.under(self._prefix), self._prefix + hidden)
 
     async def close(self) -> None:
         pass

@@ -158,7 +158,7 @@ def test_connection_lost_while_the_background_loop_closes_leaves_nothing(own, ca
             await asyncio.sleep(math.inf)
         finally:
             breaks.set()
-            while not isinstance(client._line._redialling, asyncio.Task):  # noqa: ASYNC110
+            while not isinstance(client.connection.reconnecting, asyncio.Task):  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
     own.submit(stay())
@@ -189,7 +189,7 @@ def test_connection_lost_while_the_users_loop_closes_leaves_nothing(new_loop, ca
 
     async def program():
         client = await AsyncStore.connect("127.0.0.1", server.port, config=Config(store_reconnect=LONG))
-        lines.append(client._line)
+        lines.append(client.connection)
         generators.append(last_of_all())
         await anext(generators[0])
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -12,24 +11,9 @@ import pytest
 import torch
 
 import asyncdist.sync as dist
+from tests.support.frames import frames_of
 
 CALLS = 100
-
-
-def frames_of(call: Callable[[], object]) -> int:
-    """Return how many Python functions ``call`` enters in this thread."""
-    count = 0
-
-    def profile(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def fewest_frames(backend: str, path: Path, rank: int, counts: Sequence[int]) -> int:

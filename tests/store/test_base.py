@@ -279,7 +279,7 @@ def test_blocking_and_awaited_stores_have_the_same_methods_and_arguments(name):
     blocking, awaited = getattr(Store, name), getattr(AsyncStoreBase, name)
     assert parameters(blocking) == parameters(awaited)
     awaitable = inspect.iscoroutinefunction(awaited) or get_origin(get_type_hints(awaited)["return"]) is Future
-    assert awaitable is (name not in ("subscribe", "watch", "set_timeout"))
+    assert awaitable is (name not in ("stream", "subscribe", "watch", "watch_keys", "set_timeout"))
     assert not inspect.iscoroutinefunction(blocking)
 
 
@@ -329,3 +329,23 @@ def test_ephemeral_key_can_be_read_and_replaced(store):
     assert store.get("k") == b"1"
     store.set("k", "2")
     assert store.get("k") == b"2"
+
+
+def test_prefix_watch_yields_all_keys_and_each_change(store):
+    store.multi_set(["job/a", "other"], ["1", "x"])
+    with store.watch_keys("job/") as changes:
+        assert changes.get(LONG) == ("job/a", b"1")
+        store.set("other", "y")
+        store.append("job/a", "2")
+        store.delete_key("job/a")
+        assert [changes.get(LONG) for _ in range(2)] == [("job/a", b"12"), ("job/a", None)]
+        with pytest.raises(StoreTimeoutError):
+            changes.get(UNIT)
+
+
+def test_prefix_watch_of_nested_prefix_stores_yields_keys_without_the_prefixes():
+    whole = HashStore()
+    part = PrefixStore("a", PrefixStore("b", whole))
+    whole.set("b/a/k/1", "1")
+    with part.watch_keys("k/") as changes:
+        assert changes.get(LONG) == ("k/1", b"1")

@@ -1,14 +1,9 @@
-"""The awaited client of a store: one connection at a time, any number of operations in flight on it.
-
-`rendezvous` and users' programs use it.
-"""
+"""The awaited client of a store: one connection at a time, any number of requests in flight on it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Generator
 from math import inf
 from typing import Any, Generic, Self, TypeVar
@@ -17,140 +12,127 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.tls import client_context
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreConnectionError, UsageError
-from asyncdist.store.base import AsyncStoreBase
+from asyncdist.store.base import AsyncStoreBase, AsyncStream
 from asyncdist.store.client.connect import FIRST_PAUSE, ConnectRetry, ReconnectPolicy, closed
-from asyncdist.store.client.link import StoreConnection, reach
+from asyncdist.store.client.link import StoreConnection, open_connection
 from asyncdist.store.client.request_future import DeadlineTimer, RequestFuture
-from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, ClientProtocol
 from asyncdist.store.protocol.operations import Command
+from asyncdist.store.protocol.streams import StreamBuffer, stream_buffer
 
 T = TypeVar("T")
 
 
 class AsyncStore(AsyncStoreBase):
-    """A store reached over one connection at a time. Make one with `connect`, on the loop that is to use it."""
+    """A client of a store server. `connect` makes one, on the loop that is to use it."""
 
-    def __init__(self, line: _ReconnectingConnection, host: str, port: int, timeout: float) -> None:
+    def __init__(self, connection: ReconnectingConnection, host: str, port: int, timeout: float) -> None:
         self.host = host
         self.port = port
         self.timeout = timeout
-        self._line = line
+        self.connection = connection
         self._loop = asyncio.get_running_loop()
 
     @classmethod
     async def connect(
         cls, host: str, port: int, *, token: str | None = None, timeout: Timeout = 300.0, config: Config | None = None
     ) -> Self:
-        """Connect to the store at ``host:port``, trying again while nothing answers there, for ``timeout`` seconds.
+        """Connect to a store server; retry until one answers. `close` the client in the end.
 
-        ``timeout`` is also that of operations that name none. ``config`` (that of the environment) says how long a
-        connection that breaks is tried to be made again (``store_reconnect``), for how long the store keeps this
-        client's ephemeral keys meanwhile (``store_lease``), and the token where ``token`` is None.
+        Args:
+            host: Name or address, or the absolute path of a Unix socket.
+            port: The store's port.
+            token: The token; by default that of ``config``.
+            timeout: Seconds or a timedelta, for connecting and for operations that name none.
+            config: Settings; by default those of the environment. ``store_reconnect`` limits how long a broken
+                connection is retried, ``store_lease`` how long the store keeps the client's ephemeral keys until then.
 
-        Raises StoreConnectionError when nothing has answered in time, AddressError when the host does not resolve,
-        AuthenticationError at once when the token is refused, and ProtocolError when something else answers. `close` it
-        in the end.
+        Raises:
+            StoreConnectionError: No store has answered in time.
+            AddressError: The host does not resolve.
+            AuthenticationError: The tokens differ.
+            ProtocolError: The server is not an asyncdist store.
         """
         retry = ConnectRetry(host, port, timeout)
         config = config or Config.from_environment()
-        line = _ReconnectingConnection(host, port, config.token if token is None else token, config)
+        connection = ReconnectingConnection(host, port, config.token if token is None else token, config)
         async for _ in retry:
             try:
-                await line.reach(retry)
-                return cls(line, host, port, seconds(timeout))
+                await connection.open(retry)
+                return cls(connection, host, port, seconds(timeout))
             except OSError as error:
                 retry.failed(error)
         raise retry.overdue()
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that it was made on and must be used on."""
+        """The loop that made the store and must use it."""
         return self._loop
 
     def request(self, command: Command[T], timeout: Timeout = None) -> asyncio.Future[T]:
-        return self._ask(command, timeout)
+        return self._request(command, timeout)
 
     async def take(self, command: Command[T], timeout: Timeout = None) -> T:
-        popping = self._ask(command, timeout)
+        popping = self._request(command, timeout)
         try:
             item = await popping
         except asyncio.CancelledError:
-            self._line.give_up(popping.number)
+            self.connection.give_up(popping.number)
             raise
-        self._line.confirm(popping.number)
+        self.connection.confirm(popping.number)
         return item
 
-    def _ask(self, command: Command[T], timeout: Timeout) -> RequestFuture[T]:
-        asked = RequestFuture(command, self.timeout if timeout is None else seconds(timeout), self._line, self._loop)
-        self._line.ask(asked)
-        return asked
+    def _request(self, command: Command[T], timeout: Timeout) -> RequestFuture[T]:
+        limit = self.timeout if timeout is None else seconds(timeout)
+        future = RequestFuture(command, limit, self.connection.give_up, self._loop)
+        self.connection.ask(future)
+        return future
 
-    def subscribe(self, channel: str) -> RemoteSubscription:
-        """Return the messages of a channel: use ``async with``, or ``await`` it, and then ``async for``.
-
-        Messages are kept in this process until they are taken. It ends with StoreConnectionError when a connection broke
-        and was made again, since messages may have been missed then.
-        """
-        return RemoteSubscription(self._line, operations.subscribe(channel), self.timeout)
-
-    def watch(self, key: str) -> RemoteKeyWatch:
-        """Return what a key holds now, and then each time that it changes: ``async with`` and ``async for``."""
-        return RemoteKeyWatch(self._line, operations.watch(key), self.timeout)
-
-    def watch_keys(self, prefix: str = "") -> RemotePrefixWatch:
-        """Return each key that begins with ``prefix`` with its value, and again whenever one comes, changes or goes.
-
-        ``async with`` and ``async for key, value in …``; the value is None when the key is gone. It goes on over a
-        connection that broke, and then tells what has changed meanwhile. Changes are kept in this process until they
-        are taken.
-        """
-        return RemotePrefixWatch(self._line, operations.watch_keys(prefix), self.timeout)
+    def stream(self, command: Command[Any], hidden: str = "") -> AsyncStream[Any]:
+        return RemoteStream(self.connection, command, stream_buffer(command, hidden), self.timeout)
 
     async def close(self) -> None:
         """Close the connection; open requests fail with StoreConnectionError."""
-        await self._line.close()
+        await self.connection.close()
 
     def __repr__(self) -> str:
-        return f"<AsyncStore {self.host}:{self.port}{' closed' if self._line.over else ''}>"
+        return f"<AsyncStore {self.host}:{self.port}{' closed' if self.connection.over else ''}>"
 
 
-# -- one connection after the other ------------------------------------------------------------------
-
-
-class _ReconnectingConnection:
-    """A conversation with a store, over one connection, and the next when that breaks."""
+class ReconnectingConnection:
+    """A session with a store over one connection, and over the next one when that breaks."""
 
     def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
         self.where = f"{host}:{port}"
         self.over: StoreConnectionError | None = None
         self.link: StoreConnection | None = None
+        """The present connection, None while there is none."""
+        self.protocol = ClientProtocol(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
+        self.policy = ReconnectPolicy(self.protocol, host, port, config.store_reconnect)
+        self.deadlines = DeadlineTimer(self.protocol.open_requests)
+        self.reconnecting: asyncio.TimerHandle | asyncio.Task[None] | None = None
+        """The latest reconnect; first a timer that starts it."""
         self._token = token
         self._tls = client_context(config)
-        self._conversation = ClientProtocol(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
-        self._limits = DeadlineTimer(self._conversation.open_requests)
         self._loop = asyncio.get_running_loop()
-        self._redial = ReconnectPolicy(self._conversation, host, port, config.store_reconnect)
-        self._redialling: asyncio.TimerHandle | asyncio.Task[None] | None = None
 
-    def ask(self, sink: RequestFuture[Any] | _Stream[Any]) -> None:
-        """Open a request; one of a line that is over fails. Raises UsageError for what cannot be sent, or not here."""
+    def ask(self, request: RequestFuture[Any] | RemoteStream[Any]) -> None:
+        """Send a request, or reject it if the connection is over. Raises UsageError off the loop, or if it is too long."""
         here = asyncio._get_running_loop()
         if here is not self._loop and (here is not None or self._loop.is_running() or self._loop.is_closed()):
-            raise self._elsewhere()
+            raise self._wrong_loop()
         if self.over is not None:
-            sink.reject(StoreConnectionError(*self.over.args))
+            request.reject(StoreConnectionError(*self.over.args))
             return
-        sink.number, message = self._conversation.ask(sink)
-        if self._conversation.has_more:
-            for before in self._conversation.data_to_send():
-                self._send(before)
+        request.number, message = self.protocol.ask(request)
+        if self.protocol.output:
+            for earlier in self.protocol.data_to_send():
+                self._send(earlier)
         self._send(message)
-        self._limits.note(sink.deadline)
+        self.deadlines.note(request.deadline)
 
-    def _elsewhere(self) -> UsageError:
-        """Return the error of a call from outside the store's loop."""
+    def _wrong_loop(self) -> UsageError:
         if not self._loop.is_running():
             return UsageError("this store's loop has ended: connect on the loop that is to use it")
         return UsageError(
@@ -159,39 +141,39 @@ class _ReconnectingConnection:
         )
 
     def give_up(self, number: int) -> None:
-        self._send(self._conversation.give_up(number))
+        self._send(self.protocol.give_up(number))
 
     def confirm(self, number: int) -> None:
-        self._send(self._conversation.confirm(number))
+        self._send(self.protocol.confirm(number))
 
     def _send(self, message: bytes | ChunkedMessage) -> None:
         if self.link is not None:
             self.link.send(message)
 
-    async def reach(self, retry: ConnectRetry) -> None:
-        """Make one attempt to connect."""
-        self.link = await reach(self._conversation, self._token, retry, self._lost, self._tls)
-        self._redial.succeeded()
+    async def open(self, retry: ConnectRetry) -> None:
+        """Make one attempt to connect. Raises OSError if another attempt may succeed."""
+        self.link = await open_connection(self.protocol, self._token, retry, self._lost, self._tls)
+        self.policy.succeeded()
 
     def _lost(self, link: StoreConnection, why: str, for_good: bool) -> None:
         self.link = None
-        over = self._redial.lost(why, for_good=for_good)
+        over = self.policy.lost(why, for_good=for_good)
         if over is not None:
             self._end(over)
         elif self.over is None:
-            # After a moment: on a loop that is just being closed, a task would be destroyed before its end.
-            self._redialling = asyncio.get_running_loop().call_later(FIRST_PAUSE, self._begin_to_redial)
+            # Not at once: if the loop is being closed, a new task would be destroyed before its end.
+            self.reconnecting = self._loop.call_later(FIRST_PAUSE, self._begin_reconnect)
 
-    def _begin_to_redial(self) -> None:
-        self._redialling = asyncio.ensure_future(self._dial_again())
+    def _begin_reconnect(self) -> None:
+        self.reconnecting = asyncio.ensure_future(self._reconnect())
 
-    async def _dial_again(self) -> None:
-        """Connect again, until that succeeds or there is no point in it any more."""
-        policy = self._redial
+    async def _reconnect(self) -> None:
+        """Connect again, as long as the policy allows it."""
+        policy = self.policy
         try:
             async for _ in policy.retry:
                 try:
-                    await self.reach(policy.retry)
+                    await self.open(policy.retry)
                     return
                 except (OSError, AsyncdistError) as error:
                     policy.failed(error)
@@ -202,50 +184,51 @@ class _ReconnectingConnection:
     def _end(self, error: StoreConnectionError) -> None:
         if self.over is None:
             self.over = error
-        self._conversation.end(self.over)
-        self._limits.cancel()
+        self.protocol.end(self.over)
+        self.deadlines.cancel()
 
     async def close(self) -> None:
-        goodbye = self._conversation.goodbye() if self.over is None else b""
+        goodbye = self.protocol.goodbye() if self.over is None else b""
         self._end(closed(self.where))
-        if self._redialling is not None:
-            self._redialling.cancel()
-            if isinstance(self._redialling, asyncio.Task):
-                await asyncio.wait([self._redialling])
+        if self.reconnecting is not None:
+            self.reconnecting.cancel()
+            if isinstance(self.reconnecting, asyncio.Task):
+                await asyncio.wait([self.reconnecting])
         if self.link is not None:
             self.link.send(goodbye)
             await self.link.close()
 
 
-class _Stream(ABC, Generic[T]):
+class RemoteStream(Generic[T]):
     """The stream of answers to one request."""
 
     deadline = inf
 
-    def __init__(self, line: _ReconnectingConnection, command: Command[Any], limit: float) -> None:
-        self._line = line
-        self._limit = limit
+    def __init__(
+        self, connection: ReconnectingConnection, command: Command[Any], buffer: StreamBuffer[T], limit: float
+    ) -> None:
         self.command = command
         self.number = 0
-        self._loop = asyncio.get_running_loop()
-        self._subscribed: asyncio.Future[None] = self._loop.create_future()
-        self._messages: deque[T] = deque()
-        self._wanted: list[asyncio.Future[None]] = []
+        self._connection = connection
+        self._limit = limit
+        self._buffer = buffer
+        self._begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._changed = asyncio.Event()
         self._over: Exception | None = None
 
     async def __aenter__(self) -> Self:
         if not self.number:
-            self._line.ask(self)
+            self._connection.ask(self)
         try:
-            # shield() would log what becomes of it after a cancellation
-            await asyncio.wait([self._subscribed], timeout=None if self._limit == inf else self._limit)
+            # shield() would log an exception after a cancellation
+            await asyncio.wait([self._begun], timeout=None if self._limit == inf else self._limit)
         except asyncio.CancelledError:
             self._leave()
             raise
-        if not self._subscribed.done():
+        if not self._begun.done():
             self._leave()
             raise self.command.overdue(self._limit)
-        self._subscribed.result()
+        self._begun.result()
         return self
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -258,102 +241,36 @@ class _Stream(ABC, Generic[T]):
         return self
 
     async def __anext__(self) -> T:
-        """Return the next, however long that takes. Raises StoreConnectionError when there can be no more."""
+        """Wait for the next item and return it. Raises StoreConnectionError when the stream has ended."""
         if not self.number:
             await self
-        while not self._messages:
+        while not self._buffer.items:
             if self._over is not None:
                 raise self._over
-            wanted = self._loop.create_future()
-            self._wanted.append(wanted)
-            try:
-                await wanted
-            finally:
-                self._wanted.remove(wanted)
-        return self._messages.popleft()
+            self._changed.clear()
+            await self._changed.wait()
+        return self._buffer.items.popleft()
 
     def _leave(self) -> None:
         if self.number and self._over is None:
-            self._line.give_up(self.number)
-            self._finish(StoreConnectionError(f"the {self.command.name} of {self.command.keys[0]!r} was closed by us"))
+            self._connection.give_up(self.number)
+            self.reject(StoreConnectionError(f"the {self.command.name} of {self.command.keys[0]!r} was closed by us"))
 
-    # -- what the conversation calls --------------------------------------------------------------
+    # -- called by the protocol -------------------------------------------------------------------
 
     def resolve(self, value: Any) -> None:
-        if not self._subscribed.done():
-            self._subscribed.set_result(None)
+        self._buffer.begin(value)
+        if not self._begun.done():
+            self._begun.set_result(None)
+        self._changed.set()
 
-    @abstractmethod
-    def publish(self, message: bytes) -> None: ...
+    def publish(self, message: bytes) -> None:
+        self._buffer.publish(message)
+        self._changed.set()
 
     def reject(self, error: Exception) -> None:
-        self._finish(error)
-
-    def _finish(self, error: Exception) -> None:
         self._over = error
-        if not self._subscribed.done():
-            self._subscribed.set_exception(error)
-            self._subscribed.exception()  # an error that no task awaits is not logged
-        self._wake()
-
-    def _wake(self) -> None:
-        for wanted in self._wanted:
-            if not wanted.done():
-                wanted.set_result(None)
-
-
-class RemoteSubscription(_Stream[bytes]):
-    """Messages of one channel over the store's connection."""
-
-    def publish(self, message: bytes) -> None:
-        self._messages.append(message)
-        self._wake()
-
-
-class RemoteKeyWatch(_Stream[bytes | None]):
-    """What a key holds, None if it is gone; of what has not been looked at yet only the newest is kept."""
-
-    _last: Any = ()
-
-    def resolve(self, value: Any) -> None:
-        self._note(value)
-        super().resolve(value)
-
-    def publish(self, message: bytes) -> None:
-        self._note(operations.watched(message))
-
-    def _note(self, value: bytes | None) -> None:
-        if value != self._last:  # it may be told again over another connection
-            self._last = value
-            self._messages.clear()
-            self._messages.append(value)
-            self._wake()
-
-
-class RemotePrefixWatch(_Stream[tuple[str, bytes | None]]):
-    """The changes of the keys under a prefix: each key with its value, or None when it is gone."""
-
-    def __init__(self, line: _ReconnectingConnection, command: Command[Any], limit: float) -> None:
-        super().__init__(line, command, limit)
-        self._known: dict[str, bytes] = {}
-
-    def resolve(self, value: Any) -> None:
-        there = dict(zip(value[::2], value[1::2], strict=False))
-        for key in self._known.keys() - there.keys():  # gone while there was no connection
-            self._note(key, None)
-        for key in sorted(there):
-            self._note(key, there[key])
-        super().resolve(value)
-
-    def publish(self, message: bytes) -> None:
-        self._note(*operations.watched_key(message))
-
-    def _note(self, key: str, value: bytes | None) -> None:
-        if self._known.get(key) == value:  # it may be told again over another connection
-            return
-        if value is None:
-            del self._known[key]
-        else:
-            self._known[key] = value
-        self._messages.append((key, value))
-        self._wake()
+        if not self._begun.done():
+            self._begun.set_exception(error)
+            self._begun.exception()  # an error that no task awaits is not logged
+        self._changed.set()

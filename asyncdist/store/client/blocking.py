@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.tls import client_context
@@ -29,7 +30,7 @@ from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError, UsageError
 from asyncdist.store.client.blocking_socket import BlockingSocket, open_blocking_socket, shake_hands
 from asyncdist.store.client.connect import ConnectRetry, ReconnectPolicy, broken, closed
-from asyncdist.store.client.pending import BlockingClient, PendingRequest, StreamBuffer, acquire
+from asyncdist.store.client.pending import BlockingClient, PendingRequest, acquire
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, ClientProtocol
 from asyncdist.store.protocol.codec import framed
 from asyncdist.store.protocol.operations import Command
@@ -47,15 +48,15 @@ class BlockingConnection(BlockingClient):
         self.where = f"{host}:{port}"
         self._host, self._port, self._token, self._config = host, port, token, config
         self._tls = client_context(config)
-        self._protocol = ClientProtocol(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
+        self.protocol = ClientProtocol(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
         self._pid = os.getpid()
         self._closing = threading.Event()
-        self._send_lock = threading.RLock()
-        self._socket: BlockingSocket | None = None
+        self.send_lock = threading.RLock()
+        self.sock: BlockingSocket | None = None
         self._connecting: BlockingSocket | None = None
         self._broken: list[BlockingSocket] = []
         """Sockets that a thread may still use."""
-        self._reconnect_policy = ReconnectPolicy(self._protocol, host, port, config.store_reconnect, self._closing.wait)
+        self._reconnect_policy = ReconnectPolicy(self.protocol, host, port, config.store_reconnect, self._closing.wait)
         self._reconnected: threading.Event | None = None
         """Set while a background thread connects again; the event is set when that thread ends."""
         self._over: StoreConnectionError | None = None
@@ -64,6 +65,7 @@ class BlockingConnection(BlockingClient):
         self._has_leader = False
         self._standby: dict[PendingRequest[Any], None] = {}
         self._others: weakref.WeakSet[BlockingConnection] = weakref.WeakSet()
+        self._threads = DaemonThreadPool("asyncdist-store", max_threads=4, idle_timeout=0.0)
 
     @classmethod
     def open(
@@ -71,14 +73,14 @@ class BlockingConnection(BlockingClient):
     ) -> BlockingConnection:
         """Connect, with retries for ``timeout`` seconds. Raises the errors of `AsyncStore.connect`."""
         connection = cls(host, port, token, config or Config())
-        connection._reach(timeout)
+        connection._connect(timeout)
         return connection
 
     def another(self, timeout: Timeout) -> BlockingConnection:
         """Open another connection to the same store. It is closed together with this one."""
         connection = BlockingConnection(self._host, self._port, self._token, self._config)
-        self._within(self._add, connection)
-        connection._within(connection._reach, timeout)
+        self.guard(self._add, connection)
+        connection.guard(connection._connect, timeout)
         return connection
 
     def _add(self, connection: BlockingConnection) -> None:
@@ -87,73 +89,64 @@ class BlockingConnection(BlockingClient):
                 raise closed(self.where)
             self._others.add(connection)
 
-    @property
-    def num_open(self) -> int:
-        """The number of requests without a final answer."""
-        return self._protocol.num_open
-
-    def _within(self, call: Callable[..., T], *args: Any) -> T:
+    def guard(self, call: Callable[..., T], *args: Any) -> T:
         """Make a call, and refuse a signal handler's call that interrupts another one of the same thread."""
-        if self._pid != os.getpid():
-            raise UsageError("this TCPStore was made before a fork, and its connection is the parent's: make a new one")
         thread = threading.get_ident()
-        if thread in self._inside:
-            raise UsageError(
-                "a signal handler has called a store in the middle of a call to it: let it set an event for a thread"
-            )
+        if thread in self._inside or self._pid != os.getpid():
+            raise self._misuse()
         try:
             self._inside.add(thread)
             return call(*args)
         finally:
             self._inside.discard(thread)
 
+    def _misuse(self) -> UsageError:
+        if self._pid != os.getpid():
+            return UsageError("this TCPStore was made before a fork and belongs to the parent process: make a new one")
+        return UsageError(
+            "a signal handler has called a store in the middle of a call to it: let it set an event for a thread"
+        )
+
     def _start(self, call: Callable[..., object], *args: Any) -> None:
-        threading.Thread(target=self._within, args=(call, *args), daemon=True).start()
+        self._threads.submit(self.guard, call, *args)
 
     # -- sending ----------------------------------------------------------------------------------
-
-    def settle(self, command: Command[Any], pending: PendingRequest[Any], limit: float) -> None:
-        self._within(super().settle, command, pending, limit)
-
-    def take(self, buffer: StreamBuffer[T], deadline: Deadline) -> T:
-        taken: T = self._within(super().take, buffer, deadline)
-        return taken
 
     def begin(self, command: Command[Any], pending: PendingRequest[Any], deadline: Deadline) -> None:
         with self.lock:
             if self._over is not None:
                 self._raise_over()
             pending.command = command
-            pending.number, message = self._protocol.ask(pending)
-            sock = self._socket
+            pending.number, message = self.protocol.ask(pending)
+            sock = self.sock
             if sock is not None and message:
-                if self._protocol.has_more:
+                if self.protocol.output:
                     self._queue_output(sock)
-                sock.enqueue(message, pending.number)
+                sock.enqueue(message)
         if sock is not None and message:
             self._flush(sock, deadline, pending)
 
     def give_up(self, number: int) -> None:
         with self.lock:
-            message = self._protocol.give_up(number) if self._over is None and number else b""
+            message = self.protocol.give_up(number) if self._over is None and number else b""
             sock = self._enqueue(message)
         self._flush_soon(sock)
 
     def confirm(self, number: int) -> None:
         with self.lock:
-            sock = self._enqueue(self._protocol.confirm(number) if self._over is None else b"")
+            sock = self._enqueue(self.protocol.confirm(number) if self._over is None else b"")
         self._flush_soon(sock)
 
     def _enqueue(self, message: bytes) -> BlockingSocket | None:
         """Queue a message that has no answer, and return its socket. The lock is held."""
-        if self._socket is not None and message:
-            self._socket.enqueue(message)
-        return self._socket
+        if self.sock is not None and message:
+            self.sock.enqueue(message)
+        return self.sock
 
     def _queue_output(self, sock: BlockingSocket) -> None:
         """Queue what the protocol has to send. The lock is held."""
-        for message in self._protocol.data_to_send():
-            sock.enqueue(message, 0 if isinstance(message, bytes) else message.request)
+        for message in self.protocol.data_to_send():
+            sock.enqueue(message)
 
     def _flush(self, sock: BlockingSocket, deadline: Deadline, pending: PendingRequest[Any] | None = None) -> None:
         """Drain a socket's queue, unless another thread does; a broken socket is replaced.
@@ -161,12 +154,12 @@ class BlockingConnection(BlockingClient):
         The calling thread leaves when ``pending`` is answered. Raises TimeoutError and StoreConnectionError.
         """
         # The thread that holds the send lock looks at the queue once more after it has released the lock.
-        while sock is self._socket:
+        while sock is self.sock:
             if pending is not None and pending.ready:
                 self._start(self._flush_in_background, sock)
                 return
             try:
-                if not self._send_lock.acquire(blocking=False):
+                if not self.send_lock.acquire(blocking=False):
                     return
                 sock.drain(deadline, pending)
             except BaseException as error:
@@ -181,7 +174,7 @@ class BlockingConnection(BlockingClient):
             finally:
                 # An interrupt could come after any call that precedes the release, such as suppress().
                 try:  # noqa: SIM105
-                    self._send_lock.release()
+                    self.send_lock.release()
                 except RuntimeError:
                     pass
             if not sock.has_unsent:
@@ -213,16 +206,19 @@ class BlockingConnection(BlockingClient):
                     leads = not self._has_leader
                     if leads:
                         self._has_leader = True
-                    else:
-                        pending.event = pending.event or threading.Event()
-                        pending.event.clear()
-                        self._standby[pending] = None
-                if leads:
-                    self._lead(pending, deadline)
-                    return
-                pending.sleep(deadline.remaining_or_none())
+                        break
+                    pending.event = pending.event or threading.Event()
+                    pending.event.clear()
+                    self._standby[pending] = None
+                pending.event.wait(deadline.remaining_or_none())
                 if deadline.expired() and not pending.ready:
                     raise TimeoutError
+            while not pending.ready:
+                sock = self.sock
+                if sock is None:
+                    self._wait_for_reconnect(deadline)
+                else:
+                    self._read(sock, deadline)
         finally:
             interrupt: BaseException | None = None
             while True:
@@ -230,7 +226,7 @@ class BlockingConnection(BlockingClient):
                     with self.lock:  # a signal handler may raise while this thread waits for the lock
                         if leads:
                             self._has_leader = leads = False
-                        if self._closing.is_set() and not self._has_leader:
+                        if self._over is not None and not self._has_leader:
                             self._close_unused()
                         self._standby.pop(pending, None)
                         if self._standby:
@@ -241,24 +237,16 @@ class BlockingConnection(BlockingClient):
             if interrupt is not None:
                 raise interrupt
 
-    def _lead(self, pending: PendingRequest[Any], deadline: Deadline) -> None:
-        while not pending.ready:
-            sock = self._socket
-            if sock is None:
-                self._wait_for_reconnect(deadline)
-            else:
-                self._read(sock, deadline)
-
     def _read(self, sock: BlockingSocket, deadline: Deadline) -> None:
         """Complete the requests whose answers arrive next."""
         sock.wait(deadline)  # nearly every interrupt comes here, where it does no harm
         try:
             data = sock.take()
             with self.lock:
-                if sock is not self._socket:
+                if sock is not self.sock:
                     return
-                self._protocol.receive(data)
-                lost, more = self._protocol.lost, self._protocol.has_more
+                self.protocol.receive(data)
+                lost, more = self.protocol.lost, bool(self.protocol.output)
                 if more:
                     self._queue_output(sock)
             if lost is not None:
@@ -284,7 +272,7 @@ class BlockingConnection(BlockingClient):
 
     # -- connecting -------------------------------------------------------------------------------
 
-    def _reach(self, timeout: Timeout) -> None:
+    def _connect(self, timeout: Timeout) -> None:
         """Connect for the first time, in the calling thread."""
         retry = ConnectRetry(self._host, self._port, timeout, sleep=self._closing.wait)
         for _ in retry:
@@ -292,6 +280,8 @@ class BlockingConnection(BlockingClient):
                 self._attempt(retry)
                 return
             except OSError as error:
+                if self._over is not None:
+                    raise
                 retry.failed(error)
         raise retry.overdue()
 
@@ -300,7 +290,7 @@ class BlockingConnection(BlockingClient):
         if self._over is not None:
             self._raise_over()
         deadline = retry.attempt_deadline()
-        sock = open_blocking_socket(retry.host, retry.port, self._tls, deadline, self._protocol.is_open)
+        sock = open_blocking_socket(retry.host, retry.port, self._tls, deadline, self.protocol.is_open)
         try:
             with self.lock:
                 if self._over is not None:
@@ -309,17 +299,17 @@ class BlockingConnection(BlockingClient):
             sock.secure(deadline)
             self._greet(sock, deadline)
             with self.lock:
-                message = self._protocol.introduce()
+                message = self.protocol.introduce()
             sock.send(framed([message]), deadline)
             with self.lock:
                 if self._over is not None:
                     self._raise_over()
-                self._connecting, self._socket = None, sock
+                self._connecting, self.sock = None, sock
                 self._reconnect_policy.succeeded()
         except BaseException:
             with self.lock:
                 self._connecting = None
-                self._protocol.interrupted()
+                self.protocol.interrupted()
             sock.close()
             raise
 
@@ -328,14 +318,14 @@ class BlockingConnection(BlockingClient):
         hello = shake_hands(sock, self._token, deadline)
         while True:
             with self.lock:
-                self._protocol.receive(hello)
-                if self._protocol.greeted:
+                self.protocol.receive(hello)
+                if self.protocol.greeted:
                     return
             hello = sock.receive(deadline)
 
     def _wait_for_reconnect(self, deadline: Deadline) -> None:
         """Wait until there is another socket, or the connection is over. Raises TimeoutError."""
-        acquire(self._send_lock, deadline)
+        acquire(self.send_lock, deadline)
         try:
             with self.lock:
                 self._close_unused()
@@ -343,7 +333,7 @@ class BlockingConnection(BlockingClient):
                     return
                 reconnected = self._reconnected
         finally:
-            self._send_lock.release()
+            self.send_lock.release()
         if reconnected is None:
             reconnected = threading.Event()
             self._start(self._reconnect, reconnected)
@@ -354,7 +344,7 @@ class BlockingConnection(BlockingClient):
         """Connect again, in a background thread: the attempt must not end with the impatient caller that began it."""
         with self.lock:
             # An interrupt just after the start may have made another thread start one too.
-            needed = self._reconnected is None and self._socket is None
+            needed = self._reconnected is None and self.sock is None
             if needed:
                 self._reconnected = reconnected
         try:
@@ -376,6 +366,8 @@ class BlockingConnection(BlockingClient):
                 self._attempt(policy.retry)
                 return
             except (OSError, AsyncdistError) as error:
+                if self._over is not None:
+                    return
                 policy.failed(error)
         raise policy.overdue()
 
@@ -388,11 +380,11 @@ class BlockingConnection(BlockingClient):
     def _lose(self, sock: BlockingSocket, why: str) -> None:
         """Note that a socket is broken. The leader makes another one if the policy allows it."""
         with self.lock:
-            if self._socket is not sock:
+            if self.sock is not sock:
                 return
-            self._socket = None
+            self.sock = None
             self._broken.append(sock)
-            self._protocol.interrupted()
+            self.protocol.interrupted()
             over = self._reconnect_policy.lost(why)
             if over is None:
                 self._promote()
@@ -407,8 +399,8 @@ class BlockingConnection(BlockingClient):
     def _end(self, error: StoreConnectionError) -> None:
         """Reject everything that is open, unless the connection is over already. The lock is held."""
         over = self._over = self._over or error
-        self._protocol.end(over)
-        for sock in (self._socket, self._connecting):
+        self.protocol.end(over)
+        for sock in (self.sock, self._connecting):
             if sock is not None:
                 sock.wake()
         if self._reconnected is not None:
@@ -419,33 +411,33 @@ class BlockingConnection(BlockingClient):
         for sock in self._broken:
             sock.close()
         self._broken.clear()
-        if self._over is not None and self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._over is not None and self.sock is not None:
+            self.sock.close()
+            self.sock = None
 
     def close(self) -> None:
         if self._pid != os.getpid():
             return  # the fork has closed this process's copies of the sockets, and no thread may release the locks
         if threading.get_ident() in self._inside:  # this thread may hold the locks
-            threading.Thread(target=self.close).start()
+            self._threads.submit(self.close)
         else:
-            self._within(self._close)
+            self.guard(self._close)
 
     def _close(self) -> None:
         with self.lock:
-            sock = self._enqueue(self._protocol.goodbye() if self._over is None else b"")
+            sock = self._enqueue(self.protocol.goodbye() if self._over is None else b"")
         if sock is not None:
             # If this fails, the session ends with its lease.
             with contextlib.suppress(TimeoutError, StoreConnectionError):
                 deadline = Deadline.after(_GOODBYE_TIMEOUT)
-                acquire(self._send_lock, deadline)
+                acquire(self.send_lock, deadline)
                 try:
                     self._flush(sock, deadline)
                 finally:
-                    self._send_lock.release()
+                    self.send_lock.release()
         self._break(closed(self.where))
         self._closing.set()
-        with self._send_lock, self.lock:
+        with self.send_lock, self.lock:
             if not self._has_leader:
                 self._close_unused()
             others = list(self._others)

@@ -1,4 +1,4 @@
-"""A socket that threads send to and receive from, with deadlines. `blocking` owns one."""
+"""A socket that threads send to and receive from, with deadlines. `BlockingConnection` opens one per connection."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.tls import TlsSocket
 from asyncdist.store.client.connect import connect, hung_up, tune, unknown
+from asyncdist.store.client.pending import PendingRequest
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.codec import framed
@@ -24,17 +25,11 @@ _LONGEST_POLL = (1 << 31) - 1
 """Milliseconds, 24 days: poll() takes a C int."""
 
 
-class Answered(Protocol):
-    """A request; ``ready`` once it is answered."""
-
-    ready: bool
-
-
 class BlockingSocket:
     """A connected socket with deadlines and a queue of outgoing messages.
 
     One thread may send while another one receives. Any thread may `enqueue`, one at a time.
-    ``is_open(request)`` tells whether a queued request still has to be sent.
+    ``is_open(request)`` tells whether the rest of a request's long message still has to be sent.
     """
 
     def __init__(
@@ -47,8 +42,7 @@ class BlockingSocket:
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)
         self._read_nbytes = _READ_NBYTES
-        self._is_open = is_open
-        self._queue: deque[tuple[int, bytes]] = deque()
+        self._queue: deque[bytes] = deque()
         self._chunks = ChunkSender(lambda data: self._unsent.append(data), is_open, schedule=lambda call: None)
         self._unsent: deque[bytes | memoryview] = deque()
 
@@ -58,7 +52,7 @@ class BlockingSocket:
             try:
                 self._tls.secure()
             except BlockingIOError:
-                _poll(self._writable if self._tls.wants_write else self._readable, deadline)
+                self.wait(deadline, self._writable if self._tls.wants_write else self._readable)
 
     @property
     def secured(self) -> bool:
@@ -77,7 +71,7 @@ class BlockingSocket:
             try:
                 nbytes = self._sock.send(data)
             except BlockingIOError:
-                _poll(self._writable, deadline)
+                self.wait(deadline, self._writable)
                 continue
             if nbytes == len(data):
                 unsent.popleft()
@@ -87,23 +81,23 @@ class BlockingSocket:
             try:
                 self._tls.flush()
             except BlockingIOError:
-                _poll(self._writable, deadline)
+                self.wait(deadline, self._writable)
 
     # -- the outgoing queue -------------------------------------------------------------------------
 
-    def enqueue(self, message: bytes | ChunkedMessage, request: int = 0) -> None:
-        """Queue a message. It is dropped if its ``request`` is given up before it is sent; 0 is always sent."""
+    def enqueue(self, message: bytes | ChunkedMessage) -> None:
+        """Queue a message."""
         if isinstance(message, ChunkedMessage):
             self._chunks.send(message)
         else:
-            self._queue.append((request, message))
+            self._queue.append(message)
 
     @property
     def has_unsent(self) -> bool:
         """Whether there is anything to be sent."""
-        return bool(self._queue or self._unsent or self._chunks.busy or (self._tls is not None and self._tls.unsent))
+        return bool(self._queue or self._unsent or self._chunks.queue or (self._tls is not None and self._tls.unsent))
 
-    def drain(self, deadline: Deadline, pending: Answered | None = None) -> None:
+    def drain(self, deadline: Deadline, pending: PendingRequest[Any] | None = None) -> None:
         """Send the queue, or leave as soon as ``pending`` is ready: short messages first, then one chunk, and so on.
 
         Raises TimeoutError, and the next call goes on where this one stopped; raises ConnectionError.
@@ -111,28 +105,31 @@ class BlockingSocket:
         queue, unsent, chunks = self._queue, self._unsent, self._chunks
         while not (pending is not None and pending.ready):
             if not unsent:
-                messages = []
-                for _ in range(len(queue)):
-                    request, message = queue.popleft()
-                    if not request or self._is_open(request):
-                        messages.append(message)
+                messages = list(queue)
+                for _ in messages:  # other threads may have appended
+                    queue.popleft()
                 if messages:
                     unsent.append(framed(messages))
-                if chunks.busy:
+                if chunks.queue:
                     chunks.send_next()
             self._send_unsent(deadline)
-            if not queue and not chunks.busy:
+            if not queue and not chunks.queue:
                 return
 
-    def wait(self, deadline: Deadline) -> None:
-        """Return when something may have come. Raises TimeoutError."""
-        _poll(self._readable, deadline)
+    def wait(self, deadline: Deadline, poll: select.poll | None = None) -> None:
+        """Return when bytes may have arrived, or when ``poll`` reports an event. Raises TimeoutError."""
+        poll = poll or self._readable
+        left = deadline.remaining_or_none()
+        while not poll.poll(None if left is None else min(int(left * 1000) + 1, _LONGEST_POLL)):
+            left = deadline.remaining_or_none()
+            if not left:
+                raise TimeoutError
 
     def take(self) -> bytes:
-        """Return what has come, b"" if it is nothing. Raises ConnectionError."""
+        """Return the bytes that have arrived, b"" if there are none. Raises ConnectionError."""
         try:
             data = self._sock.recv(self._read_nbytes)
-        except BlockingIOError:  # the kernel took its word back, as it may
+        except BlockingIOError:  # poll() may report bytes that the kernel then discards
             return b""
         if not data:
             raise ConnectionResetError("it hung up")
@@ -140,7 +137,7 @@ class BlockingSocket:
         return data
 
     def receive(self, deadline: Deadline) -> bytes:
-        """Return what has come, waiting for it. Raises TimeoutError or ConnectionError."""
+        """Wait for bytes and return them. Raises TimeoutError or ConnectionError."""
         while True:
             self.wait(deadline)
             data = self.take()
@@ -148,20 +145,12 @@ class BlockingSocket:
                 return data
 
     def wake(self) -> None:
-        """Make threads that wait in here come back with ConnectionError."""
-        with contextlib.suppress(OSError):  # it is down already
+        """Make the threads that wait in here return with ConnectionError."""
+        with contextlib.suppress(OSError):  # the connection has ended already
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()
-
-
-def _poll(poll: select.poll, deadline: Deadline) -> None:
-    left = deadline.remaining_or_none()
-    while not poll.poll(None if left is None else min(int(left * 1000) + 1, _LONGEST_POLL)):
-        left = deadline.remaining_or_none()
-        if not left:
-            raise TimeoutError
 
 
 def open_blocking_socket(
@@ -171,9 +160,9 @@ def open_blocking_socket(
     deadline: Deadline,
     is_open: Callable[[int], bool] = lambda request: True,
 ) -> BlockingSocket:
-    """Connect; TLS, which has no use within a host, is to be begun (`secure`).
+    """Connect, without the TLS handshake (`secure`). Over a Unix socket there is no TLS.
 
-    Raises OSError where another attempt may do better.
+    Raises OSError if another attempt may succeed.
     """
     try:
         sock = connect(host, port, max(deadline.remaining(), 0.001))
@@ -190,22 +179,22 @@ def open_blocking_socket(
         raise
 
 
-def shake_hands(wire: BlockingSocket, token: str | None, deadline: Deadline) -> bytes:
-    """Prove to each other that both hold the token; return what has come beyond that.
+def shake_hands(sock: BlockingSocket, token: str | None, deadline: Deadline) -> bytes:
+    """Authenticate both sides with the token, and return the bytes that arrived after that.
 
-    Raises what `dial` does, TimeoutError, OSError, and CertificateError where a TLS alert is all that comes.
+    Raises the errors of `dial`, TimeoutError, OSError, and CertificateError if the server sends only a TLS alert.
     """
     silent, rest = True, b""
     try:
-        greeting = HandshakeDriver(
-            dial(token, "store", os.urandom(NONCE_NBYTES)), lambda data: wire.send(data, deadline)
+        handshake = HandshakeDriver(
+            dial(token, "store", os.urandom(NONCE_NBYTES)), lambda data: sock.send(data, deadline)
         )
-        while not greeting.done:
-            data = wire.receive(deadline)
+        while not handshake.done:
+            data = sock.receive(deadline)
             silent = False
-            rest = greeting.feed(data)
+            rest = handshake.feed(data)
         return rest
     except (ConnectionError, ssl.SSLError) as error:
         if not silent:
             raise
-        raise hung_up(error, secured=wire.secured) from error
+        raise hung_up(error, secured=sock.secured) from error

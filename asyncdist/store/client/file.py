@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, UnsupportedError, UsageError
-from asyncdist.store.base import Store, Subscription, Watch
+from asyncdist.store.base import BlockingStream, Store
 from asyncdist.store.client.local import DEFAULT_TIMEOUT
 from asyncdist.store.client.locked_file import LockedFile
 from asyncdist.store.persistence import log_format
@@ -214,11 +214,8 @@ class FileStore(Store):
         result: T = self._replica.perform(command, self._timeout if timeout is None else seconds(timeout))
         return result
 
-    def subscribe(self, channel: str) -> Subscription:
-        raise _unsupported("subscribe")
-
-    def watch(self, key: str) -> Watch:
-        raise _unsupported("watch")
+    def stream(self, command: Command[Any], hidden: str = "") -> BlockingStream[Any]:
+        raise _unsupported(command.name)
 
     def close(self) -> None:
         self._finalizer()

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreConnectionError
-from asyncdist.store.base import Store, Subscription, Watch
-from asyncdist.store.client.pending import BlockingClient, ClientStream, PendingRequest, SubscriptionBuffer, WatchBuffer
-from asyncdist.store.protocol import operations
+from asyncdist.store.base import BlockingStream, Store
+from asyncdist.store.client.pending import BlockingClient, ClientStream, PendingRequest
 from asyncdist.store.protocol.client_protocol import refusal
 from asyncdist.store.protocol.operations import BLOCKING, STREAMS, Command, Op, OperationKind
+from asyncdist.store.protocol.streams import stream_buffer
 from asyncdist.store.state.machine import StoreState
 
 DEFAULT_TIMEOUT = 300.0
@@ -25,7 +25,7 @@ class LocalClient(BlockingClient):
     def __init__(self) -> None:
         super().__init__()
         self._state = StoreState()
-        self._tickets: dict[int, tuple[Op, PendingRequest[Any]]] = {}
+        self._requests: dict[int, tuple[Op, PendingRequest[Any]]] = {}
         self._last = 0
         self._over: StoreConnectionError | None = None
 
@@ -43,16 +43,16 @@ class LocalClient(BlockingClient):
                 raise StoreConnectionError(*self._over.args)
             self._last += 1
             number = pending.number = self._last
-            self._tickets[number] = command.op, pending
+            self._requests[number] = command.op, pending
             try:
                 self._execute(number, command.op, command.args)
             except BaseException:
-                self._tickets.pop(number, None)
+                self._requests.pop(number, None)
                 raise
 
     def give_up(self, number: int) -> None:
         with self.lock:
-            op, _ = self._tickets.pop(number, (Op.QUEUE_POP, None))
+            op, _ = self._requests.pop(number, (Op.QUEUE_POP, None))
             if op in BLOCKING and number and self._over is None:
                 self._execute(number, Op.CANCEL, (number,))
 
@@ -64,27 +64,27 @@ class LocalClient(BlockingClient):
     def _execute(self, request: int, op: Op, args: tuple[Any, ...]) -> None:
         """Execute a request, and complete those that become ready. The lock is held."""
         for _, number, kind, value in self._state.execute(_CLIENT, request, op, args):
-            if number not in self._tickets:
+            if number not in self._requests:
                 continue
-            asked, ticket = self._tickets[number]
+            requested, pending = self._requests[number]
             if kind is OperationKind.PUBLISHED:
-                ticket.publish(value)
+                pending.publish(value)
                 continue
-            if asked not in STREAMS or kind is OperationKind.REFUSED:
-                del self._tickets[number]
+            if requested not in STREAMS or kind is OperationKind.REFUSED:
+                del self._requests[number]
             if kind is OperationKind.RESULT:
-                ticket.resolve(value)
+                pending.resolve(value)
             else:
-                ticket.reject(refusal(*value))
+                pending.reject(refusal(*value))
 
     def close(self) -> None:
         with self.lock:
             if self._over is None:
                 self._state.leave(_CLIENT)
                 self._over = StoreConnectionError("this store was closed by this process: make another")
-            tickets, self._tickets = self._tickets, {}
-            for _, ticket in tickets.values():
-                ticket.reject(StoreConnectionError(*self._over.args))
+            requests, self._requests = self._requests, {}
+            for _, pending in requests.values():
+                pending.reject(StoreConnectionError(*self._over.args))
 
 
 class HashStore(Store):
@@ -97,13 +97,8 @@ class HashStore(Store):
     def request(self, command: Command[T], timeout: Timeout = None) -> T:
         return self._client.perform(command, self._timeout if timeout is None else seconds(timeout))
 
-    def subscribe(self, channel: str) -> Subscription:
-        return ClientStream(
-            self._client, operations.subscribe(channel), SubscriptionBuffer(), self._timeout, store=self
-        )
-
-    def watch(self, key: str) -> Watch:
-        return ClientStream(self._client, operations.watch(key), WatchBuffer(), self._timeout, store=self)
+    def stream(self, command: Command[Any], hidden: str = "") -> BlockingStream[Any]:
+        return ClientStream(self._client, command, stream_buffer(command, hidden), self._timeout, store=self)
 
     def close(self) -> None:
         self._client.close()

@@ -9,53 +9,42 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.errors import StoreTimeoutError
 from asyncdist.store.base import BlockingStream
-from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.operations import Command, Op
+from asyncdist.store.protocol.streams import StreamBuffer
 
 T = TypeVar("T")
-
-_NOTHING = operations.wait([])
 
 
 class PendingRequest(Generic[T]):
     """One thread's request and its answer. It is changed only while the client's lock is held."""
 
-    __slots__ = ("command", "error", "event", "number", "ready", "value")
+    command: Command[Any]
     value: T
-
-    def __init__(self) -> None:
-        self.command: Command[Any] = _NOTHING
-        self.number = 0
-        self.ready = False
-        self.error: Exception | None = None
-        self.event: threading.Event | None = None
+    number = 0
+    ready = False
+    error: Exception | None = None
+    event: threading.Event | None = None
 
     def resolve(self, value: T) -> None:
         self.value = value
-        self._wake()
-
-    def reject(self, error: Exception) -> None:
-        self.error = error
-        self._wake()
-
-    def publish(self, message: bytes) -> None:
-        """Ignore a published message: only a stream receives any."""
-
-    def _wake(self) -> None:
         self.ready = True
         if self.event is not None:
             self.event.set()
 
-    def sleep(self, timeout: float | None) -> None:
-        """Wait until the event is set or the timeout has passed; the request may not be ready then."""
-        assert self.event is not None
-        self.event.wait(timeout)
+    def reject(self, error: Exception) -> None:
+        self.error = error
+        self.ready = True
+        if self.event is not None:
+            self.event.set()
+
+    def publish(self, message: bytes) -> None:
+        """Ignore a published message: only a stream receives any."""
 
 
 def acquire(lock: threading.RLock, deadline: Deadline) -> None:
@@ -101,15 +90,25 @@ class BlockingClient(ABC):
     def close(self) -> None:
         """Reject every open request. A second call does nothing."""
 
+    def guard(self, call: Callable[..., T], *args: Any) -> T:
+        """Make a call that takes the client's locks. A client over a connection refuses re-entrant calls."""
+        return call(*args)
+
     def perform(self, command: Command[T], limit: float) -> T:
         """Carry out a command within ``limit`` seconds and return its result."""
         pending: PendingRequest[T] = PendingRequest()
-        self.settle(command, pending, limit)
+        self.guard(self._settle, command, pending, limit)
         if pending.error is not None:
             raise pending.error
         return pending.value
 
-    def settle(self, command: Command[Any], pending: PendingRequest[Any], limit: float) -> None:
+    def open_stream(self, command: Command[Any], stream: PendingStream[Any], limit: float) -> None:
+        """Begin a stream within ``limit`` seconds. Raises what has ended it before its first item."""
+        self.guard(self._settle, command, stream, limit)
+        if stream.error is not None and not stream.items:
+            raise stream.error
+
+    def _settle(self, command: Command[Any], pending: PendingRequest[Any], limit: float) -> None:
         """Send a command, and return when ``pending`` holds the first answer. Raises StoreTimeoutError."""
         deadline = Deadline.after(limit)
         try:
@@ -125,75 +124,48 @@ class BlockingClient(ABC):
             self.give_up(pending.number)
             raise
 
-    def take(self, buffer: StreamBuffer[T], deadline: Deadline) -> T:
+    def next_item(self, stream: PendingStream[T], deadline: Deadline) -> T:
         """Return the next item of a stream. Raises TimeoutError."""
-        acquire(buffer.taking, deadline)
+        item: T = self.guard(self._next_item, stream, deadline)
+        return item
+
+    def _next_item(self, stream: PendingStream[T], deadline: Deadline) -> T:
+        acquire(stream.reading, deadline)
         try:
             while True:
                 with self.lock:
-                    if buffer.look():
-                        return buffer.waiting.popleft()
-                self.wait_for(buffer, deadline)
+                    if stream.update_ready():
+                        return stream.items.popleft()
+                self.wait_for(stream, deadline)
         finally:
-            buffer.taking.release()
+            stream.reading.release()
 
 
-# -- what comes again and again ----------------------------------------------------------------------
-
-
-class StreamBuffer(PendingRequest[Any], Generic[T]):
+class PendingStream(PendingRequest[Any], Generic[T]):
     """The request of a stream: ready when the stream has begun, later when an item is buffered or the stream has ended."""
 
-    __slots__ = ("taking", "waiting")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taking = threading.RLock()
+    def __init__(self, buffer: StreamBuffer[T]) -> None:
+        self._buffer = buffer
+        self.items = buffer.items
+        self.reading = threading.RLock()
         """Held by the one thread that waits for the next item, since the request has a single event."""
-        self.waiting: deque[T] = deque()
-
-    def look(self) -> bool:
-        """Return whether an item is buffered, and update ``ready``. Raises the error that has ended the stream."""
-        if not self.waiting and self.error is not None:
-            raise self.error
-        self.ready = bool(self.waiting)
-        if self.event is not None and not self.ready:
-            self.event.clear()
-        return self.ready
-
-
-class SubscriptionBuffer(StreamBuffer[bytes]):
-    """The request of a subscription."""
-
-    __slots__ = ()
-
-    def publish(self, message: bytes) -> None:
-        self.waiting.append(message)
-        self._wake()
-
-
-class WatchBuffer(StreamBuffer[bytes | None]):
-    """The request of a key watch. It buffers only the newest value."""
-
-    __slots__ = ("_last",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: Any = ()
 
     def resolve(self, value: Any) -> None:
-        self._note(value)
+        self._buffer.begin(value)
         super().resolve(value)
 
     def publish(self, message: bytes) -> None:
-        self._note(operations.watched(message))
+        self._buffer.publish(message)
+        super().resolve(None)
 
-    def _note(self, value: bytes | None) -> None:
-        if value != self._last:  # a server repeats the value after a reconnect
-            self._last = value
-            self.waiting.clear()
-            self.waiting.append(value)
-            self._wake()
+    def update_ready(self) -> bool:
+        """Return whether an item is buffered, and update ``ready``. Raises the error that has ended the stream."""
+        if not self.items and self.error is not None:
+            raise self.error
+        self.ready = bool(self.items)
+        if self.event is not None and not self.ready:
+            self.event.clear()
+        return self.ready
 
 
 class ClientStream(BlockingStream[T]):
@@ -201,27 +173,25 @@ class ClientStream(BlockingStream[T]):
 
     def __init__(
         self,
-        desk: BlockingClient,
+        client: BlockingClient,
         command: Command[Any],
-        arrivals: StreamBuffer[T],
+        buffer: StreamBuffer[T],
         limit: float,
         *,
         store: object,
         owned: bool = False,
     ) -> None:
         self._store = store
-        self._desk = desk
+        self.client = client
         self._command = command
         self._owned = owned
-        self._arrivals = arrivals
+        self._pending = PendingStream(buffer)
         self._closed = False
-        desk.settle(command, arrivals, limit)
-        if arrivals.error is not None and not arrivals.waiting:
-            raise arrivals.error
+        client.open_stream(command, self._pending, limit)
 
     def get(self, timeout: Timeout = None) -> T:
         try:
-            return self._desk.take(self._arrivals, Deadline.after(timeout))
+            return self.client.next_item(self._pending, Deadline.after(timeout))
         except TimeoutError:
             raise StoreTimeoutError(self._command.name, self._command.keys, seconds(timeout)) from None
 
@@ -230,6 +200,6 @@ class ClientStream(BlockingStream[T]):
             return
         self._closed = True
         if self._owned:
-            self._desk.close()
+            self.client.close()
         else:
-            self._desk.give_up(self._arrivals.number)
+            self.client.give_up(self._pending.number)

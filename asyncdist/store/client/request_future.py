@@ -1,11 +1,11 @@
-"""The awaited client's requests: one future each, and one timer for the deadlines of all. Used by `aio`."""
+"""The requests of the awaited client: one future each, and one timer for all deadlines. `AsyncStore` makes them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from asyncdist.store.protocol.operations import Command
 
@@ -15,33 +15,27 @@ _TICK = 0.001
 """Seconds between two looks at all requests, at least."""
 
 
-class RequestChannel(Protocol):
-    """The connection of a request."""
-
-    def give_up(self, number: int) -> None:
-        """Forget a request."""
-
-
 class RequestFuture(asyncio.Future[T]):
-    """A request that has been sent, to be awaited for its answer; who cancels it gives the request up.
+    """A request that has been sent. It is a future and no coroutine, so that a thousand of them need no task each.
 
-    A future and no coroutine: it is under way, and a thousand of them cost no task each. ``deadline`` is in the loop's
-    time, ``limit`` how long that was from the start; ``line`` is told when nobody wants the answer any more.
+    Args:
+        command: The command.
+        limit: Seconds from now to its ``deadline``, which is in the loop's time.
+        give_up: Called with the request's number when it is cancelled or expires.
+        loop: The store's loop.
     """
 
-    __slots__ = ("command", "deadline", "limit", "line", "number")
+    __slots__ = ("_give_up", "_limit", "command", "deadline", "number")
 
     def __init__(
-        self, command: Command[T], limit: float, line: RequestChannel, loop: asyncio.AbstractEventLoop
+        self, command: Command[T], limit: float, give_up: Callable[[int], object], loop: asyncio.AbstractEventLoop
     ) -> None:
         super().__init__(loop=loop)
         self.command = command
-        self.limit = limit
         self.deadline = loop.time() + limit
-        self.line = line
         self.number = 0
-
-    # -- what the conversation calls ----------------------------------------------------------------
+        self._limit = limit
+        self._give_up = give_up
 
     def resolve(self, value: T) -> None:
         if not self.done():
@@ -52,34 +46,35 @@ class RequestFuture(asyncio.Future[T]):
             self.set_exception(error)
 
     def publish(self, message: bytes) -> None:
-        """Only subscriptions get messages."""
-
-    # -- ends ---------------------------------------------------------------------------------------
+        """Ignore a published message: only a stream receives any."""
 
     def expire(self) -> None:
-        """It has not been answered in time."""
-        self.reject(self.command.overdue(self.limit))
-        self.line.give_up(self.number)
+        """End the request, because its deadline has passed."""
+        self.reject(self.command.overdue(self._limit))
+        self._give_up(self.number)
 
     def cancel(self, msg: Any | None = None) -> bool:
         cancelled = super().cancel(msg)
         if cancelled:
-            self.line.give_up(self.number)
+            self._give_up(self.number)
         return cancelled
 
     def __repr__(self) -> str:
-        """Say what to do with it: asyncio shows this to who makes a task of it."""
-        state = "cancelled" if self.cancelled() else "done" if self.done() else "under way"
+        """Return what to do with it: asyncio shows this if the program makes a task of it."""
+        state = "cancelled" if self.cancelled() else "done" if self.done() else "pending"
         keys = self.command.keys
         about = "" if not keys else f" of {keys[0]!r}" if len(keys) == 1 else f" of {len(keys)} keys"
         return f"<a future, {self.command.name}{about}, that is {state}: await it as it is, it needs no task>"
 
 
 class DeadlineTimer:
-    """The time limits of all requests that are open, which ``open_requests`` returns, among others that have none.
+    """One timer for the deadlines of all open requests, set for the earliest.
 
-    There is one timer, set for the earliest. It is not touched when requests come and go, which most do long before their
-    limits: when it goes off, it looks which of those still open are over, and which is next.
+    The timer stays as it is when requests come and go, because most end long before their deadlines. When it fires, it
+    ends the requests whose deadline has passed, and is set for the next one.
+
+    Args:
+        open_requests: Returns the open requests; those without a deadline are ignored.
     """
 
     def __init__(self, open_requests: Callable[[], Iterable[object]]) -> None:
@@ -88,13 +83,18 @@ class DeadlineTimer:
         self._next = inf
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def active(self) -> bool:
+        """Whether the timer is set."""
+        return self._timer is not None
+
     def note(self, deadline: float) -> None:
-        """A request is open until ``deadline``."""
+        """Note that a request with this deadline has been opened."""
         if deadline < self._next:
             self._set(deadline)
 
     def cancel(self) -> None:
-        """Nothing is open any more."""
+        """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._next = None, inf
@@ -102,17 +102,17 @@ class DeadlineTimer:
     def _set(self, when: float) -> None:
         self.cancel()
         self._next = when
-        self._timer = self._loop.call_at(when, self._look)
+        self._timer = self._loop.call_at(when, self._expire_overdue)
 
-    def _look(self) -> None:
+    def _expire_overdue(self) -> None:
         self.cancel()
         now, earliest = self._loop.time(), inf
-        for asked in list(self._open_requests()):
-            if not isinstance(asked, RequestFuture):
+        for request in list(self._open_requests()):
+            if not isinstance(request, RequestFuture):
                 continue
-            if asked.deadline <= now:
-                asked.expire()
+            if request.deadline <= now:
+                request.expire()
             else:
-                earliest = min(earliest, asked.deadline)
+                earliest = min(earliest, request.deadline)
         if earliest < inf:
             self.note(max(earliest, now + _TICK))

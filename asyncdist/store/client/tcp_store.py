@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, StoreTimeoutError
-from asyncdist.store.base import BlockingStream, Store, Subscription, Watch
+from asyncdist.store.base import BlockingStream, Store
 from asyncdist.store.client.blocking import BlockingConnection
-from asyncdist.store.client.pending import ClientStream, StreamBuffer, SubscriptionBuffer, WatchBuffer
-from asyncdist.store.protocol import operations
+from asyncdist.store.client.pending import ClientStream
 from asyncdist.store.protocol.operations import Command
+from asyncdist.store.protocol.streams import stream_buffer
 from asyncdist.store.server.embedded import EmbeddedServer
 
 T = TypeVar("T")
@@ -24,17 +24,31 @@ _WORKERS, _WORKERS_COMPLETE = "init/", "init/complete"
 
 
 class TCPStore(Store):
-    """A store over TCP, with torch's name and arguments; with ``is_master``, also its server, in this process.
+    """A client of a store over TCP, with torch's name and arguments. The master also serves the store.
 
-    ``host_name`` and ``port`` say where the store is, or for the master where it is to be: port 0 takes any free one
-    (read ``.port``), and a host other than loopback has the master listen on every interface, which needs
-    ASYNCDIST_TOKEN. With ``world_size`` and ``wait_for_workers``, the master returns when so many have connected.
-    ``timeout`` is for connecting and for operations that name none. With ``multi_tenant``, a master that finds the
-    port served already (by another master in this process, say) becomes its client. ``master_listen_fd`` is a bound
-    socket to listen on. ``use_libuv`` is accepted and means nothing here.
+    Args:
+        host_name: Where the store is. The master listens on loopback if this is a loopback name, else on every
+            interface, which needs ASYNCDIST_TOKEN.
+        port: The store's port. A master with port 0 takes any free port; read ``port``.
+        world_size: With ``wait_for_workers``, the master's constructor returns when that many clients have connected.
+        is_master: Serve the store in this process.
+        timeout: Seconds or a timedelta, for connecting and for operations that name none.
+        wait_for_workers: See ``world_size``.
+        multi_tenant: A master that finds the port served already, for example by another master of this process,
+            becomes a client.
+        master_listen_fd: A bound socket that the master listens on. The store closes it.
+        use_libuv: Ignored.
+        token: The token; by default that of ``config``.
+        config: Settings; by default those of the environment.
 
-    Raises AddressError, UsageError, AuthenticationError, StoreConnectionError, and StoreTimeoutError when not all
-    workers came. `close` it in the end, or let it be collected.
+    Raises:
+        AddressError: The host does not resolve, or the master's port is in use.
+        UsageError: The master needs a token.
+        AuthenticationError: The tokens differ.
+        StoreConnectionError: No store has answered in time.
+        StoreTimeoutError: Not all workers have connected in time.
+
+    `close` it in the end, or let it be collected.
     """
 
     def __init__(
@@ -56,19 +70,19 @@ class TCPStore(Store):
         config = config or Config.from_environment()
         self._token = config.token if token is None else token
         self._host = host_name
-        self._server: EmbeddedServer | None = None
+        self.server: EmbeddedServer | None = None
         if is_master:
             try:
-                self._server = EmbeddedServer(host_name, port, token=self._token, config=config, fd=master_listen_fd)
-                port = self._server.port
+                self.server = EmbeddedServer(host_name, port, token=self._token, config=config, fd=master_listen_fd)
+                port = self.server.port
             except AddressError:
                 if not multi_tenant or port == 0:
                     raise
         self._port = port
         try:
-            reached = self._server.reachable_host if self._server is not None else host_name
-            self._connection = BlockingConnection.open(reached, port, self._token, timeout, config)
-            self._finalizer = weakref.finalize(self, BlockingConnection.close, self._connection)
+            reached = self.server.reachable_host if self.server is not None else host_name
+            self.connection = BlockingConnection.open(reached, port, self._token, timeout, config)
+            self._finalizer = weakref.finalize(self, BlockingConnection.close, self.connection)
             if world_size is not None and world_size > 0 and wait_for_workers:
                 self._meet(world_size, is_master)
         except BaseException:
@@ -97,32 +111,26 @@ class TCPStore(Store):
         return self._port
 
     def request(self, command: Command[T], timeout: Timeout = None) -> T:
-        return self._connection.perform(command, self._timeout if timeout is None else seconds(timeout))
+        return self.connection.perform(command, self._timeout if timeout is None else seconds(timeout))
 
-    def subscribe(self, channel: str) -> Subscription:
-        """Start to listen to a channel, over a connection of its own: messages not yet read hold up nothing else."""
-        return self._apart(operations.subscribe(channel), SubscriptionBuffer())
-
-    def watch(self, key: str) -> Watch:
-        """Watch a key, over a connection of its own."""
-        return self._apart(operations.watch(key), WatchBuffer())
-
-    def _apart(self, command: Command[Any], arrivals: StreamBuffer[T]) -> BlockingStream[T]:
-        connection = self._connection.another(self._timeout)
+    def stream(self, command: Command[Any], hidden: str = "") -> BlockingStream[Any]:
+        """Open a stream over a connection of its own: unread items do not delay other calls."""
+        connection = self.connection.another(self._timeout)
         try:
-            return ClientStream(connection, command, arrivals, self._timeout, store=self, owned=True)
+            buffer = stream_buffer(command, hidden)
+            return ClientStream(connection, command, buffer, self._timeout, store=self, owned=True)
         except BaseException:
             connection.close()
             raise
 
     def close(self) -> None:
         """Close the connection, and stop the server if this store runs it; waiting calls raise StoreConnectionError."""
-        if hasattr(self, "_connection"):
-            self._connection.close()
+        if hasattr(self, "connection"):
+            self.connection.close()
         if hasattr(self, "_finalizer"):
             self._finalizer.detach()
-        if self._server is not None:
-            self._server.close()
+        if self.server is not None:
+            self.server.close()
 
     def __repr__(self) -> str:
-        return f"<TCPStore {self._host}:{self._port}{' (master)' if self._server is not None else ''}>"
+        return f"<TCPStore {self._host}:{self._port}{' (master)' if self.server is not None else ''}>"

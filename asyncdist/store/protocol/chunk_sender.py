@@ -23,7 +23,7 @@ class ChunkSender:
         schedule: Calls `send_next` later, for example an event loop's ``call_soon``.
     """
 
-    __slots__ = ("_carrying", "_is_wanted", "_parcels", "_paused", "_schedule", "_write")
+    __slots__ = ("_is_wanted", "_paused", "_schedule", "_scheduled", "_write", "queue")
 
     def __init__(
         self,
@@ -33,24 +33,25 @@ class ChunkSender:
     ) -> None:
         self._write, self._is_wanted = write, is_wanted
         self._schedule = schedule
-        self._parcels: deque[tuple[ChunkedMessage, Done]] = deque()
+        self.queue: deque[tuple[ChunkedMessage, Done]] = deque()
+        """The messages that are not sent completely, and what to call when they are."""
         self._paused = False
-        self._carrying = False
+        self._scheduled = False
 
     @property
     def busy(self) -> bool:
         """Whether a message is queued or under way."""
-        return bool(self._parcels)
+        return bool(self.queue)
 
     @property
     def nbytes_under_way(self) -> int:
         """The length in bytes of the message that is being sent."""
-        return len(self._parcels[0][0]) if self._parcels else 0
+        return len(self.queue[0][0]) if self.queue else 0
 
-    def send(self, parcel: ChunkedMessage, done: Done = lambda parcel: None) -> None:
+    def send(self, message: ChunkedMessage, done: Done = lambda message: None) -> None:
         """Queue a message; ``done(message)`` is called when it is sent or abandoned."""
-        self._parcels.append((parcel, done))
-        self._carry_on()
+        self.queue.append((message, done))
+        self._schedule_next()
 
     def pause(self) -> None:
         """Stop sending, because the socket is full."""
@@ -59,27 +60,27 @@ class ChunkSender:
     def resume(self) -> None:
         """Send again."""
         self._paused = False
-        self._carry_on()
+        self._schedule_next()
 
     def drop(self) -> None:
         """Discard the queue, because the connection is lost."""
-        self._parcels.clear()
+        self.queue.clear()
 
-    def _carry_on(self) -> None:
-        if self._parcels and not self._paused and not self._carrying:
-            self._carrying = True
+    def _schedule_next(self) -> None:
+        if self.queue and not self._paused and not self._scheduled:
+            self._scheduled = True
             self._schedule(self.send_next)
 
     def send_next(self) -> None:
         """Send the next chunk; the schedule calls this."""
-        self._carrying = False
-        if self._paused or not self._parcels:
+        self._scheduled = False
+        if self._paused or not self.queue:
             return
-        parcel, done = self._parcels[0]
-        piece = next(parcel) if self._is_wanted(parcel.request) else parcel.abandoned()
+        message, done = self.queue[0]
+        piece = next(message) if self._is_wanted(message.request) else message.abandoned()
         if piece:
             self._write(framed([piece]))
-        if not parcel.is_under_way:
-            self._parcels.popleft()
-            done(parcel)
-        self._carry_on()
+        if not message.is_under_way:
+            self.queue.popleft()
+            done(message)
+        self._schedule_next()

@@ -47,14 +47,6 @@ class Request(NamedTuple):
     args: tuple[Any, ...]
 
 
-class Answer(NamedTuple):
-    """A server's message: ``kind`` is an `operations.OperationKind` or HELLO."""
-
-    id: int
-    kind: int
-    value: Any
-
-
 def message_limit(max_value_nbytes: int = 0, max_key_nbytes: int = 0) -> int:
     """Return the longest message for values and keys of at most these lengths."""
     return max_value_nbytes + max_key_nbytes + OVERHEAD_NBYTES
@@ -186,12 +178,12 @@ def decode_request(fields: Any) -> Request:
     return Request(fields[0], op, args)
 
 
-def decode_answer(fields: Any) -> Answer:
-    """Return the answer in a message; raises ProtocolError."""
+def decode_answer(fields: Any) -> tuple[int, int, Any]:
+    """Return an answer's request, its kind (`OperationKind` or HELLO), and its value. Raises ProtocolError."""
     if type(fields) is list and len(fields) == 3:
         request, kind, value = fields
         if type(request) is int and type(kind) is int and (kind == OperationKind.RESULT or _sound(kind, value)):
-            return Answer(request, kind, value)
+            return request, kind, value
     raise ProtocolError(f"a malformed reply: {_brief(fields)}")
 
 

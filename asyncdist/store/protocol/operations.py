@@ -272,7 +272,9 @@ def set_(key: str, value: Value) -> Command[None]:
 
 
 def get(key: str) -> Command[bytes]:
-    return Command(Op.GET, (_key(key),))
+    if type(key) is not str or not key.isascii():  # inline, because this is the hottest operation
+        _key(key)
+    return Command(Op.GET, (key,))
 
 
 def set_ephemeral(key: str, value: Value) -> Command[None]:

@@ -35,7 +35,7 @@ class EmbeddedServer:
         self.port = server.port
         self.reachable_host = _reachable(server.address)
         self._running = running
-        self._server = server
+        self.server = server
         self._finalizer = weakref.finalize(self, _stop, running, server)
         self._finalizer.atexit = False
         _open.add(self)
@@ -45,7 +45,7 @@ class EmbeddedServer:
         _open.discard(self)
         if self._finalizer.detach() is not None and not self._running.closed:
             with contextlib.suppress(TimeoutError):
-                self._running.run(self._server.close(), timeout)
+                self._running.run(self.server.close(), timeout)
 
 
 _open: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()

@@ -203,10 +203,10 @@ async def test_an_item_is_passed_on_when_its_taker_dies(store, connect, server, 
     dying = await connect(store_reconnect=0)
     taking = asyncio.create_task(dying.queue_pop("q"))
     await eventually(lambda: server.state.num_open == 1)
-    dying._line.link._transport.pause_reading()  # it is answered and does not see it
+    dying.connection.link.transport.pause_reading()  # it is answered and does not see it
     await store.queue_push("q", b"item")
     waiting = asyncio.create_task(store.queue_pop("q", timeout=LONG))
-    dying._line.link.abort()
+    dying.connection.link.abort()
     assert await waiting == b"item"
     with pytest.raises(StoreConnectionError):
         await taking
@@ -289,6 +289,8 @@ async def test_under_a_prefix(store):
     async with part.subscribe("c") as messages:
         await store.publish("world/1/c", b"!")
         assert await anext(messages) == b"!"
+    async with AsyncPrefixStore("deeper", part).watch_keys() as changes:
+        assert await anext(changes) == ("n", b"1")
     part.timeout = UNIT
     with pytest.raises(StoreTimeoutError):
         await part.queue_pop("q")

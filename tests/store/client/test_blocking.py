@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 
@@ -34,6 +35,7 @@ from asyncdist.store.base import Subscription
 from asyncdist.store.client.blocking import BlockingConnection
 from asyncdist.store.server.server import StoreServer
 from asyncdist.testing.faults import Proxy
+from tests.support.frames import frames_of
 from tests.support.ports import free_port
 
 UNIT, LONG = 0.05, 10.0
@@ -77,6 +79,12 @@ def test_a_call_starts_no_thread_and_hops_to_none(master):
         }  # the master's
 
 
+def test_get_enters_few_frames(master):
+    with client(master) as other:
+        other.set("k", "v")
+        assert min(frames_of(partial(other.get, "k")) for _ in range(100)) <= 30
+
+
 def test_the_leader_hands_over(master, threads):
     """The one who reads goes when it has its answer; the others must not be left without a reader."""
     with client(master) as other:
@@ -85,8 +93,7 @@ def test_the_leader_hands_over(master, threads):
             for number in range(8) if turn % 2 else reversed(range(8)):
                 master.set(f"{turn}/{number}", str(number))
             assert [future.result(LONG) for future in waiting] == [str(number).encode() for number in range(8)]
-        assert other._connection._standby == {}
-        assert other._connection._has_leader is False
+        assert other.connection.protocol.num_open == 0
 
 
 def test_a_leader_or_follower_whose_time_is_over_passes_the_lead_on(master, threads):
@@ -99,7 +106,7 @@ def test_a_leader_or_follower_whose_time_is_over_passes_the_lead_on(master, thre
         master.set("k", "v")
         assert {future.result(LONG) for future in long} == {b"v"}
         assert other.check(["k"])
-        assert other._connection.num_open == 0
+        assert other.connection.protocol.num_open == 0
 
 
 def test_large_values_both_ways_at_once(master, threads):
@@ -117,7 +124,7 @@ def test_large_values_both_ways_at_once(master, threads):
 
 
 def test_an_item_that_a_pop_was_refused_is_not_lost(master, monkeypatch):
-    server, item = master._server._server, bytes(200_000)
+    server, item = master.server.server, bytes(200_000)
     master.queue_push("q", item)
     with client(master) as other, monkeypatch.context() as smaller:
         smaller.setattr(server, "limit", 100_000)
@@ -128,7 +135,7 @@ def test_an_item_that_a_pop_was_refused_is_not_lost(master, monkeypatch):
 
 def test_an_interrupted_wait_leaves_nothing_behind(master, monkeypatch):
     with client(master) as other:
-        wait = other._connection._socket.wait
+        wait = other.connection.sock.wait
         calls = []
 
         def interrupted(deadline: Deadline) -> None:
@@ -137,12 +144,12 @@ def test_an_interrupted_wait_leaves_nothing_behind(master, monkeypatch):
                 raise KeyboardInterrupt
             wait(deadline)
 
-        monkeypatch.setattr(other._connection._socket, "wait", interrupted)
+        monkeypatch.setattr(other.connection.sock, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             other.get("k")
         master.set("k", "v")
         assert other.get("k") == b"v"
-        assert other._connection.num_open == 0
+        assert other.connection.protocol.num_open == 0
 
 
 @contextlib.contextmanager
@@ -151,7 +158,7 @@ def busy(connection: BlockingConnection) -> Iterator[None]:
     began, over = threading.Event(), threading.Event()
 
     def send() -> None:
-        with connection._send_lock:
+        with connection.send_lock:
             began.set()
             over.wait(LONG)
         connection.give_up(0)  # as a thread that sends looks at the queue once more
@@ -167,11 +174,11 @@ def busy(connection: BlockingConnection) -> Iterator[None]:
 
 
 def test_who_gives_up_while_the_socket_is_busy_is_forgotten_by_the_store_when_it_is_not(master, threads, until):
-    state = master._server._server.state
+    state = master.server.server.state
     with client(master) as other:
         popping = threads.submit(other.queue_pop, "q", timeout=2 * UNIT)
         until(lambda: state.num_open == 1)
-        with busy(other._connection), pytest.raises(StoreTimeoutError):
+        with busy(other.connection), pytest.raises(StoreTimeoutError):
             popping.result(LONG)
         until(lambda: state.num_open == 0)
         master.queue_push("q", b"item")
@@ -179,11 +186,11 @@ def test_who_gives_up_while_the_socket_is_busy_is_forgotten_by_the_store_when_it
 
 
 def test_an_item_that_arrived_while_the_socket_is_busy_stays_taken(master, threads, until):
-    state = master._server._server.state
+    state = master.server.server.state
     with client(master) as other:
         popping = threads.submit(other.queue_pop, "q")
         until(lambda: state.num_open == 1)
-        with busy(other._connection):
+        with busy(other.connection):
             master.queue_push("q", b"item")
             assert popping.result(LONG) == b"item"
         until(lambda: state.num_open == 0)
@@ -194,7 +201,7 @@ def test_an_item_that_arrived_while_the_socket_is_busy_stays_taken(master, threa
 def test_long_value_that_times_out_half_sent_leaves_the_connection_usable(sent, master, monkeypatch):
     value = os.urandom(300_000)  # two chunks and a message that refers to them, which cannot be taken back
     with client(master) as other:
-        sock = other._connection._socket
+        sock = other.connection.sock
         send_unsent, calls = sock._send_unsent, itertools.count()
 
         def send_until_full(deadline: Deadline) -> None:
@@ -212,7 +219,7 @@ def test_long_value_that_times_out_half_sent_leaves_the_connection_usable(sent, 
         other.set("another", value)
         assert other.get("another") == value
         assert not other.check(["k"])
-        assert other._connection._socket is sock
+        assert other.connection.sock is sock
 
 
 # -- connecting ------------------------------------------------------------------------------------
@@ -343,6 +350,17 @@ def test_a_store_that_is_dropped_hangs_up_and_stops_serving():
         time.sleep(0.001)
 
 
+def num_sockets_at(port: int) -> int:
+    """Return the number of this process's connections to and listeners at a port."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that listed the folder
+            if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as sock:
+                    found += sock.family == socket.AF_INET and sock.getsockname()[1] == port
+    return found
+
+
 def _use_after_fork(store: TCPStore, news: Subscription) -> None:
     try:
         store.get("k")
@@ -350,8 +368,7 @@ def _use_after_fork(store: TCPStore, news: Subscription) -> None:
         try:
             news.get()
         except UsageError:
-            numbers = [connection._socket._sock.fileno() for connection in (store._connection, news._desk)]
-            assert not any(stat.S_ISSOCK(os.fstat(number).st_mode) for number in numbers)
+            assert num_sockets_at(store.port) == 0
             store.close()
             os._exit(17)
     os._exit(1)
@@ -362,6 +379,7 @@ def _use_after_fork(store: TCPStore, news: Subscription) -> None:
 def test_a_store_is_not_used_by_a_forked_child(master):
     master.set("k", "v")
     with master.subscribe("news") as news:
+        assert num_sockets_at(master.port) > 0
         master.publish("news", "for the parent")
         child = multiprocessing.get_context("fork").Process(target=_use_after_fork, args=(master, news))
         child.start()
@@ -388,7 +406,7 @@ def test_a_child_forked_while_a_thread_connects_is_told_too(master, threads):
         before = set(proxy._connections)
         proxy.cut()
         proxy.until(lambda: set(proxy._connections) - before)
-        with other._connection.lock:  # as the thread that connects may have it then
+        with other.connection.lock:  # as the thread that connects may have it then
             child = multiprocessing.get_context("fork").Process(target=_ask_after_fork, args=(other,))
             child.start()
         child.join(LONG)

@@ -88,10 +88,7 @@ def get_what_comes_later(store: TCPStore, master: TCPStore) -> None:
 
 
 def get_over_another_connection(store: TCPStore, master: TCPStore) -> None:
-    connection = store._connection
-    breaking = threading.Thread(target=connection._lose, args=(connection._socket, "said by a test"))
-    breaking.start()
-    breaking.join()
+    store.connection.sock.wake()
     store.set("k", b"v")
     assert store.get("k", timeout=LONG) == b"v"
 
@@ -102,8 +99,8 @@ CALLS = pytest.mark.parametrize("call", [pop, set_a_long_value, get_what_comes_l
 @CALLS
 def test_an_interrupt_at_any_moment_leaves_a_store_that_works(call: Callable[[TCPStore, TCPStore], None]):
     with TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master, ThreadPoolExecutor(1) as other_thread:
-        assert master._server is not None
-        server = master._server._server
+        assert master.server is not None
+        server = master.server.server
         for place in itertools.count(1):
             master.queue_push("q", b"item")
             store = TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG)
@@ -113,7 +110,7 @@ def test_an_interrupt_at_any_moment_leaves_a_store_that_works(call: Callable[[TC
                 over = True
             try:
                 assert other_thread.submit(store.add, "n", 1).result(LONG) > 0
-                assert store._connection.num_open == 0
+                assert store.connection.protocol.num_open == 0
                 assert server.state.num_open == 0  # no item is held for who has gone
             finally:
                 other_thread.submit(store.close).result(LONG)
@@ -147,11 +144,11 @@ def test_an_interrupt_of_who_waits_for_another_thread_leaves_a_store_that_works(
             with TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store:
                 over = False
                 with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-                    patch.setattr(store._connection, "lock", Contended(store._connection.lock, place))
+                    patch.setattr(store.connection, "lock", Contended(store.connection.lock, place))
                     call(store, master)
                     over = True
                 assert other_thread.submit(store.add, "n", 1).result(LONG) > 0
-                assert store._connection.num_open == 0
+                assert store.connection.protocol.num_open == 0
             if over:
                 break
         assert place > 3
@@ -159,14 +156,14 @@ def test_an_interrupt_of_who_waits_for_another_thread_leaves_a_store_that_works(
 
 def test_a_signal_handler_that_calls_in_the_middle_of_a_call_is_told(monkeypatch):
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as store:
-        connection = store._connection
+        connection = store.connection
 
         def interrupted(deadline: Deadline, pending: object) -> None:
             monkeypatch.undo()
-            connection._socket.send(b"\0\0\0", deadline)
+            connection.sock.send(b"\0\0\0", deadline)
             store.set("k", "its bytes would stand in the middle of another request")
 
-        monkeypatch.setattr(connection._socket, "drain", interrupted)
+        monkeypatch.setattr(connection.sock, "drain", interrupted)
         with pytest.raises(UsageError, match="signal handler"):
             store.set("k", "v")
         store.set("l", "w")
@@ -182,33 +179,33 @@ def test_a_signal_handler_that_calls_while_its_thread_waits_is_told(monkeypatch)
     ):
 
         def interrupts(connection: blocking.BlockingConnection, call: Callable[[], object]) -> None:
-            wait = connection._socket.wait
+            wait = connection.sock.wait
 
             def interrupted(deadline: Deadline) -> None:
                 patch.undo()
                 with pytest.raises(UsageError, match="signal handler"):
                     call()
-                master.set("k", "v") if connection is store._connection else master.publish("news", "v")
+                master.set("k", "v") if connection is store.connection else master.publish("news", "v")
                 wait(deadline)
 
-            patch.setattr(connection._socket, "wait", interrupted)
+            patch.setattr(connection.sock, "wait", interrupted)
 
         with monkeypatch.context() as patch:
-            interrupts(store._connection, lambda: store.set("another", ""))
+            interrupts(store.connection, lambda: store.set("another", ""))
             assert store.get("k") == b"v"
         with monkeypatch.context() as patch:
-            interrupts(news._desk, news.get)
+            interrupts(news.client, news.get)
             assert news.get(LONG) == b"v"
         assert store.list_keys() == ["k"]
 
 
-@pytest.mark.parametrize(("holder", "method"), [("_protocol", "ask"), ("_protocol", "receive"), ("_socket", "drain")])
+@pytest.mark.parametrize(("holder", "method"), [("protocol", "ask"), ("protocol", "receive"), ("sock", "drain")])
 def test_a_signal_handler_may_close_the_store_in_the_middle_of_a_call(holder, method, monkeypatch):
     with (
         TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as master,
         TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store,
     ):
-        interrupted = getattr(getattr(store._connection, holder), method)
+        interrupted = getattr(getattr(store.connection, holder), method)
         closed = threading.Event()
 
         def closes(*arguments: object) -> object:
@@ -222,7 +219,7 @@ def test_a_signal_handler_may_close_the_store_in_the_middle_of_a_call(holder, me
                 while True:
                     store.set("k", "v")
 
-        monkeypatch.setattr(getattr(store._connection, holder), method, closes)
+        monkeypatch.setattr(getattr(store.connection, holder), method, closes)
         calling = threading.Thread(target=call, daemon=True)
         calling.start()
         calling.join(LONG)
@@ -235,7 +232,7 @@ def test_a_close_that_was_interrupted_can_be_repeated(monkeypatch):
         TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store,
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(store._connection, "lock", Contended(store._connection.lock, 1))
+            patch.setattr(store.connection, "lock", Contended(store.connection.lock, 1))
             with pytest.raises(KeyboardInterrupt):
                 store.close()
         store.close()

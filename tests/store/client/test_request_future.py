@@ -76,7 +76,7 @@ async def test_who_is_cancelled_in_any_form_gives_the_request_up(store, server, 
         assert not asked.done()
         asked.cancel()
     await eventually(lambda: server.state.num_open == 0)
-    assert store._line._conversation.num_open == 0
+    assert store.connection.protocol.num_open == 0
 
 
 async def test_shielded_it_is_answered_though_who_waited_was_cancelled(store):
@@ -89,9 +89,7 @@ async def test_shielded_it_is_answered_though_who_waited_was_cancelled(store):
 
 async def test_who_makes_a_task_of_one_is_told_that_it_needs_none(store):
     asked = store.get("k")
-    said = (
-        r"a coroutine was expected, got <a future, get of 'k', that is under way: await it as it is, it needs no task>"
-    )
+    said = r"a coroutine was expected, got <a future, get of 'k', that is pending: await it as it is, it needs no task>"
     with pytest.raises(TypeError, match=said):
         asyncio.get_running_loop().create_task(asked)
     with pytest.raises(ExceptionGroup) as caught:
@@ -213,11 +211,11 @@ async def test_limits_of_every_length_pass_in_their_order(store, server):
 async def test_no_timer_is_left_of_requests_that_are_over(store):
     with pytest.raises(StoreTimeoutError):
         await store.get("never", timeout=UNIT)
-    assert store._line._limits._timer is None
+    assert store.connection.deadlines.active is False
     await store.set("k", b"v", ephemeral=True)
-    assert store._line._limits._timer is not None  # it is looked at when it goes off, and not before
+    assert store.connection.deadlines.active is True  # it is looked at when it goes off, and not before
     await store.close()
-    assert store._line._limits._timer is None
+    assert store.connection.deadlines.active is False
 
 
 async def test_what_is_asked_of_a_closed_store_fails_when_it_is_awaited(store):

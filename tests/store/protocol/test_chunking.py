@@ -184,7 +184,7 @@ def test_blocking_socket_sends_queued_requests_between_the_chunks_of_a_large_val
                 return sent
 
         blocking._sock = Sock()
-        blocking.enqueue(value, 1)
+        blocking.enqueue(value)
         blocking.drain(Deadline.after(LONG))
         assert [len(frame) > PIECE_NBYTES for frame in frames[:-1]] == [True, False] * 4
 
@@ -244,10 +244,10 @@ async def test_missing_room_is_reported_before_the_whole_value_has_arrived(stric
 async def test_repeated_request_needs_no_room(strict, eventually):
     store, other = await reach("127.0.0.1", strict.port), await reach("127.0.0.1", strict.port)
     await other.set("most", bytes(4 << 20))
-    store._line.link._transport.pause_reading()
+    store.connection.link.transport.pause_reading()
     appending = store.append("k", patterned(3 << 20))
     await eventually(lambda: strict.state.keys.peek("k"))
-    store._line.link.abort()
+    store.connection.link.abort()
     await appending
     assert await store.get("k") == patterned(3 << 20)
     await store.close()
@@ -260,7 +260,7 @@ async def test_earlier_request_of_the_same_read_makes_room(strict, eventually):
     await store.set("l", bytes((1 << 20) - LONG_NBYTES))
     setting = ChunkedMessage(pack, (102, Op.SET, "m", bytes(LONG_NBYTES + 1)), request_piece)
     frames = [framed([message]) for message in (pack((101, Op.DELETE_KEY, "k")), *setting)]
-    store._line.link._transport.write(b"".join(frames))
+    store.connection.link.transport.write(b"".join(frames))
     await eventually(lambda: strict.state.keys.peek("m"))
     await store.close()
 
@@ -318,7 +318,7 @@ async def test_half_a_value_is_dropped_when_it_is_cancelled(strict, eventually):
 async def test_cancelled_large_reply_is_abandoned(server, store, eventually):
     value = patterned(LARGE_NBYTES // 4)
     await store.set("large", value)
-    arriving = store._line._conversation._arriving
+    arriving = store.connection.protocol.arriving
     for _ in range(3):
         getting = asyncio.ensure_future(store.get("large"))
         await eventually(lambda: arriving.nbytes > 0)
@@ -359,7 +359,7 @@ async def test_long_message_is_freed_without_the_collector(server, store, no_col
     setting.cancel()
     await eventually(all_freed(ChunkedMessage))
     getting = asyncio.ensure_future(store.get("large"))
-    await eventually(lambda: store._line._conversation._arriving.nbytes > 0)
+    await eventually(lambda: store.connection.protocol.arriving.nbytes > 0)
     getting.cancel()
     await eventually(all_freed(ChunkedMessage))
 
@@ -429,7 +429,7 @@ def test_blocking_store_sends_a_value_again_after_the_connection_broke(cut_mib):
 
 
 async def test_chunk_without_a_message_ends_the_connection(server, store, caplog):
-    store._line.link._transport.write(framed([Encoder().pack((1, Op.PIECE, 0, b"small and first"))]))
+    store.connection.link.transport.write(framed([Encoder().pack((1, Op.PIECE, 0, b"small and first"))]))
     await store.set("k", b"v")  # over another connection
     assert "a chunk of a message" in caplog.text
 
