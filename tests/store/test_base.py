@@ -99,6 +99,7 @@ def test_wait_and_get_time_out(any_store):
     assert store.timeout == timedelta(seconds=UNIT)
     with pytest.raises(StoreTimeoutError):
         store.get("k")
+    store.set_timeout(LONG)
     store.set("k", "still good")
     assert store.get("k") == b"still good"
 
