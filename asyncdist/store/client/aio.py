@@ -107,7 +107,7 @@ class ReconnectingConnection:
         self.where = f"{host}:{port}"
         self.over: StoreConnectionError | None = None
         self.link: StoreConnection | None = None
-        """The present connection, None while there is none."""
+        """The present connection, None during a reconnect."""
         self.protocol = ClientProtocol(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
         self.policy = ReconnectPolicy(self.protocol, host, port, config.store_reconnect)
         self.deadlines = DeadlineTimer(self.protocol.open_requests)

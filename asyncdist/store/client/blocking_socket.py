@@ -126,7 +126,7 @@ class BlockingSocket:
                 raise TimeoutError
 
     def take(self) -> bytes:
-        """Return the bytes that have arrived, b"" if there are none. Raises ConnectionError."""
+        """Return the bytes that have arrived, possibly b"". Raises ConnectionError."""
         try:
             data = self._sock.recv(self._read_nbytes)
         except BlockingIOError:  # poll() may report bytes that the kernel then discards

@@ -56,7 +56,7 @@ async def open_connection(
 
 
 class StoreConnection(asyncio.Protocol):
-    """A connection to the store. ``transport`` is None while there is none."""
+    """A connection to the store. ``transport`` is None before and after it is open."""
 
     def __init__(self, protocol: ClientProtocol, token: str | None) -> None:
         self._loop = asyncio.get_running_loop()

@@ -41,7 +41,7 @@ from asyncdist.store.state.model import cost_of, named
 log = logging.getLogger("asyncdist")
 
 IDENTITY_NBYTES = 16
-"""The size of a random identity; two clients never have the same one."""
+"""The size of a random identity. That of another client is never equal."""
 _LONGEST_LEASE = 365 * 86400.0
 """Seconds: a year stands for no limit."""
 _ACKNOWLEDGE_AFTER_NBYTES = 64 << 10
@@ -85,7 +85,7 @@ class ClientProtocol:
         self.stays = False
         """Whether the store is a daemon, which may be restarted."""
         self.lost: StoreConnectionError | None = None
-        """Why the session cannot be resumed although a server answers: it does not have the client's data."""
+        """Why the session cannot be resumed although a server answers: the client's data is lost."""
         self.answered = False
         """Whether the store has answered a request over the present connection."""
         self.output: list[bytes | ChunkedMessage] = []

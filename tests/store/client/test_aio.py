@@ -339,23 +339,18 @@ async def test_a_client_that_comes_before_its_server(config, monkeypatch):
         assert await store.add("n", 1) == 1
 
 
-async def test_nobody_answers():
+@pytest.mark.parametrize("listens", [False, True])
+async def test_no_store_answers(listens):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
+        if listens:
+            silent.listen()
         with pytest.raises(StoreConnectionError, match=r"no store answered at 127.0.0.1:\d+ within"):
             await AsyncStore.connect("127.0.0.1", silent.getsockname()[1], timeout=UNIT)
 
 
-async def test_somebody_answers_and_says_nothing():
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        with pytest.raises(StoreConnectionError):
-            await AsyncStore.connect("127.0.0.1", silent.getsockname()[1], timeout=UNIT)
-
-
 @pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\nthis is a web server, not a store\r\n", bytes(100)])
-async def test_somebody_else_answers(said):
+async def test_another_program_answers(said):
     async def answer(reader, writer):
         writer.write(said)
         await reader.read()
@@ -368,8 +363,8 @@ async def test_somebody_else_answers(said):
 
 
 @pytest.mark.parametrize("kind", [AsyncStore, TCPStore])
-async def test_who_reaches_itself_tries_again(config, kind):
-    """As a socket does whose own port is the one that it dials, where nobody listens at that yet."""
+async def test_client_connected_to_itself_tries_again(config, kind):
+    """A socket connects to itself if its own port is the destination and no process listens there yet."""
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as port:
         port.setblocking(False)

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a call: whoever uses the store after that, in this thread or another, is served."""
+"""Ctrl-C at any moment of a blocking call leaves a store that this thread and others can use."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_an_interrupt_at_any_moment_leaves_a_store_that_works(call: Callable[[TC
 
 
 class Contended:
-    """A lock that another thread has whenever this one wants it: the ``place``-th time, a signal comes meanwhile."""
+    """A lock during whose ``place``-th acquisition by this thread a signal arrives."""
 
     def __init__(self, lock: threading.Lock, place: int) -> None:
         self._lock, self._left, self._thread = lock, place, threading.get_ident()
@@ -137,7 +137,7 @@ class Contended:
 
 
 @CALLS
-def test_an_interrupt_of_who_waits_for_another_thread_leaves_a_store_that_works(call, monkeypatch):
+def test_an_interrupt_during_the_wait_for_a_lock_leaves_a_store_that_works(call, monkeypatch):
     with TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master, ThreadPoolExecutor(1) as other_thread:
         for place in itertools.count(1):
             master.queue_push("q", b"item")

@@ -52,7 +52,7 @@ FORMS = {
     "as_completed": first_of,
     "shield": asyncio.shield,
 }
-"""What asyncio has for futures, each returning what one comes to."""
+"""The ways in which asyncio waits for a future; each returns its result."""
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -186,7 +186,7 @@ def test_who_asks_when_the_loop_has_ended_is_told_to_connect_again():
 
 
 async def test_limits_of_every_length_pass_in_their_order(store, server):
-    """By the loop's own timers, which are late with ours where the loop is."""
+    """Measured with the loop's timers, which are late together with the store's."""
     loop = asyncio.get_running_loop()
 
     async def wait(limit: float) -> None:
