@@ -134,7 +134,7 @@ _lock = threading.Lock()
 
 
 def background_loop() -> BackgroundLoop:
-    """Return the process's background loop; start it if there is none, which is so in a forked child too.
+    """Return the process's background loop; start it on first use, also in a forked child.
 
     A loop that is closing is still returned, for the work that is left on it. While the process exits no other loop
     follows it: the caller then gets a closed one.

@@ -26,7 +26,7 @@ class Backoff:
     Args:
         first: The first pause in seconds.
         longest: The longest pause in seconds.
-        deadline: The end of the attempts; by default there is none.
+        deadline: The end of the attempts; None for attempts without end.
         sleep: Pauses the calling thread in a ``for`` loop, `time.sleep` by default. With an event's ``wait``, a pause
             ends when the event is set.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing.util  # noqa: F401 - its exit handler joins children: it has to run after ours, which they may await
+import multiprocessing.util  # noqa: F401 - its exit handler, which joins children, must run after this module's
 import os
 import weakref
 from collections.abc import Callable

@@ -55,7 +55,8 @@ class ReduceOp(Enum):
     BXOR = 8
     PREMUL_SUM = 9
 
-    __hash__ = object.__hash__  # members are unique; Enum's own goes through the name, in Python, at every look-up
+    # Members are unique. Enum's own hash is a Python function, which costs time at every look-up.
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class DeviceGroup(CollectiveOps):
         """Name of the chosen backend; None until the first operation has run."""
         return None if self._backend is None else self._backend.name
 
-    # -- the one path --------------------------------------------------------------------------
+    # -- issuing -------------------------------------------------------------------------------
 
     def _group_for(self, value: Any) -> DeviceGroup:
         return self
@@ -276,7 +276,7 @@ class DeviceGroup(CollectiveOps):
             )
         return tensor
 
-    # -- failing -------------------------------------------------------------------------------
+    # -- failure -------------------------------------------------------------------------------
 
     def _check_health(self, pending: Pending) -> None:
         self.desync_detector.listen()

@@ -1,9 +1,9 @@
-"""Memory as the runtime sees it: flat, contiguous, addressable as bytes and as elements, never copied to be looked at.
+"""Tensors as flat, contiguous memory, which can be addressed as bytes and as elements without a copy.
 
-Every layer above uses it. `Memory` is the place of our schedules: a run of elements of a tensor with two faces, a
-`memoryview` for the wire and a tensor for arithmetic, each made only when asked for. `TensorBlocks` splits one into
-numbered blocks. `input_memory` and `OutputTensor` say how a user's tensor of any layout becomes a Memory and how the
-result gets back, `copy_overlapping_inputs` what becomes of tensors that overlap. `Scratch` keeps buffers for reuse.
+Every layer above uses it. A schedule works on `Memory`: a range of a tensor's elements, as a `memoryview` for the wire and
+as a tensor for arithmetic; both are created on first use. `TensorBlocks` splits a memory into numbered blocks.
+`input_memory` and `OutputTensor` turn a user's tensor of any layout into a memory, and write the result back.
+`copy_overlapping_inputs` copies inputs that overlap outputs. `Scratch` keeps buffers for reuse.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in DTYPE_NUMBE
 
 _EMPTY = memoryview(bytearray())
 _STRIDED = torch.strided
-_SCRATCH_NBYTES = 8 << 20  # that are kept for reuse
+# Bytes that a `Scratch` keeps for reuse.
+_SCRATCH_NBYTES = 8 << 20
 
 
 class Memory:
-    """A run of elements of one flat tensor.
+    """A range of elements of one flat tensor.
 
-    ``tensor`` is one-dimensional and contiguous, ``view`` the same memory as writable bytes. ``wire`` is the dtype in
-    which peers send what is folded into this memory, where it differs from the memory's own.
+    ``tensor`` is one-dimensional and contiguous, ``view`` the same memory as writable bytes. ``wire`` is the dtype in which
+    peers send contributions to this memory, if it differs from the memory's own.
     """
 
     __slots__ = ("_base", "_tensor", "_view", "count", "dtype", "itemsize", "nbytes", "start", "stop", "wire")
 
     def __init__(self, tensor: torch.Tensor, *, wire: torch.dtype | None = None) -> None:
         if tensor.is_inference():
-            tensor = _written_anywhere(tensor)
+            tensor = _outside_inference_mode(tensor)
         self._base: Memory | None = None
         self._tensor: torch.Tensor | None = tensor
         self._view: memoryview | None = None
@@ -72,7 +73,7 @@ class Memory:
 
     @property
     def raw(self) -> torch.Tensor:
-        """The elements as bytes, to be copied: not every dtype has a kernel for that."""
+        """The elements as uint8, for copies: torch has no copy kernel for some dtypes."""
         return self.tensor.view(torch.uint8)
 
     @property
@@ -98,22 +99,24 @@ class Memory:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a contiguous tensor's memory as bytes; they keep the tensor alive.
+    """Return a contiguous tensor's memory as bytes, which keep the tensor alive.
 
-    Not by way of numpy: a tensor that has been shown to it can never be resized again, as FSDP resizes its own.
+    numpy is not used, because a tensor that shares its memory with numpy cannot be resized any more, as FSDP does.
     """
     nbytes = tensor.numel() * tensor.itemsize
     if nbytes == 0:
         return _EMPTY
     if not tensor.is_cpu:
-        raise UsageError(f"a tensor on {tensor.device} where one in the host's memory is needed: move it with .cpu()")
+        raise UsageError(
+            f"this operation needs a tensor in host memory, and got one on {tensor.device}: move it with .cpu()"
+        )
     shown: Any = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
     shown.tensor = tensor
     return memoryview(shown).cast("B")
 
 
-def _written_anywhere(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor made in inference mode as one that a driver outside of that mode may write."""
+def _outside_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of an inference tensor as a tensor that may be written outside of inference mode."""
     with torch.inference_mode(False):
         if tensor.numel() == 0:
             return torch.empty(0, dtype=tensor.dtype, device="cpu")
@@ -124,7 +127,7 @@ NOTHING = Memory(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
 class TensorBlocks:
-    """One memory in numbered blocks: ``blocks[i]`` is a block, ``blocks[lo:hi]`` the run of them as one place."""
+    """One memory in numbered blocks: ``blocks[i]`` is one block, ``blocks[low:high]`` a range of blocks as one memory."""
 
     __slots__ = ("_bounds", "_memory", "_single")
 
@@ -135,7 +138,7 @@ class TensorBlocks:
 
     @classmethod
     def split(cls, memory: Memory, parts: int) -> TensorBlocks:
-        """Split into ``parts`` blocks whose sizes differ by one element at most."""
+        """Split a memory into ``parts`` blocks whose sizes differ by at most one element."""
         return cls(memory, [memory.count * part // parts for part in range(parts + 1)])
 
     def __len__(self) -> int:
@@ -157,25 +160,25 @@ Places = TypeVar("Places", bound=Sequence[Memory] | TensorBlocks)
 def copy_overlapping_inputs(
     read: Places, written: Sequence[Memory] | TensorBlocks, own: Mapping[int, int]
 ) -> Places | list[Memory]:
-    """Return what an operation reads, with a copy of each place that it also writes into, as if it had read all first.
+    """Return the inputs of an operation, with a copy of each that overlaps an output.
 
-    Each way reads and writes blocks in an order of its own, and peers may read ours where it lies. ``own[i] = j`` is the
-    exception that each way knows, a rank's own block: ``read[i]`` may be ``written[j]``, but not a part of it.
+    Transports read and write blocks in different orders, and peers may read inputs in place. Every transport supports one
+    overlap, a rank's own block: if ``own[i] = j``, ``read[i]`` may be ``written[j]``, but not a part of it.
     """
-    rooms = []
+    outputs = []
     for number in range(len(written)):
         place = written[number]
         if place.count:
             start = place.address
-            rooms.append((start, start + place.nbytes, number))
-    rooms.sort()
-    starts, stops = [room[0] for room in rooms], [room[1] for room in rooms]
+            outputs.append((start, start + place.nbytes, number))
+    outputs.sort()
+    starts, stops = [output[0] for output in outputs], [output[1] for output in outputs]
     copies: dict[int, Memory] = {}
     for number in range(len(read)):
         place = read[number]
         start = place.address
         stop = start + place.nbytes
-        hit = rooms[bisect_right(stops, start) : bisect_left(starts, stop)]
+        hit = outputs[bisect_right(stops, start) : bisect_left(starts, stop)]
         if hit and place.count and hit != [(start, stop, own.get(number))]:
             copies[number] = Memory(place.tensor.clone(), wire=place.wire)
     return [copies.get(number) or read[number] for number in range(len(read))] if copies else read
@@ -195,7 +198,7 @@ def copy_overlapping_rows(rows: Sequence[tuple[Places, Memory]], size: int, rank
 def flat_memory(tensor: torch.Tensor) -> Memory:
     """Return the memory of a contiguous tensor.
 
-    To torch a lone element is contiguous with any stride, but only with a stride of 1 is it to be seen as bytes.
+    torch calls a tensor of one element contiguous with any stride, but views it as bytes only with stride 1.
     """
     return Memory(tensor if tensor.dim() == 1 and tensor.stride(0) == 1 else tensor.as_strided((tensor.numel(),), (1,)))
 
@@ -212,10 +215,11 @@ def block_memories(blocks: torch.Tensor | Sequence[torch.Tensor] | None, size: i
 
 
 def tensor_of(value: Any, *, written: bool = False) -> torch.Tensor:
-    """Return a tensor or numpy array as a dense tensor that shares its memory, without its gradient.
+    """Return a tensor or numpy array as a dense tensor that shares its memory and requires no gradient.
 
-    Raises UsageError for anything else, and UnsupportedError for what no transport can carry (another device, a
-    sparse layout, a read-only array that would be ``written``).
+    Raises:
+        UsageError: ``value`` is neither, or it is a read-only array that would be ``written``.
+        UnsupportedError: No transport carries its device, layout or dtype.
     """
     if isinstance(value, torch.Tensor):
         if (value.is_cpu or value.is_cuda) and value.layout is torch.strided and value.dtype in DTYPE_NUMBERS:
@@ -245,7 +249,7 @@ def _unusable(value: Any) -> UsageError:
 
 
 def input_memory(value: Any) -> Memory:
-    """Return memory that holds the tensor's elements in order; a copy only if they do not lie so already."""
+    """Return the tensor's elements in order; a copy only if the tensor is not contiguous."""
     return flat_memory(_in_order(tensor_of(value)))
 
 
@@ -260,7 +264,7 @@ def in_order(tensor: torch.Tensor) -> bool:
 
 
 def _lazy(tensor: torch.Tensor) -> bool:
-    """Say whether the tensor's memory holds the negatives or conjugates of its elements."""
+    """Return whether the memory holds the negatives or conjugates of the tensor's elements."""
     return tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj())
 
 
@@ -269,11 +273,11 @@ def _in_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class OutputTensor:
-    """A user's tensor that an operation writes into (and may read first).
+    """A user's tensor that an operation writes, and may read first.
 
-    ``memory`` is the tensor's own where its elements lie in order, else a copy (``copied``); after the operation the caller
-    calls `store`, which writes a copy back and tells autograd that the tensor has changed. UsageError if several elements
-    of the tensor share one place in memory.
+    ``memory`` is the tensor's own if it is contiguous, else a copy (``copied``). After the operation the caller calls
+    `store`, which writes a copy back and increments autograd's version of the tensor. Raises UsageError if several
+    elements of the tensor share one memory location.
     """
 
     __slots__ = ("copied", "memory", "tensor")
@@ -306,7 +310,7 @@ in inference mode have no version.
 def _check_apart(tensor: torch.Tensor) -> None:
     if _overlaps_itself(tensor):
         raise UsageError(
-            "this tensor is expanded or unfolded, several of its elements share one place in memory: pass .clone()"
+            "several elements of this expanded or unfolded tensor share one memory location: pass .clone()"
         )
 
 
@@ -316,7 +320,8 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
         return False
     reach, nested = 0, True
     for stride, count in dimensions:
-        nested = nested and stride > reach  # it steps over all that smaller strides reach
+        # The stride steps over everything that the smaller strides reach.
+        nested = nested and stride > reach
         reach += stride * (count - 1)
     if nested or dimensions[0][0] == 0:
         return not nested
@@ -329,10 +334,10 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 class Scratch:
-    """Buffers for reuse: what the runtime needs above the users' tensors.
+    """Reusable buffers for partial results.
 
-    Keeps at most `_SCRATCH_NBYTES`, by exact size, because the same operations come again and again; when others come,
-    what is kept is let go.
+    It keeps at most `_SCRATCH_NBYTES`, by exact size, because programs repeat the same operations. It drops them all when
+    the limit is exceeded.
     """
 
     def __init__(self) -> None:
@@ -340,19 +345,20 @@ class Scratch:
         self._free: dict[tuple[int, torch.dtype], list[Memory]] = {}
 
     def take(self, count: int, dtype: torch.dtype) -> Memory:
-        """Return memory of ``count`` elements with undefined content; give it back with `give`."""
+        """Return memory of ``count`` elements with undefined content; return it with `give`."""
         free = self._free.get((count, dtype))
         if free:
             try:
                 memory = free.pop()
-            except IndexError:  # another thread was faster
+            # Another thread took the last one.
+            except IndexError:
                 return Memory(torch.empty(count, dtype=dtype, device="cpu"))
             self._kept_nbytes -= memory.nbytes
             return memory
         return Memory(torch.empty(count, dtype=dtype, device="cpu"))
 
     def give(self, memory: Memory) -> None:
-        """Take back what `take` gave out; nothing may use it any more."""
+        """Take back memory of `take`, which nothing uses any more."""
         nbytes = memory.nbytes
         if self._kept_nbytes + nbytes > _SCRATCH_NBYTES:
             self._free.clear()

@@ -1,8 +1,8 @@
-"""The arithmetic of reductions: one kernel per operation, and what to do for dtypes that torch has no kernel for.
+"""The arithmetic of reductions: one kernel per operation, also for dtypes without torch kernels.
 
 Sums of float16, bfloat16 and float8 are accumulated in float32 (`accumulator`). Unsigned integers, for which torch has
 few kernels, are added and multiplied as signed ones of the same width (two's complement makes them equal), and compared
-with numpy's kernels.
+with numpy's kernels. The engine, the transports and device backends call it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def kernel_of(op: Reduction) -> ReduceOp:
 
 
 def check(op: Reduction, dtype: torch.dtype) -> None:
-    """Raise UnsupportedError if the reduction makes no sense for the dtype."""
+    """Raise UnsupportedError if the reduction is not defined for the dtype."""
     kernel = kernel_of(op)
     floating = dtype.is_floating_point or dtype.is_complex
     if kernel in _BITWISE and floating:
@@ -87,7 +87,7 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
 
 
 def fold_of(op: Reduction, dtype: torch.dtype) -> Fold:
-    """Return the function that folds one run of elements into another of accumulator dtype ``dtype``."""
+    """Return the function that folds elements into others of the accumulator dtype ``dtype``."""
     kernel = kernel_of(op)
     if dtype in _SIGNED:
         if kernel in _ORDERED:
@@ -97,7 +97,7 @@ def fold_of(op: Reduction, dtype: torch.dtype) -> Fold:
 
 
 def combine_of(op: Reduction, dtype: torch.dtype) -> Combine:
-    """Return the function that combines two runs of elements of ``dtype`` into a third."""
+    """Return the function that combines two flat tensors of ``dtype`` into a third."""
     kernel = kernel_of(op)
     if dtype not in _SIGNED:
         return _TORCH[kernel]
@@ -109,10 +109,16 @@ def combine_of(op: Reduction, dtype: torch.dtype) -> Combine:
 
 
 class Arithmetic(NamedTuple):
-    """What a reduction of a dtype needs: its kernels, the dtype to accumulate in, and whether that is another one.
+    """How to reduce tensors of one dtype.
 
-    ``rounds_once`` says that the dtype's own kernel gives for two operands what accumulating would. ``op`` is what is left
-    to be done when inputs have been scaled: a plain reduction.
+    Attributes:
+        fold: Kernel that folds one tensor into another.
+        combine: Kernel that combines two tensors into a third.
+        accumulator: The dtype of partial results.
+        widens: Whether that is another dtype.
+        averages: Whether the sum is divided by the number of inputs.
+        rounds_once: Whether the dtype's own kernel rounds two operands as the accumulator does.
+        op: The reduction after the scaling of inputs (PREMUL_SUM becomes SUM).
     """
 
     fold: Fold
@@ -125,7 +131,7 @@ class Arithmetic(NamedTuple):
 
     @property
     def of_two(self) -> Combine | None:
-        """The one kernel that does what `reduce` does with two inputs; None where one is not enough."""
+        """A kernel that equals `reduce` of two inputs; None if one kernel is not enough."""
         return None if self.averages or (self.widens and not self.rounds_once) else self.combine
 
     def reduce(self, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -148,16 +154,16 @@ class Arithmetic(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def arithmetic(op: Reduction, dtype: torch.dtype) -> Arithmetic:
-    """Return how to reduce tensors of a dtype; UnsupportedError if that makes no sense.
+    """Return how to reduce tensors of a dtype. Raises UnsupportedError if the reduction is not defined for it.
 
-    Narrow floats are widened where rounding would add up (sums, products) and where there is no narrow kernel.
+    Narrow floats are widened if rounding errors would accumulate (sums, products) or no narrow kernel exists.
     """
     check(op, dtype)
     wide = accumulator(dtype)
     widens = wide is not dtype and (kernel_of(op) in (ReduceOp.SUM, ReduceOp.PRODUCT) or dtype.itemsize == 1)
     wide = wide if widens else dtype
     averages = op is ReduceOp.AVG
-    # Where two of float16 are averaged, their sum may be too large for it though their mean is not.
+    # The sum of two float16 may overflow although their mean does not.
     rounds_once = dtype is torch.bfloat16 or (dtype is torch.float16 and not averages)
     return Arithmetic(
         fold_of(op, wide),
@@ -179,7 +185,8 @@ def divide(tensor: torch.Tensor, by: int) -> None:
     parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if by & (by - 1):
         parts.div_(by)
-    else:  # exact as well, and several times as fast
+    # For powers of two this is exact too, and several times as fast.
+    else:
         parts.mul_(1 / by)
 
 

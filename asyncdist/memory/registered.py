@@ -28,18 +28,28 @@ _warned = False
 def empty(
     *size: Any, dtype: torch.dtype | None = None, shared: bool = True, requires_grad: bool = False
 ) -> torch.Tensor:
-    """Return an uninitialised CPU tensor, as `torch.empty` does, in memory that all ranks of this host see.
+    """Return an uninitialised CPU tensor, as `torch.empty` does, in memory that all ranks of this host have mapped.
 
-    Collectives on it copy nothing but their result, unless staging what is small takes less time: all-reduces below
-    32 KiB, others up to 256 KiB a rank. What a call has to lay out anew is copied as anywhere: tensors that are not
-    contiguous, inputs that overlap outputs or are scaled (PREMUL_SUM). ``size`` is some numbers or one sequence of them.
-    Where a machine has no shared memory, and with ``shared=False`` in place of the default, this is an ordinary tensor.
-    Needs no process group. A forked child sees the parent's memory itself, no copy of it. Raises SharedMemoryError if no
-    memory is left.
+    Collectives on it copy only their result. Small ones are staged, because that takes less time: all-reduces below
+    32 KiB, others up to 256 KiB per rank. Non-contiguous tensors, inputs that overlap outputs, and scaled inputs
+    (PREMUL_SUM) are copied as usual. It needs no process group. A forked child shares the memory of its parent's tensors.
+
+    Args:
+        size: Several numbers or one sequence of numbers.
+        dtype: The dtype; torch's default dtype by default.
+        shared: False returns an ordinary tensor, as does a machine without shared memory.
+        requires_grad: As for `torch.empty`.
+
+    Raises:
+        SharedMemoryError: No memory is left.
+
+    Example:
+        >>> tensor = asyncdist.empty(1024, dtype=torch.float32)
     """
     if not shared or not _possible():
         return torch.empty(*size, dtype=dtype, device="cpu", requires_grad=requires_grad)
-    form = torch.empty(*size, dtype=dtype, device="meta")  # so that torch judges the arguments
+    # torch checks the arguments.
+    form = torch.empty(*size, dtype=dtype, device="meta")
     block = arena().allocate(form.nbytes)
     tensor = tensor_of_block(block, form.numel(), form.dtype).view(form.shape)
     return tensor.requires_grad_(requires_grad)
@@ -58,9 +68,17 @@ def _possible() -> bool:
 def register(target: T, *, wanted: bool = True) -> T:
     """Move a tensor, or a module's parameters and buffers, into mapped memory; return the same object.
 
-    Values, strides and what is tied to what stay; so do the tensor objects, and optimizers that hold them. Other views
-    of the old memory (numpy arrays, slices taken before) stay there. Tensors on a CUDA device stay where they are: who
-    maps their memory keeps it mapped. If not ``wanted``, the arguments are only checked.
+    Values, strides, tied tensors and tensor objects are kept, and optimizers remain valid. Other views of the old memory
+    (numpy arrays, earlier slices) are not moved. CUDA tensors are not moved: peers keep their memory mapped.
+
+    Args:
+        target: A tensor or a module.
+        wanted: False only checks the arguments.
+
+    Raises:
+        UsageError: ``target`` is neither, or it is a lazy module without shapes.
+        UnsupportedError: A tensor cannot be registered.
+        SharedMemoryError: No memory is left; nothing was moved.
     """
     tensors = _tensors(target)
     if not wanted or not _possible():
@@ -99,7 +117,7 @@ def _tensors(target: object) -> Sequence[torch.Tensor]:
 
 
 def _span(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Return which bytes of their one storage tensors lie in, beginning where alignments stay what they are."""
+    """Return the range of bytes of one storage that tensors use; it begins at a multiple of `ALIGNMENT`."""
     start: list[int] = []
     stop: list[int] = []
     for tensor in tensors:
@@ -110,7 +128,7 @@ def _span(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
 
 
 def _move(tensor: torch.Tensor, storage: torch.UntypedStorage, start: int) -> None:
-    """Let a tensor lie in ``storage``, which is what its own was from byte ``start`` on."""
+    """Move a tensor to ``storage``, which holds the bytes of its old storage from ``start`` on."""
     offset = tensor.storage_offset() - start // tensor.itemsize
     with torch.inference_mode(tensor.is_inference()):
         moved = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, offset, tensor.shape, tensor.stride())

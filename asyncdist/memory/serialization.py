@@ -1,11 +1,11 @@
-"""Python objects as bytes, for the object collectives: plain data, tensors and arrays, without pickle.
+"""Serialization for the object collectives: plain data, tensors and arrays as bytes, without pickle.
 
-Carried as they are: None, bool, int, float, complex, str, bytes (as which bytearrays arrive), list, tuple, dict (any of
-these as keys), set, dense CPU tensors of any dtype, numpy arrays and scalars of plain dtypes; tuples and sets up to 32
-inside one another, lists and dicts up to 500. With ``weights_only=True`` also whatever
-``torch.load(weights_only=True)`` reads: ordered dictionaries, parameters, sparse tensors, classes that
-``torch.serialization.add_safe_globals`` was told. Anything else needs a pickle, which executes what a peer sent: only where
-``ASYNCDIST_ALLOW_PICKLE=1`` says that every rank is trusted, and never with ``weights_only=True``.
+It carries None, bool, int, float, complex, str, bytes (bytearrays arrive as bytes), list, tuple, dict (with any of these as
+keys), set, dense CPU tensors of any dtype, and numpy arrays and scalars of plain dtypes. Tuples and sets may be nested 32
+levels deep, lists and dicts 500. With ``weights_only=True`` it also carries what ``torch.load(weights_only=True)`` reads:
+ordered dictionaries, parameters, sparse tensors, and classes added with ``torch.serialization.add_safe_globals``. Other
+objects need pickle, which executes code of the sender. They require ``ASYNCDIST_ALLOW_PICKLE=1`` and exclude
+``weights_only=True``. The object collectives call it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ import torch
 from asyncdist.errors import ProtocolError, UsageError
 from asyncdist.memory.buffers import DTYPE_NUMBERS, DTYPES, input_memory
 
-_DEPTH = 32  # of tuples and sets inside one another: each takes 40 KB of the stack to read
+# Nesting of tuples and sets; reading one takes 40 KB of the stack.
+_DEPTH = 32
 _TENSOR, _ARRAY, _TUPLE, _SET, _COMPLEX, _INTEGER, _PICKLE, _SAVED = range(1, 9)
 
 
 def pack(value: Any, *, allow_pickle: bool, weights_only: bool = False) -> bytes:
-    """Return an object as bytes; UsageError names the type of what only a pickle could carry."""
+    """Return an object as bytes. Raises UsageError, which names the type, for an object that needs pickle."""
     depth = 0
 
     def extend(part: Any) -> msgpack.ExtType:
@@ -64,7 +65,8 @@ def pack(value: Any, *, allow_pickle: bool, weights_only: bool = False) -> bytes
             raise RecursionError
         try:
             packed: bytes = _packb(part, extend)
-        except OverflowError:  # an int beyond 64 bits somewhere inside
+        # An int has more than 64 bits.
+        except OverflowError:
             packed = _packb(_spell_integers(part), extend)
         depth -= 1
         return packed
@@ -74,7 +76,7 @@ def pack(value: Any, *, allow_pickle: bool, weights_only: bool = False) -> bytes
     except UsageError:
         raise
     except (ValueError, RecursionError) as cause:
-        raise UsageError(f"an object that is nested too deep, or in a circle, cannot be sent: {cause}") from cause
+        raise UsageError(f"an object that is nested too deeply, or contains itself, cannot be sent: {cause}") from cause
 
 
 def _packb(part: Any, extend: Callable[[Any], Any]) -> bytes:
@@ -83,7 +85,7 @@ def _packb(part: Any, extend: Callable[[Any], Any]) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview, *, allow_pickle: bool, weights_only: bool = False) -> Any:
-    """Return the object that `pack` wrote; ProtocolError for bytes it did not write, or a pickle that is not allowed."""
+    """Return the object that `pack` wrote. Raises ProtocolError for other bytes, and for a pickle that is not allowed."""
     depth = 0
 
     def restore(code: int, body: bytes) -> Any:
@@ -129,12 +131,13 @@ def unpack(data: bytes | bytearray | memoryview, *, allow_pickle: bool, weights_
         return decode(data)
     except ProtocolError:
         raise
-    except Exception as cause:  # whatever torch, numpy and msgpack make of bytes that they did not write
+    # torch, numpy and msgpack raise many types of errors for foreign bytes.
+    except Exception as cause:
         raise ProtocolError(f"an object that cannot be read: {type(cause).__name__}: {cause}") from cause
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether shape, dtype and bytes are all there is to a tensor."""
+    """Return whether a tensor has no state besides its shape, dtype and elements."""
     return (
         type(tensor) is torch.Tensor
         and tensor.is_cpu
@@ -144,12 +147,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _save(part: Any) -> bytes:
-    """Return what `_load` reads; UsageError if that would refuse it, as it would on the peers."""
+    """Return the bytes that `_load` reads. Raises UsageError if it would refuse them."""
     file = io.BytesIO()
     try:
         torch.save(part, file)
         _load(file.getvalue())
-    except Exception as cause:  # whatever the object's own way to be pickled raises, too
+    # The object's own pickle methods may raise any error.
+    except Exception as cause:
         what = f"an object of type {_type_of(part)} cannot be sent with weights_only=True"
         raise UsageError(f"{what}; send its fields, or where it is refused, allow it on every rank: {cause}") from cause
     return file.getvalue()
@@ -159,7 +163,8 @@ def _load(saved: bytes) -> Any:
     try:
         return torch.load(io.BytesIO(saved), weights_only=True, mmap=False)
     except pickle.UnpicklingError as cause:
-        reason = re.search(r"WeightsUnpickler error:\s*(\S.*)", str(cause))  # around it stands how to read without it
+        # The rest of torch's message advises to read without weights_only.
+        reason = re.search(r"WeightsUnpickler error:\s*(\S.*)", str(cause))
         raise ProtocolError(f"weights_only=True refuses it: {reason[1] if reason else cause}") from cause
 
 

@@ -29,14 +29,18 @@ PAGE_NBYTES = mmap.PAGESIZE
 ALIGNMENT = 64
 """Bytes at whose multiples tensors begin: a cache line."""
 
-_LEAST_NBYTES = 64 << 20  # of a segment: a group takes a range of 32 MiB, whatever of it there is memory behind
-_GROUPS_NBYTES = 256 << 30  # of addresses for groups, which reserve next to nothing of their ranges until they are used
-_MOST_TENSORS_NBYTES = 192 << 30  # so that 256 processes of a host can map one another within 128 TiB of addresses
-_RETURNED_NBYTES = 1 << 20  # a freed block from this size on gives its pages back to the system
+# The smallest segment; a group takes a range of 32 MiB of addresses.
+_LEAST_NBYTES = 64 << 20
+# Addresses for groups, which reserve memory in their ranges only when they use it.
+_GROUPS_NBYTES = 256 << 30
+# Limit for tensors, so that 256 processes of a host can map one another within 128 TiB of addresses.
+_MOST_TENSORS_NBYTES = 192 << 30
+# A freed block of at least this size returns its pages to the system.
+_RETURNED_NBYTES = 1 << 20
 
 
 def unavailable() -> str | None:
-    """Return why this process can have no shared memory, in words; None if it can."""
+    """Return why this process cannot use shared memory; None if it can."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "posix_fallocate"):
         return "this system has no anonymous shared memory (memfd_create)"
     try:
@@ -55,14 +59,15 @@ class ArenaMapping:
             self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
         except (OSError, ValueError) as cause:
             raise SharedMemoryError(f"cannot map {nbytes >> 20} MiB of shared memory: {cause}") from cause
-        with torch.inference_mode(False):  # else only code in inference mode could write
+        # An inference tensor could only be written in inference mode.
+        with torch.inference_mode(False):
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.address = self._bytes.data_ptr()
 
     def words(self, offset: int, count: int) -> memoryview:
         """Return ``count`` 64-bit words from an offset (a multiple of 8) on.
 
-        Reading or writing one is a single aligned move of the processor, so that no other process sees half of it.
+        Each access is one aligned instruction, so no other process sees half of a word.
         """
         return memoryview(self._map)[offset : offset + 8 * count].cast("q")
 
@@ -76,13 +81,13 @@ class ArenaMapping:
             return self._bytes[offset : offset + count * dtype.itemsize].view(dtype)
 
     def discard(self, offset: int, nbytes: int) -> None:
-        """Give whole pages back to the system."""
+        """Return whole pages to the system."""
         with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
 
 
 class ArenaBlock:
-    """A run of reserved pages of this process's arena, allocated until `free`."""
+    """A range of reserved pages of this process's arena, allocated until `free`."""
 
     __slots__ = ("__weakref__", "_arena", "nbytes", "offset")
 
@@ -99,7 +104,7 @@ class ArenaBlock:
 
 
 class Arena:
-    """The segment of this process, and which parts of it are in use."""
+    """The segment of this process, and its allocated ranges."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -111,12 +116,14 @@ class Arena:
             raise SharedMemoryError(f"cannot make a shared segment of {self.nbytes >> 20} MiB: {cause}") from cause
         self.mapping = ArenaMapping(self.descriptor, self.nbytes)
         self._lock = threading.Lock()
-        self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (offset, nbytes) in order, never two that touch
-        self._returned: deque[tuple[int, int]] = deque()  # by finalizers, which may run while we hold the lock
+        self._free: list[tuple[int, int]] = [(0, self.nbytes)]
+        """Ranges as (offset, nbytes), sorted, no two of them adjacent."""
+        self._returned: deque[tuple[int, int]] = deque()
+        """Freed by finalizers, which may run in a thread that holds the lock."""
         weakref.finalize(self, os.close, self.descriptor)
 
     def allocate(self, nbytes: int) -> ArenaBlock:
-        """Return reserved pages for ``nbytes`` bytes, of undefined content. SharedMemoryError if there is no room."""
+        """Return reserved pages for ``nbytes`` bytes, of undefined content. Raises SharedMemoryError without room."""
         block = self.hold(nbytes)
         try:
             self.reserve(block.offset, block.nbytes)
@@ -126,7 +133,7 @@ class Arena:
         return block
 
     def hold(self, nbytes: int) -> ArenaBlock:
-        """Return an address range with no memory behind it yet: `reserve` its parts before using them."""
+        """Return an address range without memory: `reserve` its parts before using them."""
         nbytes = -(-max(1, nbytes) // PAGE_NBYTES) * PAGE_NBYTES
         with self._lock:
             self._settle()
@@ -136,7 +143,7 @@ class Arena:
                     return ArenaBlock(self, offset, nbytes)
         raise SharedMemoryError(
             f"no {nbytes >> 20} MiB in one piece are left in this process's shared segment of {self.nbytes >> 20} MiB: "
-            "let go of registered tensors, destroy groups, or lower "
+            "release registered tensors, destroy groups, or lower "
             "ASYNCDIST_SHM_AREA_NBYTES (a group takes 32 of these areas)"
         )
 
@@ -152,14 +159,15 @@ class Arena:
             ) from cause
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Return where in the arena a run of memory lies, None if it lies elsewhere."""
+        """Return the offset of some memory in the arena, None if it is not in the arena."""
         offset = address - self.mapping.address
         return offset if 0 <= offset <= self.nbytes - nbytes else None
 
     def take_back(self, offset: int, nbytes: int) -> None:
         """Take back a block; see `ArenaBlock.free`."""
         if os.getpid() != self.pid:
-            return  # a forked child's copy of a block: the pages are its parent's
+            # A forked child's copy of a block: the pages belong to its parent.
+            return
         self._returned.append((offset, nbytes))
         if self._lock.acquire(blocking=False):
             try:
@@ -209,7 +217,8 @@ def _sparse_nbytes() -> int:
 
 
 _arena: Arena | None = None
-_inherited: list[Arena] = []  # a forked child's tensors may lie in its parent's
+_inherited: list[Arena] = []
+"""The parent's arenas in a forked child, which may have tensors there."""
 _making = threading.Lock()
 
 
@@ -228,15 +237,14 @@ def arena() -> Arena:
 
 
 def tensor_of_block(block: ArenaBlock, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the first elements of a block as a flat tensor; the block is freed with the last tensor that shares it."""
+    """Return the first elements of a block as a flat tensor; the last tensor that shares the block frees it."""
     return _tensor(_buffer(block), 0, count, dtype)
 
 
 def carve(counts: Iterable[tuple[int, torch.dtype]]) -> Iterator[torch.Tensor]:
-    """Yield flat tensors of the given counts and dtypes that lie in one block, each at a cache line.
+    """Yield flat tensors of the given counts and dtypes in one block, each aligned to a cache line.
 
-    Each has a storage of its own, as tensors that were made apart: what is saved with one of them is that one. The block
-    is freed with the last of them.
+    Each has a storage of its own, so `torch.save` of one saves no other. The last of them frees the block.
     """
     wanted = list(counts)
     starts, end = [], 0
@@ -249,7 +257,7 @@ def carve(counts: Iterable[tuple[int, torch.dtype]]) -> Iterator[torch.Tensor]:
 
 
 def _buffer(block: ArenaBlock) -> ctypes.Array[ctypes.c_char]:
-    """Return a block as an object that tensors hold, with which it is freed."""
+    """Return a block as an object that tensors refer to; its finalizer frees the block."""
     buffer = (ctypes.c_char * block.nbytes).from_address(arena().mapping.address + block.offset)
     weakref.finalize(buffer, block.free).atexit = False
     return buffer

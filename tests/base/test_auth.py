@@ -44,7 +44,7 @@ def talk(dialler, acceptor):
 
 
 def impostor(*answers):
-    """What greets as an acceptor does and then answers as told, made of what the dialler has said."""
+    """An acceptor that sends a valid greeting, and then an answer computed from the dialler's messages."""
     greeting = yield len(MAGIC) + NONCE_NBYTES
     yield MAGIC + A_NONCE
     proof = yield PROOF_NBYTES

@@ -24,13 +24,13 @@ LONG = 20.0
 
 @pytest.fixture(autouse=True)
 def _collected():
-    """Have what other tests have left say now what it has to say, or it would be taken for ours."""
+    """Collect objects of earlier tests, so that their warnings do not appear in this test."""
     gc.collect()
 
 
 @pytest.fixture
 def own():
-    """A runtime of the test's own."""
+    """A background loop for one test."""
     own = BackgroundLoop()
     yield own
     own.close()
@@ -175,7 +175,7 @@ def test_connection_lost_while_the_background_loop_closes_leaves_nothing(own, ca
 
 
 def test_connection_lost_while_the_users_loop_closes_leaves_nothing(new_loop, caplog):
-    """What is started while asynchronous generators are closed is cancelled by nobody, in any program."""
+    """asyncio does not cancel tasks that start while asynchronous generators are closed."""
     server = background_loop().run(StoreServer.start("127.0.0.1", 0, stays=True))
     lines, generators = [], []
 

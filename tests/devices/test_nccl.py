@@ -314,9 +314,9 @@ def capabilities(device="a", machine="m", version=22907):
         ([capabilities("a"), capabilities("b")], None),
         ([capabilities("a"), capabilities("a", machine="n")], None),
         ([capabilities("a"), capabilities("b"), capabilities("b")],
-         "ranks 1 and 2 share one device, and NCCL takes one rank a device"),
+         "ranks 1 and 2 share one device, and NCCL needs a device per rank"),
         ([capabilities("a"), capabilities("b", version=22704)],
-         "NCCL is 2.29.7 on rank 0, but 2.27.4 on rank 1: it wants the same one everywhere"),
+         "NCCL is 2.29.7 on rank 0, but 2.27.4 on rank 1: install the same version for every rank"),
         ([capabilities()], None),
     ],
 )  # fmt: skip
@@ -608,7 +608,7 @@ def test_nonblocking_nccl_is_reported(run):
         for made in nccl.communicators:
             if made.rank == group.rank():
                 made.background = True
-        with pytest.raises(GroupAbortedError, match="it does not wait for its calls, which cupy cannot handle"):
+        with pytest.raises(GroupAbortedError, match="its communicators are nonblocking, which cupy does not support"):
             group.all_reduce(torch.ones(3)).wait()
 
     run(1, program, nccl=nccl, ends=("aborted",))
@@ -758,7 +758,7 @@ def test_nonblocking_communicators_are_refused(cuda, value, blocking):
     else:
         cuda.setenv("NCCL_COMM_BLOCKING", value)
     assert NcclSettings.from_environment().blocking is blocking
-    assert Nccl.probe() == (None if blocking else "NCCL_COMM_BLOCKING=0 is set, which cupy cannot handle: unset it")
+    assert Nccl.probe() == (None if blocking else "NCCL_COMM_BLOCKING=0 is set, which cupy does not support: unset it")
     if not blocking:
         with pytest.raises(TransportUnavailableError):
             Nccl(context_of())

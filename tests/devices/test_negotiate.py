@@ -133,7 +133,7 @@ def checkout(monkeypatch):
 
 def test_checkout_has_the_entry_points_of_its_pyproject(checkout):
     assert registry.names() == ["inproc", "shm", "tcp"]
-    assert registry.names(registry.ENSEMBLES) == ["cuda_ipc", "nccl", "staged"]
+    assert registry.names(registry.DEVICE_BACKENDS) == ["cuda_ipc", "nccl", "staged"]
     assert [kind.name for kind in registry.selected("tcp")] == ["tcp"]
 
 
@@ -141,7 +141,7 @@ def test_without_checkout_and_metadata_no_transport_is_found(checkout, monkeypat
     monkeypatch.setattr(registry, "_CHECKOUT", tmp_path)
     assert registry.names() == []
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\n')
-    assert registry.names(registry.ENSEMBLES) == []
+    assert registry.names(registry.DEVICE_BACKENDS) == []
 
 
 def test_device_backends_by_name():
@@ -152,7 +152,7 @@ def test_device_backends_by_name():
     assert of("cpu:tcp,cuda:cuda_ipc") == ["cuda_ipc", "staged"]
     assert of(None) == of("cpu:tcp") == ["cuda_ipc", "nccl", "staged"]
     with pytest.raises(
-        TransportUnavailableError, match="there is no way 'pigeon' between cuda tensors; there are cuda_ipc"
+        TransportUnavailableError, match="there is no back end 'pigeon' for cuda tensors; there are cuda_ipc"
     ):
         registry.device_backends("cuda:pigeon", "cuda")
 

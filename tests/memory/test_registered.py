@@ -106,7 +106,8 @@ def test_freed_memory_is_reused():
             assert gone.unique().tolist() == [gone.numel()]
     assert all(tensor.unique().tolist() == [tensor.numel()] for tensor in kept)
     highest = max(tensor.data_ptr() + tensor.nbytes for tensor in kept) - arena().mapping.address
-    assert highest < 200 << 20  # of 360 MiB that were asked for in turn
+    # 360 MiB were allocated in all.
+    assert highest < 200 << 20
 
 
 @pytest.mark.usefixtures("nothing_kept")
@@ -126,7 +127,7 @@ def test_threads_allocate_and_free_concurrently():
 
 @pytest.mark.usefixtures("nothing_kept")
 def test_allocation_beyond_the_arena_raises():
-    with pytest.raises(SharedMemoryError, match="let go of registered tensors"):
+    with pytest.raises(SharedMemoryError, match="release registered tensors"):
         asyncdist.empty(arena().nbytes + 1, dtype=torch.uint8)
 
 
@@ -141,14 +142,14 @@ def test_allocation_without_free_memory_raises(monkeypatch):
 
 
 def test_without_shared_memory_tensors_are_ordinary(monkeypatch, caplog):
-    monkeypatch.setattr(registered, "unavailable", lambda: "there is none")
+    monkeypatch.setattr(registered, "unavailable", lambda: "no memfd here")
     monkeypatch.setattr(registered, "_warned", False)
     with caplog.at_level(logging.WARNING, logger="asyncdist"):
         tensors = [asyncdist.empty(2, 3, dtype=torch.int16, requires_grad=False) for _ in range(3)]
     assert [tensor.shape for tensor in tensors] == [(2, 3)] * 3
     assert not any(is_registered(tensor) for tensor in tensors)
     assert [record.getMessage() for record in caplog.records] == [
-        "registered tensors are ordinary ones here: there is none"
+        "registered tensors are ordinary ones here: no memfd here"
     ]
 
 

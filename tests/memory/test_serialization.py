@@ -248,7 +248,7 @@ def test_too_deep_or_circular_data_is_refused():
     for _ in range(100_000):
         nested = (nested,)
     for value in (deep, circle, nested):
-        with pytest.raises(UsageError, match="too deep"):
+        with pytest.raises(UsageError, match="too deeply"):
             pack(value, allow_pickle=False)
     del deep, nested
 

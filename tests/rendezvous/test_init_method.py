@@ -97,7 +97,7 @@ def test_invalid_arguments_are_named_in_the_error(arguments, says):
         read(**arguments)
 
 
-# What srun sets for MPICH's proxy, and the proxy passes on to all its ranks.
+# The variables that srun sets for MPICH's proxy, and the proxy passes to all its ranks.
 _PROXY = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
 
 

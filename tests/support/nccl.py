@@ -1,7 +1,7 @@
-"""NCCL among the threads of one process: what ``cupy.cuda.nccl`` offers, over the host's memory, and strict about rules.
+"""A pretended NCCL between the threads of one process: the interface of ``cupy.cuda.nccl`` over host memory.
 
-Each rank is a thread. A call is over when it returns; it blocks until the other ranks have made theirs. AssertionError
-says which rule was broken: calls that differ between ranks, counts that do not fit, two threads in one communicator.
+Each rank is a thread. A call blocks until the other ranks have made theirs, and has completed when it returns. A broken
+rule raises AssertionError: calls that differ between ranks, mismatched counts, two threads in one communicator.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _DTYPES = [
 ]  # fmt: skip
 _AVERAGE = 4
 _KERNELS: list[Callable[..., Any]] = [np.add, np.multiply, np.maximum, np.minimum, np.add]
-_PATIENCE = 20.0  # seconds after which whoever waits for a peer gives up: the calls did not fit together
+# Seconds after which a wait for a peer fails, because the calls do not match.
+_PATIENCE = 20.0
 
 
 class NcclError(RuntimeError):
-    """What cupy raises; it knows no status 7 and fails with a KeyError then."""
+    """cupy's error. Like cupy's, its constructor raises KeyError for status 7."""
 
     def __init__(self, status: int) -> None:
         words = {1: "UNHANDLED_CUDA_ERROR", 3: "INTERNAL_ERROR", 4: "INVALID_ARGUMENT", 6: "REMOTE_ERROR"}
@@ -40,9 +41,9 @@ class NcclError(RuntimeError):
 
 
 class PretendNccl:
-    """Stands for the module. ``signed`` gives and takes unique ids as cupy 13 does, as a tuple of signed numbers.
+    """Replaces the module. With ``signed``, unique ids are tuples of signed numbers, as in cupy 13.
 
-    ``communicators`` are all that were made; ``collected`` counts those that were dropped before they had ended.
+    ``communicators`` are all that were created; ``collected`` counts those that were collected before they had ended.
     """
 
     NcclError = NcclError
@@ -78,12 +79,12 @@ class PretendNccl:
 
     @property
     def calls(self) -> list[_Call] | None:
-        """The calls of the group that this thread has begun, None if it has not."""
+        """The calls of the group that this thread has started, None without a group."""
         found: list[_Call] | None = getattr(self._group, "calls", None)
         return found
 
     def hang_up(self) -> None:
-        """Have whoever waits for a peer hear that it has gone, as where sockets are closed."""
+        """Fail all waits for peers, as a closed socket does."""
         for meeting in self._meetings.values():
             with meeting.changed:
                 meeting.broken = True
@@ -95,13 +96,13 @@ class PretendNccl:
 
 
 def nccl_over(nccl: PretendNccl) -> type[Nccl]:
-    """Return Nccl over a pretended one."""
+    """Return the NCCL backend over a pretended NCCL."""
     made = Bindings(nccl)
     return type("NcclOfTest", (Nccl,), {"load": staticmethod(lambda: made)})
 
 
 class _Meeting:
-    """The ranks of one communicator, and what is on its way between them."""
+    """The ranks of one communicator, and the data in flight between them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -114,9 +115,9 @@ class _Meeting:
 
 
 class PretendCommunicator:
-    """One rank's communicator. ``log`` holds its calls as they were made, with the stream.
+    """One rank's communicator. ``log`` holds its calls with their streams.
 
-    ``broken`` is the status that `check_async_error` raises, ``background`` makes it end as calls do that do not block.
+    ``broken`` is the status that `check_async_error` raises; with ``background`` calls fail like nonblocking ones.
     """
 
     nccl: PretendNccl
@@ -192,7 +193,7 @@ class PretendCommunicator:
             self.nccl.collected += 1
 
     def wait_for(self, true: Callable[[], bool]) -> None:
-        """Wait, holding ``meeting.changed``, until something is so; NcclError if we are aborted meanwhile."""
+        """Wait, with ``meeting.changed`` held, for a condition. Raises NcclError if this communicator is aborted."""
         meeting = self.meeting
         over = meeting.changed.wait_for(lambda: true() or bool(self.ended) or meeting.broken, _PATIENCE)
         assert over, "a peer never came"

@@ -41,7 +41,7 @@ _PROBE_NBYTES = 512
 _COMPARED_ON_HOST = (torch.uint16, torch.uint32, torch.uint64)
 
 Views = dict[int, list[torch.Tensor]]
-"""By rank: what it shows in a call, as flat tensors."""
+"""The tensors that each rank publishes in a call, flat, by rank."""
 
 
 class CudaIpc(DeviceCollectives):
@@ -71,19 +71,19 @@ class CudaIpc(DeviceCollectives):
     def make_p2p(cls, context: DeviceContext) -> DeviceP2P:
         return CudaIpcP2P(context, cls.make_driver(context.streams.device))
 
-    # -- coming together -----------------------------------------------------------------------
+    # -- negotiation ---------------------------------------------------------------------------
 
     def capabilities(self) -> Mapping[str, Any]:
-        beacon = self._driver.bytes_at(self._probe_memory, _PROBE_NBYTES)
-        beacon.copy_(torch.randint(256, (_PROBE_NBYTES,), dtype=torch.uint8))
-        _, shown = self._exports.export(beacon, 0)
+        probe = self._driver.bytes_at(self._probe_memory, _PROBE_NBYTES)
+        probe.copy_(torch.randint(256, (_PROBE_NBYTES,), dtype=torch.uint8))
+        _, exported = self._exports.export(probe, 0)
         return {
             "machine": self.context.machine,
             "device": self.context.streams.uuid,
             "ready": self._ready_handle,
             "done": self._done_handle,
-            "beacon": shown.pack(),
-            "shines": bytes(beacon.cpu().numpy()),
+            "probe": exported.pack(),
+            "probe_bytes": bytes(probe.cpu().numpy()),
         }
 
     def refusal(self, all_capabilities: Sequence[Mapping[str, Any]]) -> str | None:
@@ -100,17 +100,17 @@ class CudaIpc(DeviceCollectives):
                     self._driver.event_of(capabilities["ready"]),
                     self._driver.event_of(capabilities["done"]),
                 )
-                seen = self._imports.open(rank, ExportedMemory.unpack(capabilities["beacon"]))
-                probe_bytes = bytes(seen.cpu().numpy()) == capabilities["shines"]
+                seen = self._imports.open(rank, ExportedMemory.unpack(capabilities["probe"]))
+                is_the_peers = bytes(seen.cpu().numpy()) == capabilities["probe_bytes"]
             except RuntimeError as cause:
                 raise TransportUnavailableError(
                     f"the memory of rank {rank}'s device cannot be mapped: {cause}"
                 ) from cause
-            if not probe_bytes:
+            if not is_the_peers:
                 raise TransportUnavailableError(f"the memory mapped from rank {rank}'s device is not that rank's")
 
     def abort(self) -> None:
-        """Do nothing: the stream waits for no call that was not made."""
+        """Do nothing: the stream never waits for a call that a peer has not made."""
 
     def close(self) -> None:
         if not self._closed:
@@ -118,27 +118,27 @@ class CudaIpc(DeviceCollectives):
             events = (self._ready, self._done)
             release_all(self.context.streams, self._driver, self._imports, self._exports, self._probe_memory, events)
 
-    # -- the two meetings ----------------------------------------------------------------------
+    # -- the two exchanges ---------------------------------------------------------------------
 
     def _exchange_views(self, fingerprint: int, tensors: Sequence[torch.Tensor]) -> Views:
-        """Meet the others ready to work; return what all show, by rank. Each shows equally many tensors."""
-        shown = [self._exports.export(tensor, place) for place, tensor in enumerate(tensors)]
+        """Exchange the ready events; return the published tensors by rank. Every rank publishes equally many."""
+        exported = [self._exports.export(tensor, slot) for slot, tensor in enumerate(tensors)]
         self._ready.record()
-        payload = _HEAD.pack(fingerprint) + b"".join(where.pack() for _, where in shown)
-        everybodys = self.context.all_gather_bytes(payload)
-        views = {self.context.rank: [tensor for tensor, _ in shown]}
+        payload = _HEAD.pack(fingerprint) + b"".join(location.pack() for _, location in exported)
+        gathered = self.context.all_gather_bytes(payload)
+        views = {self.context.rank: [tensor for tensor, _ in exported]}
         for rank in self.context.others:
-            (theirs,) = _HEAD.unpack_from(everybodys[rank])
+            (theirs,) = _HEAD.unpack_from(gathered[rank])
             if theirs != fingerprint:
                 raise self.context.mismatch_error(rank, fingerprint, theirs)
             self._peer_events[rank][0].wait()
-            views[rank] = [self._view(rank, where, tensors[0].dtype) for where in _split(everybodys[rank])]
+            views[rank] = [self._view(rank, location, tensors[0].dtype) for location in _split(gathered[rank])]
         return views
 
-    def _view(self, rank: int, where: ExportedMemory, dtype: torch.dtype) -> torch.Tensor:
-        if not where.nbytes:
+    def _view(self, rank: int, location: ExportedMemory, dtype: torch.dtype) -> torch.Tensor:
+        if not location.nbytes:
             return torch.empty(0, dtype=dtype, device=self.context.streams.device)
-        return self._imports.open(rank, where).view(dtype)
+        return self._imports.open(rank, location).view(dtype)
 
     def _finish(self) -> None:
         """Exchange the done events when all work of this rank is enqueued; later work in the stream waits for them."""
@@ -154,7 +154,7 @@ class CudaIpc(DeviceCollectives):
             if shown is not tensor:
                 tensor.copy_(shown)
 
-    # -- reducing ------------------------------------------------------------------------------
+    # -- reductions ----------------------------------------------------------------------------
 
     def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> Schedule:
         """Each rank reduces its block of all ranks' tensors, and writes the result into all of them."""
@@ -205,7 +205,7 @@ class CudaIpc(DeviceCollectives):
         elif out is not own:
             out.copy_(own)
 
-    # -- moving --------------------------------------------------------------------------------
+    # -- data movement ------------------------------------------------------------------------------
 
     def broadcast(self, fingerprint: int, memory: Memory, root: int) -> Schedule:
         if self._prefers_host(memory.nbytes):

@@ -80,10 +80,10 @@ class Driver:
         """Return the allocation that holds an address of this process."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         number, shareable = ctypes.c_uint64(), ctypes.c_int()
-        place = ctypes.c_uint64(address)
-        self._check(self._libcuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), place))
-        self._check(self._libcuda.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, place))
-        self._check(self._libcuda.cuPointerGetAttribute(ctypes.byref(shareable), _LEGACY_IPC_CAPABLE, place))
+        pointer = ctypes.c_uint64(address)
+        self._check(self._libcuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), pointer))
+        self._check(self._libcuda.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, pointer))
+        self._check(self._libcuda.cuPointerGetAttribute(ctypes.byref(shareable), _LEGACY_IPC_CAPABLE, pointer))
         return Allocation(base.value, nbytes.value, number.value, bool(shareable.value))
 
     def _check(self, status: int) -> None:
@@ -102,8 +102,8 @@ class Driver:
 
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         """Return device memory, own or mapped, as a uint8 tensor that does not own it."""
-        lies = torch.device("cuda", self._runtime.pointerGetAttributes(address).device)
-        return torch.as_tensor(_Array(address, nbytes), device=lies)
+        device = torch.device("cuda", self._runtime.pointerGetAttributes(address).device)
+        return torch.as_tensor(_Array(address, nbytes), device=device)
 
     # -- between processes ---------------------------------------------------------------------
 

@@ -43,12 +43,14 @@ NOTHING = ExportedMemory(0, 0, 0, 0, bytes(HANDLE_NBYTES))
 
 
 class Exports:
-    """Memory that this rank exports. What cannot be mapped (torch's expandable segments) is copied first."""
+    """Memory that this rank exports. Memory that cannot be mapped (torch's expandable segments) is copied first."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._handles: dict[int, tuple[int, bytes]] = {}  # by base address: (number, handle)
-        self._copies: list[tuple[int, int]] = []  # by slot: (address, size)
+        self._handles: dict[int, tuple[int, bytes]] = {}
+        """Number and handle of an allocation, by its base address."""
+        self._copies: list[tuple[int, int]] = []
+        """Address and size of the copy buffers, by slot."""
 
     def export(self, tensor: torch.Tensor, slot: int) -> tuple[torch.Tensor, ExportedMemory]:
         """Return a flat tensor, or a copy that can be mapped, and its location; ``slot`` is its number in the call."""
@@ -102,7 +104,7 @@ class Imports:
 
     def __init__(self, driver: Driver, wait_until_idle: Callable[[], None]) -> None:
         self._driver = driver
-        self._quiet = wait_until_idle
+        self._wait_until_idle = wait_until_idle
         self._mapped: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
 
     def open(self, rank: int, exported: ExportedMemory) -> torch.Tensor:
@@ -120,7 +122,7 @@ class Imports:
         return self._driver.bytes_at(address + exported.offset, exported.nbytes)
 
     def _unmap(self, key: tuple[int, int]) -> None:
-        self._quiet()
+        self._wait_until_idle()
         _, address = self._mapped.pop(key)
         self._driver.unmap(address)
 

@@ -35,7 +35,7 @@ _ACKNOWLEDGED = struct.Struct("<I")
 _MAX_ACKNOWLEDGED = (MAX_PAYLOAD_NBYTES - _OFFER.size) // _ACKNOWLEDGED.size
 
 Event = tuple[Any, bytes]
-"""An event of own that shareable, and its handle."""
+"""An interprocess event of this rank, and its handle."""
 
 
 class EventPool:
@@ -85,20 +85,18 @@ class CudaIpcP2P(DeviceP2P):
         self._probe_memory = driver.allocate(_PROBE_NBYTES)
         self._probe_bytes = os.urandom(_PROBE_NBYTES)
         probe = driver.bytes_at(self._probe_memory, _PROBE_NBYTES)
-        self._probe_streams = context.streams.with_new_stream()  # must not wait for messages
+        # A stream of its own, which does not wait for messages. The copy from pageable memory blocks until it is done.
+        self._probe_streams = context.streams.with_new_stream()
         with self._probe_streams.on_comm_stream():
-            probe.copy_(
-                torch.frombuffer(bytearray(self._probe_bytes), dtype=torch.uint8)
-            )  # and waits until it is there
+            probe.copy_(torch.frombuffer(bytearray(self._probe_bytes), dtype=torch.uint8))
         self._probe_location = self._exports.export(probe, 0)[1].pack()
         self._verified_peers: set[int] = set()
         self._free_slots: list[int] = []
         self._new_slots = itertools.count(1)
-        # By (peer, message number): events that the peer's stream may not wait for yet.
         self._answered: dict[tuple[int, int], Event] = {}
-        self._acknowledged: dict[int, list[int]] = defaultdict(
-            list
-        )  # by peer: our messages whose answers it is to be told of
+        """By peer and message number: events that the peer's stream may not wait for yet."""
+        self._acknowledged: dict[int, list[int]] = defaultdict(list)
+        """By peer: answered messages of this rank that the next offer lists."""
 
     def send(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent) -> Transfer[DeviceEvent]:
         streams = self._context.streams
@@ -125,11 +123,11 @@ class CudaIpcP2P(DeviceP2P):
         self, data: torch.Tensor, channel: ControlChannel, offer: bytes, before: DeviceEvent
     ) -> Transfer[DeviceEvent]:
         streams, peer = self._context.streams, channel.peer
-        machine, beacon, probe_bytes, location, handle = _OFFER.unpack_from(offer)
+        machine, probe_location, probe_bytes, location, handle = _OFFER.unpack_from(offer)
         if machine != self._machine:
             raise TransferRefused("it is on another host")
         try:
-            self._verify_mapping(peer, ExportedMemory.unpack(beacon), probe_bytes)
+            self._verify_mapping(peer, ExportedMemory.unpack(probe_location), probe_bytes)
             sent = self._imports.open(peer, ExportedMemory.unpack(location))
             offered = self._events.of(peer, handle)
         except RuntimeError as cause:
@@ -145,18 +143,18 @@ class CudaIpcP2P(DeviceP2P):
         yield channel.send(payload=handle)
         return event
 
-    def _verify_mapping(self, peer: int, beacon: ExportedMemory, probe_bytes: bytes) -> None:
+    def _verify_mapping(self, peer: int, probe: ExportedMemory, probe_bytes: bytes) -> None:
         """Check once per peer that the mapped memory is the peer's."""
         if peer in self._verified_peers:
             return
         with self._probe_streams.on_comm_stream():
-            seen = bytes(self._imports.open(peer, beacon).cpu().numpy())
+            seen = bytes(self._imports.open(peer, probe).cpu().numpy())
         if seen != probe_bytes:
             raise TransferRefused("the memory mapped from its device is not the sender's")
         self._verified_peers.add(peer)
 
     def abort(self) -> None:
-        """Do nothing: the stream waits for no call that was not made."""
+        """Do nothing: the stream never waits for a call that a peer has not made."""
 
     def close(self) -> None:
         release_all(

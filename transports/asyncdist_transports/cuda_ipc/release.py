@@ -31,8 +31,8 @@ def release_all(
     _kept_events.extend(events)
     if not _becomes_idle(streams):
         log.warning(
-            "%s has not done, or failed at, what ranks had to do with one another's memory: it stays mapped until this "
-            "process ends",
+            "%s has failed, or has not completed the work that uses other ranks' memory: the memory stays mapped until "
+            "this process ends",
             streams.device,
         )
         _kept_mappings.append((driver, imports, exports))
@@ -46,7 +46,7 @@ def wait_until_idle(streams: Streams) -> None:
     """Block until the device has completed the work in this stream; raise TransportUnavailableError after 30 s."""
     if not completes_within(streams.record_event(), _IDLE_TIMEOUT):
         raise TransportUnavailableError(
-            f"{streams.device} has not done in {_IDLE_TIMEOUT:.0f} s what stands in its queue"
+            f"{streams.device} has not completed its queued work within {_IDLE_TIMEOUT:.0f} s"
         )
 
 

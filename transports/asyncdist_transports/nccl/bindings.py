@@ -118,7 +118,7 @@ def load() -> Bindings:
     if missing is not None:
         raise TransportUnavailableError(missing)
     if not NcclSettings.from_environment().blocking:
-        raise TransportUnavailableError("NCCL_COMM_BLOCKING=0 is set, which cupy cannot handle: unset it")
+        raise TransportUnavailableError("NCCL_COMM_BLOCKING=0 is set, which cupy does not support: unset it")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a missing library is checked below

@@ -69,7 +69,7 @@ class Nccl(DeviceCollectives):
     def make_p2p(cls, context: DeviceContext) -> DeviceP2P:
         return NcclP2P(context, cls.load())
 
-    # -- coming together -----------------------------------------------------------------------
+    # -- negotiation ---------------------------------------------------------------------------
 
     def capabilities(self) -> Mapping[str, Any]:
         return {
@@ -84,10 +84,10 @@ class Nccl(DeviceCollectives):
         for rank, capabilities in enumerate(all_capabilities):
             ours, theirs = version_text(all_capabilities[0]["version"]), version_text(capabilities["version"])
             if ours != theirs:
-                return f"NCCL is {ours} on rank 0, but {theirs} on rank {rank}: it wants the same one everywhere"
+                return f"NCCL is {ours} on rank 0, but {theirs} on rank {rank}: install the same version for every rank"
             other = places.setdefault((capabilities["machine"], capabilities["device"]), rank)
             if other != rank:
-                return f"ranks {other} and {rank} share one device, and NCCL takes one rank a device"
+                return f"ranks {other} and {rank} share one device, and NCCL needs a device per rank"
         return None
 
     def start(self, all_capabilities: Sequence[Mapping[str, Any]]) -> None:
@@ -100,7 +100,7 @@ class Nccl(DeviceCollectives):
             inherited.close()
         unique_id = self.context.all_gather_object(self._unique_id() if self.context.rank == 0 else None)[0]
         if not isinstance(unique_id, bytes) or len(unique_id) != UNIQUE_ID_NBYTES:
-            raise TransportUnavailableError(f"rank 0 got no unique id of NCCL: {unique_id}")
+            raise TransportUnavailableError(f"rank 0 could not create an NCCL unique id: {unique_id}")
         make = functools.partial(self._bindings.communicator, self.context.size, unique_id, self.context.rank)
         self._made = self._wait_for(self._communicator(make, self.context))
 
@@ -147,7 +147,7 @@ class Nccl(DeviceCollectives):
             if self.context.host.error is not None:
                 raise self.context.host.error
             if monotonic() > until:
-                raise TransportUnavailableError(f"NCCL has not brought the ranks together within {patience:.0f} s")
+                raise TransportUnavailableError(f"NCCL did not connect the ranks within {patience:.0f} s")
 
     @property
     def _barrier_call(self) -> Call:
@@ -170,7 +170,7 @@ class Nccl(DeviceCollectives):
 
     def _enqueue(self, *calls: Call) -> None:
         if self._made is None:
-            raise GroupAbortedError("NCCL's communicator was never made")
+            raise GroupAbortedError("the NCCL communicator was not created")
         self._made.enqueue(*calls)
 
     def _record_stream(self, *memories: Memory) -> None:
@@ -182,7 +182,7 @@ class Nccl(DeviceCollectives):
         """Return memory allocated on the communication stream; it may be dropped while queued calls use it."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.context.streams.device)
 
-    # -- reducing ------------------------------------------------------------------------------
+    # -- reductions ----------------------------------------------------------------------------
 
     def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> Schedule:
         self._record_stream(*memories)
@@ -239,7 +239,7 @@ class Nccl(DeviceCollectives):
             divide(own.tensor, self.context.size)
         return nothing()
 
-    # -- reducing what NCCL cannot -------------------------------------------------------------
+    # -- reductions without NCCL ---------------------------------------------------------------
 
     def _rows(self, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return one contiguous buffer of ``count`` elements for each rank."""
@@ -282,7 +282,7 @@ class Nccl(DeviceCollectives):
             if rows:
                 reduce_on_device(kernels, rows, out)
 
-    # -- moving --------------------------------------------------------------------------------
+    # -- data movement ------------------------------------------------------------------------------
 
     def broadcast(self, fingerprint: int, memory: Memory, root: int) -> Schedule:
         self._record_stream(memory)

@@ -66,7 +66,8 @@ class Communicator:
         self._made = threading.Event()
         self._ending = threading.Event()
         self._aborted = False
-        self._inside = threading.Lock()  # held during NCCL calls
+        self._inside = threading.Lock()
+        """Held during NCCL calls."""
         communicators.add(self)
         self.ended: Future[None] = start_daemon_thread(functools.partial(self._run, make, first), "asyncdist-nccl")
 
@@ -110,7 +111,7 @@ class Communicator:
 
     def _refuse_if_ended(self) -> None:
         if self._ending.is_set():
-            raise GroupAbortedError("NCCL's communicator was ended")
+            raise GroupAbortedError("the NCCL communicator was closed or aborted")
 
     # -- errors ------------------------------------------------------------------------------------
 
@@ -131,9 +132,11 @@ class Communicator:
 
     def _failure(self, cause: Exception) -> GroupAbortedError:
         words = (
-            "it does not wait for its calls, which cupy cannot handle" if isinstance(cause, KeyError) else str(cause)
+            "its communicators are nonblocking, which cupy does not support"
+            if isinstance(cause, KeyError)
+            else str(cause)
         )
-        error = GroupAbortedError(f"NCCL failed (NCCL_DEBUG=WARN tells more): {words}", peer=self._rank)
+        error = GroupAbortedError(f"NCCL failed: {words}; NCCL_DEBUG=WARN logs more", peer=self._rank)
         error.__cause__ = cause
         return error
 
