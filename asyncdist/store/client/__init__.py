@@ -1,1 +1,1 @@
-"""The store's clients: awaited, blocking, in-process and file-based."""
+"""The store's clients: awaited, blocking, in-process and file-based. Users and `rendezvous` create them."""

@@ -1,4 +1,4 @@
-"""Channels of published messages, which nothing keeps. No I/O."""
+"""Channels of published messages, which nothing keeps. Part of `machine`. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Keys and their values. Every change is counted, recorded, and told to waiting requests and watches. No I/O."""
+"""Keys and their values. Every change is counted, recorded, and told to waiting requests and watches.
+
+Part of `machine`. No I/O.
+"""
 
 from __future__ import annotations
 

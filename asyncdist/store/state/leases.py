@@ -1,4 +1,4 @@
-"""Leases: keys and prefixes that are deleted when no client keeps them any more. No I/O.
+"""Leases: keys and prefixes that are deleted when no client keeps them any more. Part of `machine`. No I/O.
 
 The model is that of etcd. Each client keeps a lease of its own, to which its ephemeral keys are attached. Clients that
 share keys, as the ranks of a job do, keep a lease on the prefix of these keys together: it ends with the last of them.

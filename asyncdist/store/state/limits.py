@@ -1,4 +1,7 @@
-"""What a store may hold: the longest key and value, and the memory of all of them. No I/O."""
+"""What a store may hold: the longest key and value, and the memory of all of them.
+
+Used by `machine` and the server. No I/O.
+"""
 
 from __future__ import annotations
 

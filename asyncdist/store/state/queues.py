@@ -1,4 +1,4 @@
-"""Queues, and the requests that wait for their items. No I/O.
+"""Queues, and the requests that wait for their items. Part of `machine`. No I/O.
 
 An item goes to exactly one client and is kept until that client confirms it. A client that cancels, leaves or dies first
 returns the item to the head of the queue. Items have serial numbers, because they may be confirmed out of order.

@@ -1,4 +1,4 @@
-"""Requests that wait for keys: GET, MULTI_GET and WAIT. No I/O."""
+"""Requests that wait for keys: GET, MULTI_GET and WAIT. Part of `machine`. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches of a key, and of all keys with a prefix: their clients hear of every change. No I/O."""
+"""Watches of a key, and of all keys with a prefix: their clients hear of every change. Part of `machine`. No I/O."""
 
 from __future__ import annotations
 
