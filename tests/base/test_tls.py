@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from asyncdist.base.tls import TlsSocket, client_context, rank_contexts, server_context
-from asyncdist.bench.store.c10d_peer import Peer
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, CertificateError, PeerLostError, ProtocolError, StoreError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.protocol.c10d import Code
 from asyncdist.testing.cluster import world_of
+from tests.support.c10d_peer import Peer
 
 pytestmark = pytest.mark.each_loop
 

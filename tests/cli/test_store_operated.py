@@ -1,4 +1,4 @@
-"""A store daemon as one operates it: where it listens, what it keeps, how it is asked and watched, how it ends."""
+"""The store daemon in operation: its addresses, data, commands and metrics, and its end."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from pathlib import Path
 import pytest
 
 from asyncdist.base.network import is_loopback
-from asyncdist.bench.store.c10d_peer import encode
 from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError
 from asyncdist.rendezvous.addresses import outward
 from asyncdist.store.client.c10d_probe import accepts_c10d_clients
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.c10d import MAGIC, Code
+from tests.support.c10d_peer import encode
 from tests.support.daemon import LIMIT, Daemon, asked, command, ended, environment, started
 from tests.support.ports import free_port
 
@@ -371,7 +371,7 @@ def test_prometheus_reads_figures(tmp_path):
         with pytest.raises(urllib.error.HTTPError, match="404") as refused:
             fetched(port, "/")
         refused.value.close()
-        with socket.create_connection(("127.0.0.1", port)) as silent:  # nobody waits for it
+        with socket.create_connection(("127.0.0.1", port)) as silent:  # the server does not wait for it
             silent.sendall(b"GET /metr")
             assert fetched(port, "/healthz") == "ok\n"
         with socket.create_connection(("127.0.0.1", port)) as endless:

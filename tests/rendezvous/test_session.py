@@ -12,7 +12,6 @@ import pytest
 from asyncdist import rendezvous
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Deadline
-from asyncdist.bench.store.c10d_peer import Peer
 from asyncdist.config import Config, Launch
 from asyncdist.errors import (
     AddressError,
@@ -30,6 +29,7 @@ from asyncdist.store.client import connect as dialling
 from asyncdist.store.protocol.c10d import Code
 from asyncdist.testing.faults import Proxy
 from asyncdist.testing.stopwatch import Stopwatch
+from tests.support.c10d_peer import Peer
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.each_loop

@@ -19,7 +19,7 @@ HANDLE = struct.Struct("<QQ48x")
 
 
 class PretendEvent:
-    """An event that shareable: whoever waits for it must come after the record that it means, which is the last one."""
+    """A shareable event. A wait refers to the last record, and must come after it."""
 
     def __init__(self) -> None:
         self.records = 0

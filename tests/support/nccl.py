@@ -1,7 +1,7 @@
 """A pretended NCCL between the threads of one process: the interface of ``cupy.cuda.nccl`` over host memory.
 
-Each rank is a thread. A call blocks until the other ranks have made theirs, and has completed when it returns. A broken
-rule raises AssertionError: calls that differ between ranks, mismatched counts, two threads in one communicator.
+Each rank is a thread. A call is over when it returns; it blocks until the other ranks have made it too. AssertionError
+says which rule was broken: calls that differ between ranks, counts that do not fit, two threads in one communicator.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ _DTYPES = [
 ]  # fmt: skip
 _AVERAGE = 4
 _KERNELS: list[Callable[..., Any]] = [np.add, np.multiply, np.maximum, np.minimum, np.add]
-# Seconds after which a wait for a peer fails, because the calls do not match.
-_PATIENCE = 20.0
+_PATIENCE = 20.0  # seconds after which a rank stops waiting for a peer: their calls differ
 
 
 class NcclError(RuntimeError):
-    """cupy's error. Like cupy's, its constructor raises KeyError for status 7."""
+    """The error of cupy, which has no name for status 7 and raises KeyError for it."""
 
     def __init__(self, status: int) -> None:
         words = {1: "UNHANDLED_CUDA_ERROR", 3: "INTERNAL_ERROR", 4: "INVALID_ARGUMENT", 6: "REMOTE_ERROR"}
@@ -84,7 +83,7 @@ class PretendNccl:
         return found
 
     def hang_up(self) -> None:
-        """Fail all waits for peers, as a closed socket does."""
+        """Raise an error on ranks that wait for this one, as a closed socket does."""
         for meeting in self._meetings.values():
             with meeting.changed:
                 meeting.broken = True
@@ -173,7 +172,7 @@ class PretendCommunicator:
             raise NcclError(self.broken or 4)
 
     def destroy(self) -> None:
-        assert self.inside is None, "destroyed while somebody is inside"
+        assert self.inside is None, "destroyed while another thread is inside"
         self._end("destroyed")
 
     def abort(self) -> None:
@@ -193,7 +192,7 @@ class PretendCommunicator:
             self.nccl.collected += 1
 
     def wait_for(self, true: Callable[[], bool]) -> None:
-        """Wait, with ``meeting.changed`` held, for a condition. Raises NcclError if this communicator is aborted."""
+        """Wait, holding ``meeting.changed``, until a condition holds; raise NcclError if this communicator is aborted."""
         meeting = self.meeting
         over = meeting.changed.wait_for(lambda: true() or bool(self.ended) or meeting.broken, _PATIENCE)
         assert over, "a peer never came"
@@ -207,7 +206,7 @@ def _split(self: PretendCommunicator, color: int, key: int) -> PretendCommunicat
         raise NcclError(4)
     self.splits += 1
     with self.meeting.changed:
-        assert self.inside is None, "split while somebody is inside"
+        assert self.inside is None, "split while another thread is inside"
         round_ = self.meeting.splits[self.splits]
         round_[self.rank] = color, key
         self.meeting.changed.notify_all()

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from asyncdist.bench.store.c10d_peer import Peer, encode
 from asyncdist.config import Config
 from asyncdist.errors import JournalError, StoreConnectionError, StoreError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
@@ -27,6 +26,7 @@ from asyncdist.store.protocol.codec import Encoder
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.server.c10d_session import C10dSession
 from asyncdist.store.state.model import Contents
+from tests.support.c10d_peer import Peer, encode
 
 TOKEN = "a token for tests"
 LONG = 10.0

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncdist.bench.store.c10d_peer import encode
 from asyncdist.errors import ProtocolError
 from asyncdist.store.protocol.c10d import (
     MAGIC,
@@ -23,6 +22,7 @@ from asyncdist.store.protocol.c10d import (
     vector,
     vectors,
 )
+from tests.support.c10d_peer import encode
 
 MOST, LIMIT = 1000, 4000
 

@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncdist.base.background_loop import background_loop
-from asyncdist.bench.store.c10d_peer import Peer
 from asyncdist.config import Config
 from asyncdist.store import StoreServer, TCPStore
 from asyncdist.store.protocol.c10d import Code
+from tests.support.c10d_peer import Peer
 from tests.support.ports import free_port
 
 OURS, TORCHS = "asyncdist", "torch"

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from asyncdist.base.background_loop import background_loop
-from asyncdist.bench.store.c10d_peer import Peer, encode
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client.c10d_probe import accepts_c10d_clients
 from asyncdist.store.protocol.c10d import MAGIC, STOP_WAITING, Code
 from asyncdist.store.server import accept
+from tests.support.c10d_peer import Peer, encode
 from tests.support.raw_connection import RawConnection
 
 LONG, UNIT = 10.0, 0.05

@@ -10,10 +10,10 @@ import struct
 import pytest
 
 from asyncdist.base.background_loop import background_loop
-from asyncdist.bench.store.c10d_peer import Peer, encode
 from asyncdist.store import StoreServer
 from asyncdist.store.protocol.c10d import Code
 from asyncdist.store.server.c10d_session import C10dSession
+from tests.support.c10d_peer import Peer, encode
 
 pytestmark = pytest.mark.each_loop
 

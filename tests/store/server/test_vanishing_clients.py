@@ -7,12 +7,12 @@ import os
 
 import pytest
 
-from asyncdist.bench.store.c10d_peer import encode
 from asyncdist.store.protocol.c10d import MAGIC, Code
 from asyncdist.store.protocol.chunking import LONG_NBYTES
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES
 from asyncdist.store.protocol.codec import Encoder
 from asyncdist.store.protocol.operations import LEASED, Op
+from tests.support.c10d_peer import encode
 from tests.support.raw_connection import RawConnection
 
 TOKEN = "a token for tests"
