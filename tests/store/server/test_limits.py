@@ -188,7 +188,7 @@ def test_kept_answers_are_limited_except_for_the_last(monkeypatch):
 
 
 async def test_answers_that_a_client_never_confirms_fill_the_server(monkeypatch):
-    monkeypatch.setattr(client_protocol, "_TELL_AFTER_NBYTES", 1 << 60)
+    monkeypatch.setattr(client_protocol, "_ACKNOWLEDGE_AFTER_NBYTES", 1 << 60)
     config = Config(token="token", store_max_nbytes=1 << 20)
     async with await StoreServer.start("127.0.0.1", 0, token="token", config=config) as server:
         store = await AsyncStore.connect("127.0.0.1", server.port, token="token", config=config)
