@@ -523,9 +523,9 @@ def test_the_lease_that_a_client_said_last_counts():
 
 
 def test_a_client_that_is_waited_for_for_ever_says_a_long_time():
-    talk = ClientProtocol(lease=math.inf)
-    talk.receive(hello(1 << 20))
-    ((_, _, _, lease_ms),) = messages_in(talk.introduce())
+    protocol = ClientProtocol(lease=math.inf)
+    protocol.receive(hello(1 << 20))
+    ((_, _, _, lease_ms),) = messages_in(protocol.introduce())
     assert lease_ms > 86400e3
 
 
@@ -636,76 +636,78 @@ async def test_a_client_that_comes_back_late_has_its_keys_again_but_for_those_se
 
 
 def test_keys_are_restored_although_another_connection_breaks_before_the_store_has_heard_of_it():
-    talk = ClientProtocol()
-    over_the_wire(talk, known=False)
-    request, _ = talk.ask(a_sink(operations.set_ephemeral("k", b"1")))
-    talk.receive(Encoder().frame(request, OperationKind.RESULT, None))
-    asked = [over_the_wire(talk, known=known) for known in (False, True)]
-    assert asked[0] == asked[1] == [decode_request([asked[0][0].id, Op.RESTORE_EPHEMERAL, "k", b"1"])]
-    talk.receive(Encoder().frame(asked[0][0].id, OperationKind.RESULT, True))
-    assert over_the_wire(talk, known=True) == []
+    protocol = ClientProtocol()
+    over_the_wire(protocol, known=False)
+    request, _ = protocol.ask(a_sink(operations.set_ephemeral("k", b"1")))
+    protocol.receive(Encoder().frame(request, OperationKind.RESULT, None))
+    requests = [over_the_wire(protocol, known=known) for known in (False, True)]
+    assert requests[0] == requests[1] == [decode_request([requests[0][0].id, Op.RESTORE_EPHEMERAL, "k", b"1"])]
+    protocol.receive(Encoder().frame(requests[0][0].id, OperationKind.RESULT, True))
+    assert over_the_wire(protocol, known=True) == []
 
 
 @pytest.mark.parametrize("sent", [True, False])
 def test_a_key_whose_deletion_was_given_up_is_restored_only_if_that_was_never_sent(sent):
-    talk = ClientProtocol()
-    over_the_wire(talk, known=False)
-    request, _ = talk.ask(a_sink(operations.set_ephemeral("k", b"1")))
-    talk.receive(Encoder().frame(request, OperationKind.RESULT, None))
+    protocol = ClientProtocol()
+    over_the_wire(protocol, known=False)
+    request, _ = protocol.ask(a_sink(operations.set_ephemeral("k", b"1")))
+    protocol.receive(Encoder().frame(request, OperationKind.RESULT, None))
     if not sent:
-        talk.interrupted()
-    request, _ = talk.ask(a_sink(operations.delete_key("k")))
-    talk.give_up(request)
-    restored = [each.args for each in over_the_wire(talk, known=False)]
+        protocol.interrupted()
+    request, _ = protocol.ask(a_sink(operations.delete_key("k")))
+    protocol.give_up(request)
+    restored = [each.args for each in over_the_wire(protocol, known=False)]
     assert restored == ([] if sent else [("k", b"1")])
 
 
 def test_nothing_is_asked_before_the_keys_are_back():
-    talk = ClientProtocol()
-    over_the_wire(talk, known=False)
+    protocol = ClientProtocol()
+    over_the_wire(protocol, known=False)
     for key in ("k", "l"):
-        request, _ = talk.ask(a_sink(operations.set_ephemeral(key, b"1")))
-        talk.receive(Encoder().frame(request, OperationKind.RESULT, None))
-    looking, _ = talk.ask(a_sink(operations.check(["k"])))
-    first, second = over_the_wire(talk, known=False)
-    deleting, message = talk.ask(a_sink(operations.delete_key("k")))
+        request, _ = protocol.ask(a_sink(operations.set_ephemeral(key, b"1")))
+        protocol.receive(Encoder().frame(request, OperationKind.RESULT, None))
+    looking, _ = protocol.ask(a_sink(operations.check(["k"])))
+    first, second = over_the_wire(protocol, known=False)
+    deleting, message = protocol.ask(a_sink(operations.delete_key("k")))
     assert message == b""
-    talk.receive(Encoder().frame(first.id, OperationKind.RESULT, True))
-    assert not talk.output
-    talk.receive(Encoder().frame(second.id, OperationKind.RESULT, True))
-    asked = [decode_request(message) for sent in talk.data_to_send() for message in messages_in(sent)]
-    assert [(each.id, each.op) for each in asked] == [(looking, Op.CHECK), (deleting, Op.DELETE_KEY)]
-    assert over_the_wire(talk, known=True) == asked
+    protocol.receive(Encoder().frame(first.id, OperationKind.RESULT, True))
+    assert not protocol.output
+    protocol.receive(Encoder().frame(second.id, OperationKind.RESULT, True))
+    requests = [decode_request(message) for sent in protocol.data_to_send() for message in messages_in(sent)]
+    assert [(each.id, each.op) for each in requests] == [(looking, Op.CHECK), (deleting, Op.DELETE_KEY)]
+    assert over_the_wire(protocol, known=True) == requests
 
 
 def test_a_change_that_the_store_may_have_made_before_it_forgot_us_is_not_asked_again_while_keys_come_back():
-    talk, told = ClientProtocol(), []
-    over_the_wire(talk, known=False)
-    request, _ = talk.ask(a_sink(operations.set_ephemeral("k", b"1")))
-    talk.receive(Encoder().frame(request, OperationKind.RESULT, None))
-    talk.ask(SimpleNamespace(command=operations.add("n", 1), reject=told.append))
-    (restore,) = over_the_wire(talk, known=False)
-    assert over_the_wire(talk, known=True) == [restore]
-    talk.receive(Encoder().frame(restore.id, OperationKind.RESULT, True))
-    assert not talk.output
+    protocol, told = ClientProtocol(), []
+    over_the_wire(protocol, known=False)
+    request, _ = protocol.ask(a_sink(operations.set_ephemeral("k", b"1")))
+    protocol.receive(Encoder().frame(request, OperationKind.RESULT, None))
+    protocol.ask(SimpleNamespace(command=operations.add("n", 1), reject=told.append))
+    (restore,) = over_the_wire(protocol, known=False)
+    assert over_the_wire(protocol, known=True) == [restore]
+    protocol.receive(Encoder().frame(restore.id, OperationKind.RESULT, True))
+    assert not protocol.output
     assert len(told) == 1
 
 
 def test_a_key_that_a_smaller_store_does_not_take_back_is_done_without(caplog):
-    talk, lengths = ClientProtocol(), {"small": 1, "too much for a value": 1000, "too much for a message": 100_000}
-    over_the_wire(talk, known=False)
+    protocol, lengths = ClientProtocol(), {"small": 1, "too much for a value": 1000, "too much for a message": 100_000}
+    over_the_wire(protocol, known=False)
     for key, nbytes in lengths.items():
-        request, _ = talk.ask(a_sink(operations.set_ephemeral(key, bytes(nbytes))))
-        talk.receive(Encoder().frame(request, OperationKind.RESULT, None))
-    looking, _ = talk.ask(a_sink(operations.check(["other"])))
-    first, second = over_the_wire(talk, known=False, limit=70_000)
-    talk.receive(Encoder().frame(first.id, OperationKind.RESULT, True))
-    talk.receive(Encoder().frame(second.id, OperationKind.REFUSED, (int(Reason.TOO_LARGE), "as said by a test")))
-    assert [decode_request(message).id for sent in talk.data_to_send() for message in messages_in(sent)] == [looking]
+        request, _ = protocol.ask(a_sink(operations.set_ephemeral(key, bytes(nbytes))))
+        protocol.receive(Encoder().frame(request, OperationKind.RESULT, None))
+    looking, _ = protocol.ask(a_sink(operations.check(["other"])))
+    first, second = over_the_wire(protocol, known=False, limit=70_000)
+    protocol.receive(Encoder().frame(first.id, OperationKind.RESULT, True))
+    protocol.receive(Encoder().frame(second.id, OperationKind.REFUSED, (int(Reason.TOO_LARGE), "as said by a test")))
+    assert [decode_request(message).id for sent in protocol.data_to_send() for message in messages_in(sent)] == [
+        looking
+    ]
     assert [record.args[1:] for record in caplog.records] == [
         ("'too much for a message'", ANY), ("'too much for a value'", "as said by a test"),
     ]  # fmt: skip
-    assert [each.args[0] for each in over_the_wire(talk, known=False) if each.id != looking] == ["small"]
+    assert [each.args[0] for each in over_the_wire(protocol, known=False) if each.id != looking] == ["small"]
 
 
 async def test_a_client_goes_on_without_the_key_that_a_smaller_store_does_not_take_back(tmp_path, caplog):
@@ -725,13 +727,13 @@ def a_sink(command: operations.Command) -> SimpleNamespace:
     return SimpleNamespace(command=command, resolve=print, reject=print)
 
 
-def over_the_wire(talk: ClientProtocol, *, known: bool, limit: int = 1 << 20) -> list[Request]:
-    """Give a conversation another connection, whose store knows it or does not, and return what it asks by itself."""
-    talk.interrupted()
-    talk.receive(hello(limit))
-    (resume,) = messages_in(talk.introduce())
-    talk.receive(Encoder().frame(resume[0], OperationKind.RESULT, ("lineage", known, False)))
-    return [decode_request(message) for sent in talk.data_to_send() for message in messages_in(sent)]
+def over_the_wire(protocol: ClientProtocol, *, known: bool, limit: int = 1 << 20) -> list[Request]:
+    """Give a session another connection, whose store knows it or does not, and return the requests that it sends."""
+    protocol.interrupted()
+    protocol.receive(hello(limit))
+    (resume,) = messages_in(protocol.introduce())
+    protocol.receive(Encoder().frame(resume[0], OperationKind.RESULT, ("lineage", known, False)))
+    return [decode_request(message) for sent in protocol.data_to_send() for message in messages_in(sent)]
 
 
 @pytest.mark.processes

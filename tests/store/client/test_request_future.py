@@ -25,30 +25,30 @@ async def test_requests_begin_at_once_and_need_no_task(store, server, eventually
     assert await asyncio.gather(*waiting) == [b"v"] * 100
 
 
-async def in_a_wait(asked):
-    done, _ = await asyncio.wait([asked], timeout=LONG)
+async def in_a_wait(future):
+    done, _ = await asyncio.wait([future], timeout=LONG)
     return done.pop().result()
 
 
-async def first_of(asked):
-    return await next(asyncio.as_completed([asked], timeout=LONG))
+async def first_of(future):
+    return await next(asyncio.as_completed([future], timeout=LONG))
 
 
-async def gathered(asked):
-    return (await asyncio.gather(asked))[0]
+async def gathered(future):
+    return (await asyncio.gather(future))[0]
 
 
-async def as_it_is(asked):
-    return await asked
+async def as_it_is(future):
+    return await future
 
 
 FORMS = {
     "await": as_it_is,
     "gather": gathered,
-    "wait_for": lambda asked: asyncio.wait_for(asked, LONG),
-    "ensure_future": lambda asked: as_it_is(asyncio.ensure_future(asked)),
+    "wait_for": lambda future: asyncio.wait_for(future, LONG),
+    "ensure_future": lambda future: as_it_is(asyncio.ensure_future(future)),
     "wait": in_a_wait,
-    "wait, of a future": lambda asked: in_a_wait(asyncio.ensure_future(asked)),
+    "wait, of a future": lambda future: in_a_wait(asyncio.ensure_future(future)),
     "as_completed": first_of,
     "shield": asyncio.shield,
 }
@@ -66,46 +66,46 @@ async def test_every_form_of_waiting_takes_one(store, form):
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("as_completed", "shield")])
 async def test_who_is_cancelled_in_any_form_gives_the_request_up(store, server, form, eventually):
-    asked = store.get("never")
-    waiting = asyncio.ensure_future(FORMS[form](asked))
+    future = store.get("never")
+    waiting = asyncio.ensure_future(FORMS[form](future))
     await eventually(lambda: server.state.num_open == 1)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     if form in ("wait", "wait, of a future"):  # which leave alone what they wait for
-        assert not asked.done()
-        asked.cancel()
+        assert not future.done()
+        future.cancel()
     await eventually(lambda: server.state.num_open == 0)
     assert store.connection.protocol.num_open == 0
 
 
 async def test_shielded_it_is_answered_though_who_waited_was_cancelled(store):
-    asked = store.get("k")
-    waiting = asyncio.shield(asked)
+    future = store.get("k")
+    waiting = asyncio.shield(future)
     waiting.cancel()
     await store.set("k", b"v")
-    assert await asked == b"v"
+    assert await future == b"v"
 
 
 async def test_who_makes_a_task_of_one_is_told_that_it_needs_none(store):
-    asked = store.get("k")
+    future = store.get("k")
     said = r"a coroutine was expected, got <a future, get of 'k', that is pending: await it as it is, it needs no task>"
     with pytest.raises(TypeError, match=said):
-        asyncio.get_running_loop().create_task(asked)
+        asyncio.get_running_loop().create_task(future)
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.TaskGroup() as group:
-            group.create_task(asked)
+            group.create_task(future)
     assert caught.group_contains(TypeError, match=said)
     await store.set("k", b"v")
-    assert await asked == b"v"
-    assert "done" in repr(asked)
-    asked = store.wait(["x", "y"])
-    assert "wait of 2 keys" in repr(asked)
-    asked.cancel()
-    assert "cancelled" in repr(asked)
-    asked = store.num_keys()
-    assert "<a future, num_keys, that" in repr(asked)
-    assert await asked == 1
+    assert await future == b"v"
+    assert "done" in repr(future)
+    future = store.wait(["x", "y"])
+    assert "wait of 2 keys" in repr(future)
+    future.cancel()
+    assert "cancelled" in repr(future)
+    future = store.num_keys()
+    assert "<a future, num_keys, that" in repr(future)
+    assert await future == 1
 
 
 async def test_a_pop_is_a_coroutine_and_a_task_can_be_made_of_it(store, server, eventually):
@@ -191,13 +191,13 @@ async def test_limits_of_every_length_pass_in_their_order(store, server):
 
     async def wait(limit: float) -> None:
         begun = loop.time()
-        asked = store.get("never", timeout=limit)
-        assert begun + limit <= asked.deadline <= loop.time() + limit
+        future = store.get("never", timeout=limit)
+        assert begun + limit <= future.deadline <= loop.time() + limit
         soon_after = loop.create_future()
-        loop.call_at(asked.deadline + UNIT / 2, lambda: soon_after.set_result(asked.done()))
+        loop.call_at(future.deadline + UNIT / 2, lambda: soon_after.set_result(future.done()))
         with pytest.raises(StoreTimeoutError, match=f"after {limit:g} s"):
-            await asked
-        assert loop.time() >= asked.deadline
+            await future
+        assert loop.time() >= future.deadline
         assert await soon_after
 
     waiting = store.get("later", timeout=LONG)
