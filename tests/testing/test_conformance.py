@@ -91,8 +91,8 @@ def never_says_goodbye(pair):
     pair.PairTransport.drop = lambda self, end, *, goodbye: drop(self, end, goodbye=False)
 
 
-def never_forgets(pair):
-    pair.PairTransport.forget = lambda self, peer: None
+def never_disconnects(pair):
+    pair.PairTransport.disconnect = lambda self, peer: None
 
 
 FAULTS = {
@@ -104,7 +104,7 @@ FAULTS = {
     ),
     never_opens: (conformance.receiver_learns_of_closed_link, "only by its own query that its peer left"),
     never_says_goodbye: (conformance.orderly_departure_is_not_a_loss, "rank 1 was lost"),
-    never_forgets: (conformance.peer_declared_lost_is_told, "that its peer left"),
+    never_disconnects: (conformance.peer_declared_lost_is_told, "that its peer left"),
 }
 
 
