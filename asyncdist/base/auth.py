@@ -2,8 +2,8 @@
 
 The store and the transports run this exchange on every connection, each with its own ``purpose``, before they interpret
 any other byte. Each side is a generator without I/O, which a driver runs over a byte stream: it yields ``bytes`` to
-write, or an ``int`` for the number of bytes to read and send back into it. All messages have a fixed length, so no length
-that an unauthenticated peer sent is trusted::
+write, or an ``int``, the number of bytes that the driver reads and sends into it. All messages have a fixed length, so no
+length that an unauthenticated peer sent is trusted::
 
     dialler                                    acceptor
     MAGIC, nonce_d                       →

@@ -269,7 +269,7 @@ def training(test, where, device, stock):
 
         import torch.distributed as dist
 
-        from asyncdist import torch_backend  # noqa: F401 - registers ours
+        from asyncdist import torch_backend  # noqa: F401 - registers the back end
 
         dist.init_process_group("asyncdist", **{**where, "timeout": timedelta(seconds=60)})
         trained = _trained(torch.nn.parallel.DistributedDataParallel(_model(device)), device, mine)

@@ -253,7 +253,7 @@ def test_too_deep_or_circular_data_is_refused():
     del deep, nested
 
 
-# -- bytes that nobody wrote --------------------------------------------------------------------------
+# -- foreign bytes --------------------------------------------------------------------------------
 
 _KINDS = range(10)
 _extension = st.builds(msgpack.ExtType, st.sampled_from(_KINDS), st.binary(max_size=40))

@@ -69,7 +69,7 @@ async def test_compare_and_set_semantics(place):
     assert await place.swap(two, one) == one
     assert await place.swap(one, two) == two
     await place.withdraw(one)
-    assert await place.read() == two, "not ours: it stays"
+    assert await place.read() == two, "another record is kept"
     await place.withdraw(two)
     assert await place.read() == b""
     assert await place.swap(b"", one) == one
