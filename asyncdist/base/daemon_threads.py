@@ -92,6 +92,13 @@ class DaemonThreadPool(concurrent.futures.Executor):
         """How many threads wait for a call."""
         return self._idle
 
+    def after_fork_in_child(self) -> None:
+        """Start anew: the threads, and the calls that they run, exist in the parent only."""
+        self._changed = threading.Condition()
+        self._idle = 0
+        for held in (self._calls, self._threads, self._unfinished):
+            held.clear()
+
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name=f"{self._name}_{self._started}", daemon=True)
         thread.start()
@@ -199,4 +206,10 @@ def _wait_at_exit() -> None:
     concurrent.futures.wait([future for pool in list(_pools) for future in pool.unfinished], timeout=_AT_EXIT)
 
 
+def _after_fork() -> None:
+    for pool in list(_pools):
+        pool.after_fork_in_child()
+
+
+lifecycle.after_fork(_after_fork)
 lifecycle.at_exit(lifecycle.Stage.THREADS, _wait_at_exit)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import multiprocessing
+import os
 import threading
 import weakref
 
@@ -100,6 +102,28 @@ def test_pool_does_not_run_a_cancelled_call(pool):
     concurrent.futures.wait(busy, LONG)
     pool.shutdown()
     assert made == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
+def test_forked_child_drops_the_parents_calls_and_runs_its_own(pool):
+    release, started = threading.Event(), threading.Event()
+    pending = pool.submit(lambda: started.set() or release.wait(LONG))
+    assert started.wait(LONG)
+    processes = multiprocessing.get_context("fork")
+    answers = processes.SimpleQueue()
+
+    def in_child():
+        unfinished = len(pool.unfinished)
+        answers.put((unfinished, pool.submit(max, 1, 2).result(LONG)))
+
+    child = processes.Process(target=in_child)
+    child.start()
+    assert answers.get() == (0, 2)
+    child.join()
+    assert pool.unfinished == {pending}
+    release.set()
+    assert pending.result(LONG)
+    answers.close()
 
 
 # -- SerialExecutor ----------------------------------------------------------------------------------
