@@ -1,15 +1,18 @@
 """The control block: what a rank publishes to its peers in its own memory.
 
-It holds the rank's sleep flag, the core that it runs on, and where its slot tables and rings are. `transport` and
-`local_peer` read and write it. The block lies in the rank's arena and consists of 8-byte words; a line is 8 words, one
-cache line.
+It holds the rank's sleep flag, the core that it runs on, and where its slot tables and rings are. `transport` makes it
+and opens those of peers; `local_peer`, `byte_ring`, `core_placement`, `deferred_free` and `collectives` use its words.
+The block lies in the rank's arena and consists of 8-byte words. A line is 8 words, one cache line.
 
-    line 0         asleep: 1 while the rank has to be woken; the waking peer sets it to 0 before it sends the wake-up
-    line 1         directory entries ever used; 1 + the core that the rank last published
-    line 2 + peer  own ring to that peer (its offset, 0: none yet; bytes written); bytes read from the peer's ring
-    directory      pairs (group number, offset of its slot table); 0: free
+    line 0         word 0: 1 while the rank sleeps; the peer that wakes it sets 0 before it sends the wake-up
+    line 1         word 0: the number of directory entries that peers search: those that were ever in use
+                   word 1: the core that the rank last published, plus 1; 0 before the first time
+    line 2 + peer  word 0: the offset of the ring to that peer; 0 before there is one
+                   word 1: the bytes written to that ring
+                   word 2: the bytes read from the peer's ring to this rank
+    directory      entries of two words: a group's number, 0 in a free entry; the offset of the group's slot table
 
-The owner writes the first word of a pair last, which makes the pair visible.
+The owner writes the offset before the number, so that no peer finds an entry without its offset.
 """
 
 from __future__ import annotations
@@ -21,17 +24,19 @@ from asyncdist_transports.shm.memory_order import Fence
 WORDS_PER_LINE = 8
 _ASLEEP, _USED, _CORE, _PEERS = 0, WORDS_PER_LINE, WORDS_PER_LINE + 1, 2 * WORDS_PER_LINE
 _PAIRS = 1024
+"""The number of entries in the directory."""
 RING, WRITTEN, READ = 0, 1, 2
-_SIGN = 1 << 63
+"""The positions of a ring's offset, the bytes written and the bytes read in a peer's line."""
+_SIGN_BIT = 1 << 63
 
 
 def to_signed(number: int) -> int:
-    """Return a 64-bit number as the signed value that a word holds."""
-    return number - (1 << 64) if number & _SIGN else number
+    """Return the signed value of a word that holds an unsigned 64-bit number."""
+    return number - (1 << 64) if number & _SIGN_BIT else number
 
 
 class ControlBlock:
-    """A rank's control block, its own or a peer's, at ``offset`` of the process's arena."""
+    """The control block of this rank or of a peer, at ``offset`` of the arena that ``mapping`` maps."""
 
     def __init__(self, mapping: ArenaMapping, offset: int, world_size: int) -> None:
         self._directory = _PEERS + WORDS_PER_LINE * world_size
@@ -43,14 +48,14 @@ class ControlBlock:
         return 8 * (_PEERS + WORDS_PER_LINE * world_size + 2 * _PAIRS)
 
     def peer_words(self, peer: int) -> memoryview:
-        """Return the words about one peer: see `RING`, `WRITTEN`, `READ`."""
+        """Return the line of one peer; its words are at `RING`, `WRITTEN` and `READ`."""
         start = _PEERS + WORDS_PER_LINE * peer
         return self.words[start : start + WORDS_PER_LINE]
 
     def group_slots(self, number: int) -> int | None:
-        """Return the offset of a group's slot table; None while it has none."""
+        """Return the offset of a group's slot table in the owner's arena; None while the group has none."""
         words, wanted = self.words, to_signed(number)
-        # The owner may have freed the block, so the count may be any value.
+        # If the owner has freed the block, the arena may hold other data here.
         used = min(words[_USED], _PAIRS)
         for entry in range(self._directory, self._directory + 2 * used, 2):
             if words[entry] == wanted:
@@ -59,7 +64,7 @@ class ControlBlock:
 
     @property
     def asleep(self) -> memoryview:
-        """The word that is 1 while the rank sleeps and has to be woken."""
+        """The word that is 1 while the rank sleeps, as a view of length 1."""
         return self.words[_ASLEEP : _ASLEEP + 1]
 
     @property
@@ -84,14 +89,16 @@ class OwnControlBlock(ControlBlock):
         self._free = list(range(self._directory, self._directory + 2 * _PAIRS, 2))[::-1]
 
     def reserve_entry(self) -> int:
-        """Return a free entry of the directory for `publish_group`. Raises SharedMemoryError if all are in use."""
+        """Return the position of a free entry for `publish_group`. Raises SharedMemoryError if all are in use."""
         try:
             return self._free.pop()
         except IndexError:
-            raise SharedMemoryError(f"more than {_PAIRS} groups at once share memory: destroy some") from None
+            raise SharedMemoryError(
+                f"this rank is in more than {_PAIRS} groups at once whose members share memory: destroy some of them"
+            ) from None
 
     def publish_group(self, entry: int, number: int, offset: int) -> None:
-        """Let peers find a group's slot table, at an entry from `reserve_entry`."""
+        """Publish a group's slot table, at ``offset`` of the arena, in an entry from `reserve_entry`."""
         words = self.words
         words[entry + 1] = offset
         self._fence.full()
@@ -99,7 +106,7 @@ class OwnControlBlock(ControlBlock):
         words[_USED] = max(words[_USED], (entry - self._directory) // 2 + 1)
 
     def remove_group(self, number: int) -> None:
-        """Remove a group's slot table from the directory."""
+        """Remove a group's slot table from the directory, and make the entry free."""
         words, wanted = self.words, to_signed(number)
         for entry in range(self._directory, self._directory + 2 * words[_USED], 2):
             if words[entry] == wanted:
