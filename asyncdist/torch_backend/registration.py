@@ -1,4 +1,8 @@
-"""Registration with ``torch.distributed.Backend.register_backend``, and the factory that torch then calls."""
+"""Registration with ``torch.distributed.Backend.register_backend``, and the factory that torch then calls.
+
+The package registers the back end when it is imported. torch calls `make_backend` in ``init_process_group`` and
+``new_group``. `asyncdist.bench.contenders.null_backend` registers a second back end here.
+"""
 
 from __future__ import annotations
 
@@ -28,23 +32,26 @@ def add_backend(name: str, maker: Callable[[Any, object], ProcessGroup], devices
     backends: Any = torch_distributed.Backend
     if name.upper() not in backends._plugins:
         backends.register_backend(name, maker, extended_api=True, devices=list(devices))
-    # torch 2.15 hooks its flight recorder into groups whose back end has none. This one has its own, and a group that is
-    # a Python object does not support the hook.
-    recording = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
-    if recording is not None:
-        c10d._FR_SELF_RECORDING_BACKENDS = {*recording, name}
+    # torch 2.15 hooks its flight recorder into groups of back ends that do not record themselves. asyncdist's does, and
+    # a process group that is a Python object does not support the hook.
+    self_recording = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if self_recording is not None:
+        c10d._FR_SELF_RECORDING_BACKENDS = {*self_recording, name}
 
 
 def make_backend(opts: Any, pg_options: object = None) -> ProcessGroup:
-    """Create a process group. torch calls it on every member, in the same order.
+    """Create a process group. torch calls this on every member. Members create the groups that they share in one order.
 
-    A subgroup of an asyncdist default group uses the connections of that group's world and needs no communication. Any
-    other group performs a rendezvous through the store that torch passes. ``pg_options`` and ``enable_reconfigure`` are
-    ignored.
+    If the default group is asyncdist's, a further group uses the connections of its world and needs no communication.
+    Otherwise the ranks of the group perform a rendezvous through the store that torch passes.
+
+    Args:
+        opts: torch's ``_DistributedBackendOptions``: store, ranks and timeout. Its ``enable_reconfigure`` is ignored.
+        pg_options: Ignored.
     """
     world = _default_world()
     if world is not None and opts.global_ranks_in_group:
-        return _part_of(world, opts.global_ranks_in_group, opts)
+        return _subgroup(world, opts.global_ranks_in_group, opts)
     world = background_loop().run(
         open_world(
             store=opts.store,
@@ -53,19 +60,20 @@ def make_backend(opts: Any, pg_options: object = None) -> ProcessGroup:
             timeout=opts.timeout,
         )
     )
-    return _wrap(world.group, world)
+    return _process_group(world.group, world)
 
 
-def _part_of(world: World, ranks: Sequence[int], opts: Any) -> ProcessGroup:
-    # torch's group name is not used: ranks count differently after some of them have created a group without the others.
+def _subgroup(world: World, ranks: Sequence[int], opts: Any) -> ProcessGroup:
+    # torch's group name is not used. It is a count that each rank keeps for itself, and the counts differ after some
+    # ranks have created a group without the others.
     group = world.new_group(ranks, timeout=opts.timeout)
-    assert group is not None, "torch asks members only"
-    return _wrap(group, None)
+    assert group is not None, "torch calls make_backend on members only"
+    return _process_group(group, None)
 
 
-def _wrap(group: Group, world: World | None) -> ProcessGroup:
-    # Without a free core, a background thread that drives an operation takes the core of the calling thread, which
-    # usually waits soon: DDP after its last bucket, functional collectives when the result is used.
+def _process_group(group: Group, world: World | None) -> ProcessGroup:
+    # Without a free core, the background loop's thread would take the calling thread's core. The calling thread
+    # therefore spins for its peers; it usually waits soon anyway, such as DDP after its last bucket.
     group.patient = not has_free_cores(group.mesh.transport_selector.local_size, torch.get_num_threads())
     return ProcessGroup(group, world)
 
