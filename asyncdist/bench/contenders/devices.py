@@ -1,7 +1,7 @@
 """The contenders on CUDA devices: asyncdist's device back ends, gloo and NCCL of torch, and copies on one device.
 
-Ranks use the devices in turn, several ranks one device if there are too few. Between calls the device is idle.
-Opened by `rank`, timed by `measure`.
+Rank r uses device r modulo the number of devices: ranks that outnumber the devices share them. A device is idle when
+a timed call begins. `rank` opens the contenders, `measure` times them.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ from asyncdist.bench.workloads.collectives import Empty, SendTraffic, Traffic
 from asyncdist.errors import GroupError, TransportUnavailableError
 from asyncdist.transport import registry
 
-_TICK = 0.5e-3  # seconds between two runs of the periodic task
+_TICK = 0.5e-3
+"""Seconds between two runs of the periodic task."""
 
 
 class AwaitedWithTicks(Awaited):
-    """asyncdist's awaited API on a loop with a periodic task, whose delays show whether the loop was blocked."""
+    """asyncdist's awaited API on a loop with a periodic task, whose delays show for how long calls block the loop."""
 
     latest_tick = 0.0
 
     def verify(self, case: Traffic, start: Start) -> None:
         super().verify(case, start)
-        self.latest_tick = 0.0  # the first call sets up connections
+        # The first call sets up connections, and its delays do not count.
+        self.latest_tick = 0.0
 
     def call_of(self, case: Traffic) -> Callable[[], Any]:
         return partial(self._ticking, super().call_of(case))
@@ -73,16 +75,17 @@ class AwaitedWithTicks(Awaited):
 
 
 def gloo_on_device(case: Traffic) -> Callable[[], object]:
-    """Prepare gloo of torch on CUDA tensors. It cannot send these, so the program copies them through the host."""
+    """Prepare a call of torch's gloo on CUDA tensors. Its `send` takes none, and is called on a copy in host memory."""
     if isinstance(case, SendTraffic):
         return partial(case.call_through_host, torch.distributed)
     return partial(case.call, torch.distributed)
 
 
 def copy_on_device(pace: StartPacer, empty: Empty) -> Copy:
-    """Return the contender that makes the reads and writes of the operation on rank 0's device, by one process."""
+    """Return the contender in which rank 0 alone reads and writes all ranks' bytes of an operation on its device."""
 
     def copy(name: str, tensors: list[torch.Tensor]) -> None:
+        # Each tensor stands for that of one rank.
         first, *others = tensors
         if name == "all_reduce":
             for other in others:
@@ -95,7 +98,10 @@ def copy_on_device(pace: StartPacer, empty: Empty) -> Copy:
 
 @contextlib.contextmanager
 def open_device_contenders(plan: BenchPlan, rank: int, folder: Path, pace: StartPacer) -> Iterator[Contenders]:
-    """Open every contender that all ranks can use. ``folder`` is a folder that all ranks see."""
+    """Open every contender that all ranks can use; the reasons against the others are in `Contenders.absent`.
+
+    ``folder`` is a folder that all ranks see.
+    """
     device = torch.device(plan.device, rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     empty = partial(torch.empty, device=device)
@@ -105,21 +111,24 @@ def open_device_contenders(plan: BenchPlan, rank: int, folder: Path, pace: Start
         members = [of_api(name, sync, group, empty=empty) for name, group in groups.items()]
         awaited = awaited_world(**meeting(plan, rank, folder, "device-awaited"))
         members.append(AwaitedWithTicks(*stack.enter_context(awaited), empty))
-        torchs = stack.enter_context(torch_process_groups(_torch_backends(plan, absent), plan, rank, folder))
+        torch_groups = stack.enter_context(torch_process_groups(_torch_backends(plan, absent), plan, rank, folder))
         members.append(Contender("gloo", gloo_on_device, empty=empty))
-        if "torch's nccl" in torchs:
-            members.append(of_api("torch's nccl", torch.distributed, torchs["torch's nccl"], empty=empty))
+        if "torch's nccl" in torch_groups:
+            members.append(of_api("torch's nccl", torch.distributed, torch_groups["torch's nccl"], empty=empty))
         if plan.ranks > 1:
             members.append(copy_on_device(pace, empty))
         host = stack.enter_context(sync.process_group(group_name="host", **meeting(plan, rank, folder, "device-host")))
-        cuda = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-        yield Contenders(members, absent, cuda, host)
+        device_name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+        yield Contenders(members, absent, device_name, host)
 
 
 def _open_backends(
     plan: BenchPlan, rank: int, folder: Path, device: torch.device, absent: dict[str, str], stack: contextlib.ExitStack
 ) -> Iterator[tuple[str, asyncdist.Group]]:
-    """Yield asyncdist's groups by contender: with the negotiated back end, and with each one by name that can be used."""
+    """Yield the name and group of each of asyncdist's contenders, and add to ``absent`` why others cannot be used.
+
+    In "asyncdist" the ranks select the device back end. Every other contender has the name of its device back end.
+    """
     for name in ("asyncdist", *registry.names(registry.DEVICE_BACKENDS)):
         try:
             if name != "asyncdist":
@@ -129,10 +138,10 @@ def _open_backends(
             backend = None if name == "asyncdist" else f"cpu:auto,cuda:{name}"
             where = meeting(plan, rank, folder, f"device-{name}")
             group = stack.enter_context(sync.process_group(backend=backend, group_name=name, **where))
-            on: Any = group.on(device)
-            on.all_reduce(torch.zeros(1, device=device)).synchronize()
-            if name not in ("asyncdist", on.backend):
-                raise TransportUnavailableError(f"the ranks selected {on.backend}")
+            device_group: Any = group.on(device)
+            device_group.all_reduce(torch.zeros(1, device=device)).synchronize()
+            if name not in ("asyncdist", device_group.backend):
+                raise TransportUnavailableError(f"the ranks selected {device_group.backend}")
         except (GroupError, TransportUnavailableError) as error:
             absent[name] = str(error)
         else:
@@ -140,7 +149,10 @@ def _open_backends(
 
 
 def _torch_backends(plan: BenchPlan, absent: dict[str, str]) -> dict[str, str]:
-    """Return the back ends of torch.distributed to measure: gloo, and NCCL if each rank has a device."""
+    """Return the back ends of torch.distributed by contender: gloo, and NCCL if each rank has a device of its own.
+
+    Without NCCL, add the reason to ``absent``.
+    """
     if plan.ranks > torch.cuda.device_count():
         absent["torch's nccl"] = "it needs one device per rank"
     elif not torch.distributed.is_nccl_available():

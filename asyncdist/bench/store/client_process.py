@@ -1,11 +1,13 @@
-"""A process with store clients, asyncdist's or torch's. It executes commands, one JSON object per line, and answers each.
+"""A process with store clients, asyncdist's or torch's, which `benchmark` starts and commands.
 
-Started by `benchmark`.
+It reads the token and then one command per line, a JSON object, from stdin. It prints the result of each as JSON. "do"
+names a method of `Clients`, and the other fields are its arguments. Only the functions of torch's clients import torch.
 
 {"do": "dialogue", "client": "torch", "port": 29500, "operation": "get", "seconds": 0.5}   → calls per second
 {"do": "flight", "port": …, "count": 1000, "seconds": …}                                   → calls per second
-{"do": "crowd", "client": …, "port": …, "count": 2048, "total": 8192, "name": …}           → when the last one was served
-{"do": "hold", "client": …, "port": …, "count": …}, then {"do": "release"}                 → the number of clients
+{"do": "crowd", "client": …, "port": …, "count": 2048, "total": 8192, "name": …}           → {"served": …, "last": …}
+{"do": "hold", "client": …, "port": …, "count": …}                                         → the number of clients
+{"do": "release"}                                                                          → 0
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ from asyncdist.config import Config
 from asyncdist.store import AsyncStore, TCPStore
 
 _TIMEOUT = 240.0
-_BATCH = 20
-_CONNECTING = 256
-"""The number of connections that asyncdist's clients open at a time."""
+"""Seconds for one call of a client."""
+_CALLS_PER_BATCH = 20
+"""The calls between two looks at the clock."""
+_MOST_CONNECTING = 256
+"""The most connections that asyncdist's clients open at a time."""
 _STACK_NBYTES = 256 << 10
+"""The stack of a thread of `_torch_crowd`, which starts one thread for each of some thousand clients."""
 
 _VALUE = b"v" * 64
 
@@ -41,23 +46,34 @@ class Clients:
     def __init__(self, token: str) -> None:
         self.token = token
         self.loop = new_loop()
-        self._made: dict[tuple[str, int], Any] = {}
+        self._stores: dict[tuple[str, int], Any] = {}
         self._held: list[Any] = []
 
     # -- commands ---------------------------------------------------------------------------------
 
     def dialogue(self, client: str, port: int, operation: str, seconds: float) -> float:
-        """Make one call after the other."""
-        store = self._client(client, port)
+        """Make one call after the other, on one connection; return the calls per second.
+
+        Args:
+            client: "asyncdist" or "torch": whose client.
+            port: The server's port.
+            operation: "get" or "add".
+            seconds: How long to make calls.
+        """
+        store = self._store(client, port)
         call = functools.partial(store.get, "key") if operation == "get" else functools.partial(store.add, "number", 1)
         return call_rate(call, seconds)
 
     def flight(self, port: int, count: int, seconds: float) -> float:
-        """Keep ``count`` calls of `get` in flight on one connection: await all of them, and make them again."""
+        """Make ``count`` concurrent `get`s on one connection, await all, and repeat; return the calls per second."""
         return self.loop.run_until_complete(self._flight(port, count, seconds))
 
     def crowd(self, client: str, port: int, count: int, total: int, name: str) -> dict[str, float]:
-        """Let ``count`` new clients connect, authenticate, add 1, and meet at a barrier of ``total`` clients."""
+        """Let ``count`` new clients connect, authenticate, add 1, and meet at a barrier of ``total`` clients.
+
+        ``total`` counts those of all client processes. Return how many clients passed the barrier, and when the last
+        one did, on the monotonic clock. ``name`` is a prefix of the keys, a new one for each crowd.
+        """
         gc.collect()
         if client == "torch":
             served = _torch_crowd(port, count, total, name)
@@ -66,21 +82,33 @@ class Clients:
         return {"served": len(served), "last": max(served, default=0.0)}
 
     def hold(self, client: str, port: int, count: int) -> int:
-        """Connect ``count`` clients that make no calls."""
+        """Connect ``count`` clients that make no calls, in addition to those held already; return ``count``."""
         if client == "torch":
             self._held += [_torch_client(port) for _ in range(count)]
         else:
-            gate = asyncio.Semaphore(_CONNECTING)
-            self._held += self._gather([self._connect(port, gate) for _ in range(count)])
+            connecting = asyncio.Semaphore(_MOST_CONNECTING)
+            self._held += self._gather([self._connect(port, connecting) for _ in range(count)])
         return count
 
     def release(self) -> int:
-        """Disconnect the held clients."""
+        """Disconnect the held clients; torch's disconnect when they are deleted."""
         held, self._held = self._held, []
         self._gather([store.close() for store in held if isinstance(store, AsyncStore)])
         return 0
 
-    # -- asyncdist's clients ----------------------------------------------------------------------
+    def _store(self, client: str, port: int) -> Any:
+        """Return the blocking client of a server, connected on first use."""
+        if (client, port) not in self._stores:
+            if client == "torch":
+                store: Any = _torch_client(port)
+            else:
+                store = TCPStore(HOST, port, timeout=_TIMEOUT, config=Config(token=self.token))
+            store.set("key", _VALUE)
+            store.get("key")
+            self._stores[client, port] = store
+        return self._stores[client, port]
+
+    # -- asyncdist's awaited clients --------------------------------------------------------------
 
     def _gather(self, awaitables: list[Any]) -> list[Any]:
         async def gather() -> list[Any]:
@@ -88,19 +116,8 @@ class Clients:
 
         return self.loop.run_until_complete(gather())
 
-    def _client(self, client: str, port: int) -> Any:
-        if (client, port) not in self._made:
-            if client == "torch":
-                made: Any = _torch_client(port)
-            else:
-                made = TCPStore(HOST, port, timeout=_TIMEOUT, config=Config(token=self.token))
-            made.set("key", _VALUE)
-            made.get("key")
-            self._made[client, port] = made
-        return self._made[client, port]
-
-    async def _connect(self, port: int, gate: asyncio.Semaphore) -> AsyncStore:
-        async with gate:
+    async def _connect(self, port: int, connecting: asyncio.Semaphore) -> AsyncStore:
+        async with connecting:
             return await AsyncStore.connect(HOST, port, token=self.token, timeout=_TIMEOUT)
 
     async def _flight(self, port: int, count: int, seconds: float) -> float:
@@ -117,10 +134,10 @@ class Clients:
             await store.close()
 
     async def _crowd(self, port: int, count: int, total: int, name: str) -> list[float]:
-        gate = asyncio.Semaphore(_CONNECTING)
+        connecting = asyncio.Semaphore(_MOST_CONNECTING)
 
-        async def one() -> float:
-            store = await self._connect(port, gate)
+        async def client() -> float:
+            store = await self._connect(port, connecting)
             try:
                 await store.add(f"{name}/count", 1)
                 await store.barrier(f"{name}/barrier", total)
@@ -128,16 +145,16 @@ class Clients:
             finally:
                 await store.close()
 
-        return list(await asyncio.gather(*[one() for _ in range(count)]))
+        return list(await asyncio.gather(*[client() for _ in range(count)]))
 
 
 def call_rate(call: Callable[[], object], seconds: float) -> float:
-    """Return the calls per second of batches of calls that take about ``seconds``."""
+    """Make calls in batches until ``seconds`` have passed; return the calls per second."""
     calls, spent, begun = 0, 0.0, time.perf_counter()
     while spent < seconds:
-        for _ in range(_BATCH):
+        for _ in range(_CALLS_PER_BATCH):
             call()
-        calls += _BATCH
+        calls += _CALLS_PER_BATCH
         spent = time.perf_counter() - begun
     return calls / spent
 
@@ -146,11 +163,12 @@ def call_rate(call: Callable[[], object], seconds: float) -> float:
 
 
 def _torch_crowd(port: int, count: int, total: int, name: str) -> list[float]:
-    import torch.distributed  # noqa: F401 - else the first thread imports it, and the others wait
+    # Otherwise the first thread imports it while the others wait.
+    import torch.distributed  # noqa: F401
 
     served: list[float] = []
 
-    def one() -> None:
+    def client() -> None:
         store = _torch_client(port)
         store.add(f"{name}/count", 1)
         store.barrier(f"{name}/barrier", total, timedelta(seconds=_TIMEOUT))
@@ -158,7 +176,7 @@ def _torch_crowd(port: int, count: int, total: int, name: str) -> list[float]:
 
     before = threading.stack_size(_STACK_NBYTES)
     try:
-        threads = [threading.Thread(target=one) for _ in range(count)]
+        threads = [threading.Thread(target=client) for _ in range(count)]
         for thread in threads:
             thread.start()
     finally:
@@ -177,7 +195,7 @@ def _torch_client(port: int) -> Any:
 
 
 def run_store_clients() -> None:
-    """Read the token from stdin's first line, and execute the commands of the other lines."""
+    """Read the token from stdin's first line, execute the command of each further line, and print its result."""
     clients = Clients(sys.stdin.readline().strip())
     for line in sys.stdin:
         command = json.loads(line)
