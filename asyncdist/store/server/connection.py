@@ -1,8 +1,9 @@
-"""Base of all connections to a store server: queues replies and applies backpressure, whatever the format.
+"""Base of the connections of both protocols to a store server: queues replies and applies backpressure.
 
-The event loop calls in; nothing is awaited and no task is made. A connection stops reading requests while its client does
-not read replies. A subscriber that does not read what other clients publish is disconnected; replies to its own requests
-never cause that. Subclassed in `session`, `c10d_session` and `accept`; it does not import the server.
+The event loop calls a connection, which awaits nothing and makes no task. The connection stops reading requests while
+its client does not read replies. A subscriber that does not read what other clients publish is disconnected; replies to
+its own requests never cause that. `session`, `c10d_session` and `accept` derive from it. `persistence.group_commit`
+holds its replies and releases them. `store.client.link` uses `descriptor_of`. This module does not import the server.
 """
 
 from __future__ import annotations
@@ -17,20 +18,27 @@ from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.store.persistence.group_commit import GroupCommit
 from asyncdist.store.protocol.operations import Reply
 
+# The modules of the server share one logger.
 logger = logging.getLogger("asyncdist.store.server.server")
 
 BATCH_NBYTES = 256 << 10
-"""Bytes of replies that are sent together at most."""
+"""Bytes of replies that are sent together at most, and that are held for the disk before execution pauses."""
 BACKLOG_NBYTES = 64 << 20
-"""Published bytes that may wait for a client, above one frame, before the server disconnects it."""
+"""Bytes that may wait for a client that does not read.
+
+Above it, long replies pause execution. Published messages above it plus the longest message disconnect the client.
+"""
 
 
 class ConnectionContext(Protocol):
     """What a connection needs of its server."""
 
     durability: GroupCommit | None
+    """Writes the log on disk; None if the store has none."""
     halted: bool
+    """Whether the server reads from no connection and executes no request."""
     limit: int
+    """The longest message in bytes."""
 
     def heard(self, client: object) -> None:
         """Tell the busy poll that a client has sent something."""
@@ -43,7 +51,16 @@ class ConnectionContext(Protocol):
 
 
 class ServerConnection(asyncio.Protocol, ABC):
-    """One client. Hashable by identity: it is the client that the state machine knows."""
+    """The connection of one client. It is hashed by identity, and the state machine identifies the client by it.
+
+    Args:
+        server: What the connection needs of its server.
+        transport: Its transport; None until the event loop has connected it.
+        peer: The client's address, for the log.
+
+    Attributes:
+        paused: Whether no further request is executed, for one of the reasons in `_backpressured` or because it closes.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -65,10 +82,13 @@ class ServerConnection(asyncio.Protocol, ABC):
         self._transport = transport
         self._out: list[bytes] = []
         self._out_nbytes = 0
-        self._held_nbytes = 0  # of replies that wait until the changes they show are on disk
-        self._write_paused = False  # the socket takes no more
-        self._yielding = False  # other connections have their turn first
-        self.paused = False  # no further request is executed, for one of these reasons
+        # Of replies that wait until the changes they show are on disk.
+        self._held_nbytes = 0
+        # The transport's write buffer is full.
+        self._write_paused = False
+        # The other connections run first.
+        self._yielding = False
+        self.paused = False
         self._closing = False
         lifecycle.close_in_children(self)
 
@@ -84,14 +104,15 @@ class ServerConnection(asyncio.Protocol, ABC):
 
         Raises:
             ProtocolError: The client breaks the protocol.
-            AuthenticationError: The client cannot prove that it holds the token."""
+            AuthenticationError: The client cannot prove that it holds the token.
+        """
 
     @abstractmethod
     def answer(self, reply: Reply) -> None:
         """Queue a reply that is due to this client."""
 
     def joined(self, pieces: list[bytes]) -> bytes:
-        """Return the queued pieces in wire format."""
+        """Return the queued pieces as they are sent."""
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     @property
@@ -99,14 +120,14 @@ class ServerConnection(asyncio.Protocol, ABC):
     def unfinished(self) -> bool:
         """Whether a request has arrived in part or has not been executed."""
 
-    # -- what the loop calls ----------------------------------------------------------------------
+    # -- what the event loop calls ----------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         self.take(data)
         self._server.heard(self)
 
     def take(self, data: bytes) -> None:
-        """Execute the requests in ``data``; refuse a client that breaks the protocol, and drop it on an internal error."""
+        """Execute the requests in ``data``. Refuse a client that breaks the protocol; abort on any other error."""
         try:
             self.receive(data)
         except (ProtocolError, AuthenticationError) as error:
@@ -119,29 +140,30 @@ class ServerConnection(asyncio.Protocol, ABC):
 
     def resume_writing(self) -> None:
         self._write_paused = False
-        self._go_on()
+        self._resume_execution()
 
-    def _go_on(self) -> None:
+    def _resume_execution(self) -> None:
         """Resume execution unless backpressure still applies."""
         if self._backpressured:
             return
         self.paused = False
         if self._transport is not None and not self._closing:
             self._transport.resume_reading()
+            # Requests that arrived earlier are executed without new bytes.
             self.data_received(b"")
 
-    def _rest(self) -> None:
+    def _yield_turn(self) -> None:
         """Pause execution until the other connections have had a turn."""
         self._yielding = self.paused = True
-        asyncio.get_running_loop().call_soon(self._rested)
+        asyncio.get_running_loop().call_soon(self._end_yield)
 
-    def _rested(self) -> None:
+    def _end_yield(self) -> None:
         self._yielding = False
-        self._go_on()
+        self._resume_execution()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.unfinished:
-            logger.info("store: %s vanished in the middle of a request", self.peer)
+            logger.info("store: the connection of %s ended in the middle of a request", self.peer)
         self._transport = None
         self._out.clear()
         self._server.dismiss(self)
@@ -160,10 +182,10 @@ class ServerConnection(asyncio.Protocol, ABC):
             return
         out, self._out, self._out_nbytes = self._out, [], 0
         data = self.joined(out)
-        self._pass_on(data)
+        self._send_when_durable(data)
 
-    def _pass_on(self, data: Any) -> None:
-        """Send something when the changes that it may show are on disk."""
+    def _send_when_durable(self, data: Any) -> None:
+        """Send data, or have it held until the changes that it may show are on disk."""
         durability = self._server.durability
         if durability is None or not durability.holding:
             self._write(data)
@@ -173,18 +195,18 @@ class ServerConnection(asyncio.Protocol, ABC):
             self.paused = self._backpressured
 
     def release(self, data: Any) -> None:
-        """Send held data. `settle` is called when all held data of this commit has been sent."""
+        """Send held data. `GroupCommit` calls `settle` after it has released all data that one commit held."""
         self._held_nbytes -= len(data)
         self._write(data)
 
     def settle(self) -> None:
-        """Continue after data has been sent: close the connection if that is pending, else resume execution."""
+        """Close the connection if it waited only for data that has now been sent, else resume execution."""
         if self._closing and not self._held_nbytes:
-            self._hang_up()
+            self._close_when_sent()
         elif self.paused:
-            self._go_on()
+            self._resume_execution()
 
-    def _hang_up(self) -> None:
+    def _close_when_sent(self) -> None:
         self._closing = True
         if self._transport is not None:
             self._transport.close()
@@ -195,7 +217,7 @@ class ServerConnection(asyncio.Protocol, ABC):
 
     @property
     def _backpressured(self) -> bool:
-        """Whether execution is paused: too many bytes wait to be sent, or other connections have their turn."""
+        """Whether execution must pause: too many bytes wait to be sent, others run first, or the server is halted."""
         return self._write_paused or self._held_nbytes >= BATCH_NBYTES or self._yielding or self._server.halted
 
     @property
@@ -204,15 +226,19 @@ class ServerConnection(asyncio.Protocol, ABC):
         return self._held_nbytes + (0 if self._transport is None else self._transport.get_write_buffer_size())
 
     @property
-    def _unasked_nbytes(self) -> int:
-        """How many bytes that other clients published to it wait to be sent."""
+    def _published_waiting_nbytes(self) -> int:
+        """How many of the waiting bytes are messages that other clients published."""
         return 0
 
     def drop_slow_reader(self) -> None:
         """Disconnect a client that does not read and has too many published bytes waiting."""
-        waiting = self._unasked_nbytes
+        waiting = self._published_waiting_nbytes
         if waiting > self._server.limit + BACKLOG_NBYTES:
-            logger.warning("store: %s does not read (%d bytes wait for it); it is disconnected", self.peer, waiting)
+            logger.warning(
+                "store: the server disconnects %s, which does not read: %d published bytes wait for it",
+                self.peer,
+                waiting,
+            )
             self._server.count_refusal()
             self.abort()
 
@@ -225,8 +251,8 @@ class ServerConnection(asyncio.Protocol, ABC):
         self.finish()
 
     def fail(self) -> None:
-        """Log the current exception, which is an internal error, and drop the connection."""
-        logger.exception("store: a request of %s could not be served; it is disconnected", self.peer)
+        """Log the current exception, which is an internal error, and disconnect the client."""
+        logger.exception("store: a request of %s could not be served; the server disconnects the client", self.peer)
         self.abort()
 
     def finish(self) -> None:
@@ -238,7 +264,7 @@ class ServerConnection(asyncio.Protocol, ABC):
             self._closing = self.paused = True
             self._transport.pause_reading()
         else:
-            self._hang_up()
+            self._close_when_sent()
 
     def pause_reading(self) -> None:
         """Stop reading from the socket."""
@@ -248,7 +274,7 @@ class ServerConnection(asyncio.Protocol, ABC):
     def resume_reading(self) -> None:
         """Read from the socket again, unless backpressure from this client applies."""
         if self.paused:
-            self._go_on()
+            self._resume_execution()
         elif self._transport is not None:
             self._transport.resume_reading()
 
@@ -265,5 +291,5 @@ def descriptor_of(transport: asyncio.Transport) -> int:
 
 
 def peer_name(address: Any) -> str:
-    """Return a peer's address in words."""
+    """Return the address of a socket's peer as text; a Unix socket usually has none."""
     return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address or "a local client")

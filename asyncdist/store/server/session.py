@@ -167,7 +167,7 @@ class Session(ServerConnection):
                 if op is Op.CANCEL:  # of the rest of a long reply
                     self._queued.pop(args[0], None)
             if op in SWEEPING and todo and in_turns:
-                self._rest()
+                self._yield_turn()
         server.num_requests += before - len(todo)
         self.flush()
         if todo and self._transport is not None:
@@ -238,7 +238,7 @@ class Session(ServerConnection):
         self.flush()
         self._queued[reply.request] += 1
         self._published_queued_nbytes += len(message) if reply.kind is OperationKind.PUBLISHED else 0
-        self._pass_on(message)
+        self._send_when_durable(message)
 
     def _write(self, data: bytes | ChunkedMessage) -> None:
         if not isinstance(data, ChunkedMessage):
@@ -268,13 +268,13 @@ class Session(ServerConnection):
         return super()._backpressured or self._queued_nbytes - self._chunk_sender.nbytes_under_way > BACKLOG_NBYTES
 
     @property
-    def _unasked_nbytes(self) -> int:
+    def _published_waiting_nbytes(self) -> int:
         # It is not known which short messages have left the socket; they are at most all that waits there.
         return self._published_queued_nbytes + min(self._published_nbytes, self.waiting_nbytes)
 
-    def _hang_up(self) -> None:
+    def _close_when_sent(self) -> None:
         if not self._chunk_sender.busy:
-            super()._hang_up()
+            super()._close_when_sent()
         elif self._transport is not None:
             self._closing = self.paused = True
             self._transport.pause_reading()

@@ -120,7 +120,7 @@ async def test_client_vanishes_in_the_middle_of_a_frame(server, store, caplog, e
         await eventually(lambda: any(c.unfinished for c in server.admission.connections))
         await peer.leave()
         await eventually(lambda: server.num_connections == 1)
-    assert "vanished in the middle of a request" in caplog.text
+    assert "ended in the middle of a request" in caplog.text
     assert await store.check(["k"]) is False
 
 
