@@ -154,7 +154,7 @@ class DeviceWork(Work):
         limit = seconds(timeout)
         if not self._enqueued.wait(None if limit == math.inf else limit):
             raise WaitTimeoutError(
-                f"not completed within {limit:g} s; the operation goes on, wait again or abort the group"
+                f"the operation was not completed within {limit:g} s and continues: wait again or abort the group"
             )
 
     def __await__(self) -> Generator[Any, None, Any]:

@@ -1,7 +1,9 @@
-"""The handle of one started operation: await it, block on it, or hang a callback on it.
+"""The handle of a started operation: a program awaits it, blocks until it is complete, or adds a callback to it.
 
-A `Work` has no colour. It is completed once, by whichever driver finishes the operation; waiting for it in any way
-never owns it: a cancelled or timed-out waiter stops waiting, and the operation goes on.
+The awaited and the blocking API return the same `Work`. The driver that finishes the operation completes its work once.
+Waiting does not own the operation: a waiter that is cancelled or times out stops waiting, and the operation continues.
+Groups, device groups and transports create works; the executor and the completion watcher complete them. This module
+imports `engine.progress` for its type only, and torch only in `get_future`.
 """
 
 from __future__ import annotations
@@ -26,64 +28,70 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("asyncdist")
 
-_STALL_CHECK = (
-    0.05  # seconds between two looks of who awaits on another loop at whether the one that drives stands still
-)
-_TURN = 1e-3  # seconds for which a task may await what is over at once, until it lets its loop turn
+_STALL_CHECK_INTERVAL = 0.05
+"""Seconds between two checks whether the driver loop stands still. A task that awaits on another loop makes them."""
+_YIELD_INTERVAL = 1e-3
+"""Seconds for which awaits of completed works return at once, before one of them yields to the event loop."""
 
 
-class _Turns(threading.local):
-    """The time at which an await of a work last let this thread's loop turn."""
+class _LastYield(threading.local):
+    """The time at which an await of a work last yielded to this thread's event loop."""
 
-    last = 0.0
+    at = 0.0
 
 
-_turns = _Turns()
-_changing_callbacks = threading.RLock()  # of any work: held for a moment, and by few
+_last_yield = _LastYield()
+_callbacks_lock = threading.RLock()
+"""One lock for the callbacks of all works: it is held briefly, and threads rarely compete for it."""
 
 
 class Work:
-    """One operation, started and going on by itself.
+    """The handle of one operation, which has started and progresses without further calls.
 
-    Await it as it is, as often as you like; several by `asyncio.gather`, for a limited time by `asyncio.wait_for`. What
-    takes futures or tasks only, as `asyncio.wait` does, takes ``asyncio.ensure_future(work)``.
+    A work can be awaited any number of times, without a task: several with `asyncio.gather`, for a limited time with
+    `asyncio.wait_for`. Pass ``asyncio.ensure_future(work)`` to functions that accept only futures or tasks, such as
+    `asyncio.wait`.
 
-    Its value (of ``await``, `result` and `get_future`) is what the operation wrote: the tensor, the list of tensors or
-    objects; of a receive, the sender's global rank; None of a barrier.
+    The value of a work, which ``await``, `result` and `get_future` return, is what the operation wrote: a tensor, or a
+    list of tensors or objects. The value of a receive is the sender's global rank, and that of a barrier is None.
+
+    Example:
+        >>> work = group.all_reduce(gradients)
+        >>> await asyncio.wait_for(work, 10)  # in a coroutine; elsewhere: work.wait(10)
     """
 
-    # Class attributes for what most works never set: a call in shared memory takes as long as a dozen assignments.
+    # Most works never set these. An assignment for each in `__init__` would slow down small calls.
     _progress: Progress | None = None
     _done = False
-    _seen = False
+    _retrieved = False
     _value: Any = None
     _error: BaseException | None = None
-    _unseen: _Unseen | None = None
+    _unretrieved: _UnretrievedError | None = None
     _callbacks: list[Callable[[Work], object]] | None = None
     _future: Any = None
 
     def __init__(self, progress: Progress | None = None) -> None:
         self._progress = progress
 
-    # -- completing (the executor's side) ------------------------------------------------------
+    # -- completion, called by the executor and the completion watcher -------------------------
 
     def finish(self, value: Any = None, error: BaseException | None = None) -> bool:
-        """Complete the work; return whether callbacks are due (`run_callbacks`)."""
-        if error is not None and not self._seen:
-            self._unseen = _Unseen(error)
+        """Complete the work; return whether the caller must call `run_callbacks`, after it has released its locks."""
+        if error is not None and not self._retrieved:
+            self._unretrieved = _UnretrievedError(error)
         self._value, self._error, self._done = value, error, True
         return bool(self._callbacks)
 
-    def _mark_seen(self) -> None:
-        """Note that the program has seen, or declined to see, how the operation ended."""
-        self._seen = True
-        if self._unseen is not None:
-            self._unseen.error = None
+    def _mark_retrieved(self) -> None:
+        """Record that the program has retrieved the outcome, or has stopped waiting for it: no error is logged."""
+        self._retrieved = True
+        if self._unretrieved is not None:
+            self._unretrieved.error = None
 
     def run_callbacks(self) -> None:
-        """Call what was hung on the completed work, once; an exception in a callback is logged."""
+        """Call each callback of the completed work once; log an exception that one raises."""
         while self._callbacks:
-            with _changing_callbacks:
+            with _callbacks_lock:
                 callbacks, self._callbacks = self._callbacks, None
             for callback in callbacks or ():
                 try:
@@ -91,40 +99,50 @@ class Work:
                 except Exception:
                     log.exception("a callback of an operation that %s raised", self._state())
 
-    # -- looking -------------------------------------------------------------------------------
+    # -- state and outcome ---------------------------------------------------------------------
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended, well or badly."""
+        """Return whether the operation has succeeded or failed."""
         return self._done
 
     def is_success(self) -> bool:
-        """Return whether the operation has ended well."""
+        """Return whether the operation has succeeded."""
         return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return what the operation failed with; None if it went well or still goes on."""
-        self._mark_seen()
+        """Return the operation's error; None if it is pending or has succeeded."""
+        self._mark_retrieved()
         return self._error
 
     def result(self) -> Any:
-        """Return the operation's value; raise what it failed with, or UsageError while it goes on."""
+        """Return the operation's value.
+
+        Raises:
+            UsageError: The operation is pending.
+            Exception: The operation's error, if it failed.
+        """
         if not self._done:
-            raise UsageError("the operation still goes on: await it, or call wait() first")
+            raise UsageError("the operation is pending: await it, or call wait() first")
         return self._outcome()
 
     def _outcome(self) -> Any:
         if self._error is not None:
-            self._mark_seen()
+            self._mark_retrieved()
             raise self._error
         return self._value
 
     # -- waiting -------------------------------------------------------------------------------
 
     def wait(self, timeout: Timeout = None) -> bool:
-        """Block until the operation has ended and return True, as torch does; `result` has its value.
+        """Block until the operation is complete and return True, as torch does; `result` returns its value.
 
-        ``timeout`` (seconds or timedelta) limits the waiting only: WaitTimeoutError leaves the operation going.
-        Raises what the operation failed with, and LoopThreadError on the thread whose loop drives it.
+        Args:
+            timeout: Seconds or a timedelta; None means no limit. It limits only this wait, not the operation.
+
+        Raises:
+            WaitTimeoutError: The operation was not completed in time, and continues.
+            LoopThreadError: The calling thread's event loop drives the operation.
+            Exception: The operation's error, if it failed.
         """
         if not self._done and self._progress is not None:
             self._progress.refuse_loop_thread("this operation")
@@ -132,13 +150,13 @@ class Work:
             self._progress.drive(self, math.inf if limit == math.inf else monotonic() + limit)
             if not self._done:
                 raise WaitTimeoutError(
-                    f"not completed within {limit:g} s; the operation goes on, wait again or abort the group"
+                    f"the operation was not completed within {limit:g} s and continues: wait again or abort the group"
                 )
         self._outcome()
         return True
 
     def synchronize(self, timeout: Timeout = None) -> None:
-        """Block until the data is there, as torch's does: `wait` without its answer."""
+        """Block until the data is there, as torch's `synchronize` does; like `wait`, but returns nothing."""
         self.wait(timeout)
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -146,11 +164,11 @@ class Work:
             self._progress.try_now(self)
         if not self._done and self._progress is not None:
             yield from self._suspend(self._progress)
-            _turns.last = monotonic()
-        elif monotonic() > _turns.last + _TURN:
-            # A task that awaits one short operation after the other would starve the other tasks of the loop.
+            _last_yield.at = monotonic()
+        elif monotonic() > _last_yield.at + _YIELD_INTERVAL:
+            # A task that awaits one completed work after another would starve the other tasks of its loop.
             yield
-            _turns.last = monotonic()
+            _last_yield.at = monotonic()
         return self._outcome()
 
     def _suspend(self, progress: Progress | None) -> Generator[Any, None, None]:
@@ -172,8 +190,8 @@ class Work:
 
         def check_for_stall(progress: Progress) -> None:
             nonlocal stall_check
-            _replace_home(progress, self)
-            stall_check = loop.call_later(_STALL_CHECK, check_for_stall, progress)
+            _drive_for_stopped_loop(progress, self)
+            stall_check = loop.call_later(_STALL_CHECK_INTERVAL, check_for_stall, progress)
 
         if progress is not None:
             progress.ensure_driven()
@@ -183,7 +201,7 @@ class Work:
             if not self._done:
                 yield from woken
         except BaseException:
-            self._mark_seen()
+            self._mark_retrieved()
             raise
         finally:
             self.remove_done_callback(completed)
@@ -191,46 +209,50 @@ class Work:
                 stall_check.cancel()
 
     def add_done_callback(self, callback: Callable[[Work], object]) -> None:
-        """Call ``callback(work)`` when the operation has ended, at once if it has; from any thread, so keep it short."""
-        with _changing_callbacks:
+        """Call ``callback(work)`` when the operation is complete; at once, in the calling thread, if it is already.
+
+        Any thread may call the callback, so it must not block.
+        """
+        with _callbacks_lock:
             if self._callbacks is None:
                 self._callbacks = [callback]
             else:
                 self._callbacks.append(callback)
-        if self._done:  # it may have ended since: the thread that takes the list calls it
+        # The work may have completed meanwhile. The thread that takes the list from it calls the callbacks.
+        if self._done:
             self.run_callbacks()
 
     def remove_done_callback(self, callback: Callable[[Work], object]) -> None:
         """Do not call a callback that has not been called yet."""
-        with _changing_callbacks:
+        with _callbacks_lock:
             if self._callbacks is not None and callback in self._callbacks:
                 self._callbacks.remove(callback)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a `torch.futures.Future` of the operation's value; one and the same at every call.
+        """Return a `torch.futures.Future` of the operation's value; every call returns the same future.
 
-        A daemon thread completes it, never the loop's thread: its callbacks run inline and may block.
+        A daemon thread completes it and runs its callbacks, which may therefore block.
         """
         import torch
 
-        with _changing_callbacks:
+        with _callbacks_lock:
             first = self._future is None
             future: torch.futures.Future[Any] = torch.futures.Future() if first else self._future
             self._future = future
         if first:
-            self.add_done_callback(_complete_later)
+            self.add_done_callback(_complete_future_in_thread)
         return future
 
     def _state(self) -> str:
-        return "goes on" if not self._done else f"failed ({self._error})" if self._error else "is completed"
+        return "is pending" if not self._done else f"failed ({self._error})" if self._error else "is completed"
 
     def __repr__(self) -> str:
-        # asyncio.create_task, which takes coroutines only, shows this text in its error.
+        # asyncio.create_task, which accepts only coroutines, shows this text in its error.
         return f"<Work that {self._state()}: await it as it is, it needs no task>"
 
 
-class _Unseen:
-    """Logs the error of a failed work that is collected before the program has retrieved it."""
+class _UnretrievedError:
+    """Logs the error of a failed work if the work is deleted before the program has retrieved the error."""
 
     __slots__ = ("error",)
 
@@ -243,18 +265,20 @@ class _Unseen:
 
 
 def completed(value: Any = None) -> Work:
-    """Return a work that has ended already, for what needed no communication."""
+    """Return a completed work, for a call that needs no communication."""
     work = Work.__new__(Work)
     work._value, work._done = value, True
     return work
 
 
 def joined(works: Sequence[Work]) -> Work:
-    """Return a work that completes with the last of ``works``; its value is the list of their values, its error the
-    first."""
+    """Return a work that completes when all ``works`` are complete.
+
+    Its value is the list of their values. Its error is that of the first failed work in the order of ``works``.
+    """
     pending = [work for work in works if not work.is_completed()]
     driven = all(work._progress is not None for work in pending)
-    whole = Work(pending[0]._progress if pending else None) if driven else _Several(works)
+    whole = Work(pending[0]._progress if pending else None) if driven else _SequentialWork(works)
     left = len(pending)
 
     def end() -> None:
@@ -264,7 +288,7 @@ def joined(works: Sequence[Work]) -> Work:
 
     def one_ended(_: Work) -> None:
         nonlocal left
-        with _changing_callbacks:
+        with _callbacks_lock:
             left -= 1
             if left:
                 return
@@ -277,8 +301,8 @@ def joined(works: Sequence[Work]) -> Work:
     return whole
 
 
-class _Several(Work):
-    """Works some of which are waited for in a way of their own: one after the other."""
+class _SequentialWork(Work):
+    """Waits for several works in turn, because some of them (`DeviceWork`) override the methods that wait."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         super().__init__()
@@ -306,23 +330,24 @@ class _Several(Work):
 
 # -- threads for what may block -----------------------------------------------------------------------
 
-# What is called may wait for another call of its kind, so one thread would not do.
-_apart = DaemonThreadPool("asyncdist-futures", max_threads=32)
+# A function that runs here may wait for another one that does, so one thread is not enough.
+_blocking_calls = DaemonThreadPool("asyncdist-futures", max_threads=32)
 
 
 def call_apart(function: Callable[[], object]) -> None:
     """Run a function that may block on another operation in a daemon thread, never on the driving thread."""
-    with contextlib.suppress(RuntimeError):  # an interpreter that shuts down starts no thread
-        _apart.submit(function)
+    # An interpreter that shuts down starts no thread.
+    with contextlib.suppress(RuntimeError):
+        _blocking_calls.submit(function)
 
 
-def _replace_home(progress: Progress, work: Work) -> None:
-    """Drive in a daemon thread for a moment if the home loop is not running, unless one does already."""
+def _drive_for_stopped_loop(progress: Progress, work: Work) -> None:
+    """Drive for one interval in a daemon thread if the driver loop stands still and no such thread drives yet."""
     home = progress.home
 
     def drive() -> None:
         try:
-            progress.drive(work, monotonic() + _STALL_CHECK)
+            progress.drive(work, monotonic() + _STALL_CHECK_INTERVAL)
         finally:
             home.replaced = False
 
@@ -331,11 +356,11 @@ def _replace_home(progress: Progress, work: Work) -> None:
         call_apart(drive)
 
 
-def _complete_later(work: Work) -> None:
-    call_apart(lambda: _complete(work))
+def _complete_future_in_thread(work: Work) -> None:
+    call_apart(lambda: _complete_future(work))
 
 
-def _complete(work: Work) -> None:
+def _complete_future(work: Work) -> None:
     future, error = work._future, work.exception()
     if error is None:
         future.set_result(work.result())

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from asyncdist.engine.work import Work, _Several, completed, joined
+from asyncdist.engine.work import Work, _SequentialWork, completed, joined
 from asyncdist.errors import GroupAbortedError, GroupError, LoopThreadError, MismatchError, UsageError, WaitTimeoutError
 from asyncdist.testing.cluster import world_of
 
@@ -69,9 +69,9 @@ async def test_pending_work_has_no_result(transport):
         assert not work.is_completed()
         assert not work.is_success()
         assert work.exception() is None
-        with pytest.raises(TypeError, match="got <Work that goes on: await it as it is, it needs no task>"):
+        with pytest.raises(TypeError, match="got <Work that is pending: await it as it is, it needs no task>"):
             await asyncio.create_task(work)
-        with pytest.raises(UsageError, match="still goes on: await it"):
+        with pytest.raises(UsageError, match="is pending: await it"):
             work.result()
         await one.all_reduce(ones())
         await work
@@ -231,7 +231,7 @@ async def test_timed_out_wait_in_a_thread_leaves_the_operation_pending(transport
         loop = asyncio.get_running_loop()
         work = zero.all_reduce(ones())
         for limit in (0, 0.01, timedelta(milliseconds=10)):
-            with pytest.raises(WaitTimeoutError, match="the operation goes on") as late:
+            with pytest.raises(WaitTimeoutError, match="and continues: wait again") as late:
                 await loop.run_in_executor(threads, work.wait, limit)
             assert isinstance(late.value, TimeoutError)
         assert not work.is_completed()
@@ -271,13 +271,13 @@ def test_synchronize_waits_for_the_result(together, transport):
     def rank(group):
         tensors = [ones(), ones()]
         started = [group.all_reduce(tensor) for tensor in tensors]
-        for work in (started[0], joined(started), _Several(started)):
+        for work in (started[0], joined(started), _SequentialWork(started)):
             assert work.synchronize(timedelta(seconds=20)) is None
         assert all(tensor.eq(2).all() for tensor in tensors)
         if group.rank() == 0:
             late = group.recv(ones(), 1)
             with pytest.raises(WaitTimeoutError):
-                _Several([late]).synchronize(0.01)
+                _SequentialWork([late]).synchronize(0.01)
         group.barrier(background=False)
         if group.rank() == 1:
             group.send(ones(), 0, background=False)
