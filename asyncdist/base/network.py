@@ -1,7 +1,8 @@
 """This host's name, network interfaces and addresses, and the rules that choose among addresses.
 
-`rendezvous` and the transports call it to find the address on which a rank listens and which it advertises to its
-peers. It uses the standard library alone.
+`rendezvous.addresses` calls it to find the address on which a rank listens and which it advertises to its peers. The
+store server tests for loopback, the transports compare machines by `machine_name`, and `asyncdist info` lists the
+interfaces. It uses the standard library alone.
 
 On Linux it reads IPv4 addresses with one ioctl per interface and IPv6 addresses from ``/proc/net/if_inet6``. On other
 systems (macOS) it uses the same ioctl by its BSD number, and resolves the host's own name for IPv6. It leaves out an
@@ -24,14 +25,20 @@ _SIOCGIFADDR = 0x8915 if _LINUX else 0xC0206921
 _SIOCGIFFLAGS = 0x8913 if _LINUX else 0xC0206911
 _IFF_UP = 0x1
 _IFREQ = struct.Struct("16s240x")
-"""``struct ifreq``: the interface's name, then room for the answer."""
-_NAME_NBYTES = 15
+"""``struct ifreq``: the interface's name in 16 bytes, then room for the kernel's answer."""
+_INTERFACE_NAME_NBYTES = 15
+"""The longest name of an interface: ``IFNAMSIZ`` without its NUL."""
 _IF_INET6 = Path("/proc/net/if_inet6")
 
 
 @dataclass(frozen=True, slots=True)
 class InterfaceAddress:
-    """One address of one network interface."""
+    """One address of one network interface.
+
+    Attributes:
+        interface: The interface's name, or ``(by host name)`` if the system did not say to which one it belongs.
+        host: The IPv4 or IPv6 address, without brackets and scope.
+    """
 
     interface: str
     host: str
@@ -53,7 +60,7 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is loopback by its spelling alone: ``localhost``, ``127.*``, ``::1``. Resolves nothing."""
+    """Return whether ``host`` is loopback by its spelling: ``localhost``, ``127.*``, ``::1``. It resolves no name."""
     if is_address(host):
         address = ipaddress.ip_address(host)
         # A dual-stack socket shows an IPv4 peer as ::ffff:127.0.0.1.
@@ -101,27 +108,28 @@ def choose_address(candidates: Sequence[InterfaceAddress], route: str | None = N
 
     Args:
         candidates: Addresses to choose from.
-        route: The local address of the route to the store. Its family is the one that peers can be expected to reach.
+        route: The local address of the route to the store. Peers reach the store too, probably by the same family.
 
     Returns:
         An address, or None without a usable candidate. A loopback address is the last choice. A link-local address is
         never chosen.
     """
 
-    def reluctance(candidate: InterfaceAddress) -> tuple[bool, bool, bool, bool]:
+    def sort_key(candidate: InterfaceAddress) -> tuple[bool, bool, bool, bool]:
+        # False sorts before True; the earlier tests outweigh the later ones.
         host = candidate.host
         other_family = route is not None and not same_family(host, route)
         return host != route, is_loopback(host), other_family, ":" in host
 
     usable = [candidate for candidate in candidates if not is_link_local(candidate.host)]
-    return min(usable, key=reluctance).host if usable else None
+    return min(usable, key=sort_key).host if usable else None
 
 
 # -- this host -----------------------------------------------------------------------------------
 
 
 def machine_name() -> str:
-    """Return a name that identifies this machine until it reboots."""
+    """Return a name that identifies this machine until it reboots; all containers of a Linux machine share it."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
     return socket.gethostname()
@@ -129,7 +137,7 @@ def machine_name() -> str:
 
 def interface_addresses() -> list[InterfaceAddress]:
     """Return the addresses of all interfaces that are up, IPv4 before IPv6, in the system's order of interfaces."""
-    return [*_ipv4(), *(_ipv6_of_proc(_IF_INET6) if _LINUX else _ipv6_of_hostname())]
+    return [*_ipv4_addresses(), *(_ipv6_addresses_in(_IF_INET6) if _LINUX else _ipv6_addresses_of_hostname())]
 
 
 def address_towards(host: str) -> str | None:
@@ -140,6 +148,7 @@ def address_towards(host: str) -> str | None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # Any port has the same route; 9 is the discard port.
             probe.connect((host, 9))
             local = str(probe.getsockname()[0]).partition("%")[0]
     except OSError:
@@ -158,34 +167,37 @@ def is_local(host: str) -> bool:
     return True
 
 
-def _ipv4() -> Iterator[InterfaceAddress]:
+def _ipv4_addresses() -> Iterator[InterfaceAddress]:
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            request = _IFREQ.pack(name.encode()[:_NAME_NBYTES])
+            request = _IFREQ.pack(name.encode()[:_INTERFACE_NAME_NBYTES])
             try:
+                # The answer begins behind the name: the flags, or a sockaddr_in with the address at its byte 4.
                 (flags,) = struct.unpack_from("=H", fcntl.ioctl(probe, _SIOCGIFFLAGS, request), 16)
                 if not flags & _IFF_UP:
                     continue
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-            except OSError:  # no IPv4 address, or the interface is gone
+            except OSError:
+                # It has no IPv4 address, or has been removed.
                 continue
             yield InterfaceAddress(name, socket.inet_ntop(socket.AF_INET, answer[20:24]))
 
 
-def _ipv6_of_proc(table: Path) -> Iterator[InterfaceAddress]:
-    """Read lines of: address in 32 hex digits, index, prefix length, scope, flags, name."""
+def _ipv6_addresses_in(table: Path) -> Iterator[InterfaceAddress]:
+    """Read the kernel's table. A line has the address in 32 hex digits, index, prefix length, scope, flags and name."""
     try:
         lines = table.read_text().splitlines()
-    except OSError:  # IPv6 is switched off
+    except OSError:
+        # IPv6 is disabled.
         return
     for line in lines:
         digits, *_, name = line.split()
         yield InterfaceAddress(name, str(ipaddress.IPv6Address(int(digits, 16))))
 
 
-def _ipv6_of_hostname() -> Iterator[InterfaceAddress]:
+def _ipv6_addresses_of_hostname() -> Iterator[InterfaceAddress]:
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET6, socket.SOCK_DGRAM)
     except OSError:
