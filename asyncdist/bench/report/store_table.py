@@ -1,4 +1,7 @@
-"""The page of ``asyncdist bench store``. Called by `asyncdist.cli.bench_store`."""
+"""The results of ``asyncdist bench store`` as a page with one table, which has a row per case.
+
+`asyncdist.cli.bench_store` calls it, and prints the page or writes it to a file.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ from asyncdist.bench.report.page import Grid, Page, about_machine
 from asyncdist.bench.store.benchmark import Case, StoreReport
 
 _COLUMNS = ("case", "asyncdist", "torch", "unit", "better by", "bar", "reached")
+"""``bar`` is `Case.bar` with its comparison: the least factor in "better by", or the largest figure without torch's."""
 
 
 def store_page(report: StoreReport) -> Page:
-    """Return the page of a run."""
+    """Return the page of a run, with its cases in the order in which they were measured."""
     plan = report.plan
     about = (
         f"{about_machine(report.machine)}; medians of {plan.rounds} rounds of {plan.seconds:g} s in which all contenders "
-        f"took turns ({plan.crowd_rounds} rounds of crowds)"
+        f"took turns ({plan.crowd_rounds} rounds of {plan.crowd:,} clients and of the restart)"
     )
     return Page("The store", [about], [Grid("", _COLUMNS, [_cells(case) for case in report.cases])])
 
