@@ -1,13 +1,12 @@
 """FileStore: a store in a file, for processes that share nothing but a file system.
 
-The file is a log (`log_format`) of requests in order, each as its message of `codec`. A process that changes the store
-locks the file, executes what others have appended, and appends. Every process executes the same log, and so has the same
-state. Requests that only read are not logged. A process that waits for a key reads the file every few milliseconds. The
-log is never shortened: a file store serves rendezvous, not many changes. `locked_file` says what it requires of the file
-system.
+Users' programs create it. The file is a log (`log_format`) of the requests that change the store, each one encoded by
+`codec`. To change the store, a process locks the file, executes the requests that others have appended, appends its own
+and executes that. All processes execute the same requests in the same order, and so have the same state. A process that
+waits for a key reads the file again after pauses of at most 50 ms. The log only grows, so a file store suits a
+rendezvous, and not a program that makes many changes. `locked_file` says what it requires of the file system.
 
-A process that dies while it appends leaves part of a frame, or a frame with holes, which the next process that appends
-cuts off.
+A process that is killed while it appends leaves an incomplete frame. The next process that appends cuts it off.
 """
 
 from __future__ import annotations
@@ -38,12 +37,14 @@ _LOGGED = frozenset((Op.SET, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, O
 _WAITING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET))
 _SUPPORTED = _LOGGED | _WAITING | {Op.CHECK, Op.NUM_KEYS, Op.LIST_KEYS}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+"""Seconds between two reads of the file while a process waits for a key."""
 
 
 class FileReplica:
-    """The state in a file, as one process has executed it so far. Any number of threads may use it.
+    """The state of one `FileStore`: the result of all requests in the log that it has read. Threads may share it.
 
-    The log also tells which processes have opened the file, each by a RESUME with its host's name, and closed it (LEAVE).
+    When a store is opened, it appends RESUME with its host's name; when it is closed, it appends LEAVE. Both are
+    counted, so that the last store that is closed can remove the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,10 +61,10 @@ class FileReplica:
         self._salt = b""
         self._next_frame = 0
         self._file = LockedFile(path)
-        self._file.open(self._begin)
+        self._file.open(self._record_opening)
 
-    def _begin(self) -> None:
-        self._read()
+    def _record_opening(self) -> None:
+        self._execute_new_frames()
         if self._offset == 0:
             self._salt = secrets.token_bytes(log_format.SALT_NBYTES)
             self._file.write_at(0, log_format.header(self._salt))
@@ -78,23 +79,25 @@ class FileReplica:
                 self._check_usable()
                 if op in _LOGGED:
                     with self._file.locked():
-                        self._read()
+                        self._execute_new_frames()
                         return _result(self._append(op, args))
                 with self._file.locked(shared=True):
-                    self._read()
+                    self._execute_new_frames()
+                # The state machine would keep a request that blocks; this one is tried again after the pause.
                 if op not in _WAITING or _result(self._execute(Op.CHECK, (list(command.keys),))):
                     return _result(self._execute(op, args))
         raise command.overdue(limit)
 
     def close(self, world_size: int) -> None:
-        """Close the file, and remove it if ``world_size`` stores have opened it and none has it open."""
+        """Close the file. Remove it if at least ``world_size`` stores have opened it and all of them have closed it."""
         with self._lock:
             self._closed = True
             try:
+                # The parent process, which has opened the store, appends LEAVE.
                 if self._pid != os.getpid():
                     return
                 with self._file.locked():
-                    self._read()
+                    self._execute_new_frames()
                     self._append(Op.LEAVE, ())
                     if 0 < world_size <= self._num_opened and self._num_open == 0:
                         self._file.remove()
@@ -109,11 +112,12 @@ class FileReplica:
         if self._closed:
             raise StoreConnectionError(f"the FileStore {self.path} was closed by this process: open another one")
 
-    # -- the log: the file is locked in all of these -------------------------------------------------
+    # -- the log: the caller of these methods holds the file's lock -----------------------------------
 
     def _append(self, op: Op, args: tuple[Any, ...]) -> Reply | None:
-        """Append a request and execute it. All frames before it have been executed."""
+        """Append a request and execute it. The caller has executed all frames before it."""
         try:
+            # The request id 0: no reply is matched with a request here.
             body = self._pack((0, op, *args))
         except ValueError as error:
             raise UsageError(f"store {op.name.lower()}: {error}") from None
@@ -123,13 +127,14 @@ class FileReplica:
         self._next_frame += 1
         return self._replay(op, args)
 
-    def _read(self) -> None:
-        """Execute the whole frames that follow the last one executed."""
+    def _execute_new_frames(self) -> None:
+        """Execute the complete frames that follow the last one executed."""
         base = self._offset
         data = self._file.read_from(base)
         start = 0
         try:
             if self._offset == 0:
+                # The file is empty, or its creator was killed: `_record_opening` writes the header.
                 if len(data) < log_format.HEADER_NBYTES and data.startswith(log_format.MAGIC[: len(data)]):
                     return
                 self._salt, self._next_frame = log_format.read_header(data)
@@ -143,18 +148,20 @@ class FileReplica:
                 self._replay(op, args)
         except log_format.DamagedError as error:
             misplaced = isinstance(error, log_format.MisplacedError)
+            # An incomplete last frame is no error: the next process that appends cuts it off.
             if self._salt and not misplaced and not log_format.has_frame_after(data, start, self._salt):
-                return  # the next process that appends cuts it off
+                return
             raise self._damaged(str(error.after(base))) from None
         except (ProtocolError, ValueError) as error:
             raise self._damaged(f"at offset {self._offset}: {error}") from None
 
     def _replay(self, op: Op, args: tuple[Any, ...]) -> Reply | None:
+        """Execute a logged request and return its reply; RESUME and LEAVE have none and only count the open stores."""
         if op is Op.RESUME:
             if args[0] != self._host and not self._file.locks_reach_other_hosts:
                 raise StoreError(
-                    f"{self.path} is used by several hosts, and its file system keeps locks on one host: mount it without "
-                    "nolock and local_lock, or use a TCPStore"
+                    f"{self.path} is used by several hosts, but its file system does not lock between hosts: mount it "
+                    "without nolock and local_lock, or use a TCPStore"
                 )
             self._num_opened += 1
             self._num_open += 1
@@ -170,7 +177,7 @@ class FileReplica:
 
     def _damaged(self, why: str) -> ProtocolError:
         return ProtocolError(
-            f"{self.path} is not the file of a store, or is damaged ({why}): remove it, or name another"
+            f"{self.path} is not the file of a store, or is damaged ({why}): remove it, or name another file"
         )
 
 
@@ -179,7 +186,7 @@ class FileStore(Store):
 
     Every process names the same file, which must not be left over from an earlier run. The file system must have locks
     that work, also between hosts if there are several (on NFS: mounted without ``nolock``). A process that waits for a key
-    reads the file at least every 50 ms. There are no queues, barriers, channels, watches and ephemeral keys.
+    reads the file at least every 50 ms. There are no queues, barriers, channels, watches or ephemeral keys.
 
     Args:
         file_name: The file; it is created if it does not exist.
@@ -222,7 +229,7 @@ class FileStore(Store):
 
 
 def _result(reply: Reply | None) -> Any:
-    """Return the result in a reply, or raise what the store refused."""
+    """Return the result in a reply, or raise the error of a refused request."""
     assert reply is not None
     if reply.kind is OperationKind.REFUSED:
         raise refusal(*reply.value)
@@ -231,6 +238,6 @@ def _result(reply: Reply | None) -> Any:
 
 def _unsupported(operation: str) -> UnsupportedError:
     return UnsupportedError(
-        f"store {operation}: a FileStore has no queues, barriers, channels, watches and ephemeral keys; use a TCPStore, or "
+        f"store {operation}: a FileStore has no queues, barriers, channels, watches or ephemeral keys; use a TCPStore, or "
         "a HashStore between the threads of one process"
     )

@@ -1,7 +1,9 @@
-"""The unread items of a subscription or a watch. The awaited and the blocking client fill them; there is no I/O here.
+"""Buffers of a client for the items of a subscription or a watch that the program has not read.
 
-A stream is a request with many answers: the first one when it begins, also over a new connection, and then one message
-per change. The server repeats after a reconnect what it has told before, and a watch drops those repetitions.
+`AsyncStore`, `TCPStore` and `HashStore` make them. No I/O. A stream is a request with many answers. The first answer
+says that the stream is open; that of a watch holds the present values. Each later answer is a message to the channel,
+or a change of a key. After a reconnect the client requests its watches again. Each gets a first answer again, and drops
+the values that it already has. A subscription ends with an error, because messages may have been lost.
 """
 
 from __future__ import annotations
@@ -22,25 +24,29 @@ class StreamBuffer(Generic[T]):
         self.items: deque[T] = deque()
 
     def begin(self, value: Any) -> None:
-        """Take the first answer over a connection."""
+        """Take the first answer. A watch gets one over each new connection."""
 
     def publish(self, message: bytes) -> None:
-        """Take a later message."""
+        """Take a later answer."""
         raise NotImplementedError
 
 
 class SubscriptionBuffer(StreamBuffer[bytes]):
-    """The messages of a channel."""
+    """The unread messages of a channel."""
 
     def publish(self, message: bytes) -> None:
         self.items.append(message)
 
 
 class WatchBuffer(StreamBuffer[bytes | None]):
-    """The newest value of a key, None if the key is missing."""
+    """The newest value of a key, None if the key is missing. It replaces an older one that is unread.
+
+    A value that equals the one before is dropped.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        # Equal to no value and not None, so that the first answer is always taken.
         self._last: Any = ()
 
     def begin(self, value: Any) -> None:
@@ -54,35 +60,39 @@ class WatchBuffer(StreamBuffer[bytes | None]):
 
 
 class PrefixWatchBuffer(StreamBuffer[tuple[str, bytes | None]]):
-    """The changes of the keys under a prefix: each key with its value, or with None when it is deleted."""
+    """The changes of the keys under a prefix: each key with its value, or with None if it was deleted.
+
+    The first answer lists the present keys, each before its value. ``hidden`` is removed from the front of each key.
+    """
 
     def __init__(self, hidden: str) -> None:
         super().__init__()
         self._hidden = hidden
-        self._known: dict[str, bytes] = {}
+        self._values: dict[str, bytes] = {}
 
     def begin(self, value: Any) -> None:
         present = dict(zip(value[::2], value[1::2], strict=False))
-        for key in self._known.keys() - present.keys():  # deleted while there was no connection
-            self._change(key, None)
+        # The others were deleted while there was no connection.
+        for key in self._values.keys() - present.keys():
+            self._take_change(key, None)
         for key in sorted(present):
-            self._change(key, present[key])
+            self._take_change(key, present[key])
 
     def publish(self, message: bytes) -> None:
-        self._change(*operations.watched_key(message))
+        self._take_change(*operations.watched_key(message))
 
-    def _change(self, key: str, value: bytes | None) -> None:
-        if self._known.get(key) == value:
+    def _take_change(self, key: str, value: bytes | None) -> None:
+        if self._values.get(key) == value:
             return
         if value is None:
-            del self._known[key]
+            del self._values[key]
         else:
-            self._known[key] = value
+            self._values[key] = value
         self.items.append((key.removeprefix(self._hidden), value))
 
 
 def stream_buffer(command: Command[Any], hidden: str = "") -> StreamBuffer[Any]:
-    """Return the buffer for a stream's command; ``hidden`` is cut off the front of each key that it yields."""
+    """Return the buffer for a stream's command; a watch of a prefix removes ``hidden`` from the front of each key."""
     match command.op:
         case Op.SUBSCRIBE:
             return SubscriptionBuffer()
