@@ -1,8 +1,8 @@
-"""Selects the transport to each peer, and the groups whose collectives can be native.
+"""Selects the transport to each peer, and says which groups have native collectives (`transport.native`).
 
-`endpoint` owns the selector. Every rank publishes an address for each of its transports. Some transports then probe
-which peers they reach. Every rank learns the result of every other rank, so that any two ranks select the same
-transport, and all members of a group agree whether they share memory.
+`endpoint` owns the selector. Every rank publishes an address for each of its transports. Some transports, such as
+shared memory, then probe which peers they reach. Every rank gets the results of all ranks, so that any two ranks
+select the same transport, and all members of a group agree on who shares memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from asyncdist.errors import TransportUnavailableError
 from asyncdist.transport.base import Link, MatchingQueue, Transport
 from asyncdist.transport.native import Native
 
-_MOST_LOOKS = 64
-"""Most reads in a row from a peer that always has more data."""
+_MOST_READS = 64
+"""Limit of `TransportSelector.look`, because a peer may always have more data."""
 
 Addresses = Mapping[str, Mapping[str, Any]]
 
@@ -31,122 +31,140 @@ class TransportSelector:
         self._rank = rank
         self.transports = list(transports)
         self._addresses: Sequence[Addresses] = ()
-        self._tried: dict[str, list[set[int]]] = {}  # by transport and rank: whom it has tried and reaches
+        self._reached: dict[str, list[set[int]]] = {}
+        """The peers that each rank has reached, by transport and rank. A transport that does not probe has no entry."""
 
-    # -- finding out ---------------------------------------------------------------------------
+    # -- at the start --------------------------------------------------------------------------
 
     def connect(self, addresses: Sequence[Addresses]) -> None:
-        """Take every rank's addresses, by rank."""
+        """Store every rank's addresses, by rank."""
         self._addresses = addresses
 
     async def probe_peers(self, timeout: float) -> dict[str, list[int]]:
-        """Probe the peers with each transport; return the ranks reached, by transport, for every rank to learn."""
+        """Probe the peers with each transport; return the ranks reached, by transport. Every rank needs this result."""
         reached = {}
         for transport in self.transports:
-            tried = await transport.probe_peers([address.get(transport.name) for address in self._addresses], timeout)
-            if tried is not None:
-                reached[transport.name] = tried
+            peers = await transport.probe_peers([address.get(transport.name) for address in self._addresses], timeout)
+            if peers is not None:
+                reached[transport.name] = peers
         return reached
 
     def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Take what every rank's `probe_peers` returned, by rank. Two ranks use a transport if both reach the other.
+        """Store what every rank's `probe_peers` returned, by rank. Two ranks use a transport if both reach the other.
 
-        A probe of another rank counts even if this rank does not have the transport: all ranks must see a group alike.
+        The results of transports that this rank does not have are stored too: all ranks must see a group alike.
         """
         for name in dict.fromkeys(name for one in reached for name in one):
-            self._tried[name] = [set(one.get(name, ())) for one in reached]
+            self._reached[name] = [set(one.get(name, ())) for one in reached]
 
-    # -- asking --------------------------------------------------------------------------------
+    # -- for one peer, or for all --------------------------------------------------------------
 
     def to(self, peer: int) -> Transport | None:
-        """Return the transport by which a peer is reached."""
+        """Return the preferred transport of those that reach a peer; None if there is none."""
         for transport in self.transports:
             address = self._addresses[peer].get(transport.name)
-            if address is not None and transport.reaches(address) and self._joined(transport.name, self._rank, peer):
+            if (
+                address is not None
+                and transport.reaches(address)
+                and self._both_reach(transport.name, self._rank, peer)
+            ):
                 return transport
         return None
 
     def link(self, peer: int) -> Link:
-        """Make the link to a peer; TransportUnavailableError if there is no way to it."""
+        """Return a new link to a peer; raise TransportUnavailableError if no transport reaches it."""
         transport, published = self.to(peer), self._addresses[peer]
         if transport is not None:
             return transport.link(peer, published[transport.name])
         ours = ", ".join(transport.name for transport in self.transports)
         raise TransportUnavailableError(
-            f"no transport reaches rank {peer}: it offers {', '.join(published) or 'none'}, we can use {ours}; "
-            "start every rank with the same backend"
+            f"no transport reaches rank {peer}: it offers {', '.join(published) or 'none'}, "
+            f"rank {self._rank} has {ours}; start every rank with the same backend"
         )
 
     def used(self, members: Sequence[int]) -> list[str]:
-        """Return the names of the transports among a group's members, the preferred first.
+        """Return the names of this rank's transports that a group uses, the preferred first.
 
-        A transport that probes belongs to the result on all members if it connects any two of them, so that all members may
-        request the same transports again.
+        A transport that probes is included if it connects any two members, even if this rank is neither of them, so
+        that all members may pass the names to `init_process_group`.
         """
         ours = {self.to(peer) for peer in members if peer != self._rank}
         joined = {
             name
-            for name, tried in self._tried.items()
-            if any(self._joined(name, rank, peer) for rank in members for peer in tried[rank].intersection(members))
+            for name, reached in self._reached.items()
+            if any(
+                self._both_reach(name, rank, peer) for rank in members for peer in reached[rank].intersection(members)
+            )
         }
         return [each.name for each in self.transports if each in ours or each.name in joined]
 
     @property
     def local_size(self) -> int:
         """The number of ranks on this host: those that share memory, or all ranks if no transport has probed."""
-        ours = [self._tried[each.name][self._rank] for each in self.transports if each.name in self._tried]
-        return max((len(peers) + 1 for peers in ours), default=len(self._addresses))
+        reached = [self._reached[each.name][self._rank] for each in self.transports if each.name in self._reached]
+        return max((len(peers) + 1 for peers in reached), default=len(self._addresses))
 
     def spin_policy(self) -> tuple[float, Callable[[], None] | None]:
-        """Return how many seconds to spin before sleeping, and, if ranks outnumber cores, what spreads them over the
-        cores."""
-        ways = {self.to(peer) for peer in range(len(self._addresses)) if peer != self._rank}
-        waits = [way.spin_policy(self.local_size) for way in ways if way is not None]
-        crowded = any(crowded for _, crowded in waits)
-        return min((spin for spin, _ in waits), default=0.0), self._spread if crowded else None
+        """Return the seconds to spin before sleeping, and what a spinning thread calls to move to a less loaded core.
+
+        The latter is None unless ranks outnumber cores.
+        """
+        used = {self.to(peer) for peer in range(len(self._addresses)) if peer != self._rank}
+        policies = [transport.spin_policy(self.local_size) for transport in used if transport is not None]
+        crowded = any(crowded for _, crowded in policies)
+        return min((spin for spin, _ in policies), default=0.0), self._rebalance_cores if crowded else None
 
     def busy(self) -> bool:
         """Return whether messages are queued that only this rank's drivers can send."""
-        for transport in self.transports:  # a loop: a generator costs two frames on the way of each call
+        # Each call runs this: `any` with a generator would add two Python frames.
+        for transport in self.transports:
             if transport.busy():
                 return True
         return False
 
     def look(self, inbox: MatchingQueue) -> None:
-        """Read what has arrived, as a thread that wakes from a sleep does, and unblock stalled messages before it."""
-        for _ in range(_MOST_LOOKS):
+        """Read all that has arrived, including what follows the stalled messages of ``inbox``.
+
+        A rank calls this before it declares the peer of ``inbox`` lost. Transports get their descriptors, as from a
+        driver that wakes from a sleep.
+        """
+        for _ in range(_MOST_READS):
             inbox.unblock()
             ready = [(each, [descriptor for descriptor, _ in each.waits() or ()]) for each in self.transports]
             if not any(transport.advance(descriptors) for transport, descriptors in ready):
                 return
 
-    def _spread(self) -> None:
+    def _rebalance_cores(self) -> None:
         for transport in self.transports:
             transport.rebalance_cores()
 
-    def _joined(self, name: str, rank: int, peer: int) -> bool:
-        tried = self._tried.get(name)
-        return tried is None or (peer in tried[rank] and rank in tried[peer])
+    def _both_reach(self, name: str, rank: int, peer: int) -> bool:
+        """Return whether two ranks have reached each other by a transport, or the transport does not probe."""
+        reached = self._reached.get(name)
+        return reached is None or (peer in reached[rank] and rank in reached[peer])
 
-    def _named(self, name: str) -> Transport:
+    def _transport_named(self, name: str) -> Transport:
         return next(transport for transport in self.transports if transport.name == name)
 
     # -- for groups ----------------------------------------------------------------------------
 
     def native(self, channel: Channel) -> Native | None:
-        """Return the native collectives of a group, if one transport that offers any reaches all of it."""
+        """Return a group's native collectives if one transport that probes connects all members, None otherwise."""
         pairs = list(itertools.combinations(channel.members, 2))
-        for name in self._tried:
-            if all(self._joined(name, *pair) for pair in pairs):
-                return self._named(name).native(channel.number, channel.members)
+        for name in self._reached:
+            if all(self._both_reach(name, *pair) for pair in pairs):
+                return self._transport_named(name).native(channel.number, channel.members)
         return None
 
     def node_layout(self, channel: Channel) -> tuple[NodeLayout, Native | None] | None:
-        """Return how a group lies on several hosts, with the native collectives of our part of it (None if alone)."""
+        """Return the layout of a group over several nodes, and the native collectives of this rank's node.
+
+        Return None if the group has no hierarchy; the collectives are None if this rank is alone in its node.
+        """
         members = channel.members
-        for name in self._tried:
-            where = layout(members, self._rank, functools.partial(self._joined, name))
-            if where is not None:
-                ours = tuple(members[rank] for rank in where.members)
-                return where, self._named(name).native(channel.number, ours) if len(ours) > 1 else None
+        for name in self._reached:
+            nodes = layout(members, self._rank, functools.partial(self._both_reach, name))
+            if nodes is not None:
+                node = tuple(members[rank] for rank in nodes.members)
+                return nodes, self._transport_named(name).native(channel.number, node) if len(node) > 1 else None
         return None
