@@ -1,7 +1,9 @@
-"""Queues, and the requests that wait for their items. Part of `machine`. No I/O.
+"""Queues, and the requests that wait for their items. No I/O.
 
-An item goes to exactly one client and is kept until that client confirms it. A client that cancels, leaves or dies first
-returns the item to the head of the queue. Items have serial numbers, because they may be confirmed out of order.
+`machine` executes requests on them. `server.c10d_session` calls `Queues` directly for torch's clients, whose protocol
+has no confirmation: `take` removes their items at once. Any other client confirms an item, which no other client gets
+meanwhile. If it cancels the pop, leaves or dies before that, the item returns to the head of its queue. The change log
+names items by serial number, because clients may confirm them out of order.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from asyncdist.store.state.waiters import Waiters
 
 
 class Queues:
-    """The queues by key; a queue without items does not exist."""
+    """The queues by key; a queue without items does not exist.
+
+    A push wakes one WAIT request, which does not take the item: its client should pop it next. If the client does not,
+    `release_wakeups` serves another request.
+    """
 
     def __init__(
         self, limits: SizeLimits, quota: MemoryQuota, log: ChangeLog, requests: OpenRequests, waiters: Waiters
@@ -31,9 +37,10 @@ class Queues:
         self.last_serial = 0
         self._queues: dict[str, deque[Item]] = {}
         self._unconfirmed: dict[Place, tuple[str, Item]] = {}
-        # A dict is used as an ordered set: first come, first served, and leaving from the middle is cheap.
+        # A dict serves as an ordered set, because a request in the middle may be cancelled.
         self._pops: dict[str, dict[Place, None]] = {}
-        self._woken: dict[Client, dict[str, None]] = {}  # client -> queues it was woken for and has not popped from
+        self._woken: dict[Client, dict[str, None]] = {}
+        """By client, the queues for which it was woken and from which it has not popped since."""
 
     def __contains__(self, key: str) -> bool:
         return key in self._queues
@@ -50,7 +57,7 @@ class Queues:
     # -- pushes and pops --------------------------------------------------------------------------
 
     def push(self, key: str, item: bytes) -> None:
-        """Add an item. It goes to the first blocked pop, or else wakes the first request that waits for the queue."""
+        """Add an item. The first blocked pop gets it; without one, it wakes the first WAIT request for the queue."""
         limits = self._limits
         if len(item) > limits.max_value_nbytes or len(key) > limits.short_key_length:
             limits.check(key, len(item))
@@ -62,40 +69,48 @@ class Queues:
         self._serve(key)
 
     def pop(self, place: Place, key: str, block: bool) -> Any:
-        """Return the first item, which the client confirms later; if the queue is empty, block or refuse the request."""
+        """Return the first item, which the client confirms later; block or refuse the request if there is none."""
         if place[0] in self._woken:
             self._clear_wakeup(place[0], key)
         if key in self._queues:
             return self._hand_over(place, key)
         if not block:
             raise RequestRefused(Reason.EMPTY, f"queue {named(key)} is empty")
-        self._requests.open(place, self._withdraw_pop, key)
+        self._requests.open(place, self._withdraw_blocked_pop, key)
         self._pops.setdefault(key, {})[place] = None
         return NO_REPLY
 
     def take(self, client: Client, key: str) -> tuple[int, bytes]:
-        """Pop for a protocol without confirmation; return the length before, and the item (b"" from an empty queue)."""
+        """Remove the first item without confirmation.
+
+        Returns:
+            The number of items before, and the item; 0 and b"" if the queue is empty.
+        """
         self._clear_wakeup(client, key)
         length = self.length(key)
         if not length:
             return 0, b""
-        serial, item = self._shift(key)
-        self._gone(key, serial, item)
+        serial, item = self._remove_first(key)
+        self._account_removal(key, serial, item)
         return length, item
 
     def confirm(self, place: Place) -> None:
-        """The item of a pop has arrived: forget it."""
+        """Forget the item of a pop, which has arrived at the client."""
         if place in self._unconfirmed:
             self._requests.close(place)
             key, (serial, item) = self._unconfirmed.pop(place)
-            self._gone(key, serial, item)
+            self._account_removal(key, serial, item)
 
     def is_unconfirmed(self, place: Place) -> bool:
         """Whether a request is a pop whose item is not confirmed."""
         return place in self._unconfirmed
 
     def give_back(self, places: list[Place]) -> None:
-        """Return the items of pops, oldest first, to the heads of their queues, then hand them to other requests."""
+        """Return the items of withdrawn pops to the heads of their queues, then serve other requests with them.
+
+        Args:
+            places: The pops, oldest first.
+        """
         keys = []
         for place in reversed(places):
             key, item = self._unconfirmed.pop(place)
@@ -105,7 +120,7 @@ class Queues:
             self._serve(key)
 
     def clear(self, prefix: str) -> None:
-        """Delete all queues under a prefix; an item that a client has popped stays with that client."""
+        """Delete all queues under a prefix, but no item that a client has popped and not confirmed."""
         for key in [key for key in self._queues if key.startswith(prefix)]:
             while key in self._queues:
                 self.take(None, key)
@@ -113,7 +128,7 @@ class Queues:
     # -- wake-ups ---------------------------------------------------------------------------------
 
     def release_wakeups(self, client: Client) -> None:
-        """Wake other requests for the items that a client was woken for and does not pop."""
+        """Serve other requests with the items for which a client was woken, because it will not pop them."""
         for key in self._woken.pop(client, ()):
             if key in self._queues:
                 self._serve(key)
@@ -125,6 +140,7 @@ class Queues:
             self._woken.pop(client, None)
 
     def _serve(self, key: str) -> None:
+        """Give the first item to the first blocked pop; without one, wake the first WAIT request for the queue."""
         if key in self._pops:
             place = next(iter(self._pops[key]))
             drop_from(self._pops, key, place)
@@ -136,33 +152,35 @@ class Queues:
                 self._woken.setdefault(client, {})[key] = None
 
     def _hand_over(self, place: Place, key: str) -> bytes:
-        self._requests.open(place, self._withdraw_item, key)
-        item = self._shift(key)
+        """Move the first item to the unconfirmed items of a pop, and return it."""
+        self._requests.open(place, self._withdraw_unconfirmed_pop, key)
+        item = self._remove_first(key)
         self._unconfirmed[place] = key, item
         return item[1]
 
-    def _shift(self, key: str) -> Item:
+    def _remove_first(self, key: str) -> Item:
         queue = self._queues[key]
         item = queue.popleft()
         if not queue:
             del self._queues[key]
         return item
 
-    def _gone(self, key: str, serial: int, item: bytes) -> None:
+    def _account_removal(self, key: str, serial: int, item: bytes) -> None:
+        """Return the bytes of a removed item to the quota, and record the removal."""
         self._quota.nbytes -= len(item) + ENTRY_NBYTES
         if self._log.recording:
             self._log.record(Change.GONE, key, serial)
 
-    def _withdraw_pop(self, place: Place, key: str) -> None:
+    def _withdraw_blocked_pop(self, place: Place, key: str) -> None:
         drop_from(self._pops, key, place)
 
-    def _withdraw_item(self, place: Place, key: str) -> None:
+    def _withdraw_unconfirmed_pop(self, place: Place, key: str) -> None:
         self.give_back([place])
 
     # -- ends of a server -------------------------------------------------------------------------
 
     def contents(self) -> dict[str, dict[int, bytes]]:
-        """Return a copy of all items by serial number; unconfirmed items are in their queues."""
+        """Return a copy of all items by queue and serial number, unconfirmed items included."""
         queues = {key: list(queue) for key, queue in self._queues.items()}
         for key, item in self._unconfirmed.values():
             queues.setdefault(key, []).append(item)
