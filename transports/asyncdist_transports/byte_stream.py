@@ -1,6 +1,8 @@
-"""Messages over a byte stream, a socket or a ring: from a send queue, and into the receives of a matching queue.
+"""Messages over a byte stream, which is a TCP socket or a ring in shared memory.
 
-`tcp` and `shm` use it. A frame is a header of `HEADER_NBYTES` bytes and a body (see `asyncdist.transport.wire_format`).
+`Writer` sends the messages of a queue. `Reader` receives messages into the receives that a `MatchingQueue` chooses.
+Used by `tcp.connection` and `shm.local_peer`. On the stream a message is a frame: a header of `HEADER_NBYTES` bytes and
+a body (see `asyncdist.transport.wire_format`). No call blocks.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from asyncdist.errors import ProtocolError
 from asyncdist.transport.base import DiscardReceive, Host, MatchingQueue, Outgoing, Receive
 from asyncdist.transport.wire_format import DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, unpack_tail
 
-# Bytes moved in one direction before the other direction gets its turn.
+# About how many bytes one call moves in one direction, so that the other direction gets its turn.
 QUANTUM = 1 << 20
-# Longest body of a control message.
+# Bytes of the longest body of a control message.
 NOTICE_NBYTES = 1 << 16
 
 
@@ -23,7 +25,7 @@ class Ended(Exception):
 
 
 class FrameSink(Protocol):
-    """Accepts bytes like a non-blocking socket: BlockingIOError if there is no space, OSError at the end."""
+    """What a `Writer` writes to: like a non-blocking socket, with BlockingIOError if full and OSError at the end."""
 
     def sendmsg(self, buffers: Any, /) -> int: ...
 
@@ -31,7 +33,7 @@ class FrameSink(Protocol):
 
 
 class Source(Protocol):
-    """Provides bytes like a non-blocking socket: BlockingIOError if no byte has arrived."""
+    """What a `Reader` reads from: like a non-blocking socket, with BlockingIOError if no byte has arrived."""
 
     def recv_into(self, buffer: memoryview, nbytes: int, /) -> int: ...
 
@@ -59,7 +61,7 @@ class Writer:
             message.sent = self._sock.sendmsg((message.header, body if len(body) <= QUANTUM else body[:QUANTUM]))
         except BlockingIOError:
             pass
-        # The reading half reports the end, after the peer's last messages.
+        # The `Reader` reports the end, after the peer's last messages.
         except OSError:
             pass
         if message.sent == HEADER_NBYTES + len(body):
@@ -69,7 +71,7 @@ class Writer:
         return False
 
     def flush(self) -> bool:
-        """Send up to a quantum; return whether anything was sent."""
+        """Send about `QUANTUM` bytes at most; return whether any byte was sent. Raises Ended."""
         queue, budget = self.queue, QUANTUM
         try:
             while queue and budget > 0:
@@ -90,17 +92,17 @@ class Writer:
         return budget < QUANTUM
 
     def _send_some(self, message: Outgoing) -> int:
-        at = message.sent - HEADER_NBYTES
-        if at < 0:
+        body_sent = message.sent - HEADER_NBYTES
+        if body_sent < 0:
             sent = self._sock.sendmsg((message.header[message.sent :], message.body[:QUANTUM]))
         else:
-            sent = self._sock.send(message.body[at : at + QUANTUM])
+            sent = self._sock.send(message.body[body_sent : body_sent + QUANTUM])
         message.sent += sent
         return sent
 
 
 class Notice(Receive):
-    """A control message (abort or goodbye), whose body goes to the host instead of an operation."""
+    """A control message, of any kind but DATA. It is passed to the host, not to an operation."""
 
     __slots__ = ("_bytes", "_host", "_kind")
 
@@ -116,16 +118,22 @@ class Notice(Receive):
 
 
 class Reader:
-    """The receiving half: reads a header, then the body into the receive that the inbox names, and repeats.
+    """The receiving half: reads a header, asks the matching queue for the receive, and reads the body into its memory.
 
-    One system call reads a header and the expected body behind it, the body straight into its destination if the message is
-    the expected one. Otherwise the body's bytes are copied to ``_backlog`` and read again from there. Without an ``inbox``
-    only control messages are accepted.
+    The receive that was posted first is the expected one. To save a system call, one read takes a header and the bytes
+    behind it, which go to the memory of the expected receive. If the message is another one, these bytes are copied to
+    ``_backlog`` and read again from there.
+
+    Args:
+        sock: The stream.
+        peer: The rank at its other end.
+        host: Handles control messages.
+        inbox: The peer's matching queue; None to accept only control messages.
     """
 
     __slots__ = (
-        "_backlog", "_blocked", "_got", "_head", "_head_view", "_host", "_inbox", "_left", "_receive", "_room", "_sock",
-        "fingerprint", "key", "nbytes", "peer",
+        "_backlog", "_blocked", "_body_left", "_header", "_header_received", "_header_view", "_host", "_inbox",
+        "_receive", "_room", "_sock", "fingerprint", "key", "nbytes", "peer",
     )  # fmt: skip
 
     def __init__(self, sock: Source, peer: int, host: Host, inbox: MatchingQueue | None) -> None:
@@ -133,43 +141,43 @@ class Reader:
         self.peer = peer
         self._host = host
         self._inbox = inbox
-        self._head = bytearray(HEADER_NBYTES)
-        self._head_view = memoryview(self._head)
-        self._got = 0
+        self._header = bytearray(HEADER_NBYTES)
+        self._header_view = memoryview(self._header)
+        self._header_received = 0
         self._backlog: memoryview | None = None
         self._receive: Receive | None = None
         self._room: memoryview | None = None
-        self._left = 0
+        self._body_left = 0
         self._blocked = False
         self.key, self.fingerprint, self.nbytes = b"", 0, 0
 
     @property
     def blocked(self) -> bool:
-        """Whether a message waits on the wire because no receive is posted for it."""
+        """Whether the body of a message stays on the wire because no receive is posted for it."""
         return self._blocked
 
     @property
     def eager(self) -> bool:
-        """Whether a read may succeed without a readiness event."""
+        """Whether to read without a readiness event: a receive is posted, or a body or the backlog partly read."""
         if self._blocked:
             return False
         return self._receive is not None or self._backlog is not None or bool(self._inbox and self._inbox.posted)
 
     @property
     def backlogged(self) -> bool:
-        """Whether bytes that have been read off the stream are not parsed yet."""
+        """Whether bytes have left the stream and are not parsed yet, so that no readiness event reports them."""
         return self._backlog is not None
 
     def read(self) -> bool:
-        """Read up to a quantum; return whether any byte was read. Raises Ended and ProtocolError."""
+        """Read about `QUANTUM` bytes at most; return whether any byte was read. Raises Ended and ProtocolError."""
         budget = QUANTUM
         try:
             while budget > 0 and not self._blocked:
                 if self._receive is not None:
                     budget -= self._read_body()
-                # The first attempt is for callers that know that bytes have arrived.
+                # The caller may know that bytes have arrived, so the first read needs no other reason.
                 elif budget == QUANTUM or self.eager:
-                    budget -= self._read_head()
+                    budget -= self._read_header()
                 else:
                     break
         except BlockingIOError:
@@ -181,59 +189,60 @@ class Reader:
     def resume(self, receive: Receive) -> None:
         """Continue with the body of the blocked message."""
         self._blocked = False
-        self._start(receive)
+        self._start_body(receive)
 
-    def _read_head(self) -> int:
+    def _read_header(self) -> int:
         expected = None
-        if self._got == 0 and self._backlog is None and self._inbox is not None:
+        if self._header_received == 0 and self._backlog is None and self._inbox is not None:
             expected = self._inbox.first()
         if expected is None:
-            count = self._read_into(self._head_view[self._got :])
+            count = self._read_into(self._header_view[self._header_received :])
         else:
-            count = self._sock.recvmsg_into((self._head, expected.room))[0]
+            count = self._sock.recvmsg_into((self._header, expected.room))[0]
             if count == 0:
                 raise Ended("connection closed")
-        self._got += count
-        if self._got >= HEADER_NBYTES:
-            beyond, self._got = self._got - HEADER_NBYTES, 0
-            self._begin(expected, beyond)
+        self._header_received += count
+        if self._header_received >= HEADER_NBYTES:
+            beyond, self._header_received = self._header_received - HEADER_NBYTES, 0
+            self._match_header(expected, beyond)
         return count
 
-    def _begin(self, expected: Receive | None, beyond: int) -> None:
-        """Match a complete header, of whose body ``beyond`` bytes already lie in the expected receive's memory."""
-        key = bytes(self._head_view[:KEY_NBYTES])
-        fingerprint, nbytes, kind = unpack_tail(self._head)
+    def _match_header(self, expected: Receive | None, beyond: int) -> None:
+        """Find the receive for a complete header. ``beyond`` bytes behind it lie in the memory of ``expected``."""
+        key = bytes(self._header_view[:KEY_NBYTES])
+        fingerprint, nbytes, kind = unpack_tail(self._header)
         if kind not in KINDS or nbytes > (self._host.config.max_message_nbytes if kind == DATA else NOTICE_NBYTES):
             raise ProtocolError(f"a frame of kind {kind} that claims {nbytes} bytes: the stream is damaged")
         if kind == DATA:
             if self._inbox is None:
-                raise ProtocolError("a data message on the side of the connection that carries only control messages")
+                raise ProtocolError("a data message on a connection where the peer may send only control messages")
             receive = self._inbox.arrive(key, fingerprint, nbytes)
         else:
             receive = Notice(self.peer, key, nbytes, kind, self._host)
         if receive is expected and receive is not None:
-            # Most messages come whole, with the header.
+            # The usual case: one read took the whole message.
             if beyond and beyond == nbytes:
                 receive.filled()
                 if not receive.done:
                     receive.finish()
                 return
-            self._start(receive)
+            self._start_body(receive)
             if beyond:
-                self._took(beyond)
+                self._advance_body(beyond)
             return
+        # These bytes do not belong to the expected message, which will overwrite them.
         if beyond and expected is not None:
             self._backlog = memoryview(bytes(expected.room[:beyond]))
         if receive is not None:
-            self._start(receive)
+            self._start_body(receive)
         elif self._inbox is not None:
             self.key, self.fingerprint, self.nbytes = key, fingerprint, nbytes
             self._blocked = True
             self._inbox.block(self)
 
-    def _start(self, receive: Receive) -> None:
-        self._left = receive.nbytes
-        if self._left:
+    def _start_body(self, receive: Receive) -> None:
+        self._body_left = receive.nbytes
+        if self._body_left:
             self._receive, self._room = receive, receive.room
         else:
             receive.finish()
@@ -241,19 +250,20 @@ class Reader:
     def _read_body(self) -> int:
         receive = self._receive
         assert receive is not None
-        # Withdrawn during the transfer: its memory belongs to the caller again, and the rest is discarded.
+        # The operation has ended during the transfer: its memory belongs to the user again, and the rest is discarded.
         if receive.done:
-            self._start(DiscardReceive(self.peer, receive.key, self._left))
+            self._start_body(DiscardReceive(self.peer, receive.key, self._body_left))
         assert self._room is not None
         count = self._read_into(self._room)
-        self._took(count)
+        self._advance_body(count)
         return count
 
-    def _took(self, count: int) -> None:
+    def _advance_body(self, count: int) -> None:
+        """Go on behind ``count`` more bytes of the body, now in the receive's memory; finish it with the last."""
         receive, room = self._receive, self._room
         assert receive is not None
         assert room is not None
-        self._left -= count
+        self._body_left -= count
         if count < len(room):
             self._room = room[count:]
             return
@@ -264,6 +274,7 @@ class Reader:
                 receive.finish()
 
     def _read_into(self, room: memoryview) -> int:
+        """Read from the backlog, or from the stream if there is none; return how many bytes were read."""
         backlog = self._backlog
         if backlog is not None:
             count = min(len(backlog), len(room))
