@@ -1,16 +1,16 @@
-"""Messages by NCCL: one communicator for each pair of ranks that exchange any.
+"""Point-to-point messages over NCCL, with one communicator for each pair of ranks that exchange messages.
 
-`Nccl.make_p2p` creates it; `devices.p2p` runs it. NCCL has no tags: both ranks must enqueue the same operations of a
-communicator in the same order. So each message gets a turn. The lower of the two ranks assigns the turns, when it
-knows that both ranks have issued the message:
+`Nccl.make_p2p` creates `NcclP2P`; `devices.p2p` runs it. NCCL has no tags: both ranks must enqueue the messages of
+their communicator in the same order. The lower of the two ranks decides this order. It gives each message a turn, a
+number that counts from 0, when both ranks have called the operation:
 
-    sender                                    receiver
-    offers                              ──>   has matched the receive, and answers (the lower rank: with the turn)
-    enqueues the send                   <──
-    (the lower rank: sends the turn)    ──>   enqueues the receive
+    sender                                              receiver
+    sends the offer                               ──>   has matched its receive; if lower, takes the next turn
+    if lower, takes the next turn                 <──   answers with the turn, or with 0 if it is not lower
+    enqueues the send at its turn, sends the turn ──>   enqueues the receive at its turn
 
-So neither stream waits for an operation that the peer has not issued. Each communicator has a stream of its own, so that
-different pairs do not delay each other.
+So neither stream waits for an operation that the peer has not called. Each communicator has a stream of its own, so
+that different pairs do not delay each other.
 """
 
 from __future__ import annotations
@@ -30,13 +30,24 @@ from asyncdist.transport.device_streams import DeviceEvent
 from asyncdist_transports.nccl.bindings import BYTES, UNIQUE_ID_NBYTES, Bindings, version_text
 from asyncdist_transports.nccl.communicator import Call, Communicator
 
-_OFFER = struct.Struct(f"<16sI{UNIQUE_ID_NBYTES}s")  # device, NCCL version, unique id
+# Device, NCCL version, unique id. The lower rank makes the id; the other one sends zeros while it does not know it.
+_OFFER = struct.Struct(f"<16sI{UNIQUE_ID_NBYTES}s")
+# Unique id, turn: the receiver's answer to an offer.
 _READY = struct.Struct(f"<{UNIQUE_ID_NBYTES}sQ")
 _TURN = struct.Struct("<Q")
 
 
 class PairCommunicator:
-    """The communicator shared with one peer, and its turns. Used only in the point-to-point executor."""
+    """The communicator shared with one peer, and its turns.
+
+    All calls run in the executor of the point-to-point operations. Other threads may read ``made``.
+
+    Attributes:
+        streams: The communicator's own stream.
+        decides: Whether this rank is the lower one, which has rank 0 in the communicator and assigns the turns.
+        unique_id: NCCL's id of the communicator, made by the lower rank; zeros on the other rank until `meet`.
+        made: The communicator, None before `meet`.
+    """
 
     def __init__(self, bindings: Bindings, context: DeviceContext, peer: int) -> None:
         self._bindings = bindings
@@ -45,43 +56,58 @@ class PairCommunicator:
         self.decides = context.rank < peer
         self.unique_id = bindings.unique_id() if self.decides else bytes(UNIQUE_ID_NBYTES)
         self.made: Communicator | None = None
-        self._turns = itertools.count()
-        self._at = 0
-        self._waiting: dict[int, Work] = {}
+        self._unassigned_turns = itertools.count()
+        self._current_turn = 0
+        self._waiting_by_turn: dict[int, Work] = {}
         with self.streams.on_comm_stream():
-            self._token = torch.zeros(2, dtype=torch.uint8, device=context.streams.device)
+            self._first_bytes = torch.zeros(2, dtype=torch.uint8, device=context.streams.device)
 
     def meet(self, unique_id: bytes) -> None:
-        """Start creating the communicator; the peer does the same."""
+        """Start to create the communicator, which completes when the peer does the same. Idempotent.
+
+        Args:
+            unique_id: The id that the peer has sent; the lower rank ignores it.
+        """
         if self.made is not None:
             return
         self.unique_id = self.unique_id if self.decides else unique_id
         ours, theirs = (0, 1) if self.decides else (1, 0)
         make = functools.partial(self._bindings.communicator, 2, self.unique_id, ours)
-        # NCCL waits for the peer in the first call of each direction: make it on a thread that may block.
-        out, into = self._token[0].data_ptr(), self._token[1].data_ptr()
+        # The first call of each direction blocks for the peer, so the communicator's own thread makes these two.
+        out, into = self._first_bytes[0].data_ptr(), self._first_bytes[1].data_ptr()
         first: list[Call] = [("send", out, 1, BYTES, theirs), ("recv", into, 1, BYTES, theirs)]
         rank = self._context.host.ranks[self._context.rank]
         self.made = Communicator(self._bindings, self.streams, make, first, rank)
 
     def next_turn(self) -> int:
-        return next(self._turns)
+        """Return the turn of another message. Only the lower rank calls this."""
+        return next(self._unassigned_turns)
 
     def put(self, name: str, data: torch.Tensor, turn: int, before: DeviceEvent) -> Transfer[DeviceEvent]:
-        """Enqueue a call when its turn has come; return the event behind it."""
+        """Enqueue a call when its turn has come.
+
+        Args:
+            name: "send" or "recv".
+            data: What to send or to receive into.
+            turn: The message's turn.
+            before: The event after which ``data`` may be used.
+
+        Returns:
+            The event that the device passes when the call has completed.
+        """
         made = self.made
         assert made is not None
         yield made.ready
-        if turn != self._at:
-            self._waiting[turn] = our_turn = Work()
+        if turn != self._current_turn:
+            self._waiting_by_turn[turn] = our_turn = Work()
             yield our_turn
         with self.streams.on_comm_stream():
             self.streams.wait_event(before)
             made.enqueue((name, data.data_ptr(), data.numel(), BYTES, 1 if self.decides else 0))
             event = self.streams.record_event()
         self.streams.record_stream(data)
-        self._at += 1
-        following = self._waiting.pop(self._at, None)
+        self._current_turn += 1
+        following = self._waiting_by_turn.pop(self._current_turn, None)
         if following is not None:
             following.finish()
             following.run_callbacks()
@@ -96,6 +122,7 @@ class NcclP2P(DeviceP2P):
     def __init__(self, context: DeviceContext, bindings: Bindings) -> None:
         self._context, self._bindings = context, bindings
         place = f"{context.machine}\0{context.streams.uuid}"
+        # Equal on two ranks that use the same device, which NCCL refuses.
         self._device = hashlib.blake2b(place.encode(), digest_size=16).digest()
         self._pairs: dict[int, PairCommunicator] = {}
 
@@ -117,13 +144,12 @@ class NcclP2P(DeviceP2P):
         if device == self._device:
             raise TransferRefused("both ranks share one device, and NCCL needs a device per rank")
         if version != self._bindings.version:
-            raise TransferRefused(
-                f"NCCL is {version_text(version)} there, and {version_text(self._bindings.version)} here"
-            )
+            ours, theirs = version_text(self._bindings.version), version_text(version)
+            raise TransferRefused(f"NCCL is {theirs} on the sender, but {ours} on the receiver")
         pair = self._pair(channel.peer)
         pair.meet(unique_id)
-        ours = pair.next_turn() if pair.decides else 0
-        channel.send(payload=_READY.pack(pair.unique_id, ours))
+        assigned = pair.next_turn() if pair.decides else 0
+        channel.send(payload=_READY.pack(pair.unique_id, assigned))
         answer = yield from channel.recv()
         (turn,) = _TURN.unpack(answer.payload)
         return (yield from pair.put("recv", data, turn, before))
@@ -134,8 +160,9 @@ class NcclP2P(DeviceP2P):
         return self._pairs[peer]
 
     def async_error(self) -> Exception | None:
-        made = [pair.made for pair in list(self._pairs.values()) if pair.made is not None]
-        return next((async_error for one in made if (async_error := one.async_error()) is not None), None)
+        communicators = [pair.made for pair in list(self._pairs.values()) if pair.made is not None]
+        errors = (communicator.async_error() for communicator in communicators)
+        return next((error for error in errors if error is not None), None)
 
     def abort(self) -> None:
         for pair in list(self._pairs.values()):
