@@ -1,6 +1,7 @@
-"""The training steps: a model, its batches, and how stock PyTorch parallelizes it over the ranks of a group.
+"""Training steps for the benchmark: models, batches, and how stock PyTorch parallelizes a model over a group's ranks.
 
-No model depends on ranks. `STEPS` has the steps by their names in `plan.STEPS`. Used by `training`.
+`training` times the steps. `STEPS` has a `Step` for each name of `plan.STEPS`. The models do not depend on the number
+of ranks, so that every contender, and one rank alone, can train the same model.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def perceptron() -> nn.Module:
 
 
 class TransformerBlock(nn.Module):
-    """One layer of the transformer. With the weights of some heads only, it computes these heads."""
+    """One layer of the transformer, on shape (sequences, positions, features).
+
+    It computes the heads whose weights this rank has: all of them, or the share that `divided` leaves.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,9 +45,10 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.query_key_value(self.norm_before_attention(x)).unflatten(-1, (-1, 3, _WIDTH // HEADS))
-        query, key, value = heads.permute(3, 0, 2, 1, 4)  # each: sequence, head, position, feature
-        seen = scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.mix(seen.transpose(1, 2).flatten(2))
+        # Each has the shape (sequences, heads, positions, features).
+        query, key, value = heads.permute(3, 0, 2, 1, 4)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.mix(attended.transpose(1, 2).flatten(2))
         out: torch.Tensor = x + self.narrow(nn.functional.gelu(self.widen(self.norm_before_mlp(x))))
         return out
 
@@ -61,17 +66,18 @@ class Transformer(nn.Module):
         x = self.characters(characters) + self.places.weight
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(self.norm(x).flatten(0, 1))  # flat: FSDP2 warns of outputs that are views
+        # Flattened before the last layer, because FSDP2 warns of outputs that are views.
+        logits: torch.Tensor = self.head(self.norm(x).flatten(0, 1))
         return logits
 
 
 def pictures() -> Batch:
-    """Return a batch for `perceptron`: 16 pictures."""
+    """Return a random batch for `perceptron`: 16 pictures and their classes."""
     return torch.randn(16, _PIXELS), torch.randint(_CLASSES, (16,))
 
 
 def sentences() -> Batch:
-    """Return a batch for `Transformer`: 2 sequences, and the following character at each position."""
+    """Return a random batch for `Transformer`: 2 sequences, and the following character at each position."""
     characters = torch.randint(_CHARACTERS, (2, _CONTEXT + 1))
     return characters[:, :-1], characters[:, 1:]
 
@@ -85,7 +91,7 @@ def replicated(model: nn.Module, group: Any) -> nn.Module:
 
 
 def sharded(model: nn.Module, group: Any) -> nn.Module:
-    """Shard every parameter over the ranks with FSDP2, which gathers those of a block when it computes."""
+    """Shard every parameter over the ranks with FSDP2, which gathers a block's parameters when it computes it."""
     mesh = _mesh_of(group)
     assert isinstance(model, Transformer)
     for block in model.blocks:
@@ -95,7 +101,7 @@ def sharded(model: nn.Module, group: Any) -> nn.Module:
 
 
 def divided(model: nn.Module, group: Any) -> nn.Module:
-    """Divide the heads and features of every block between the ranks (tensor parallel): two all-reduces per block."""
+    """Divide the heads and features of every block among the ranks (tensor parallel): two all-reduces per block."""
     mesh = _mesh_of(group)
     assert isinstance(model, Transformer)
     columns, rows = ("query_key_value", "widen"), ("mix", "narrow")
@@ -108,14 +114,21 @@ def divided(model: nn.Module, group: Any) -> nn.Module:
 def _mesh_of(group: Any) -> DeviceMesh:
     """Return a group's ranks as a mesh with a name of its own.
 
-    DTensor caches results by mesh, and meshes of the same ranks and names are equal: a model on the second one of two
-    equal meshes would communicate over the first one's group.
+    DTensor caches results by mesh, and two meshes with the same ranks and names are equal. Without a name of its own,
+    the mesh of a second group would make DTensor communicate over the first group.
     """
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"of_{group.group_name}",))
 
 
 class Step(NamedTuple):
-    """How a model is trained. ``apart`` says whether each rank has its own batches."""
+    """How a model is trained.
+
+    Attributes:
+        model: Makes the model.
+        batch: Makes a batch.
+        parallelize: Spreads a model over the ranks of a torch.distributed group; returns the model to train.
+        apart: Whether each rank has its own batches. Otherwise all ranks have the same ones.
+    """
 
     model: Callable[[], nn.Module]
     batch: Callable[[], Batch]
