@@ -1,8 +1,9 @@
 """Registered tensors: users' tensors in shared memory, which collectives read and write in place.
 
-A registered tensor is an ordinary tensor whose storage lies in this process's arena (`asyncdist.memory.shared_arena`),
-which every rank of the host has mapped. Registration keeps no record: every tensor in the arena is registered, slices
-and views too, for all groups. The memory is freed with the last tensor that shares it.
+`empty` is public; `Group.register` calls `register`, and `ddp.reducer` makes its buckets with `empty`. A registered
+tensor is an ordinary tensor whose storage lies in this process's arena (`asyncdist.memory.shared_arena`), which every
+rank of the host has mapped. There is no list of them: every tensor in the arena is registered for all groups, and so
+are its slices and views. The memory is freed with the last tensor that shares it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ def empty(
 ) -> torch.Tensor:
     """Return an uninitialised CPU tensor, as `torch.empty` does, in memory that all ranks of this host have mapped.
 
-    Collectives on it copy only their result. Small ones are staged, because that takes less time: all-reduces below
-    32 KiB, others up to 256 KiB per rank. Non-contiguous tensors, inputs that overlap outputs, and scaled inputs
-    (PREMUL_SUM) are copied as usual. It needs no process group. A forked child shares the memory of its parent's tensors.
+    Collectives on such a tensor copy only their result. They treat it like an ordinary tensor where that takes less
+    time (all-reduces below 32 KiB, others up to 256 KiB per rank), if it is not contiguous, if an input overlaps an
+    output, and if the input is scaled (PREMUL_SUM). The call needs no process group. A forked child shares the memory
+    of its parent's tensors.
 
     Args:
         size: Several numbers or one sequence of numbers.
@@ -46,42 +48,44 @@ def empty(
     Example:
         >>> tensor = asyncdist.empty(1024, dtype=torch.float32)
     """
-    if not shared or not _possible():
+    if not shared or not _has_shared_memory():
         return torch.empty(*size, dtype=dtype, device="cpu", requires_grad=requires_grad)
-    # torch checks the arguments.
-    form = torch.empty(*size, dtype=dtype, device="meta")
-    block = arena().allocate(form.nbytes)
-    tensor = tensor_of_block(block, form.numel(), form.dtype).view(form.shape)
+    # torch checks the arguments, and says how much memory they need.
+    meta = torch.empty(*size, dtype=dtype, device="meta")
+    block = arena().allocate(meta.nbytes)
+    tensor = tensor_of_block(block, meta.numel(), meta.dtype).view(meta.shape)
     return tensor.requires_grad_(requires_grad)
 
 
-def _possible() -> bool:
-    """Return whether this machine shares memory between processes; log once if it does not."""
+def _has_shared_memory() -> bool:
+    """Return whether this process can use shared memory; the first time that it cannot, log a warning."""
     global _warned
     reason = unavailable()
     if reason is not None and not _warned:
         _warned = True
-        log.warning("registered tensors are ordinary ones here: %s", reason)
+        log.warning("this process has no shared memory, so registered tensors are ordinary tensors: %s", reason)
     return reason is None
 
 
 def register(target: T, *, wanted: bool = True) -> T:
-    """Move a tensor, or a module's parameters and buffers, into mapped memory; return the same object.
+    """Move a tensor, or a module's parameters and buffers, into the arena in place; return the same object.
 
-    Values, strides, tied tensors and tensor objects are kept, and optimizers remain valid. Other views of the old memory
-    (numpy arrays, earlier slices) are not moved. CUDA tensors are not moved: peers keep their memory mapped.
+    Values, strides and tensor objects are kept, and tied tensors stay tied, so optimizers remain valid. Other views of
+    the old memory (numpy arrays, earlier slices) keep that memory. CUDA tensors are not moved: peers can map their
+    memory where it lies.
 
     Args:
         target: A tensor or a module.
-        wanted: False only checks the arguments.
+        wanted: Whether to move anything; False only checks ``target``.
 
     Raises:
         UsageError: ``target`` is neither, or it is a lazy module without shapes.
-        UnsupportedError: A tensor cannot be registered.
-        SharedMemoryError: No memory is left; nothing was moved.
+        UnsupportedError: A tensor is sparse, a conjugate or negative view, or of a device or dtype that no transport
+            carries.
+        SharedMemoryError: No memory is left. Nothing has moved.
     """
     tensors = _tensors(target)
-    if not wanted or not _possible():
+    if not wanted or not _has_shared_memory():
         return target
     by_storage: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -89,9 +93,10 @@ def register(target: T, *, wanted: bool = True) -> T:
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     if not by_storage:
         return target
-    runs = [(members, *_span(members)) for members in by_storage.values()]
-    areas = carve((stop - start, torch.uint8) for _, start, stop in runs)
-    for (members, start, stop), area in zip(runs, areas, strict=True):
+    # Tensors that share a storage move together, so that they still share memory afterwards.
+    spans = [(members, *_span(members)) for members in by_storage.values()]
+    areas = carve((stop - start, torch.uint8) for _, start, stop in spans)
+    for (members, start, stop), area in zip(spans, areas, strict=True):
         source = torch.empty(0, dtype=torch.uint8, device="cpu")
         area.copy_(source.set_(members[0].untyped_storage(), start, (stop - start,), (1,)))
         for tensor in members:
@@ -100,7 +105,7 @@ def register(target: T, *, wanted: bool = True) -> T:
 
 
 def _tensors(target: object) -> Sequence[torch.Tensor]:
-    """Return the tensors of a tensor or module; raise if one of them cannot be registered."""
+    """Return the tensors of a tensor or module. Raises the errors of `register` if one of them cannot be registered."""
     if isinstance(target, nn.Module):
         tensors = [*target.parameters(), *target.buffers()]
     elif isinstance(target, torch.Tensor):
@@ -112,23 +117,25 @@ def _tensors(target: object) -> Sequence[torch.Tensor]:
             raise UsageError("a lazy module's parameters have no shape yet: run one forward before registering it")
         dense = tensor_of(tensor)
         if dense.is_neg() or dense.is_conj():
-            raise UnsupportedError("a tensor that is a conjugate or negative view: call .resolve_conj().resolve_neg()")
+            raise UnsupportedError(
+                "cannot register a conjugate or negative view: call .resolve_conj().resolve_neg() first"
+            )
     return tensors
 
 
 def _span(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Return the range of bytes of one storage that tensors use; it begins at a multiple of `ALIGNMENT`."""
-    start: list[int] = []
-    stop: list[int] = []
+    """Return the first byte and the end of the bytes that tensors use of one storage, aligned down to `ALIGNMENT`."""
+    starts: list[int] = []
+    stops: list[int] = []
     for tensor in tensors:
         last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        start.append(int(tensor.storage_offset()) * tensor.itemsize)
-        stop.append(start[-1] + (last + 1) * tensor.itemsize)
-    return min(start) // ALIGNMENT * ALIGNMENT, max(stop)
+        starts.append(int(tensor.storage_offset()) * tensor.itemsize)
+        stops.append(starts[-1] + (last + 1) * tensor.itemsize)
+    return min(starts) // ALIGNMENT * ALIGNMENT, max(stops)
 
 
 def _move(tensor: torch.Tensor, storage: torch.UntypedStorage, start: int) -> None:
-    """Move a tensor to ``storage``, which holds the bytes of its old storage from ``start`` on."""
+    """Let a tensor use ``storage``, into which the bytes of its old storage from ``start`` on have been copied."""
     offset = tensor.storage_offset() - start // tensor.itemsize
     with torch.inference_mode(tensor.is_inference()):
         moved = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(storage, offset, tensor.shape, tensor.stride())

@@ -149,7 +149,7 @@ def test_without_shared_memory_tensors_are_ordinary(monkeypatch, caplog):
     assert [tensor.shape for tensor in tensors] == [(2, 3)] * 3
     assert not any(is_registered(tensor) for tensor in tensors)
     assert [record.getMessage() for record in caplog.records] == [
-        "registered tensors are ordinary ones here: no memfd here"
+        "this process has no shared memory, so registered tensors are ordinary tensors: no memfd here"
     ]
 
 
