@@ -2,12 +2,12 @@
 
 `collectives.hierarchical` calls it. It imports no tensors and performs no I/O.
 
-An *node* is a set of members that share memory pairwise: the ranks of one host. A *rail* takes one member of each node,
-its carrier; there are as many rails as the smallest node has members. Data is reduced inside each node first, crosses
+A *node* is a set of members that share memory pairwise: the ranks of one host. A *rail* takes one member of each node,
+its rail leader; there are as many rails as the smallest node has members. Data is reduced inside each node first, crosses
 between nodes in slices, one per rail, and is broadcast inside each node last. So the bytes between hosts fall by the
-number of ranks per host, and the carriers share the sending.
+number of ranks per host, and the rail leaders share the sending.
 
-    node 0      0   1   2          rails: 0-3 and 1-4; rank 2 is not a carrier
+    node 0      0   1   2          rails: 0-3 and 1-4; rank 2 is not a rail leader
                   |   |
     node 1      3   4
 
@@ -39,7 +39,7 @@ class NodeLayout:
     rank: int
     node: int = field(init=False)
     place: int = field(init=False)
-    """Index of this rank in its node; also the number of its rail, if it is a carrier."""
+    """Index of this rank in its node; also the number of its rail, if it is a rail leader."""
     rails: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class NodeLayout:
 
     @property
     def carries(self) -> bool:
-        """Whether this rank is a carrier."""
+        """Whether this rank is a rail leader."""
         return self.place < self.rails
 
     @property
@@ -64,10 +64,10 @@ class NodeLayout:
         return all(len(members) == self.rails for members in self.nodes)
 
     def rail(self, number: int) -> tuple[int, ...]:
-        """Return the carriers of a rail, by node."""
+        """Return the leaders of a rail, by node."""
         return tuple(members[number] for members in self.nodes)
 
-    def carrier(self, node: int, rank: int) -> int:
+    def rail_leader(self, node: int, rank: int) -> int:
         """Return the member of a node that sends to and receives from a member of another node."""
         home = next(members for members in self.nodes if rank in members)
         return self.nodes[node][home.index(rank) % self.rails]
@@ -147,7 +147,7 @@ def part_count(nbytes: int, rails: int, segment_nbytes: int) -> int:
 def slices_pay(nbytes: int, layout: NodeLayout, model: Model) -> bool:
     """Return whether an all-reduce is faster with one slice per rail than with the whole tensor on every rail.
 
-    With the whole tensor every carrier holds the result, so there is no broadcast inside the node: one synchronization
+    With the whole tensor every rail leader holds the result, so there is no broadcast inside the node: one synchronization
     less, for as many times the bytes as there are rails. The arguments must be equal on every rank.
     """
     if not layout.even:

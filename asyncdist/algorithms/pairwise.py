@@ -1,6 +1,6 @@
 """Pairwise exchange: every block goes directly from its source rank to its destination.
 
-`selection` prices it; `collectives` builds its plans of it. The path is the shortest if every block has one
+`selection` compares its cost; `collectives` runs it. The path is the shortest if every block has one
 destination, and small blocks can all be sent at once. In round k, rank r sends to rank r + k and receives from
 rank r - k (modulo the size), so that no rank receives two blocks in one round.
 

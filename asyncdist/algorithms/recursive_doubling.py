@@ -1,6 +1,6 @@
 """Recursive doubling and halving: the distance to the peer doubles (or halves) in each round.
 
-`selection` prices it; `collectives` builds its plans of it. If P is a power of two, ranks that differ in one bit form
+`selection` compares its cost; `collectives` runs it. If P is a power of two, ranks that differ in one bit form
 pairs, and after log2 P rounds every rank has the data of all:
 
     distance 1     0-1   2-3   4-5   6-7

@@ -1,6 +1,6 @@
 """Ring algorithms: each rank sends one of P blocks to its right neighbour and receives one from its left.
 
-`selection` prices it; `collectives` builds its plans of it. The tensor is cut into P blocks. A block that travels once
+`selection` compares its cost; `collectives` runs it. The tensor is cut into P blocks. A block that travels once
 around the ring and is added to at every stop arrives complete (`reduce_scatter`); a complete block that travels once
 more reaches all ranks (`all_gather`). No algorithm moves fewer bytes, and all of them go between neighbours; the price
 is a number of rounds that grows with P.

@@ -26,7 +26,6 @@ from asyncdist.config import Config
 from asyncdist.engine.operation import Plan
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import (
-    DTYPE_NUMBERS,
     NOTHING,
     Memory,
     Scratch,
@@ -34,6 +33,7 @@ from asyncdist.memory.buffers import (
     block_memories,
     copy_overlapping_inputs,
     copy_overlapping_rows,
+    dtype_number,
     flat_memory,
 )
 from asyncdist.transport.native import CallSignature, Native
@@ -113,7 +113,7 @@ def fingerprint(
     form = layout or (None if isinstance(shape, int) else shape)
     return Fingerprint(
         collective=collective,
-        dtype=0 if dtype is None else DTYPE_NUMBERS[dtype],
+        dtype=0 if dtype is None else dtype_number(dtype),
         reduction=0 if op is None else ReduceOp[op.name].value,
         root=0 if root is None else root + 1,
         count=count & 0xFFFFFF,
@@ -240,7 +240,7 @@ def _all_gather(
                 f"this rank gives {count} x {dtype}, but its place in the output has {place.numel()} x {place.dtype}"
             )
         counts.append([block.numel() for block in blocks])
-        layout += [DTYPE_NUMBERS[dtype], *counts[-1]]
+        layout += [dtype_number(dtype), *counts[-1]]
     dtype, total = rows[0][1].dtype, sum(map(sum, counts))
     collective = Collective.all_gather if len(rows) == 1 else Collective.all_gather_coalesced
     call, nbytes = fingerprint(collective, dtype, total, None, None, tuple(layout)), total * dtype.itemsize

@@ -213,7 +213,7 @@ class HierarchicalCollectives:
                     sends.append(Send(turn[layout.place], out))
                 yield from self._reduce_scatter(number, call, blocks, out, kernels)
                 number += 1
-            yield (*sends, Reduce(layout.carrier(back, layout.rank), total))
+            yield (*sends, Reduce(layout.rail_leader(back, layout.rank), total))
             if self._native is not None:
                 for send in sends:
                     self._scratch.give(send.place)

@@ -18,7 +18,7 @@ from asyncdist.collectives.data_movement import GroupContext
 from asyncdist.collectives.validation import check_length
 from asyncdist.engine.operation import Plan, RecvAny
 from asyncdist.errors import UsageError
-from asyncdist.memory.buffers import DTYPE_NUMBERS, Memory, OutputTensor, TensorBlocks, input_memory
+from asyncdist.memory.buffers import Memory, OutputTensor, TensorBlocks, dtype_number, input_memory
 from asyncdist.memory.serialization import pack, unpack
 from asyncdist.transport.wire_format import Fingerprint
 
@@ -30,7 +30,7 @@ Conversation = Generator[Any, Any, None]
 
 def _transfer(dtype: torch.dtype, count: int) -> int:
     """Return the fingerprint of a transfer, which is the same for the send and the receive."""
-    return Fingerprint(Collective.send, dtype=DTYPE_NUMBERS[dtype], count=count & 0xFFFFFF).pack()
+    return Fingerprint(Collective.send, dtype=dtype_number(dtype), count=count & 0xFFFFFF).pack()
 
 
 def send(group: GroupContext, tensor: Any, destination: int) -> Plan:

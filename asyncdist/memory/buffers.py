@@ -245,7 +245,19 @@ def _unusable(value: Any) -> UsageError:
         return UnsupportedError(f"no transport here carries tensors on {value.device}: move it with .cpu() first")
     if value.layout is not torch.strided:
         return UnsupportedError(f"a {value.layout} tensor cannot be communicated: call .to_dense() first")
-    return UnsupportedError(f"tensors of {value.dtype} cannot be communicated")
+    return _unsupported(value.dtype)
+
+
+def _unsupported(dtype: torch.dtype) -> UnsupportedError:
+    return UnsupportedError(f"tensors of {dtype} cannot be communicated")
+
+
+def dtype_number(dtype: torch.dtype) -> int:
+    """Return the number of a dtype on the wire. Raises UnsupportedError if it has none."""
+    try:
+        return DTYPE_NUMBERS[dtype]
+    except KeyError:
+        raise _unsupported(dtype) from None
 
 
 def input_memory(value: Any) -> Memory:

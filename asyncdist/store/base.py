@@ -300,7 +300,10 @@ class Store(ABC):
         return self.stream(operations.subscribe(channel))
 
     def watch(self, key: str) -> Watch:
-        """Return a stream of the value of ``key`` (None if the key is missing): the present one, then one per change."""
+        """Return a stream of the value of ``key``: the present one, then one after each change; None is a missing key.
+
+        The stream yields only the last of several changes that occur between two reads.
+        """
         return self.stream(operations.watch(key))
 
     def watch_keys(self, prefix: str = "") -> PrefixWatch:

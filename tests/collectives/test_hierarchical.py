@@ -68,7 +68,7 @@ def test_nodes_are_ranks_that_share_memory():
     assert [where.rail(number) for number in range(2)] == [(0, 1), (3, 2)]
     assert where.carried(1, 0) == (1, 4)
     assert list(where.turns(1)) == [(1, 2), (4,)]
-    assert [where.carrier(0, rank) for rank in (1, 2, 4)] == [0, 3, 0]
+    assert [where.rail_leader(0, rank) for rank in (1, 2, 4)] == [0, 3, 0]
 
 
 @pytest.mark.parametrize("hosts", ["aaaa", "abcd"])
@@ -89,8 +89,8 @@ def test_all_ranks_see_the_same(hosts):
     for one, other in itertools.product(seen, seen):
         if one.node != other.node:  # who sends to us is who believes that it does
             turns = [turn for turn in one.turns(other.node) if other.rank in turn]
-            carrier = other.carrier(one.node, other.rank)
-            assert (turns[0].index(other.rank) == one.place) == (carrier == one.rank)
+            leader = other.rail_leader(one.node, other.rank)
+            assert (turns[0].index(other.rank) == one.place) == (leader == one.rank)
 
 
 def test_runs_go_around_a_ring():

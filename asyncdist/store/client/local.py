@@ -1,4 +1,4 @@
-"""HashStore: a store inside one process, for its threads. Users' programs create it; `file` derives from its base."""
+"""HashStore: a store inside one process, for its threads. Users' programs create it."""
 
 from __future__ import annotations
 

@@ -171,9 +171,9 @@ async def test_client_that_returns_after_expiry_learns_of_the_loss(eventually):
             adding = store.add("job/step", 1)
             await eventually(lambda: not len(server.state.keys))
             proxy.unclog()
-            with pytest.raises(StoreConnectionError, match="what our job kept there may be gone"):
+            with pytest.raises(StoreConnectionError, match="the data of its job may be gone"):
                 await adding
-            with pytest.raises(StoreConnectionError, match="what our job kept there may be gone"):
+            with pytest.raises(StoreConnectionError, match="the data of its job may be gone"):
                 await store.check(["job/step"])
             assert not len(server.state.keys)
             await store.close()
@@ -190,7 +190,7 @@ def test_blocking_client_that_returns_after_expiry_learns_of_the_loss(until):
         proxy.cut()
         until(lambda: not len(server.state.keys))
         for _ in range(2):
-            with pytest.raises(StoreConnectionError, match="what our job kept there may be gone"):
+            with pytest.raises(StoreConnectionError, match="the data of its job may be gone"):
                 store.add("job/step", 1)
     background_loop().run(server.close())
 
