@@ -171,8 +171,8 @@ def _rooted(size: int, count: int, dtype: torch.dtype, root: int) -> Iterator[Co
         return value if rank == root else None
 
     yield _case("gather", what, lambda rank: (inputs[rank], on_root(rank, gathered), root), gathered, inputs)
-    parts = _parts(single, size)
-    yield _case("gather_single", what, lambda rank: (inputs[rank], on_root(rank, single), root), parts, inputs)
+    joined = [_joined(inputs)]
+    yield _case("gather_single", what, lambda rank: (inputs[rank], on_root(rank, single), root), [single], joined)
     yield _case("scatter", what, lambda rank: (scattered[rank], on_root(rank, inputs), root), scattered, inputs)
 
 
@@ -186,9 +186,8 @@ def _all_gather(size: int, counts: list[int], dtype: torch.dtype) -> CollectiveC
 def _all_gather_single(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     inputs = _row(size, [count] * size, dtype, seed=2)
     outputs = _room([noise(count * size, dtype, seed=0)] * size)
-    parts = [part for whole in outputs for part in _parts(whole, size)]
-    what = f"{count} x {dtype}"
-    return _case("all_gather_single", what, lambda rank: (outputs[rank], inputs[rank]), parts, inputs * size)
+    what, joined = f"{count} x {dtype}", _joined(inputs)
+    return _case("all_gather_single", what, lambda rank: (outputs[rank], inputs[rank]), outputs, [joined] * size)
 
 
 def _coalesced_all_gather(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
