@@ -219,7 +219,7 @@ def _all_to_all_single(size: int, count: int, dtype: torch.dtype, *, uneven: boo
     incoming = [[rows[sender][rank] for sender in ranks] for rank in ranks]
     inputs = [noise(2 * sum(row), dtype, seed=17 * rank).view(-1, 2) for rank, row in enumerate(rows)]
     parts = [tensor.split(row) for tensor, row in zip(inputs, rows, strict=True)]
-    expected = [_joined([parts[sender][rank] for sender in ranks]) for rank in ranks]
+    expected = [_joined([parts[sender][rank] for sender in ranks]).view(-1, 2) for rank in ranks]
     outputs = [_room([tensor])[0] for tensor in expected]
 
     def arguments(rank: int) -> tuple[Any, ...]:
@@ -229,9 +229,9 @@ def _all_to_all_single(size: int, count: int, dtype: torch.dtype, *, uneven: boo
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate rows as bytes, because torch cannot concatenate every dtype."""
+    """Concatenate tensors in one dimension, as bytes, because torch cannot concatenate every dtype."""
     raw = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-    return raw.view(tensors[0].dtype).view(-1, 2)
+    return raw.view(tensors[0].dtype)
 
 
 # -- between two ranks ------------------------------------------------------------------------------
