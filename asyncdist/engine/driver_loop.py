@@ -43,7 +43,7 @@ class DriverLoop:
         return own or background_loop().loop
 
     @property
-    def stands_still(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether no loop drives background operations: the user's loop is not running, but is not closed."""
         own = self._own
         return own is not None and not own.is_running() and not own.is_closed()

@@ -34,17 +34,25 @@ from asyncdist.transport.base import DiscardReceive, Link, MatchingQueue, Outgoi
 from asyncdist.transport.wire_format import ABORT, CALLED, GOODBYE, PROBE, WAITING
 
 LAST_WORDS = 1.0
-"""Seconds for which a rank that leaves may wait until its peers have been told of a failure."""
+"""Seconds for which a rank that leaves may wait until its failure notices have been sent."""
 _MOST_PROBLEMS = 4
-"""Connectivity problems that an error message lists."""
+"""The number of connectivity problems that an error message lists."""
 
 
 class Endpoint:
     """The peers of one rank in one world.
 
-    ``kinds`` are the transports to use, the preferred first; ``backend`` is the argument of `init_process_group`. Call
-    `listen`, exchange what it returns with every rank, hand all of it to `probe_peers`, exchange that too, and hand it to
-    `finalize`; links are then made when first used.
+    To connect the ranks, call `listen`, gather its results from all ranks, and pass them to `probe_peers`. Gather the
+    results of `probe_peers` in the same way, and pass them to `finalize`. Links are made when they are first used.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        world_id: Identifies the world in traces.
+        config: The settings of the world.
+        kinds: The transports to use, the preferred first.
+        home: The event loop that drives while no thread blocks; None for the background loop.
+        backend: The argument of `init_process_group`.
     """
 
     def __init__(
@@ -64,7 +72,8 @@ class Endpoint:
         self.recorder = Recorder(rank, world_size, config.flight_recorder_size, world_id)
         self.progress = Progress(self, home)
         self.transport_selector = TransportSelector(rank, [kind(self) for kind in kinds])
-        self.of_parent: tuple[object, ...] = ()  # in a forked child: what only the parent may use
+        self.of_parent: tuple[object, ...] = ()
+        """In a forked child: the objects that only the parent may use, kept so that they are not collected."""
         self._executor = Executor(self, Scratch(), config.piece_nbytes)
         self.operations = self._executor.operations
         self.recorder.pending.append(self._executor.pending)
@@ -82,11 +91,11 @@ class Endpoint:
             self._look,
         )
         self.lost_peers = failures.lost_peers
-        # Bound here, because a method of this class would cost each call a frame.
+        # Bound here, because a forwarding method would cost each call a Python frame.
         self.fail, self.gone, self.lost, self.suspect = failures.fail, failures.gone, failures.lost, failures.suspect
         self.open, self.end, self.interrupted = failures.open, failures.end, failures.interrupted
-        self._comparison = CollectiveChecker(self.recorder, failures.channels, self.operations, failures.fail)
-        self.difference = self._comparison.difference
+        self._checker = CollectiveChecker(self.recorder, failures.channels, self.operations, failures.fail)
+        self.difference = self._checker.difference
         self._probes = WaitProbes(
             rank, self.operations, self._pending_for, self._send_unordered, self.timers, monotonic
         )
@@ -97,16 +106,16 @@ class Endpoint:
     # -- coming and going ----------------------------------------------------------------------
 
     def listen(self, where: str) -> dict[str, Any]:
-        """Start every transport's listener at this machine's address; return what the peers need, by transport."""
+        """Start every transport's listener at this machine's address; return the addresses by transport."""
         return {transport.name: transport.listen(where) for transport in self.transport_selector.transports}
 
     async def probe_peers(self, addresses: Sequence[Addresses], timeout: float) -> dict[str, list[int]]:
-        """Take what every rank's `listen` returned, by rank; try whom we reach; return it for every rank to learn."""
+        """Probe the peers with the results of every rank's `listen`, by rank; return the peers reached, by transport."""
         self.transport_selector.connect(addresses)
         return await self.transport_selector.probe_peers(timeout)
 
     def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Take what every rank's `probe_peers` returned, by rank: now groups may be made."""
+        """Select transports from the results of every rank's `probe_peers`, by rank. Groups may be made afterwards."""
         self.transport_selector.finalize(reached)
         spin, spread = self.transport_selector.spin_policy()
         self.progress.spin_for(spin, min(spin, self.config.await_spin_us * 1e-6), spread)
@@ -116,30 +125,30 @@ class Endpoint:
     def notices_flushed(self) -> Until:
         """Return a condition that holds once every failure notice has been sent, also over connections opened for it."""
         begun: list[bool] = []
-        self.progress.submit(lambda: begun.append(True))  # behind failures that another thread is to do
+        self.progress.submit(lambda: begun.append(True))  # after the failures that other threads have submitted
         return Until(lambda: bool(begun) and not (self.failures.any_failed and self.transport_selector.busy()))
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
         lifecycle.unregister_hooks(self)
-        self._tell_all()
+        self._flush_notices()
         self.progress.submit(self._close)
         self.progress.close()
 
     def end_with_process(self) -> None:
-        """Say goodbye for a program that ends without closing us."""
+        """Say goodbye for a program that ends without destroying the world."""
         self.failures.end_with_process()
         for operation in self._executor.operations.values():
-            operation.work.exception()  # mark the error as seen: the program ends anyway
-        self._tell_all()
+            operation.work.exception()  # the program ends: do not log the error as never retrieved
+        self._flush_notices()
         self.progress.submit(self._close)
 
-    def _tell_all(self) -> None:
-        if asyncio._get_running_loop() is None:  # where there is one, `World.close` waits
+    def _flush_notices(self) -> None:
+        if asyncio._get_running_loop() is None:  # in an event loop, `World.close` waits
             self.progress.drive(self.notices_flushed(), monotonic() + LAST_WORDS)
 
     def after_fork_in_child(self) -> None:
-        """Fail everything in a forked child, and keep what is the parent's from being used or collected."""
+        """Fail everything in a forked child, which must neither use nor collect the parent's objects."""
         self.of_parent = (self.progress, self.transport_selector.transports)
         self.progress, self.transport_selector.transports = Progress(self), []
         self.failures.forked()
@@ -152,7 +161,7 @@ class Endpoint:
     # -- groups --------------------------------------------------------------------------------
 
     def refuse(self, channel: Channel, cause: Exception) -> None:
-        """Fail a group of which this rank cannot be, for all its members."""
+        """Fail a group for all its members because this rank cannot be in it."""
 
         def fail() -> None:
             self.open(channel)
@@ -162,15 +171,15 @@ class Endpoint:
         self.progress.submit(fail)
 
     def start(self, operation: Operation) -> None:
-        """Begin an operation. Under the lock."""
-        if self._comparison.early_calls:
-            self._comparison.begin(operation)
+        """Begin an operation. The caller holds the lock."""
+        if self._checker.early_calls:
+            self._checker.begin(operation)
         channel = operation.channel
         channel.started, channel.highest = channel.started + 1, max(channel.highest, operation.sequence)
         self._executor.start(operation)
 
     def _discard(self, prefix: bytes) -> None:
-        self._comparison.forget(prefix)
+        self._checker.forget(prefix)
         for inbox in self.inboxes.values():
             inbox.purge(prefix)
 
@@ -210,8 +219,10 @@ class Endpoint:
         return timeout_error(operation, self._probes.findings(operation), trouble)
 
     def _pending_for(self, key: bytes) -> tuple[Operation | None, bool]:
-        """Return the pending operation that a rank means which waits for this rank at ``key``: the same collective, else
-        the oldest operation of the same group, else the oldest of all; and whether that collective is over."""
+        """Return the operation with which to answer a probe about ``key``, and whether that collective is complete.
+
+        It is the same collective if it is pending, else the oldest operation of the group, else the oldest of all.
+        """
         channel, operation = self.failures.channels.get(key[:8]), self.operations.get(key[:12])
         if operation is None and channel is not None:
             if channel.has_ended(key):
@@ -245,7 +256,7 @@ class Endpoint:
                 return receive
             self.mismatch(peer, receive, fingerprint, nbytes)
             return DiscardReceive(peer, key, nbytes)
-        if key[:8] in self.failures.ended or self._comparison.refuses(peer, key, fingerprint):
+        if key[:8] in self.failures.ended or self._checker.refuses(peer, key, fingerprint):
             return DiscardReceive(peer, key, nbytes)
         return None
 
@@ -266,7 +277,7 @@ class Endpoint:
         elif kind == ABORT:
             self.failures.told(peer, key, body, self.connectivity_problem)
         elif kind == CALLED and key[:8] not in self.failures.ended:
-            self._comparison.answer(peer, key, int.from_bytes(body, "little"))
+            self._checker.answer(peer, key, int.from_bytes(body, "little"))
         elif kind == PROBE:
             self._probes.asked(peer, key, body)
         elif kind == WAITING:
@@ -297,11 +308,11 @@ class Endpoint:
             if wanted is None:
                 return None
             waits += wanted
-        # Peers ring from now on; what they did just before, without ringing, is seen by looking once more.
+        # Peers signal from now on. A peer that moved data just before did not signal, so check once more.
         return None if self._executor.run() else waits
 
     def busy(self) -> bool:
-        # After a failure we stay to be reached: who waits for us must hear of it, also where it connects only now.
+        # After a failure this rank stays reachable: a peer that connects later must learn of the failure too.
         return (
             bool(self._executor.operations or self.failures.any_failed or self.timers.pending)
             or self.transport_selector.busy()
@@ -323,13 +334,13 @@ class Endpoint:
     # -- for groups ----------------------------------------------------------------------------
 
     def issue(self, operation: Operation, *, background: bool) -> None:
-        """Start an operation, and see that it goes on (``background``) or drive it to its end in this thread."""
+        """Start an operation; drive it to its end in this thread, or with ``background`` let a driver continue it."""
         start = functools.partial(self.start, operation)
         if not background:
             try:
                 self.progress.run(start, operation.work, float("inf"))
             except BaseException:
-                operation.work.exception()  # the interrupted caller never gets the work
+                operation.work.exception()  # the interrupted caller has no work from which to retrieve the error
                 raise
             return
         self.progress.submit(start)

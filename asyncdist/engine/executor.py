@@ -47,7 +47,8 @@ class Peers(Protocol):
 
     def inbox(self, peer: int) -> MatchingQueue: ...
 
-    def gone(self, peer: int) -> GroupError | None: ...
+    def gone(self, peer: int) -> GroupError | None:
+        """Return the error of a peer that is lost or has left the world; else None."""
 
     def fail(self, channel: Channel, error: GroupError) -> None: ...
 
@@ -76,7 +77,7 @@ class Executor:
     # -- operations ----------------------------------------------------------------------------
 
     def pending(self) -> list[Entry]:
-        """Return the records of what is pending. From any thread."""
+        """Return the records of the pending operations. Any thread may call it."""
         return [operation.entry for operation in list(self.operations.values())]
 
     def start(self, operation: Operation) -> None:
@@ -138,13 +139,14 @@ class Executor:
         self._peers.fail(operation.channel, local_failure(cause, operation.channel.world_rank))
 
     def abandon(self, channel: Channel, error: GroupError) -> None:
-        """Fail every operation of a channel; their memory is not touched any more."""
+        """Fail every operation of a channel. Afterwards nothing touches the operations' memory."""
         for operation in list(channel.operations.values()):
             for task in operation.tasks:
-                with contextlib.suppress(ValueError):  # a forked child's copy of one that another thread was running
+                # In a forked child, a thread of the parent may have been running the generator.
+                with contextlib.suppress(ValueError):
                     task.generator.close()
                 for transfer in task.transfers:
-                    transfer.done = True  # what is under way on a wire goes to the bin, or out as it is
+                    transfer.done = True
             operation.tasks.clear()
             self._end(operation, operation.failure(error))
         if self._polled:
@@ -154,7 +156,7 @@ class Executor:
 
     def waits_for(self, channel: Channel, peer: int, *, last: bool) -> bool:
         """Return whether a pending operation needs ``peer``; if it was the ``last`` peer, whether one needs any peer."""
-        self.run()  # what it has done may be all that was needed
+        self.run()  # the peer may have done everything that the operations need
         tasks = [task for operation in channel.operations.values() for task in operation.tasks]
         awaited = {t.peer for task in tasks for t in task.transfers if not t.done} | {task.awaits for task in tasks}
         return peer in awaited or (last and -1 in awaited)
@@ -162,9 +164,9 @@ class Executor:
     # -- tasks ---------------------------------------------------------------------------------
 
     def resume(self, task: Task) -> bool:
-        """Resume a task until it waits; return False if it did nothing but look."""
-        operation, looks = task.operation, task.awaits is not None
-        if task.operation.over:  # it failed while the task stood in the queue
+        """Resume a task until it waits; return False if it still waits for the same peer."""
+        operation, was_polled = task.operation, task.awaits is not None
+        if task.operation.over:  # it failed while the task was queued
             return True
         missed: int | None = None
         try:
@@ -177,10 +179,11 @@ class Executor:
                     gone = self._peers.gone(task.awaits)
                     if gone is None:
                         self._polled.append(task)
-                        return not looks or task.awaits != before
+                        return not was_polled or task.awaits != before
                     if missed == task.awaits:
                         raise gone
-                    missed = task.awaits  # what it did before it went may have come after we had looked
+                    # The peer may have done its part after the schedule looked and before it left: look once more.
+                    missed = task.awaits
                     continue
                 if not step:
                     self._polled.append(task)
@@ -189,9 +192,9 @@ class Executor:
                     self._give_scratch(task)
                 if task.transfers:
                     task.transfers = []
-                task.outstanding = 1  # for ourselves: what ends while we still post must not put us into the queue
+                task.outstanding = 1  # a transfer that completes during `perform` must not make the task runnable
                 self.perform(task, step)
-                if operation.over:  # a mismatch was found on the way
+                if operation.over:  # one of the transfers did not match
                     return True
                 task.outstanding -= 1
         except StopIteration:
@@ -202,7 +205,8 @@ class Executor:
                 self._add_task(operation, part, generator)
             if not operation.tasks:
                 self._complete(operation)
-        except GroupError as cause:  # kept for what comes after: with its frames it would keep our caller's tensors
+        except GroupError as cause:
+            # The group keeps the error, and the frames of its traceback would keep the caller's tensors.
             self._break(operation, cause.with_traceback(None))
         except Exception as cause:
             self._break(operation, cause)
@@ -259,7 +263,7 @@ class Executor:
         link.open()
 
     def _post_any(self, task: Task, action: RecvAny) -> None:
-        """Receive a message that has arrived already, else leave the receive where `unclaimed` finds it."""
+        """Receive a message that has arrived already; else put the receive into `any_source`."""
         operation = task.operation
         receive = AnyReceive(task, operation.plan.fingerprint, action.place.view)
         others = [peer for peer in operation.channel.members if peer != operation.channel.world_rank]
@@ -276,7 +280,7 @@ class Executor:
         for peer in others:
             self._peers.inbox(peer).unblock()
             if self._peers.gone(peer) is None:
-                with contextlib.suppress(TransportUnavailableError):  # it may reach us though we do not reach it
+                with contextlib.suppress(TransportUnavailableError):  # the peer may be able to connect to this rank
                     self._peers.link(peer).open()
         self.any_source.setdefault(task.key, deque()).append(receive)
         task.transfers.append(receive)
@@ -292,8 +296,7 @@ class Executor:
         return self._due
 
     def expire(self, now: float) -> None:
-        """Fail the channels of all operations whose deadline has passed; ask the peers of those that have waited for a
-        while."""
+        """Fail the channels of operations whose deadline has passed; query the peers of those that have waited long."""
         for operation in [operation for operation in self.operations.values() if operation.due <= now]:
             if operation.over:
                 continue

@@ -1,8 +1,8 @@
 """Plans, the operations that they become when issued, the tasks of operations, and the receives of tasks.
 
-`collectives` makes plans, `endpoint` and `executor` run them. A *plan* is what a group wants done: one or several
-schedules (parts) and the arithmetic between them. An *operation* is a plan that was issued on a channel, a *task* one
-of its generators.
+`collectives` makes plans; `endpoint` and `executor` run them. A *plan* describes one call: one or several schedules
+(parts) and the arithmetic between them. An *operation* is a plan that was issued on a channel. A *task* runs one of its
+generators.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncdist.transport.wire_format import pack_key
 
 
 class RecvAny(NamedTuple):
-    """Receive into ``place`` from whichever member sends first; the generator is sent that member's world rank."""
+    """Receive into ``place`` from the member that sends first; the generator receives that member's world rank."""
 
     place: Memory
 
@@ -35,9 +35,14 @@ class RecvAny(NamedTuple):
 class Plan:
     """One planned call: the schedules of its parts, their arithmetic, and how to complete it.
 
-    ``fold`` does the arithmetic of Reduce and Combine. At most ``window`` parts go on at once. ``finish`` is called when
-    all are over and gives the operation's value. ``peer`` is the member that a message goes to or comes from; None if
-    that is any, or it is no message.
+    Attributes:
+        parts: The schedules.
+        fingerprint: Describes the call; every message carries it.
+        fold: Does the arithmetic of Reduce and Combine.
+        finish: Called when all parts are complete; returns the operation's value.
+        window: The number of parts that may run at the same time.
+        nbytes: The size of the payload.
+        peer: The other member of a point-to-point message; None for a collective or a receive from any member.
     """
 
     parts: Iterable[Schedule] = ()
@@ -50,7 +55,7 @@ class Plan:
 
 
 class Channel:
-    """A group as the executor sees it: members by group rank, the error if it failed, and its sequence numbers."""
+    """The executor's view of a group: its members by group rank, its error if it failed, and its sequence numbers."""
 
     def __init__(
         self, number: int, name: str, members: Sequence[int], world_rank: int, *, point_to_point: bool = False
@@ -62,37 +67,42 @@ class Channel:
         self.members = tuple(members)
         self.world_rank = world_rank
         self.error: GroupError | None = None
-        self.sibling: Channel | None = None  # the group's other channel, which fails with this one
+        self.sibling: Channel | None = None
+        """The group's other channel, which fails with this one."""
         self.operations: dict[bytes, Operation] = {}
         self.numbers = itertools.count(1)
         self.last_number = 0
         """The number of the last collective; 0 before the first."""
-        # How many operations were started, and the highest of their numbers.
+        # The number of started operations, and the highest of their sequence numbers.
         self.started = self.highest = 0
 
     def has_ended(self, key: bytes) -> bool:
-        """Say whether a message comes for a collective that is not pending because it is over.
+        """Return whether the collective of a message's key is complete; False if that is unknown.
 
-        False in doubt: threads that issue at once may start what they have numbered in another order.
+        It is unknown while threads that issue at the same time have started their operations out of order.
         """
         if self.point_to_point or self.started != self.highest:
             return False
         return (self.highest - int.from_bytes(key[8:12], "little")) & _NUMBERS < _NUMBERS // 2
 
 
-_ASKS_AFTER = 1.0  # seconds, or half its time if it has less
-_PROBES_BEFORE = 1.0  # seconds before its deadline, or a quarter of its time if that is less
-_NUMBERS = 0xFFFFFFFF  # what a message's key has room for; the number after the last is 0
+_QUERY_AFTER = 1.0
+"""Seconds after which an operation queries its peers; half its timeout if that is less."""
+_PROBE_BEFORE = 1.0
+"""Seconds before its deadline at which an operation probes its peers; a quarter of its timeout if that is less."""
+_NUMBERS = 0xFFFFFFFF
+"""The highest sequence number that fits into a message's key; 0 follows it."""
 _tickets = itertools.count()
 
 
 class Operation:
-    """A plan that was issued on a channel, and how far it has come.
+    """A plan that was issued on a channel, and its progress.
 
-    ``key`` are the first 12 bytes of its messages' keys and its name in tables. A point-to-point operation has no number
-    of its own, its sequence is a tag that many share: a ticket behind the key makes its name unique. ``due`` is the next
-    time at which the executor has something to do: to check that the ranks it waits for have called the same, to ask them
-    where they wait, or to fail the operation.
+    Attributes:
+        key: The first 12 bytes of the keys of its messages; tables of operations use it as their key. The sequence
+            number of a point-to-point operation is its tag, which others may share: a ticket makes its key unique.
+        due: The time of the executor's next action for this operation: to check that the awaited ranks made the same
+            call, to ask them what they wait for, or to fail the operation.
     """
 
     __slots__ = (
@@ -119,7 +129,7 @@ class Operation:
         self.over = False
         self.issued = now = monotonic()
         self.deadline = now + timeout
-        self.due = self.probe_at if channel.point_to_point else now + min(_ASKS_AFTER, timeout / 2)
+        self.due = self.probe_at if channel.point_to_point else now + min(_QUERY_AFTER, timeout / 2)
         self.entry = entry
         self.parts = enumerate(plan.parts)
         self.tasks: list[Task] = []
@@ -129,11 +139,11 @@ class Operation:
 
     @property
     def probe_at(self) -> float:
-        """The time to ask the ranks that the operation waits for where they wait."""
-        return self.deadline - min(_PROBES_BEFORE, self.timeout / 4)
+        """The time at which to ask the awaited ranks what they wait for."""
+        return self.deadline - min(_PROBE_BEFORE, self.timeout / 4)
 
     def failure(self, error: GroupError) -> GroupError:
-        """Return a channel's failure as this operation met it."""
+        """Return the error of the channel with the details of this operation."""
         channel = self.channel
         return error.during(
             group=channel.name,
@@ -145,9 +155,9 @@ class Operation:
 
 
 class Task:
-    """One generator of an operation, and what its present step still waits for.
+    """One generator of an operation, and the transfers of its current step.
 
-    ``awaits`` is the member for whom a schedule that moves data itself waits, as a world rank; None if for none.
+    ``awaits`` is the world rank for which a native schedule waits; None if it waits for none.
     """
 
     __slots__ = ("_runnable", "awaits", "generator", "key", "operation", "outstanding", "reply", "scratch", "transfers")
@@ -170,7 +180,7 @@ class Task:
 
 
 class FoldingReceive(Receive):
-    """A receive that folds what comes into an accumulator, a piece at a time while it is still in the cache."""
+    """A receive that folds the arriving data into an accumulator, piece by piece while a piece is in the cache."""
 
     __slots__ = ("_at", "_fold", "_piece", "_scratch", "_target")
 
@@ -196,7 +206,7 @@ class FoldingReceive(Receive):
 
 
 class AnyReceive(Receive):
-    """A receive from whichever rank comes first; when it is over, the generator learns which."""
+    """A receive from the rank that sends first; the generator receives the number of that rank."""
 
     __slots__ = ()
 
@@ -210,15 +220,15 @@ class AnyReceive(Receive):
 
 
 def local_failure(cause: BaseException, rank: int) -> GroupError:
-    """Return the failure of a group whose operation ``cause`` has ended on this rank, ``rank``."""
+    """Return the error of a group in which ``cause`` has ended an operation on this rank, ``rank``."""
     if isinstance(cause, GroupError):
         return cause
     if isinstance(cause, OSError) and is_exhausted(cause):
         error = GroupError(f"rank {rank} {exhaustion(cause)}")
         error.advice = "raise the limit on open files (ulimit -n) or close some, then create the process group again"
     else:
-        what = str(cause) if isinstance(cause, AsyncdistError) else f"{type(cause).__name__}: {cause}"
-        error = GroupError(f"failed on rank {rank}: {what}")
+        reason = str(cause) if isinstance(cause, AsyncdistError) else f"{type(cause).__name__}: {cause}"
+        error = GroupError(f"failed on rank {rank}: {reason}")
     error.__cause__ = cause
     return error
 
@@ -239,18 +249,18 @@ def awaited(operation: Operation) -> list[int]:
 
 
 def waiting_for(operation: Operation) -> tuple[str, list[int]]:
-    """Say in words, and as world ranks, whom an operation waits for."""
+    """Return a description of the ranks that an operation waits for, and their world ranks."""
     absent = {task.awaits for task in operation.tasks if task.awaits is not None}
     sources = sorted(senders(operation) | absent)
-    takers = sorted(_pending(operation, Outgoing))
+    receivers = sorted(_pending(operation, Outgoing))
     words = []
     if sources == [-1]:
         return "waiting for any rank to send", []
     if sources:
         words.append(f"waiting for data from {_name(sources)}")
-    if takers:
-        words.append(f"waiting for {_name(takers)} to take data")
-    return " and ".join(words) or "with nothing left to wait for", sorted(set(sources + takers))
+    if receivers:
+        words.append(f"waiting for {_name(receivers)} to take data")
+    return " and ".join(words) or "with nothing left to wait for", sorted(set(sources + receivers))
 
 
 def _name(numbers: list[int]) -> str:

@@ -84,8 +84,8 @@ class Progress:
 
     Args:
         machine: The machine to drive.
-        home: The event loop that drives while no thread blocks, until that loop ends. By default the runtime's background
-            loop, and only while an operation is pending.
+        home: The event loop that drives while no thread blocks, until that loop ends. By default the background loop
+            drives, and only while an operation is pending.
     """
 
     def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None) -> None:
@@ -113,15 +113,15 @@ class Progress:
         Args:
             spin: Seconds for which an inline driver spins before it sleeps in ``poll``.
             loop_spin: Seconds for which the home loop spins before it runs its other callbacks.
-            spread: Called now and then by a spinning thread to move ranks to different cores. Set if ranks outnumber cores;
-                a spinning thread then also yields its core more often.
+            spread: Moves ranks to different cores; a spinning thread calls it from time to time. Set if ranks outnumber
+                cores; a spinning thread then also yields its core more often.
         """
         self._spread = spread
         self.spin, self._loop_spin = spin, loop_spin if self.home else 0.0
-        # Polls before the core is yielded; and polls at the call itself, which cost less than an operation object.
+        # `_polls`: polls before a thread yields its core. `_spins`: polls of a schedule before it becomes an operation.
         self._polls, self._spins = (2, 1) if spread or not spin else (512, 32)
 
-    # -- for everyone --------------------------------------------------------------------------
+    # -- for every thread ----------------------------------------------------------------------
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -173,11 +173,13 @@ class Progress:
 
     def _interrupt(self, cause: BaseException) -> None:
         self._machine.interrupted(cause)
-        self._schedule_loop()  # threads that wait for the failed operations learn it from another driver
+        # This driver ends. Another driver must complete the failed operations for the threads that wait for them.
+        self._schedule_loop()
         self._wake()
 
     def _take_turn(self) -> bool:
-        try:  # the caller has acquired the lock
+        """Drive the machine once and release the lock, which the caller has acquired."""
+        try:
             moved = self._turn(None)
         finally:
             self.lock.release()
@@ -236,7 +238,8 @@ class Progress:
                 if group.error is not None or self._inbox or self._machine.operations:
                     return False
                 until, polls, enough = 0.0, 0, self._polls if wait else self._spins
-                end = 0.0 if wait or not asyncio._get_running_loop() else monotonic() + _SLICE  # a loop is to turn
+                # In an event loop the loop's other callbacks must run after each time slice.
+                end = 0.0 if wait or not asyncio._get_running_loop() else monotonic() + _SLICE
                 for step in schedule:
                     if step == ():
                         polls, until = 0, 0.0
@@ -265,7 +268,7 @@ class Progress:
                 self._hand_over()
 
     def drive(self, work: Finishable, until: float) -> None:
-        """Drive, or wait for another driver, until ``work`` is completed or the monotonic time ``until`` has come."""
+        """Drive, or wait for another driver, until ``work`` is completed or the monotonic time is ``until``."""
         while not work.is_completed():
             if self._driver_lock.acquire(blocking=False):
                 try:
@@ -291,7 +294,7 @@ class Progress:
                         spin_until = now + self.spin
                     elif now >= spin_until:
                         waits = self._prepare_sleep()
-                    else:  # a peer may share it; two that both want to run are soon moved apart
+                    else:  # a peer may need this core
                         self._offer_core(now)
             if self._machine.finished:
                 self._deliver()
@@ -301,9 +304,9 @@ class Progress:
             ready = None if waits is None else self._sleep(waits, until)
 
     def _prepare_sleep(self) -> list[Wait] | None:
-        """Return what to sleep on; None to drive on."""
+        """Return the descriptors to sleep on; None to continue driving."""
         waits = self._machine.waits()
-        try:  # before `_sleeping` is set: a thread that reads it finds a waker to ring
+        try:  # before `_sleeping` is set, because a thread that reads `_sleeping` rings the waker
             self._waker = self._waker or Waker()
         except OSError as cause:
             self._interrupt(cause)
@@ -314,11 +317,11 @@ class Progress:
         return waits
 
     def _sleep(self, waits: list[Wait], until: float) -> list[int] | None:
-        """Sleep until a descriptor is ready, the waker is signalled or a deadline comes; return the ready ones, None
-        if unknown."""
+        """Sleep until a descriptor is ready, the waker rings or a deadline passes; return the ready descriptors, or
+        None if they are unknown."""
         try:
             waker = self._waker
-            if waker is None or self._inbox:  # put there between our turn and our falling asleep
+            if waker is None or self._inbox:  # a thread added an action after this driver's last turn
                 return None
             return waker.sleep(waits, min(until, self._machine.next_deadline()) - monotonic())
         finally:
@@ -334,7 +337,7 @@ class Progress:
 
         work.add_done_callback(completed)
         try:
-            self.submit(lambda: None)  # what `run` has put into the inbox must not wait for the sleeper
+            self.submit(lambda: None)  # run the action that `run` added: the driver may be asleep
             if self._driver_lock.locked() and not work.is_completed():
                 event.wait(None if until == math.inf else max(0.0, until - monotonic()))
             return monotonic() < until
@@ -345,16 +348,17 @@ class Progress:
     def _hand_over(self) -> None:
         for event in list(self._standby):
             event.set()
-        if self._inbox or self._machine.busy():  # a follower may have what it waits for, and not take the seat
+        # The work of a standby thread may be complete already; that thread then does not drive.
+        if self._inbox or self._machine.busy():
             self.ensure_driven()
 
     def _wake(self) -> None:
-        """Wake an inline driver that fell asleep before this turn, which may have completed its work."""
+        """Wake an inline driver that has been asleep since before this turn: the turn may have completed its work."""
         if self._sleeping and (waker := self._waker) is not None:
             waker.ring()
 
     def _wake_idle(self) -> None:
-        """Wake the driver that fell asleep before this turn: the turn told the peers that they need not wake this rank."""
+        """Wake any driver that has been asleep since before this turn: since the turn, peers no longer wake this rank."""
         self._wake()
         if self.state is _RESTING and not self._driver_lock.locked():
             self._schedule_loop()
@@ -386,9 +390,8 @@ class Progress:
             if not moved:
                 self._offer_core(now)
         self._wake_idle()
-        if (
-            self._inbox and not self._driver_lock.locked()
-        ):  # put there while we held the lock, by who could not wait for it
+        # Another thread may have added an action while this thread held the lock.
+        if self._inbox and not self._driver_lock.locked():
             self._schedule_loop()
 
     def _schedule_loop(self) -> None:
@@ -397,12 +400,12 @@ class Progress:
             if loop is None:
                 return
             self.state = _SCHEDULED
-            with contextlib.suppress(RuntimeError):  # the loop was closed under us: nothing is left to drive
-                soon = loop.call_soon if asyncio._get_running_loop() is loop else loop.call_soon_threadsafe
-                soon(self._run_scheduled)
+            with contextlib.suppress(RuntimeError):  # another thread has closed the loop
+                call_soon = loop.call_soon if asyncio._get_running_loop() is loop else loop.call_soon_threadsafe
+                call_soon(self._run_scheduled)
 
     def _existing_loop(self) -> asyncio.AbstractEventLoop | None:
-        """Return `loop`; None if the process has no descriptors for the background loop, which fails everything."""
+        """Return `loop`; if the process has no descriptors for the background loop, fail all operations and return None."""
         try:
             return self.loop
         except OSError as cause:
@@ -420,7 +423,9 @@ class Progress:
     def drive_on_loop(self, descriptor: int | None = None) -> None:
         if self.state is _RESTING:
             self.state = _IDLE
-        if asyncio._get_running_loop() is not self.loop:  # what the home loop had still to call when it was left
+        if (
+            asyncio._get_running_loop() is not self.loop
+        ):  # a callback that the home loop had scheduled before it was left
             return
         if self._driver_lock.locked():
             self.loop_watcher.watch(self.loop, {})
@@ -428,7 +433,7 @@ class Progress:
         now = monotonic()
         until, spin_until = now + (0.0 if self._slice_exhausted else _SLICE), now + self._loop_spin
         with self.lock:
-            if self.state is _CLOSED:  # perhaps while we waited for the lock; the machine's sockets are closed too
+            if self.state is _CLOSED:  # another thread may have closed the machine while this one waited for the lock
                 return
             if not self.home:
                 self.idle_watch.begin(self.loop)
@@ -446,7 +451,7 @@ class Progress:
             if wanted is not None and self.state is _IDLE and self._machine.busy():
                 self.state = _RESTING
             at = self._machine.next_deadline()
-            if wanted is not None:  # under the lock: who retires a socket would close it under the loop's eyes
+            if wanted is not None:  # under the lock, because `retire` closes sockets that the loop does not watch
                 self.loop_watcher.watch(self.loop, dict(wanted))
         self.loop_watcher.set_timer(self.loop, at)
         self._deliver()
@@ -471,7 +476,7 @@ class Progress:
             loop.call_soon_threadsafe(leave)
             done.wait()
         self.state = _CLOSED
-        with self.lock:  # what was left to a driver that has none to follow it
+        with self.lock:  # no driver will run the remaining actions
             while self._inbox:
                 self._inbox.popleft()()
         self._waker = None
@@ -480,10 +485,10 @@ class Progress:
     def _is_registered_on_loop(self) -> bool:
         """Return whether the loop holds a callback of this machine; if not, close, so that it never gets one."""
         with self.lock:
-            looks = self.loop_watcher.looks or self.state is _SCHEDULED or self.idle_watch.runs
-            if not looks:
+            registered = self.loop_watcher.looks or self.state is _SCHEDULED or self.idle_watch.runs
+            if not registered:
                 self.state = _CLOSED
-        return looks
+        return registered
 
     def _leave_loop(self) -> None:
         self.idle_watch.end()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("asyncdist")
 
 _STALL_CHECK_INTERVAL = 0.05
-"""Seconds between two checks whether the driver loop stands still. A task that awaits on another loop makes them."""
+"""Seconds between two checks, by a task that awaits on another loop, whether the driver loop is stopped."""
 _YIELD_INTERVAL = 1e-3
 """Seconds for which awaits of completed works return at once, before one of them yields to the event loop."""
 
@@ -156,7 +156,7 @@ class Work:
         return True
 
     def synchronize(self, timeout: Timeout = None) -> None:
-        """Block until the data is there, as torch's `synchronize` does; like `wait`, but returns nothing."""
+        """Block until the data has arrived, as torch's `synchronize` does; like `wait`, but returns nothing."""
         self.wait(timeout)
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -209,7 +209,7 @@ class Work:
                 stall_check.cancel()
 
     def add_done_callback(self, callback: Callable[[Work], object]) -> None:
-        """Call ``callback(work)`` when the operation is complete; at once, in the calling thread, if it is already.
+        """Call ``callback(work)`` when the operation is complete, or at once in the calling thread if it is complete.
 
         Any thread may call the callback, so it must not block.
         """
@@ -218,7 +218,7 @@ class Work:
                 self._callbacks = [callback]
             else:
                 self._callbacks.append(callback)
-        # The work may have completed meanwhile. The thread that takes the list from it calls the callbacks.
+        # Another thread may have completed the work. The thread that removes the list calls the callbacks.
         if self._done:
             self.run_callbacks()
 
@@ -328,13 +328,13 @@ class _SequentialWork(Work):
         return self.result()
 
 
-# -- threads for what may block -----------------------------------------------------------------------
+# -- threads for functions that may block -------------------------------------------------------------
 
-# A function that runs here may wait for another one that does, so one thread is not enough.
+# A function that runs here may wait for another one that runs here, so one thread is not enough.
 _blocking_calls = DaemonThreadPool("asyncdist-futures", max_threads=32)
 
 
-def call_apart(function: Callable[[], object]) -> None:
+def call_in_thread(function: Callable[[], object]) -> None:
     """Run a function that may block on another operation in a daemon thread, never on the driving thread."""
     # An interpreter that shuts down starts no thread.
     with contextlib.suppress(RuntimeError):
@@ -342,7 +342,7 @@ def call_apart(function: Callable[[], object]) -> None:
 
 
 def _drive_for_stopped_loop(progress: Progress, work: Work) -> None:
-    """Drive for one interval in a daemon thread if the driver loop stands still and no such thread drives yet."""
+    """Drive for one interval in a daemon thread if the driver loop is stopped and no such thread drives yet."""
     home = progress.home
 
     def drive() -> None:
@@ -351,13 +351,13 @@ def _drive_for_stopped_loop(progress: Progress, work: Work) -> None:
         finally:
             home.replaced = False
 
-    if home.stands_still and not home.replaced:
+    if home.is_stopped and not home.replaced:
         home.replaced = True
-        call_apart(drive)
+        call_in_thread(drive)
 
 
 def _complete_future_in_thread(work: Work) -> None:
-    call_apart(lambda: _complete_future(work))
+    call_in_thread(lambda: _complete_future(work))
 
 
 def _complete_future(work: Work) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as torch_distributed
 
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine import work as started
-from asyncdist.engine.work import call_apart
+from asyncdist.engine.work import call_in_thread
 from asyncdist.memory.torch_compile import excluded_from_compile
 
 _NONE = timedelta(0)
@@ -94,7 +94,7 @@ class Work(torch_distributed.Work):
                 self._future = self._future_in_order(self._work)
             else:
                 self._future = over.then(lambda _: self.result())
-                self._work.add_done_callback(lambda _: call_apart(lambda: over.set_result(None)))
+                self._work.add_done_callback(lambda _: call_in_thread(lambda: over.set_result(None)))
         return self._future
 
     def _future_in_order(self, work: DeviceWork) -> torch.futures.Future[list[torch.Tensor]]:
@@ -110,7 +110,7 @@ class Work(torch_distributed.Work):
                 queued.set_result(self._outputs)
 
         future = queued.then(lambda _: self.result())
-        work.when_enqueued(lambda: call_apart(complete))
+        work.when_enqueued(lambda: call_in_thread(complete))
         return future
 
     def __repr__(self) -> str:
