@@ -14,10 +14,10 @@ from asyncdist.errors import ProtocolError
 from asyncdist.transport.base import DiscardReceive, Host, MatchingQueue, Outgoing, Receive
 from asyncdist.transport.wire_format import DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, unpack_tail
 
-# About how many bytes one call moves in one direction, so that the other direction gets its turn.
+# About the most bytes that one call moves in one direction, so that the other direction gets its turn.
 QUANTUM = 1 << 20
-# Bytes of the longest body of a control message.
-NOTICE_NBYTES = 1 << 16
+# Most bytes in the body of a control message.
+_MAX_CONTROL_NBYTES = 1 << 16
 
 
 class Ended(Exception):
@@ -25,7 +25,7 @@ class Ended(Exception):
 
 
 class FrameSink(Protocol):
-    """What a `Writer` writes to: like a non-blocking socket, with BlockingIOError if full and OSError at the end."""
+    """A `Writer` writes to it: like a non-blocking socket, with BlockingIOError if full and OSError at the end."""
 
     def sendmsg(self, buffers: Any, /) -> int: ...
 
@@ -33,7 +33,7 @@ class FrameSink(Protocol):
 
 
 class Source(Protocol):
-    """What a `Reader` reads from: like a non-blocking socket, with BlockingIOError if no byte has arrived."""
+    """A `Reader` reads from it: like a non-blocking socket, with BlockingIOError if no byte has arrived."""
 
     def recv_into(self, buffer: memoryview, nbytes: int, /) -> int: ...
 
@@ -59,11 +59,9 @@ class Writer:
             return False
         try:
             message.sent = self._sock.sendmsg((message.header, body if len(body) <= QUANTUM else body[:QUANTUM]))
-        except BlockingIOError:
-            pass
-        # The `Reader` reports the end, after the peer's last messages.
+        # The stream is full, or has ended. The `Reader` reports the end, after the peer's last messages.
         except OSError:
-            pass
+            message.sent = 0
         if message.sent == HEADER_NBYTES + len(body):
             message.done = True
             return True
@@ -76,7 +74,7 @@ class Writer:
         try:
             while queue and budget > 0:
                 message = queue[0]
-                # Withdrawn before its first byte was sent.
+                # The operation has ended before the first byte was sent.
                 if message.done and not message.sent:
                     queue.popleft()
                     continue
@@ -101,8 +99,8 @@ class Writer:
         return sent
 
 
-class Notice(Receive):
-    """A control message, of any kind but DATA. It is passed to the host, not to an operation."""
+class _ControlMessage(Receive):
+    """A message of any kind but DATA. It is passed to the host, not to an operation."""
 
     __slots__ = ("_bytes", "_host", "_kind")
 
@@ -120,9 +118,9 @@ class Notice(Receive):
 class Reader:
     """The receiving half: reads a header, asks the matching queue for the receive, and reads the body into its memory.
 
-    The receive that was posted first is the expected one. To save a system call, one read takes a header and the bytes
-    behind it, which go to the memory of the expected receive. If the message is another one, these bytes are copied to
-    ``_backlog`` and read again from there.
+    The receive that was posted first is the *expected* one. To save a system call, one read takes a header and the bytes
+    after it, which go to the memory of the expected receive. If the message belongs to another receive, the reader copies
+    these bytes to ``_backlog`` and reads them again from there.
 
     Args:
         sock: The stream.
@@ -158,7 +156,7 @@ class Reader:
 
     @property
     def eager(self) -> bool:
-        """Whether to read without a readiness event: a receive is posted, or a body or the backlog partly read."""
+        """Whether to read without a readiness event: a receive is posted, or a body or the backlog is partly read."""
         if self._blocked:
             return False
         return self._receive is not None or self._backlog is not None or bool(self._inbox and self._inbox.posted)
@@ -175,7 +173,7 @@ class Reader:
             while budget > 0 and not self._blocked:
                 if self._receive is not None:
                     budget -= self._read_body()
-                # The caller may know that bytes have arrived, so the first read needs no other reason.
+                # The first read needs no such reason, because the caller may know that bytes have arrived.
                 elif budget == QUANTUM or self.eager:
                     budget -= self._read_header()
                 else:
@@ -187,7 +185,7 @@ class Reader:
         return budget < QUANTUM
 
     def resume(self, receive: Receive) -> None:
-        """Continue with the body of the blocked message."""
+        """Read the body of the blocked message into a receive."""
         self._blocked = False
         self._start_body(receive)
 
@@ -208,19 +206,21 @@ class Reader:
         return count
 
     def _match_header(self, expected: Receive | None, beyond: int) -> None:
-        """Find the receive for a complete header. ``beyond`` bytes behind it lie in the memory of ``expected``."""
+        """Find the receive for a complete header. ``beyond`` bytes after it lie in the memory of ``expected``."""
         key = bytes(self._header_view[:KEY_NBYTES])
         fingerprint, nbytes, kind = unpack_tail(self._header)
-        if kind not in KINDS or nbytes > (self._host.config.max_message_nbytes if kind == DATA else NOTICE_NBYTES):
+        if kind not in KINDS or nbytes > (
+            self._host.config.max_message_nbytes if kind == DATA else _MAX_CONTROL_NBYTES
+        ):
             raise ProtocolError(f"a frame of kind {kind} that claims {nbytes} bytes: the stream is damaged")
         if kind == DATA:
             if self._inbox is None:
                 raise ProtocolError("a data message on a connection where the peer may send only control messages")
             receive = self._inbox.arrive(key, fingerprint, nbytes)
         else:
-            receive = Notice(self.peer, key, nbytes, kind, self._host)
+            receive = _ControlMessage(self.peer, key, nbytes, kind, self._host)
         if receive is expected and receive is not None:
-            # The usual case: one read took the whole message.
+            # The usual case: one read has received the whole message.
             if beyond and beyond == nbytes:
                 receive.filled()
                 if not receive.done:
@@ -230,7 +230,7 @@ class Reader:
             if beyond:
                 self._advance_body(beyond)
             return
-        # These bytes do not belong to the expected message, which will overwrite them.
+        # The bytes belong to another message, and the expected message will overwrite them.
         if beyond and expected is not None:
             self._backlog = memoryview(bytes(expected.room[:beyond]))
         if receive is not None:
@@ -250,7 +250,7 @@ class Reader:
     def _read_body(self) -> int:
         receive = self._receive
         assert receive is not None
-        # The operation has ended during the transfer: its memory belongs to the user again, and the rest is discarded.
+        # The operation has ended during the transfer, so its memory belongs to the user again.
         if receive.done:
             self._start_body(DiscardReceive(self.peer, receive.key, self._body_left))
         assert self._room is not None
@@ -259,7 +259,7 @@ class Reader:
         return count
 
     def _advance_body(self, count: int) -> None:
-        """Go on behind ``count`` more bytes of the body, now in the receive's memory; finish it with the last."""
+        """Advance by ``count`` bytes, which are in the receive's memory; finish the receive after its last byte."""
         receive, room = self._receive, self._room
         assert receive is not None
         assert room is not None
@@ -274,7 +274,7 @@ class Reader:
                 receive.finish()
 
     def _read_into(self, room: memoryview) -> int:
-        """Read from the backlog, or from the stream if there is none; return how many bytes were read."""
+        """Read from the backlog, or from the stream without one; return the number of bytes read."""
         backlog = self._backlog
         if backlog is not None:
             count = min(len(backlog), len(room))

@@ -1,14 +1,15 @@
 """Messages between ranks of one process: the reference transport. Read this one first.
 
 The engine calls it through `asyncdist.transport.base`, and it imports only the contract. Every rank of the process
-publishes a *mailbox*, a number in a table of this module. Sending posts an action to the peer's host. Under the peer's
-own lock the action matches the message with the peer's inbox and copies the bytes from the sender's memory straight
-into the receiver's. A message without a posted receive waits, with its bytes in the sender's memory, so there is
-back-pressure without any buffer. After the copy, an action posted back completes the sender's message.
+publishes a *mailbox*, a number in a table of this module. The sender posts an action to the receiver's host. Under the
+receiver's lock the action matches the message with the receiver's inbox, and copies the bytes from the sender's memory
+straight into the receiver's. Without a posted receive the bytes stay in the sender's memory, which is back-pressure
+without any buffer. After the copy, an action posted to the sender's host completes the sender's message.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Iterable
@@ -48,7 +49,7 @@ class InprocTransport(Transport):
         return InprocLink(peer, self, address["mailbox"])
 
     def advance(self, ready: Iterable[int] | None) -> bool:
-        # Everything moves in posted actions.
+        # The posted actions move everything.
         return False
 
     def waits(self) -> list[Wait]:
@@ -70,31 +71,31 @@ class InprocTransport(Transport):
         for receiver in list(_mailboxes.values()):
             if receiver.host.world_id == self.host.world_id:
                 goodbye = Outgoing(receiver.host.rank, pack_key(0, 0, 0), 0, memoryview(b""), None, GOODBYE)
-                receiver.host.post(Delivery(goodbye, self.host, receiver).arrive)
+                receiver.receive(Delivery(goodbye, self.host, receiver.host))
 
-    # -- posted by peers, run under this host's lock -------------------------------------------
+    def receive(self, delivery: Delivery) -> None:
+        """Handle a message from a peer, which calls this under its own lock: post an action to this host."""
+        self.host.post(functools.partial(self._deliver, delivery))
 
-    def deliver(self, delivery: Delivery) -> None:
+    def _deliver(self, delivery: Delivery) -> None:
         """Receive a message, or leave it with its sender until a receive is posted for it."""
+        peer = delivery.peer
         if self._number not in _mailboxes:
             delivery.refuse()
-            return
-        self._heard.add(delivery.peer)
-        header = delivery.message.header
-        fingerprint, nbytes, kind = unpack_tail(header)
-        key = bytes(header[:KEY_NBYTES])
-        if kind == DATA:
-            inbox = self.host.inbox(delivery.peer)
-            receive = inbox.arrive(key, fingerprint, nbytes)
+        elif delivery.kind == DATA:
+            self._heard.add(peer)
+            inbox = self.host.inbox(peer)
+            receive = inbox.arrive(delivery.key, delivery.fingerprint, delivery.nbytes)
             if receive is not None:
                 delivery.resume(receive)
             else:
                 inbox.block(delivery)
         else:
-            self.host.control(delivery.peer, kind, key, bytes(delivery.message.body))
-            if kind == GOODBYE:
-                self._heard.discard(delivery.peer)
-                self.host.lost(delivery.peer, "it has left")
+            self._heard.add(peer)
+            self.host.control(peer, delivery.kind, delivery.key, bytes(delivery.message.body))
+            if delivery.kind == GOODBYE:
+                self._heard.discard(peer)
+                self.host.lost(peer, "it has left")
 
 
 class InprocLink(Link):
@@ -114,8 +115,7 @@ class InprocLink(Link):
         if receiver is None:
             self._post_lost()
             return False
-        delivery = Delivery(message, self._transport.host, receiver)
-        receiver.host.post(delivery.arrive)
+        receiver.receive(Delivery(message, self._transport.host, receiver.host))
         return False
 
     def close(self) -> None:
@@ -129,18 +129,14 @@ class InprocLink(Link):
 class Delivery:
     """A message on its way between two hosts of this process; without a posted receive it is a `StalledMessage`."""
 
-    __slots__ = ("_receiver", "_sender", "fingerprint", "key", "message", "nbytes", "peer")
+    __slots__ = ("_receiver", "_sender", "fingerprint", "key", "kind", "message", "nbytes", "peer")
 
-    def __init__(self, message: Outgoing, sender: Host, receiver: InprocTransport) -> None:
+    def __init__(self, message: Outgoing, sender: Host, receiver: Host) -> None:
         self.message = message
         self.peer = sender.rank
         self.key = bytes(message.header[:KEY_NBYTES])
-        self.fingerprint, self.nbytes, _ = unpack_tail(message.header)
-        self._sender = sender
-        self._receiver = receiver
-
-    def arrive(self) -> None:
-        self._receiver.deliver(self)
+        self.fingerprint, self.nbytes, self.kind = unpack_tail(message.header)
+        self._sender, self._receiver = sender, receiver
 
     def resume(self, receive: Receive) -> None:
         """Copy the bytes, unless the sender has withdrawn the message."""
@@ -148,12 +144,13 @@ class Delivery:
             copy_into(self.message.body, receive)
             if not receive.done:
                 receive.finish()
-            self._sender.post(self._taken)
+            self._sender.post(self._finish)
 
-    def _taken(self) -> None:
+    def _finish(self) -> None:
         if not self.message.done:
             self.message.finish()
 
     def refuse(self) -> None:
-        sender, peer = self._sender, self._receiver.host.rank
+        """Report to the sender that the receiver has closed its mailbox."""
+        sender, peer = self._sender, self._receiver.rank
         sender.post(lambda: sender.lost(peer, "it has closed its world"))

@@ -1,4 +1,4 @@
-"""Ranks that reduce, gather and send at random, and check every result, until one of them dies."""
+"""Ranks that run random collectives and messages, and check every result, until one of them dies."""
 
 from __future__ import annotations
 
@@ -15,35 +15,39 @@ import asyncdist
 from asyncdist import sync
 from asyncdist.errors import AsyncdistError
 from asyncdist.memory import shared_arena
-from asyncdist_transports.shm import deferred_free, local_listener
+from asyncdist_transports.shm import local_listener
 
 torch.set_num_threads(1)
 COUNTS = (1, 5, 1000, 9000, 70_000, 200_000)
 
 
 def sums(test):
-    """Enter worlds as told, ``(where, rank, size, seed, timeout, steps)``; say how each ended, and what is left of it then.
+    """Join worlds, ``(where, rank, size, seed, timeout, steps)``; send how each ended, and what is left of it then.
 
-    Who is told of so many steps leaves after them.
+    A rank leaves after ``steps`` steps; -1 is no limit.
     """
+    registered = asyncdist.empty(max(COUNTS), shared=True)
+    used_nbytes = shared_arena.arena().used_nbytes
     while (order := test.recv()) is not None:
         where, rank, size, seed, timeout, steps = order
         try:
             with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=timeout) as group:
                 test.send("ready")
-                done, error = until_it_fails(group, random.Random(seed), steps)
+                done, error = until_it_fails(group, random.Random(seed), registered, steps)
                 test.send((done, type(error).__name__, getattr(error, "peer", None), str(error), time.monotonic()))
-                del error, group  # the traceback of the one leads to the world
-        except AsyncdistError as error:  # there was no world
+                # The traceback refers to the world.
+                del error, group
+        except AsyncdistError as error:
             test.send((0, type(error).__name__, None, str(error), time.monotonic()))
-        await_freed()
+        await_freed(used_nbytes)
         test.send(left())
+    del registered
     gc.collect()
     test.send(left())
 
 
 def dies_while_socket_has_a_name(test):
-    """Be killed while the door has a name."""
+    """Be killed while the socket has a name."""
     opening = os.open
     os.open = lambda path, *how: os.kill(os.getpid(), 9) if "asyncdist-" in str(path) else opening(path, *how)
     listens_by_descriptor(test)
@@ -56,8 +60,7 @@ def listens_by_descriptor(test):
     test.send("opened")
 
 
-def until_it_fails(group, chance, steps):
-    registered = asyncdist.empty(max(COUNTS), shared=True)
+def until_it_fails(group, chance, registered, steps):
     done = 0
     while done != steps:
         try:
@@ -68,12 +71,13 @@ def until_it_fails(group, chance, steps):
     return done, None
 
 
-def await_freed():
-    """Wait until nothing of a world is kept for others: a peer that has not left yet may still look at it."""
+def await_freed(used_nbytes):
+    """Wait until the memory of the world is freed: a peer that has not left yet may still read it."""
     until = time.monotonic() + 5
-    while kept := deferred_free.pending_releases():
-        assert time.monotonic() < until, f"still kept: {kept}"
-        time.sleep(0.001)  # a thread of the transport hears of it, and tells nobody
+    while (used := shared_arena.arena().used_nbytes) != used_nbytes:
+        assert time.monotonic() < until, f"{used} bytes are in use, {used_nbytes} before the world"
+        # No event reports the release, which a thread of the transport makes.
+        time.sleep(0.001)
 
 
 def step(group, chance, registered):
@@ -142,10 +146,11 @@ def assert_all(tensor, value):
 
 
 def left():
-    """Return what of ours there is in this process: descriptors of sockets and segments, and bytes of shared memory."""
+    """Return the numbers of this process's sockets and mapped segments, and its used bytes of shared memory."""
     kinds = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, as the one that listed the folder is
+        # The descriptor that lists the folder is closed by now.
+        with contextlib.suppress(FileNotFoundError):
             kinds.append(os.readlink(f"/proc/self/fd/{name}"))
     sockets = sum("socket:" in kind for kind in kinds)
     segments = sum("memfd:asyncdist" in kind for kind in kinds)

@@ -11,7 +11,7 @@ import pytest
 
 from asyncdist.memory.shared_arena import ArenaBlock, arena
 from asyncdist_transports.shm import deferred_free
-from asyncdist_transports.shm.collectives.slot_table import PeerHandle, SlotTable
+from asyncdist_transports.shm.collectives.slot_table import SlotTable
 from asyncdist_transports.shm.control_block import OwnControlBlock
 from asyncdist_transports.shm.local_peer import LocalPeer
 from asyncdist_transports.shm.memory_order import Fence
@@ -31,15 +31,13 @@ class Rank:
         sock.setblocking(False)
         host = types.SimpleNamespace(rank=self.rank, retire=lambda sock: sock.close())
         self.local_peers[peer.rank] = LocalPeer(
-            peer.rank, sock, arena().mapping, peer.control, self.control, host, self.fence
+            peer.rank, sock, arena().mapping, peer.control, self.control, host, arena(), self.fence
         )
 
     def make_slots(self):
-        handles = [None] * self.size
-        for rank, peer in self.local_peers.items():
-            handles[rank] = PeerHandle(peer.mapping, peer.control.group_slots, peer.asleep, peer.signal, peer.has_left)
         members = range(self.size)
-        self.slots = SlotTable(NUMBER, self.rank, members, handles, arena(), self.fence, 1 << 12, pytest.fail)
+        peers = [self.local_peers.get(rank) for rank in members]
+        self.slots = SlotTable(NUMBER, self.rank, members, peers, arena(), self.fence, 1 << 12, pytest.fail)
         self.control.publish_group(self.control.reserve_entry(), NUMBER, self.slots.block.offset)
 
     def begin_a_collective(self):
@@ -54,7 +52,7 @@ class Rank:
         deferred_free.release_slots(self.slots, self.control)
         for peer in self.local_peers.values():
             peer.release()
-        deferred_free.release_world(self.control, [], list(self.local_peers.values()))
+        deferred_free.release_world(self.control, list(self.local_peers.values()))
 
 
 def world(size):

@@ -18,15 +18,14 @@ from collections.abc import Sequence
 
 from asyncdist.base import lifecycle
 from asyncdist.base.daemon_threads import start_daemon_thread
-from asyncdist.errors import ranks
-from asyncdist.memory.shared_arena import ArenaBlock, ArenaMapping
+from asyncdist.memory.shared_arena import ArenaMapping
 from asyncdist_transports.shm.collectives.slot_table import SlotTable
 from asyncdist_transports.shm.control_block import OwnControlBlock
 from asyncdist_transports.shm.local_peer import READABLE, LocalPeer
 
 _lock = threading.Lock()
 _slot_tables: list[tuple[SlotTable, OwnControlBlock]] = []
-_control_blocks: list[tuple[list[ArenaBlock], Sequence[LocalPeer]]] = []
+_worlds: list[tuple[OwnControlBlock, Sequence[LocalPeer]]] = []
 _peer_mappings: weakref.WeakSet[ArenaMapping] = weakref.WeakSet()
 # Mappings of peers of closed worlds before a garbage collection looks for reference cycles that hold them.
 _MAX_PEER_MAPPINGS = 16
@@ -40,23 +39,22 @@ def release_slots(slots: SlotTable, control: OwnControlBlock) -> None:
     free_unused()
 
 
-def release_world(control: OwnControlBlock, rings: Sequence[ArenaBlock], local_peers: Sequence[LocalPeer]) -> None:
+def release_world(control: OwnControlBlock, local_peers: Sequence[LocalPeer]) -> None:
     """Free the control block and the rings of a closed world, once all its local peers have left it too."""
     with _lock:
-        _control_blocks.append(([control.block, *rings], local_peers))
+        _worlds.append((control, local_peers))
         _peer_mappings.update(local_peer.mapping for local_peer in local_peers)
     # The traceback of one error is enough to keep a world, and with it the memory of a dead peer.
     if len(_peer_mappings) > _MAX_PEER_MAPPINGS:
         gc.collect()
-    waiting = [local_peer for local_peer in local_peers if not local_peer.has_left()]
-    if waiting:
+    if all(local_peer.has_left() for local_peer in local_peers):
+        _close(local_peers)
+    else:
         # A process at its end starts no thread, and its memory ends with it.
         with contextlib.suppress(RuntimeError):
             start_daemon_thread(
-                functools.partial(_await_peers, waiting, local_peers), "asyncdist-deferred-free", awaited_at_exit=False
+                functools.partial(_await_peers, local_peers), "asyncdist-deferred-free", awaited_at_exit=False
             )
-    else:
-        _close(local_peers)
     # After `has_left`: if every peer had left by then, no later call would check again.
     free_unused()
 
@@ -66,53 +64,29 @@ def free_unused() -> None:
     with _lock:
         # A peer may leave at any moment, so worlds are checked first: once all peers of a world have left, none of its slot
         # tables is pending, and none is removed from a control block that has been freed.
-        finished = [world for world in _control_blocks if all(local_peer.has_left() for local_peer in world[1])]
-        _control_blocks[:] = [world for world in _control_blocks if world not in finished]
-        pending_releases = []
+        finished = [world for world in _worlds if all(local_peer.has_left() for local_peer in world[1])]
+        _worlds[:] = [world for world in _worlds if world not in finished]
+        pending = []
         for slots, control in _slot_tables:
             if any(slots.pending_readers()):
-                pending_releases.append((slots, control))
+                pending.append((slots, control))
             else:
                 control.remove_group(slots.number)
                 slots.block.free()
-        _slot_tables[:] = pending_releases
-        for blocks, _ in finished:
-            for block in blocks:
-                block.free()
+        _slot_tables[:] = pending
+        for control, local_peers in finished:
+            control.block.free()
+            for local_peer in local_peers:
+                local_peer.free_ring()
 
 
-def pending_releases() -> list[str]:
-    """Describe what is not freed yet, and for which ranks, for the search for leaks."""
-    with _lock:
-        windows = [
-            (
-                f"the slot table of group {slots.number}",
-                [slots.world_ranks[member.rank] for member in slots.pending_readers()],
-            )
-            for slots, _ in _slot_tables
-        ]
-        controls = [
-            (
-                f"{sum(block.nbytes for block in blocks)} bytes of a world",
-                [n.peer for n in local_peers if not n.has_left()],
-            )
-            for blocks, local_peers in _control_blocks
-        ]
-    return [f"{what}, for ranks {ranks(peers)}" for what, peers in windows + controls]
-
-
-def _await_peers(waiting: list[LocalPeer], local_peers: Sequence[LocalPeer]) -> None:
-    """Wait until each of ``waiting`` has left; all local peers are of one world."""
-    poll = select.poll()
-    for local_peer in waiting:
-        assert local_peer.kept_socket is not None
-        poll.register(local_peer.kept_socket, READABLE)
-    while waiting:
+def _await_peers(local_peers: Sequence[LocalPeer]) -> None:
+    """Wait until all local peers of a world have left it."""
+    while waiting := [each.kept_socket for each in local_peers if not each.has_left() and each.kept_socket is not None]:
+        poll = select.poll()
+        for sock in waiting:
+            poll.register(sock, READABLE)
         poll.poll()
-        for local_peer in [local_peer for local_peer in waiting if local_peer.has_left()]:
-            assert local_peer.kept_socket is not None
-            poll.unregister(local_peer.kept_socket)
-            waiting.remove(local_peer)
     _close(local_peers)
     free_unused()
 
@@ -129,7 +103,7 @@ def _after_fork_in_child() -> None:
     global _lock
     _lock = threading.Lock()
     _slot_tables.clear()
-    _control_blocks.clear()
+    _worlds.clear()
 
 
 lifecycle.after_fork(_after_fork_in_child)

@@ -26,7 +26,7 @@ import stat
 import struct
 import tempfile
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncdist.base import lifecycle
@@ -34,8 +34,7 @@ from asyncdist.base.auth import Handshake, accept, dial
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.network import machine_name
 from asyncdist.errors import AsyncdistError, ProtocolError
-from asyncdist.memory.shared_arena import Arena
-from asyncdist.memory.shared_arena import ArenaMapping as ArenaMapping
+from asyncdist.memory.shared_arena import Arena, ArenaMapping
 from asyncdist.transport.base import Host
 from asyncdist_transports.shm.control_block import ControlBlock
 
@@ -96,34 +95,29 @@ class LocalListener:
     def listen_by_descriptor(self) -> None:
         """Let peers of other network namespaces connect through the descriptor that `address` has published."""
         with self._lock:
-            if not self._closed:
-                self._listen_by_descriptor()
-
-    def _listen_by_descriptor(self) -> None:
-        folder = os.open(tempfile.gettempdir(), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            # A socket address holds 107 bytes, and the folder's name may be longer.
-            inside = f"/proc/self/fd/{folder}"
-            _remove_stale_sockets(inside)
-            sock, descriptor = _listening_by_descriptor(f"{inside}/{_PREFIX}{self._name}")
-        finally:
-            os.close(folder)
-        self.sockets.append(sock)
-        os.dup2(descriptor, self._path_descriptor, inheritable=False)
-        os.close(descriptor)
+            if self._closed:
+                return
+            folder = os.open(tempfile.gettempdir(), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                # A socket address holds 107 bytes, and the folder's name may be longer.
+                inside = f"/proc/self/fd/{folder}"
+                _remove_stale_sockets(inside)
+                sock, descriptor = _listening_by_descriptor(f"{inside}/{_PREFIX}{self._name}")
+            finally:
+                os.close(folder)
+            self.sockets.append(sock)
+            os.dup2(descriptor, self._path_descriptor, inheritable=False)
+            os.close(descriptor)
 
     async def accept(self) -> socket.socket:
-        """Wait for a connection; one caller at a time. A closed listener accepts none."""
+        """Wait for a connection; one caller at a time. A closed listener accepts no connection."""
         with self._lock:
             self._watched = True
         try:
             while True:
                 for sock in self.sockets:
                     with contextlib.suppress(BlockingIOError):
-                        accepted, _ = sock.accept()
-                        lifecycle.close_in_children(accepted)
-                        accepted.setblocking(False)
-                        return accepted
+                        return _prepared(sock.accept()[0])
                 await _any_ready(self.sockets)
         finally:
             with self._lock:
@@ -186,11 +180,15 @@ def _remove_if_stale(path: str) -> None:
                 os.unlink(path)
 
 
-def listening_socket(address: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def _prepared(sock: socket.socket) -> socket.socket:
     lifecycle.close_in_children(sock)
+    sock.setblocking(False)
+    return sock
+
+
+def listening_socket(address: str) -> socket.socket:
+    sock = _prepared(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
-        sock.setblocking(False)
         sock.bind(address)
         sock.listen(512)
     except BaseException:
@@ -209,15 +207,16 @@ def unreachable_reason(own: Mapping[str, Any], address: Mapping[str, Any]) -> st
 
 
 async def connect_peer(
-    address: Mapping[str, Any], host: Host, arena: Arena, control_offset: int
+    peer: int, address: Mapping[str, Any], host: Host, arena: Arena, control_offset: int
 ) -> tuple[socket.socket, Introduction]:
     """Connect to a peer and exchange introductions. Raises PeerRefused and OSError."""
-    sock = await _connect(address)
+    sock = _prepared(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     try:
+        await _connect(sock, address)
         await _authenticate(sock, dial(host.config.token, _purpose(host), secrets.token_bytes(32)))
-        await _send_introduction(sock, host, arena, control_offset)
-        introduction = await _receive_introduction(sock, host)
-        await _send(sock, _WELCOME)
+        _send_introduction(sock, host, arena, control_offset)
+        introduction = await _receive_introduction(sock, host, {peer})
+        _send(sock, _WELCOME)
         return sock, introduction
     except BaseException:
         sock.close()
@@ -227,58 +226,40 @@ async def connect_peer(
 async def accept_peer(
     sock: socket.socket, host: Host, arena: Arena, control_offset: int, expected: Collection[int]
 ) -> Introduction:
-    """Accept a peer if its rank is expected. Raises PeerRefused; closes the connection on any error."""
-    rank: int | None = None
+    """Exchange introductions with a connected peer, whose rank must be ``expected``. Raises PeerRefused."""
+    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.getuid():
+        raise PeerRefused(f"it runs as another user, {user}")
+    await _authenticate(sock, accept(host.config.token, _purpose(host), secrets.token_bytes(32)))
+    introduction = await _receive_introduction(sock, host, expected)
     try:
-        _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if user != os.getuid():
-            raise PeerRefused(f"it runs as another user, {user}")
-        await _authenticate(sock, accept(host.config.token, _purpose(host), secrets.token_bytes(32)))
-        introduction = await _receive_introduction(sock, host, expected)
-        rank = introduction[0]
-        await _send_introduction(sock, host, arena, control_offset)
+        _send_introduction(sock, host, arena, control_offset)
         reply, _ = await _receive_packet(sock)
         if reply != _WELCOME:
             raise PeerRefused(_decode_reason(reply))
-        return introduction
     except PeerRefused as refusal:
-        refusal.rank = rank if refusal.rank is None else refusal.rank
-        sock.close()
+        refusal.rank = introduction[0]
         raise
-    except BaseException:
-        sock.close()
-        raise
+    return introduction
 
 
 def _purpose(host: Host) -> str:
     return f"shm peer of world {host.world_id}"
 
 
-async def _connect(address: Mapping[str, Any]) -> socket.socket:
+async def _connect(sock: socket.socket, address: Mapping[str, Any]) -> None:
     same_network = address["net"] == _namespace("net")
     path = f"\0{_PREFIX}{address['name']}" if same_network else f"/proc/{address['pid']}/fd/{address['descriptor']}"
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    lifecycle.close_in_children(sock)
-    sock.setblocking(False)
-    try:
-        async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
-            try:
-                sock.connect(path)
-                break
-            # The backlog is full.
-            except BlockingIOError:
-                pass
+    async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
+        try:
+            sock.connect(path)
+            return
+        except OSError as cause:
+            backlog_full = isinstance(cause, BlockingIOError)
             # A peer in another namespace may not listen at its path yet.
-            except ConnectionRefusedError:
-                if same_network:
-                    raise
-        return sock
-    except OSError as cause:
-        sock.close()
-        raise PeerRefused(f"its Unix socket cannot be reached: {cause.strerror}") from cause
-    except BaseException:
-        sock.close()
-        raise
+            not_listening_yet = isinstance(cause, ConnectionRefusedError) and not same_network
+            if not backlog_full and not not_listening_yet:
+                raise PeerRefused(f"its Unix socket cannot be reached: {cause.strerror}") from cause
 
 
 async def _authenticate(sock: socket.socket, handshake: Handshake) -> None:
@@ -287,7 +268,7 @@ async def _authenticate(sock: socket.socket, handshake: Handshake) -> None:
         step = next(handshake)
         while True:
             if isinstance(step, bytes):
-                await _send(sock, step)
+                _send(sock, step)
                 step = next(handshake)
             else:
                 packet, _ = await _receive_packet(sock)
@@ -300,13 +281,11 @@ async def _authenticate(sock: socket.socket, handshake: Handshake) -> None:
         raise PeerRefused(str(error)) from error
 
 
-async def _send_introduction(sock: socket.socket, host: Host, arena: Arena, control_offset: int) -> None:
-    await _send(sock, _INTRODUCTION.pack(host.rank, arena.nbytes, control_offset), arena.descriptor)
+def _send_introduction(sock: socket.socket, host: Host, arena: Arena, control_offset: int) -> None:
+    _send(sock, _INTRODUCTION.pack(host.rank, arena.nbytes, control_offset), [arena.descriptor])
 
 
-async def _receive_introduction(
-    sock: socket.socket, host: Host, expected: Collection[int] | None = None
-) -> Introduction:
+async def _receive_introduction(sock: socket.socket, host: Host, expected: Collection[int]) -> Introduction:
     """Receive the peer's rank and memory; send it the reason if this rank refuses it."""
     packet, descriptors = await _receive_packet(sock)
     if len(packet) != _INTRODUCTION.size:
@@ -314,7 +293,7 @@ async def _receive_introduction(
         raise PeerRefused(_decode_reason(packet))
     rank, nbytes, control_offset = _INTRODUCTION.unpack(packet)
     try:
-        if not 0 <= rank < host.world_size or rank == host.rank or (expected is not None and rank not in expected):
+        if rank not in expected:
             raise PeerRefused(f"it claims to be rank {rank}")
         if len(descriptors) != 1:
             raise PeerRefused("its memory did not come with the packet: no descriptor passes between the two processes")
@@ -323,14 +302,14 @@ async def _receive_introduction(
             or control_offset % 8
             or not control_offset + ControlBlock.nbytes(host.world_size) <= nbytes
         ):
-            raise PeerRefused("its memory is smaller than it says")
+            raise PeerRefused("its memory is smaller than announced")
         try:
             return rank, ArenaMapping(descriptors[0], nbytes), control_offset
         except AsyncdistError as error:
             raise PeerRefused(str(error)) from error
     except PeerRefused as refusal:
         refusal.rank = rank
-        await _send(sock, str(refusal).encode()[:_PACKET_NBYTES])
+        _send(sock, str(refusal).encode()[:_PACKET_NBYTES])
         raise
     finally:
         _close(descriptors)
@@ -348,18 +327,12 @@ def _close(descriptors: Iterable[int]) -> None:
 # -- packets on the running loop --------------------------------------------------------------------
 
 
-async def _send(sock: socket.socket, packet: bytes, descriptor: int | None = None) -> None:
-    async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
-        try:
-            if descriptor is None:
-                sock.send(packet)
-            else:
-                socket.send_fds(sock, [packet], [descriptor])
-            return
-        except BlockingIOError:
-            pass
-        except OSError as cause:
-            raise PeerRefused(f"the connection ended: {cause.strerror}") from cause
+def _send(sock: socket.socket, packet: bytes, descriptors: Sequence[int] = ()) -> None:
+    """Send a packet. The few small packets of a handshake never fill the socket's buffer."""
+    try:
+        socket.send_fds(sock, [packet], descriptors)
+    except OSError as cause:
+        raise PeerRefused(f"the connection ended: {cause.strerror}") from cause
 
 
 async def _receive_packet(sock: socket.socket) -> tuple[bytes, list[int]]:

@@ -11,13 +11,12 @@ import contextlib
 import select
 import socket
 from collections import deque
-from collections.abc import Callable
 
 from asyncdist.base import lifecycle
 from asyncdist.errors import ProtocolError
-from asyncdist.memory.shared_arena import Arena, ArenaMapping
+from asyncdist.memory.shared_arena import Arena, ArenaBlock, ArenaMapping
 from asyncdist.transport.base import Host, Outgoing
-from asyncdist.transport.wire_format import HEADER_NBYTES, KEY_NBYTES, unpack_tail
+from asyncdist.transport.wire_format import DATA, HEADER_NBYTES, KEY_NBYTES, unpack_tail
 from asyncdist_transports.byte_stream import Reader, Writer
 from asyncdist_transports.shm.byte_ring import NBYTES, RingReader, RingWriter
 from asyncdist_transports.shm.control_block import RING, ControlBlock, OwnControlBlock
@@ -44,17 +43,19 @@ class LocalPeer:
         control: ControlBlock,
         own_control: OwnControlBlock,
         host: Host,
+        arena: Arena,
         fence: Fence,
     ) -> None:
         self.peer = peer
         self.sock = sock
         self.mapping, self.control = mapping, control
         self.asleep = control.asleep
-        self._host, self._fence = host, fence
+        self._host, self._arena, self._fence = host, arena, fence
         self._own_words, self._peer_words = own_control.peer_words(peer), control.peer_words(host.rank)
         # Control messages for which the socket had no space.
         self._unsent_control: deque[bytes] = deque()
         self.queue: deque[Outgoing] = deque()
+        self._ring_block: ArenaBlock | None = None
         self._writer: Writer | None = None
         self._ring: RingReader | None = None
         self._reader: Reader | None = None
@@ -62,7 +63,8 @@ class LocalPeer:
         """Why the peer's socket delivers nothing more; None while it may."""
         # Whether the peer has closed its end, after which it reads no memory of this rank.
         self._peer_closed = False
-        self._kept_socket: socket.socket | None = None
+        self.kept_socket: socket.socket | None = None
+        """The socket on which `has_left` waits for the peer, after `release`."""
 
     # -- the socket ----------------------------------------------------------------------------
 
@@ -129,18 +131,25 @@ class LocalPeer:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def send(self, message: Outgoing, make_ring: Callable[[], int], arena: Arena) -> bool:
-        """Send a message through this rank's ring, made with the first message; return whether all of it is in the ring."""
-        if self._writer is None:
-            offset = make_ring()
-            ring = RingWriter(
-                arena.mapping.view(offset, NBYTES), self._own_words, self._peer_words, self._fence, self.wake_if_asleep
-            )
-            self._writer = Writer(ring, self.queue)
-            self._writer.open = True
-            self._fence.light()
-            self._own_words[RING] = offset
-        return self._writer.send(message)
+    def send(self, message: Outgoing) -> bool:
+        """Send data through the ring, and a control message over the socket; return whether the message has left."""
+        if unpack_tail(message.header)[2] != DATA:
+            self.send_control(message.header + bytes(message.body))
+            message.done = True
+            return True
+        return (self._writer or self._make_ring()).send(message)
+
+    def _make_ring(self) -> Writer:
+        """Make the ring to this peer, with the first message."""
+        block = self._ring_block = self._arena.allocate(NBYTES)
+        offset = block.offset
+        memory = self._arena.mapping.view(offset, NBYTES)
+        ring = RingWriter(memory, self._own_words, self._peer_words, self._fence, self.wake_if_asleep)
+        writer = self._writer = Writer(ring, self.queue)
+        writer.open = True
+        self._fence.light()
+        self._own_words[RING] = offset
+        return writer
 
     def move_messages(self) -> bool:
         """Move messages in both directions as far as possible; return whether any byte moved."""
@@ -183,30 +192,30 @@ class LocalPeer:
         self.shut_down()
         if not self._peer_closed:
             # A loop may still watch the socket itself.
-            self._kept_socket = self.sock.dup()
-            lifecycle.close_in_children(self._kept_socket)
+            self.kept_socket = self.sock.dup()
+            lifecycle.close_in_children(self.kept_socket)
         self._host.retire(self.sock)
         self._writer = self._reader = self._ring = None
         self.queue.clear()
 
     def has_left(self) -> bool:
         """Return whether the peer has left the world or has died, and so reads no memory of this rank."""
-        if not self._peer_closed and self._kept_socket is not None:
+        if not self._peer_closed and self.kept_socket is not None:
             with contextlib.suppress(BlockingIOError):
                 while not self._peer_closed:
                     try:
-                        self._peer_closed = not self._kept_socket.recv(PACKET_NBYTES)
+                        self._peer_closed = not self.kept_socket.recv(PACKET_NBYTES)
                     except ConnectionError:
                         self._peer_closed = True
         return self._peer_closed
 
-    @property
-    def kept_socket(self) -> socket.socket | None:
-        """The socket on which `has_left` waits for the peer, after `release`."""
-        return self._kept_socket
+    def free_ring(self) -> None:
+        """Free the memory of the ring to the peer, which has left."""
+        if self._ring_block is not None:
+            self._ring_block.free()
 
     def close_kept_socket(self) -> None:
         """Close the socket that `release` has kept. Idempotent."""
-        if self._kept_socket is not None:
+        if self.kept_socket is not None:
             self._peer_closed = True
-            self._kept_socket.close()
+            self.kept_socket.close()

@@ -16,14 +16,13 @@ from typing import Any, ClassVar
 
 from asyncdist.errors import AsyncdistError, SharedMemoryError, ranks
 from asyncdist.memory import shared_arena as shared
-from asyncdist.memory.shared_arena import Arena, ArenaBlock
+from asyncdist.memory.shared_arena import Arena
 from asyncdist.transport.base import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist.transport.native import Native
-from asyncdist.transport.wire_format import DATA
 from asyncdist_transports.shm import deferred_free
 from asyncdist_transports.shm.byte_ring import NBYTES as RING_NBYTES
 from asyncdist_transports.shm.collectives.native import ShmNative
-from asyncdist_transports.shm.collectives.slot_table import PeerHandle, SlotTable
+from asyncdist_transports.shm.collectives.slot_table import SlotTable
 from asyncdist_transports.shm.control_block import ControlBlock, OwnControlBlock
 from asyncdist_transports.shm.core_placement import CorePlacement
 from asyncdist_transports.shm.local_listener import (
@@ -65,7 +64,6 @@ class ShmTransport(Transport):
         # The peers that the world reaches over this transport; the loss of other peers is not reported.
         self._used: set[int] = set()
         self._by_descriptor: dict[int, LocalPeer] = {}
-        self._rings: list[ArenaBlock] = []
         self._slot_tables: dict[int, SlotTable] = {}
         self._closed = False
 
@@ -98,15 +96,16 @@ class ShmTransport(Transport):
         assert listener is not None
         assert own is not None
         local: dict[int, Address] = {}
-        refused: dict[str, list[int]] = {}
+        refused: dict[int, str] = {}
         for peer, address in enumerate(addresses):
-            if peer == self.host.rank or (address is not None and address["host"] != own["host"]):
-                continue
-            reason = "it offers none" if address is None else unreachable_reason(own, address)
-            if address is None or reason is not None:
-                refused.setdefault(str(reason), []).append(peer)
-            else:
-                local[peer] = address
+            if address is None:
+                refused[peer] = "it offers none"
+            elif peer != self.host.rank and address["host"] == own["host"]:
+                reason = unreachable_reason(own, address)
+                if reason is None:
+                    local[peer] = address
+                else:
+                    refused[peer] = reason
         try:
             if any(address["net"] != own["net"] for peer, address in local.items() if peer > self.host.rank):
                 # A peer that cannot connect reports it.
@@ -115,12 +114,10 @@ class ShmTransport(Transport):
             await self._connect_peers(listener, local, min(timeout, _PATIENCE), refused)
         finally:
             listener.close()
-        for reason, peers in refused.items():
+        for reason in dict.fromkeys(refused.values()):
+            peers = ranks(sorted(peer for peer in refused if refused[peer] == reason))
             log.warning(
-                "rank %d shares no memory with %s, and uses the next transport: %s",
-                self.host.rank,
-                ranks(peers),
-                reason,
+                "rank %d shares no memory with %s, and uses the next transport: %s", self.host.rank, peers, reason
             )
         self._cores = {peer: set(local[peer]["cores"]) for peer in self.local_peers} | {
             self.host.rank: set(own["cores"])
@@ -129,9 +126,9 @@ class ShmTransport(Transport):
         return sorted(self.local_peers)
 
     async def _connect_peers(
-        self, listener: LocalListener, local: Mapping[int, Address], timeout: float, refused: dict[str, list[int]]
+        self, listener: LocalListener, local: Mapping[int, Address], timeout: float, refused: dict[int, str]
     ) -> None:
-        """Connect to the lower ranks, and accept the higher ones."""
+        """Connect to the lower ranks, and accept the higher ones; note in ``refused`` why a rank shares no memory."""
         expected = {peer for peer in local if peer > self.host.rank}
         async with asyncio.TaskGroup() as tasks:
             for peer, address in local.items():
@@ -140,73 +137,71 @@ class ShmTransport(Transport):
             if expected:
                 tasks.create_task(self._accept_peers(listener, expected, timeout, refused))
 
-    async def _connect_to(self, peer: int, address: Address, timeout: float, refused: dict[str, list[int]]) -> None:
+    async def _connect_to(self, peer: int, address: Address, timeout: float, refused: dict[int, str]) -> None:
         try:
             async with asyncio.timeout(timeout):
-                sock, introduction = await connect_peer(address, self.host, self._arena, self._control.block.offset)
+                sock, introduction = await connect_peer(
+                    peer, address, self.host, self._arena, self._control.block.offset
+                )
         except PeerRefused as refusal:
-            refused.setdefault(str(refusal), []).append(peer)
+            refused[peer] = str(refusal)
         except TimeoutError:
-            refused.setdefault("it did not answer at its Unix socket", []).append(peer)
+            refused[peer] = "it did not answer at its Unix socket"
         except OSError as cause:
-            refused.setdefault(_too_few_sockets(cause), []).append(peer)
+            refused[peer] = _too_few_sockets(cause)
         else:
             self._add_peer(sock, introduction)
 
     async def _accept_peers(
-        self, listener: LocalListener, expected: set[int], timeout: float, refused: dict[str, list[int]]
+        self, listener: LocalListener, missing: set[int], timeout: float, refused: dict[int, str]
     ) -> None:
-        """Accept connections concurrently: a connection that sends nothing does not delay the others."""
-        missing = set(expected)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout), asyncio.TaskGroup() as tasks:
-                handshakes: set[asyncio.Task[None]] = set()
+        """Accept the ``missing`` peers. Handshakes run concurrently: a connection that sends nothing delays no other."""
+        unfinished: set[socket.socket] = set()
 
-                async def handshake_with(sock: socket.socket) -> None:
-                    try:
-                        introduction = await accept_peer(
-                            sock, self.host, self._arena, self._control.block.offset, missing
-                        )
-                    except PeerRefused as refusal:
-                        log.debug("rank %d refused a connection: %s", self.host.rank, refusal)
-                        if refusal.rank in missing:
-                            missing.discard(refusal.rank)
-                            refused.setdefault(str(refusal), []).append(refusal.rank)
-                    else:
-                        missing.discard(introduction[0])
-                        self._add_peer(sock, introduction)
-                    if not missing:
-                        accepting.cancel()
+        def end() -> None:
+            """End the loop below, and cancel the handshakes with processes that are not peers."""
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
 
-                def close_if_cancelled(sock: socket.socket, handshake: asyncio.Task[None]) -> None:
-                    handshakes.discard(handshake)
-                    # A task cancelled before it began does not close its socket.
-                    if handshake.cancelled():
-                        sock.close()
+        async def handshake(sock: socket.socket) -> None:
+            try:
+                introduction = await accept_peer(sock, self.host, self._arena, self._control.block.offset, missing)
+            except PeerRefused as refusal:
+                log.debug("rank %d refused a connection: %s", self.host.rank, refusal)
+                sock.close()
+                if refusal.rank in missing:
+                    missing.discard(refusal.rank)
+                    refused[refusal.rank] = str(refusal)
+            else:
+                unfinished.discard(sock)
+                missing.discard(introduction[0])
+                self._add_peer(sock, introduction)
+            if not missing:
+                end()
 
-                async def accept_connections() -> None:
+        reason = "it did not connect to this rank's Unix socket"
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout) as limit, asyncio.TaskGroup() as handshakes:
                     while True:
                         try:
                             sock = await listener.accept()
                         except OSError as cause:
-                            refused.setdefault(_too_few_sockets(cause), []).extend(sorted(missing))
-                            missing.clear()
-                            return
-                        handshake = tasks.create_task(handshake_with(sock))
-                        handshakes.add(handshake)
-                        handshake.add_done_callback(functools.partial(close_if_cancelled, sock))
-
-                accepting = tasks.create_task(accept_connections())
-                await asyncio.wait([accepting])
-                for handshake in handshakes:
-                    handshake.cancel()
-        if missing:
-            refused.setdefault("it did not connect to this rank's Unix socket", []).extend(sorted(missing))
+                            reason = _too_few_sockets(cause)
+                            end()
+                            break
+                        unfinished.add(sock)
+                        handshakes.create_task(handshake(sock))
+            refused.update(dict.fromkeys(missing, reason))
+        finally:
+            # A task that is cancelled before it begins closes no socket.
+            for sock in unfinished:
+                sock.close()
 
     def _add_peer(self, sock: socket.socket, introduction: Introduction) -> None:
         peer, mapping, offset = introduction
         control = ControlBlock(mapping, offset, self.host.world_size)
-        local_peer = LocalPeer(peer, sock, mapping, control, self._control, self.host, self._fence)
+        local_peer = LocalPeer(peer, sock, mapping, control, self._control, self.host, self._arena, self._fence)
         self.local_peers[peer] = self._connected[peer] = self._by_descriptor[sock.fileno()] = local_peer
 
     def spin_policy(self, local_size: int) -> tuple[float, bool]:
@@ -228,15 +223,12 @@ class ShmTransport(Transport):
     # -- groups --------------------------------------------------------------------------------
 
     def native(self, number: int, members: Sequence[int]) -> Native:
-        handles = [None if member == self.host.rank else self._peer_handle(member) for member in members]
+        local_peers = [None if member == self.host.rank else self.local_peers[member] for member in members]
+        self._used.update(members)
         config = self.host.config
-
-        def difference(member: int, ours: int, theirs: int) -> Exception:
-            return self.host.difference(members[member], ours, theirs)
-
         slots = SlotTable(
-            number, members.index(self.host.rank), members, handles, self._arena, self._fence, config.shm_area_nbytes,
-            difference, oversubscribed=self._oversubscribed,
+            number, members.index(self.host.rank), members, local_peers, self._arena, self._fence,
+            config.shm_area_nbytes, self.host.difference, oversubscribed=self._oversubscribed,
         )  # fmt: skip
         try:
             publish = functools.partial(self._publish, slots, self._control.reserve_entry())
@@ -244,17 +236,6 @@ class ShmTransport(Transport):
             slots.block.free()
             raise
         return ShmNative(slots, config.piece_nbytes, publish, functools.partial(self._withdraw_slots, slots))
-
-    def _peer_handle(self, peer: int) -> PeerHandle:
-        local_peer = self.local_peers[peer]
-        self._used.add(peer)
-        return PeerHandle(
-            local_peer.mapping,
-            local_peer.control.group_slots,
-            local_peer.asleep,
-            local_peer.signal,
-            local_peer.has_left,
-        )
 
     def _publish(self, slots: SlotTable, place: int) -> None:
         self._slot_tables[slots.number] = slots
@@ -271,20 +252,7 @@ class ShmTransport(Transport):
 
     def link(self, peer: int, address: Address) -> ShmLink:
         self._used.add(peer)
-        return ShmLink(self.local_peers[peer], self)
-
-    def send(self, local_peer: LocalPeer, message: Outgoing) -> bool:
-        """Send a message: data through the ring, control messages over the socket."""
-        if unpack_kind(message) == DATA:
-            return local_peer.send(message, self._make_ring, self._arena)
-        local_peer.send_control(message.header + bytes(message.body))
-        message.done = True
-        return True
-
-    def _make_ring(self) -> int:
-        block = self._arena.allocate(RING_NBYTES)
-        self._rings.append(block)
-        return block.offset
+        return ShmLink(self.local_peers[peer])
 
     # -- driving -------------------------------------------------------------------------------
 
@@ -380,19 +348,18 @@ class ShmTransport(Transport):
         self._by_descriptor.clear()
         for local_peer in self.local_peers.values():
             local_peer.release()
-        deferred_free.release_world(self._control, self._rings, list(self.local_peers.values()))
+        deferred_free.release_world(self._control, list(self.local_peers.values()))
 
 
 class ShmLink(Link):
     """The link to one local peer."""
 
-    def __init__(self, local_peer: LocalPeer, transport: ShmTransport) -> None:
+    def __init__(self, local_peer: LocalPeer) -> None:
         super().__init__(local_peer.peer)
         self._local_peer = local_peer
-        self._transport = transport
 
     def send(self, message: Outgoing) -> bool:
-        return self._transport.send(self._local_peer, message)
+        return self._local_peer.send(message)
 
     def open(self) -> None:
         """Do nothing: local peers are connected before the world opens."""
@@ -403,8 +370,3 @@ class ShmLink(Link):
 
 def _too_few_sockets(cause: OSError) -> str:
     return f"this process gets no more sockets: {cause.strerror}"
-
-
-def unpack_kind(message: Outgoing) -> int:
-    """Return the kind of a message: data or a control message."""
-    return message.header[32]

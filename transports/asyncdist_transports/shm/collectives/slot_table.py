@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -26,6 +25,7 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.bounded_cache import BoundedCache
 from asyncdist.errors import SharedMemoryError
 from asyncdist.memory.shared_arena import PAGE_NBYTES, Arena, ArenaMapping
+from asyncdist_transports.shm.local_peer import LocalPeer
 from asyncdist_transports.shm.memory_order import Fence
 
 SLOTS = 8
@@ -49,25 +49,15 @@ _LINES_NBYTES = PAGE_NBYTES
 _CACHED_AREAS = 4096
 
 
-class PeerHandle(NamedTuple):
-    """Access to another member of a group, provided by the transport."""
-
-    mapping: ArenaMapping
-    find: Callable[[int], int | None]
-    asleep: memoryview
-    signal: Callable[[], None]
-    gone: Callable[[], bool]
-
-
 class SlotMember:
     """Another member of a group: its words and memory, once its slot table has been found."""
 
-    __slots__ = ("asleep", "handle", "mapping", "offset", "rank", "signal", "words")
+    __slots__ = ("asleep", "local_peer", "mapping", "offset", "rank", "signal", "words")
 
-    def __init__(self, rank: int, handle: PeerHandle) -> None:
+    def __init__(self, rank: int, local_peer: LocalPeer) -> None:
         self.rank = rank
-        self.handle = handle
-        self.mapping, self.asleep, self.signal = handle.mapping, handle.asleep, handle.signal
+        self.local_peer = local_peer
+        self.mapping, self.asleep, self.signal = local_peer.mapping, local_peer.asleep, local_peer.signal
         self.offset = -1
         self.words: memoryview = memoryview(b"")
 
@@ -79,11 +69,11 @@ class SlotTable:
         number: The group's number, the same on all members.
         rank: This member's rank in the group.
         world_ranks: The members' ranks in the world.
-        handles: The members by rank in the group; None for this member.
+        local_peers: The members by rank in the group; None for this member.
         arena: The arena of this process.
         fence: The barriers of this rank.
         area_nbytes: Size in bytes of an area, rounded up to whole pages.
-        mismatch_error: ``mismatch_error(member, ours, theirs)`` returns the error for differing call fingerprints.
+        mismatch_error: Returns the error for a member's world rank, and this rank's and the member's call fingerprints.
         oversubscribed: Whether members share cores.
     """
 
@@ -92,7 +82,7 @@ class SlotTable:
         number: int,
         rank: int,
         world_ranks: Sequence[int],
-        handles: Sequence[PeerHandle | None],
+        local_peers: Sequence[LocalPeer | None],
         arena: Arena,
         fence: Fence,
         area_nbytes: int,
@@ -100,14 +90,14 @@ class SlotTable:
         *,
         oversubscribed: bool = False,
     ) -> None:
-        self.number, self.rank, self.size = number, rank, len(handles)
+        self.number, self.rank, self.size = number, rank, len(local_peers)
         self.world_ranks = tuple(world_ranks)
         self.area_nbytes = -(-area_nbytes // PAGE_NBYTES) * PAGE_NBYTES
         self.arena, self.fence = arena, fence
         self._mismatch_error = mismatch_error
         self.oversubscribed = oversubscribed
         """Whether members share cores, so that one member's work delays the others."""
-        self.others = [SlotMember(peer, handle) for peer, handle in enumerate(handles) if handle is not None]
+        self.others = [SlotMember(rank, each) for rank, each in enumerate(local_peers) if each is not None]
         self.members_by_rank: dict[int, SlotMember] = {member.rank: member for member in self.others}
         self.unresolved = list(self.others)
         """The members whose slot tables have not been found yet."""
@@ -143,7 +133,7 @@ class SlotTable:
         """Wait until the slot of the n-th collective is free."""
         while self.unresolved:
             member = self.unresolved[-1]
-            offset = member.handle.find(self.number)
+            offset = member.local_peer.control.group_slots(self.number)
             if offset is None:
                 yield member.rank
                 continue
@@ -216,9 +206,9 @@ class SlotTable:
         """Raise if one of some members, all of which have posted, called something else."""
         at = number % SLOTS * LINE + CALL
         for member in members:
-            theirs = member.words[at]
-            if theirs != call:
-                raise self._mismatch_error(member.rank, call, theirs)
+            member_call = member.words[at]
+            if member_call != call:
+                raise self._mismatch_error(self.world_ranks[member.rank], call, member_call)
         if self.deferred_checks:
             self.check_deferred(number)
 
@@ -235,10 +225,10 @@ class SlotTable:
                 if member.words[at] <= before << SHIFT:  # not there yet: another time
                     return
                 self.fence.light()
-                theirs = member.words[at + CALL]
+                member_call = member.words[at + CALL]
                 self.fence.light()
-                if theirs != call and member.words[at] >> SHIFT == before:
-                    raise self._mismatch_error(member.rank, call, theirs)
+                if member_call != call and member.words[at] >> SHIFT == before:
+                    raise self._mismatch_error(self.world_ranks[member.rank], call, member_call)
             self.deferred_checks.popleft()
 
     def location(self, number: int, member: SlotMember) -> int:
@@ -368,7 +358,8 @@ class SlotTable:
     def pending_readers(self) -> Iterator[SlotMember]:
         """Yield the members that may still read what this member has written."""
         for member in self.others:
-            if member.offset < 0 or member.handle.gone() or member.handle.find(self.number) is None:
+            peer = member.local_peer
+            if member.offset < 0 or peer.has_left() or peer.control.group_slots(self.number) is None:
                 continue
             words = member.words
             unseen = any(

@@ -72,21 +72,8 @@ class StagedStream:
         A member uses up to ``nbytes`` of an area in each round. A member that only sends gains as well.
         """
         if count < 2 or (reads_open and state.location):
-            return state.run_rounds(count, stage, read, sources, readers, reads_open=reads_open)
-        return self._ahead(state, kind, count, nbytes, stage, read, sources, readers, reads_open)
-
-    def _ahead(
-        self,
-        state: CollectiveState,
-        kind: Hashable,
-        count: int,
-        nbytes: int,
-        stage: PieceAction,
-        read: PieceAction | None,
-        sources: Sequence[SlotMember],
-        readers: Sequence[SlotMember],
-        reads_open: bool,
-    ) -> Schedule:
+            yield from state.run_rounds(count, stage, read, sources, readers, reads_open=reads_open)
+            return
         # A small tensor may itself stay in the cache.
         tuner = self._tuners[kind, count.bit_length()]
         ahead = tuner.choose()
