@@ -4,13 +4,12 @@
 publishes its *capabilities*; from those of all ranks, each rank computes whether they fit together (`refusal`, the same
 answer everywhere). The backend is then started on every rank or on none.
 
-The collectives are those of `native.Native`, as one method each, but they never wait for the device. They are called within
-``streams.on_comm_stream()``, in issue order, on the executor's thread or the calling thread, and have enqueued everything
-when their schedule ends. They may block the host until the peers have made the same call.
+The collectives are those of `native.Native`, as one method each. A method enqueues its work on the device and returns; it
+never waits for the device, but may block the host until the peers have made the same call. It is called within
+``streams.on_comm_stream()``, in issue order, on the executor's thread or the calling thread.
 
-To write one: implement `DeviceCollectives`, and register the class under the entry-point group
-``asyncdist.device_backends``.
-This module imports no engine and no group.
+To write a backend, implement `DeviceCollectives`, and register the class under the entry-point group
+``asyncdist.device_backends``. This module imports no engine and no group.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ Capabilities = Mapping[str, Any]
 
 
 class DeviceContext:
-    """What a backend knows of its group: the ranks, this rank's device, and the CPU group for control traffic.
+    """The group of a backend: the ranks, this rank's device, and the CPU group for control traffic.
 
     Attributes:
         host: CPU group with the same ranks.
-        streams: The device, with the stream of the group's own.
+        streams: The device and the group's communication stream.
         rank: This rank in the group.
         size: Number of ranks.
         others: All ranks in the group but this one.
         deadline: Monotonic time at which the current call, or the start of the backend, times out.
-        inherited: By backend name, what a larger group has split off for this one.
+        inherited: By backend name, the objects that a larger group has split off for this one.
     """
 
     def __init__(self, host: HostGroup, streams: Streams) -> None:
@@ -85,7 +84,7 @@ class DeviceContext:
         return [bytes(part.numpy()) for part in gathered.split(len(payload))]
 
     def mismatch_error(self, rank: int, ours: int, theirs: int) -> Exception:
-        """Return the error to raise where the fingerprint of ``rank``'s call differs from this rank's."""
+        """Return the error to raise if the fingerprint of ``rank``'s call differs from this rank's."""
         return self.host.mesh.difference(self.host.ranks[rank], ours, theirs)
 
     def barrier(self) -> None:
@@ -121,28 +120,28 @@ class DeviceCollectives(Native):
         """Return this rank's point-to-point part, or None if the backend has none. Must not communicate."""
         return None
 
-    # -- coming together -----------------------------------------------------------------------
+    # -- start -----------------------------------------------------------------------------
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """Return what the other ranks need to know of this one, as plain data."""
+        """Return this rank's properties for the other ranks, as plain data."""
 
     @abstractmethod
     def refusal(self, all_capabilities: Sequence[Capabilities]) -> str | None:
-        """Return why these ranks cannot use the backend, None if they can. Must depend on the arguments alone."""
+        """Return why these ranks cannot use the backend; None if they can. Must depend on the argument alone."""
 
     @abstractmethod
     def start(self, all_capabilities: Sequence[Capabilities]) -> None:
         """Connect to the other ranks. Blocks; raises an error that says why the backend cannot be used."""
 
-    # -- while it is used ----------------------------------------------------------------------
+    # -- use -------------------------------------------------------------------------------
 
     def async_error(self) -> Exception | None:
         """Return a failure that no call has reported yet, else None. Called periodically, from any thread."""
         return None
 
     def split(self, context: DeviceContext | None, number: int) -> None:
-        """Put what a subgroup can share with this group into the ``inherited`` of the subgroup's context.
+        """Put the objects that a subgroup can share with this group into the ``inherited`` of the subgroup's context.
 
         Called on all ranks, in issue order; may block. The shared object needs a ``close`` method.
 
@@ -154,11 +153,11 @@ class DeviceCollectives(Native):
 
     @abstractmethod
     def abort(self) -> None:
-        """Cancel what the device waits for, as the group has failed. Never blocks."""
+        """End the device's waits for peers, because the group has failed. Never blocks."""
 
     # -- collectives ---------------------------------------------------------------------------
-    # Memory that is read overlaps no memory that is written (see `copy_overlapping_inputs`), except that a rank's own
-    # block may be both. ``fingerprint`` identifies the call of this rank.
+    # Input memory overlaps no output memory (see `copy_overlapping_inputs`), except that a rank's own block may be both.
+    # ``fingerprint`` identifies the call of this rank.
 
     def open(self) -> None:
         """Do nothing: `start` has connected the ranks."""
@@ -167,44 +166,44 @@ class DeviceCollectives(Native):
         return nothing()
 
     def prepare(self, signature: CallSignature) -> PreparedCall:
-        """Return a call of the method below that bears the name of the collective."""
+        """Return a call of the method of the same name as the collective."""
         return functools.partial(_call_method, self, signature)
 
     @abstractmethod
-    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> Schedule:
+    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> None:
         """Reduce each memory over the members, in place, the same bits on all of them."""
 
     @abstractmethod
-    def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> Schedule:
-        """Leave the reduction in the root's memory; that of the others is only read."""
+    def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> None:
+        """Leave the reduction in the root's memory; the memory of the other members is only read."""
 
     @abstractmethod
-    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> Schedule:
+    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> None:
         """Leave in ``own`` the reduction of all members' ``inputs[rank]``; inputs are only read."""
 
     @abstractmethod
-    def broadcast(self, fingerprint: int, memory: Memory, root: int) -> Schedule:
+    def broadcast(self, fingerprint: int, memory: Memory, root: int) -> None:
         """Copy the root's memory to all members."""
 
     @abstractmethod
-    def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> Schedule:
+    def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> None:
         """Copy, for each row (blocks, own), each member's ``own`` into ``blocks[rank]`` of all members, itself included."""
 
     @abstractmethod
-    def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
-        """Copy each member's ``own`` into the root's ``blocks[rank]``, but for the root's, which is there."""
+    def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
+        """Copy each other member's ``own`` into the root's ``blocks[rank]``; the root's own block is there already."""
 
     @abstractmethod
-    def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
-        """Copy the root's ``blocks[rank]`` into each member's ``own``, but for the root's, which is there."""
+    def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
+        """Copy the root's ``blocks[rank]`` into each other member's ``own``; the root's ``own`` is there already."""
 
     @abstractmethod
-    def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
-        """Copy each member's ``outgoing[rank]`` into this rank's ``incoming[member]``, its own too."""
+    def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> None:
+        """Copy each member's ``outgoing[rank]`` into this rank's ``incoming[member]``, this rank's own included."""
 
     @abstractmethod
-    def barrier(self, fingerprint: int) -> Schedule:
-        """Complete when every member has called it."""
+    def barrier(self, fingerprint: int) -> None:
+        """Return when every member has called it, or make later device work wait until then."""
 
 
 def _call_method(backend: DeviceCollectives, signature: CallSignature, sequence: int, *tensors: Any) -> Schedule:
@@ -212,36 +211,38 @@ def _call_method(backend: DeviceCollectives, signature: CallSignature, sequence:
     call, root, rank, size = signature.fingerprint, signature.root, backend.context.rank, backend.context.size
     match signature.collective:
         case Collective.all_reduce:
-            return backend.all_reduce(call, [flat_memory(tensors[0])], signature.arithmetic)
+            backend.all_reduce(call, [flat_memory(tensors[0])], signature.arithmetic)
         case Collective.all_reduce_coalesced:
-            return backend.all_reduce(call, [flat_memory(tensor) for tensor in tensors[0]], signature.arithmetic)
+            backend.all_reduce(call, [flat_memory(tensor) for tensor in tensors[0]], signature.arithmetic)
         case Collective.reduce:
-            return backend.reduce(call, flat_memory(tensors[0]), root, signature.arithmetic)
+            backend.reduce(call, flat_memory(tensors[0]), root, signature.arithmetic)
         case Collective.reduce_scatter:
             own = flat_memory(tensors[0])
             inputs = copy_overlapping_inputs(block_memories(tensors[1], size), [own], {rank: 0})
-            return backend.reduce_scatter(call, inputs, own, signature.arithmetic)
+            backend.reduce_scatter(call, inputs, own, signature.arithmetic)
         case Collective.broadcast:
-            return backend.broadcast(call, flat_memory(tensors[0]), root)
+            backend.broadcast(call, flat_memory(tensors[0]), root)
         case Collective.all_gather | Collective.all_gather_coalesced:
-            return backend.all_gather(call, all_gather_rows(signature, tensors[0], tensors[1], size, rank))
+            backend.all_gather(call, all_gather_rows(signature, tensors[0], tensors[1], size, rank))
         case Collective.gather:
             own, blocks = flat_memory(tensors[1]), block_memories(tensors[0], size)
             if rank == root:
                 (own,) = copy_overlapping_inputs([own], blocks, {0: root})
                 blocks[root].tensor.copy_(own.tensor)
-            return backend.gather(call, own, blocks, root)
+            backend.gather(call, own, blocks, root)
         case Collective.scatter:
             own, blocks = flat_memory(tensors[0]), block_memories(tensors[1], size)
             if rank == root:
                 blocks = copy_overlapping_inputs(blocks, [own], {root: 0})
                 own.tensor.copy_(blocks[root].tensor)
-            return backend.scatter(call, own, blocks, root)
+            backend.scatter(call, own, blocks, root)
         case Collective.all_to_all:
             incoming = block_memories(tensors[0], size)
             outgoing = copy_overlapping_inputs(block_memories(tensors[1], size), incoming, {rank: rank})
-            return backend.all_to_all(call, incoming, outgoing)
-    return backend.barrier(call)
+            backend.all_to_all(call, incoming, outgoing)
+        case _:
+            backend.barrier(call)
+    return nothing()
 
 
 def nothing() -> Schedule:

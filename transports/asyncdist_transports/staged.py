@@ -14,10 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from asyncdist.algorithms.schedule import Schedule
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
-from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext, nothing
+from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.transport.device_streams import DeviceEvent, cuda_missing
 from asyncdist.transport.host_group import HostWork
 
@@ -151,29 +150,25 @@ class Staged(DeviceCollectives):
 
     # -- collectives ---------------------------------------------------------------------------
 
-    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> Schedule:
+    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> None:
         for memory in memories:
             self._pipelined(memory, self.context.host.all_reduce, kernels.op)
-        return nothing()
 
-    def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> Schedule:
+    def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> None:
         self._pipelined(memory, self.context.host.reduce, root, kernels.op, to_device=self.context.rank == root)
-        return nothing()
 
-    def broadcast(self, fingerprint: int, memory: Memory, root: int) -> Schedule:
+    def broadcast(self, fingerprint: int, memory: Memory, root: int) -> None:
         ours = self.context.rank == root
         self._pipelined(memory, self.context.host.broadcast, root, to_host=ours, to_device=not ours)
-        return nothing()
 
-    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> Schedule:
+    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> None:
         read = self._copy_all_to_host([inputs[rank].tensor for rank in range(self.context.size)])
         [written] = self._buffers([own])
         self._run(self.context.host.reduce_scatter, written, read, kernels.op)
         self._release(read)
         self._copy_to_device(written, own.tensor)
-        return nothing()
 
-    def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> Schedule:
+    def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> None:
         for blocks, own in rows:
             [read] = self._copy_all_to_host([own.tensor])
             into = [blocks[rank] for rank in range(self.context.size)]
@@ -182,9 +177,8 @@ class Staged(DeviceCollectives):
             self._release([read])
             for pinned, block in zip(written, into, strict=True):
                 self._copy_to_device(pinned, block.tensor)
-        return nothing()
 
-    def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
+    def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
         [read] = self._copy_all_to_host([own.tensor])
         into = [blocks[rank] for rank in range(self.context.size)] if self.context.rank == root else []
         written = self._buffers(into)
@@ -193,9 +187,8 @@ class Staged(DeviceCollectives):
         for rank, (pinned, block) in enumerate(zip(written, into, strict=True)):
             if rank != root:
                 self._copy_to_device(pinned, block.tensor)
-        return nothing()
 
-    def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
+    def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
         ours = self.context.rank == root
         read = self._copy_all_to_host([blocks[rank].tensor for rank in range(self.context.size)] if ours else [])
         [written] = self._buffers([own])
@@ -203,19 +196,16 @@ class Staged(DeviceCollectives):
         self._release(read)
         if not ours:
             self._copy_to_device(written, own.tensor)
-        return nothing()
 
-    def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
+    def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> None:
         read = self._copy_all_to_host([memory.tensor for memory in outgoing])
         written = self._buffers(incoming)
         self._run(self.context.host.all_to_all, written, read)
         self._release(read)
         for pinned, memory in zip(written, incoming, strict=True):
             self._copy_to_device(pinned, memory.tensor)
-        return nothing()
 
-    def barrier(self, fingerprint: int) -> Schedule:
+    def barrier(self, fingerprint: int) -> None:
         """Return when every rank has called this, and the device has completed all earlier work of the stream."""
         self.context.streams.record_event().synchronize()
         self.context.barrier()
-        return nothing()

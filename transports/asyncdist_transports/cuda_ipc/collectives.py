@@ -20,12 +20,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import MismatchError, TransportUnavailableError
 from asyncdist.memory.buffers import Memory, TensorBlocks
 from asyncdist.memory.reduce_kernels import Arithmetic
-from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext, nothing
+from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.transport.device_p2p import DeviceP2P
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory, Exports, Imports
@@ -156,10 +155,11 @@ class CudaIpc(DeviceCollectives):
 
     # -- reductions ----------------------------------------------------------------------------
 
-    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> Schedule:
+    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> None:
         """Each rank reduces its block of all ranks' tensors, and writes the result into all of them."""
         if self._prefers_host(sum(memory.nbytes for memory in memories), kernels, memories[0].dtype):
-            return self._staged.all_reduce(fingerprint, memories, kernels)
+            self._staged.all_reduce(fingerprint, memories, kernels)
+            return
         tensors = [memory.tensor for memory in memories]
         views = self._exchange_views(fingerprint, tensors)
         for place in range(len(memories)):
@@ -170,26 +170,25 @@ class CudaIpc(DeviceCollectives):
             for rank in self.context.others:
                 blocks[rank].copy_(own)
         self._finish_with_copies(views, tensors)
-        return nothing()
 
-    def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> Schedule:
+    def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> None:
         if self._prefers_host(memory.nbytes, kernels, memory.dtype):
-            return self._staged.reduce(fingerprint, memory, root, kernels)
+            self._staged.reduce(fingerprint, memory, root, kernels)
+            return
         views = self._exchange_views(fingerprint, [memory.tensor])
         if self.context.rank == root:
             self._reduce(kernels, memory.tensor, [views[rank][0] for rank in self.context.others], memory.tensor)
         self._finish()
-        return nothing()
 
-    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> Schedule:
+    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> None:
         blocks = [inputs[rank] for rank in range(self.context.size)]
         if self._prefers_host(sum(block.nbytes for block in blocks), kernels, own.dtype):
-            return self._staged.reduce_scatter(fingerprint, inputs, own, kernels)
+            self._staged.reduce_scatter(fingerprint, inputs, own, kernels)
+            return
         views = self._exchange_views(fingerprint, [block.tensor for block in blocks])
         us = self.context.rank
         self._reduce(kernels, blocks[us].tensor, [views[rank][us] for rank in self.context.others], own.tensor)
         self._finish()
-        return nothing()
 
     def _prefers_host(self, nbytes: int, kernels: Arithmetic | None = None, dtype: torch.dtype | None = None) -> bool:
         """Return whether a call is faster through the host. Depends only on what is the same on all ranks."""
@@ -207,20 +206,21 @@ class CudaIpc(DeviceCollectives):
 
     # -- data movement ------------------------------------------------------------------------------
 
-    def broadcast(self, fingerprint: int, memory: Memory, root: int) -> Schedule:
+    def broadcast(self, fingerprint: int, memory: Memory, root: int) -> None:
         if self._prefers_host(memory.nbytes):
-            return self._staged.broadcast(fingerprint, memory, root)
+            self._staged.broadcast(fingerprint, memory, root)
+            return
         ours = self.context.rank == root
         views = self._exchange_views(fingerprint, [memory.tensor if ours else memory.tensor[:0]])
         if not ours:
             memory.tensor.copy_(views[root][0])
         self._finish()
-        return nothing()
 
-    def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> Schedule:
+    def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> None:
         ranks = range(self.context.size)
         if self._prefers_host(sum(blocks[rank].nbytes for blocks, _ in rows for rank in ranks)):
-            return self._staged.all_gather(fingerprint, rows)
+            self._staged.all_gather(fingerprint, rows)
+            return
         views = self._exchange_views(fingerprint, [own.tensor for _, own in rows])
         for place, (blocks, own) in enumerate(rows):
             room = blocks[self.context.rank].tensor
@@ -229,30 +229,29 @@ class CudaIpc(DeviceCollectives):
             for rank in self.context.others:
                 blocks[rank].tensor.copy_(views[rank][place])
         self._finish()
-        return nothing()
 
-    def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
+    def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
         if self._prefers_host(own.nbytes):
-            return self._staged.gather(fingerprint, own, blocks, root)
+            self._staged.gather(fingerprint, own, blocks, root)
+            return
         views = self._exchange_views(fingerprint, [own.tensor])
         if self.context.rank == root:
             for rank in self.context.others:
                 blocks[rank].tensor.copy_(views[rank][0])
         self._finish()
-        return nothing()
 
-    def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
+    def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
         if self._prefers_host(own.nbytes):
-            return self._staged.scatter(fingerprint, own, blocks, root)
+            self._staged.scatter(fingerprint, own, blocks, root)
+            return
         ours = self.context.rank == root
         shown = [blocks[rank].tensor if ours else own.tensor[:0] for rank in range(self.context.size)]
         views = self._exchange_views(fingerprint, shown)
         if not ours:
             own.tensor.copy_(views[root][self.context.rank])
         self._finish()
-        return nothing()
 
-    def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
+    def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> None:
         """Exchange blocks. Never goes through the host, because only pairs of ranks know the sizes."""
         views = self._exchange_views(fingerprint, [memory.tensor for memory in outgoing])
         for rank in self.context.others:
@@ -263,13 +262,11 @@ class CudaIpc(DeviceCollectives):
             room.copy_(sent)
         incoming[self.context.rank].tensor.copy_(outgoing[self.context.rank].tensor)
         self._finish()
-        return nothing()
 
-    def barrier(self, fingerprint: int) -> Schedule:
+    def barrier(self, fingerprint: int) -> None:
         """Return when every rank has called this; later work waits until every device has completed its earlier work."""
         self._exchange_views(fingerprint, ())
         self._finish()
-        return nothing()
 
 
 def _split(payload: bytes) -> list[ExportedMemory]:

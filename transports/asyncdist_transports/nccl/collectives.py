@@ -16,12 +16,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
-from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext, nothing
+from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.transport.device_p2p import DeviceP2P
 from asyncdist.transport.device_streams import completes_within
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, Bindings, load, numbers_of, version_text
@@ -184,22 +183,21 @@ class Nccl(DeviceCollectives):
 
     # -- reductions ----------------------------------------------------------------------------
 
-    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> Schedule:
+    def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> None:
         self._record_stream(*memories)
         numbers = numbers_of(kernels.op, memories[0].dtype, self.context.size)
         if numbers is None:
             for memory in memories:
                 self._all_reduce_gathered(memory, kernels)
-            return nothing()
+            return
         kind, parts, operation, divides = numbers
         places = [(memory.tensor.data_ptr(), memory.count * parts) for memory in memories if memory.count]
         self._enqueue(*[("allReduce", place, place, count, kind, operation) for place, count in places])
         if divides:
             for memory in memories:
                 divide(memory.tensor, self.context.size)
-        return nothing()
 
-    def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> Schedule:
+    def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> None:
         self._record_stream(memory)
         ours = self.context.rank == root
         numbers = numbers_of(kernels.op, memory.dtype, self.context.size)
@@ -211,15 +209,14 @@ class Nccl(DeviceCollectives):
             self._enqueue(("reduce", place, place if ours else 0, memory.count * parts, kind, operation, root))
             if divides and ours:
                 divide(memory.tensor, self.context.size)
-        return nothing()
 
-    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> Schedule:
+    def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> None:
         blocks = self._block_list(inputs)
         self._record_stream(own, *blocks)
         numbers = numbers_of(kernels.op, own.dtype, self.context.size)
         if numbers is None:
             self._reduce_scatter_gathered(blocks, own, kernels)
-            return nothing()
+            return
         kind, parts, operation, divides = numbers
         place = own.tensor.data_ptr()
         if _equal_counts(blocks):
@@ -237,7 +234,6 @@ class Nccl(DeviceCollectives):
             )
         if divides:
             divide(own.tensor, self.context.size)
-        return nothing()
 
     # -- reductions without NCCL ---------------------------------------------------------------
 
@@ -284,14 +280,13 @@ class Nccl(DeviceCollectives):
 
     # -- data movement ------------------------------------------------------------------------------
 
-    def broadcast(self, fingerprint: int, memory: Memory, root: int) -> Schedule:
+    def broadcast(self, fingerprint: int, memory: Memory, root: int) -> None:
         self._record_stream(memory)
         if memory.count:
             place = memory.tensor.data_ptr()
             self._enqueue(("broadcast", place, place, memory.nbytes, BYTES, root))
-        return nothing()
 
-    def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> Schedule:
+    def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> None:
         calls: list[Call] = []
         scattered: list[tuple[torch.Tensor, list[Memory]]] = []
         for inside, own in rows:
@@ -315,11 +310,10 @@ class Nccl(DeviceCollectives):
         for whole, blocks in scattered:
             for block, part in zip(blocks, whole.split(blocks[0].nbytes), strict=True):
                 block.raw.copy_(part)
-        return nothing()
 
-    def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
+    def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
         if not own.count:
-            return nothing()
+            return
         if self.context.rank == root:
             others = {rank: blocks[rank] for rank in self.context.others}
             self._record_stream(*others.values())
@@ -327,11 +321,10 @@ class Nccl(DeviceCollectives):
         else:
             self._record_stream(own)
             self._enqueue(_send(own.tensor, root))
-        return nothing()
 
-    def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> Schedule:
+    def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
         if not own.count:
-            return nothing()
+            return
         if self.context.rank == root:
             others = {rank: blocks[rank] for rank in self.context.others}
             self._record_stream(*others.values())
@@ -339,20 +332,17 @@ class Nccl(DeviceCollectives):
         else:
             self._record_stream(own)
             self._enqueue(_receive(own.tensor, root))
-        return nothing()
 
-    def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> Schedule:
+    def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> None:
         self._record_stream(*incoming, *outgoing)
         sends = [_send(outgoing[rank].tensor, rank) for rank in self.context.others if outgoing[rank].count]
         receives = [_receive(incoming[rank].tensor, rank) for rank in self.context.others if incoming[rank].count]
         self._enqueue(*sends, *receives)
         incoming[self.context.rank].raw.copy_(outgoing[self.context.rank].raw)
-        return nothing()
 
-    def barrier(self, fingerprint: int) -> Schedule:
+    def barrier(self, fingerprint: int) -> None:
         """Complete, on the device, when every device has completed its earlier work in this stream."""
         self._enqueue(self._barrier_call)
-        return nothing()
 
     # -- blocks --------------------------------------------------------------------------------
 
