@@ -87,7 +87,7 @@ def test_child_keeps_no_socket_of_a_store_and_its_clients(run, secured, tmp_path
                 await StoreServer.start(
                     "127.0.0.1", 0, token="a token", config=config, data=tmp_path / "data"
                 ) as server,
-                await StoreServer.start("", 0, token="a token", config=config, sock=sock),
+                await StoreServer.start("", 0, token="a token", config=config, sockets=[sock]),
                 await AsyncStore.connect(
                     "127.0.0.1", server.port, token="a token", timeout=LONG, config=config
                 ) as store,

@@ -129,7 +129,7 @@ CHANGING = frozenset(
 REPEATABLE = frozenset((Op.SET, Op.SET_EPHEMERAL, Op.MULTI_SET))
 """Those of them that may be applied twice without a difference."""
 
-LEASED = frozenset((Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL, Op.ACQUIRE_LEASE, Op.RELEASE_LEASE))
+LEASED = frozenset((Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL, Op.ACQUIRE_LEASE, Op.RELEASE_LEASE, Op.OPEN_SCOPED_STORE))
 """Operations that concern a lease, which only a client session keeps."""
 
 SWEEPING = frozenset((Op.LIST_KEYS, Op.WATCH_KEYS, Op.STATUS))

@@ -1,8 +1,8 @@
 """Admission of new connections, and the phase before a connection's protocol and authentication are known.
 
-Clients of this package begin with the greeting of `base.auth`, torch's clients with a zero byte and a magic number. The
-former prove that they hold the token. Torch's format has no authentication, so the server's `c10d_policy` says from which
-addresses its clients are accepted. A `PendingConnection` then passes its transport to a session. Called by
+Clients of this package begin with the handshake of `base.auth`, and prove that they hold the token. Torch's clients begin
+with a zero byte and a magic number. Torch's format has no authentication, so `c10d_policy` defines from which addresses
+the server accepts torch's clients. A `PendingConnection` then passes its transport to a session. Called by
 `asyncdist.store.server.server`, which this module does not import.
 """
 
@@ -48,7 +48,7 @@ class Admission:
         self.empty.set()
         self.num_admitted = self.num_refused = 0
         self._dismiss = dismiss
-        self._unauthenticated: dict[ServerConnection, None] = {}  # the oldest first
+        self._unauthenticated: dict[ServerConnection, None] = {}  # an ordered set, the oldest first
         self._warned = False
         self._closed = False
 
@@ -95,7 +95,7 @@ class Admission:
             self.empty.set()
 
     def evict_oldest_unauthenticated(self) -> None:
-        """Drop the connection that has had the most time to authenticate: a client does so at once."""
+        """Drop the connection that has had the most time to authenticate."""
         oldest = next(iter(self._unauthenticated))
         self._dismiss(oldest)
         oldest.abort()
@@ -105,7 +105,7 @@ class Admission:
         self.num_refused += 1
 
     def count_overflow(self) -> None:
-        """Count a connection that found the server full, and log the first one of a row."""
+        """Count a connection that found the server full, and log the first one since the server last had room."""
         if not self._warned:
             logger.warning(
                 "the store has %d connections and refuses more: ASYNCDIST_STORE_MAX_CONNECTIONS raises the limit",
@@ -127,16 +127,17 @@ class PendingContext(SessionContext, C10dContext, Protocol):
 class PendingConnection(ServerConnection):
     """A connection whose protocol is not known yet, or whose client has not authenticated yet."""
 
-    __slots__ = ("_greeting", "_local", "_private", "_received", "_timer")
+    __slots__ = ("_handshake", "_local", "_private", "_received", "_timer")
 
     _server: PendingContext
 
     def __init__(self, server: PendingContext) -> None:
         super().__init__(server)
         self._received = b""
-        self._greeting: HandshakeDriver | None = None
+        self._handshake: HandshakeDriver | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._local = self._private = False
+        self._local = False  # the client is on this host
+        self._private = False  # TLS or a socket file protects the connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)  # uvloop's transports have another base class
@@ -144,7 +145,7 @@ class PendingConnection(ServerConnection):
         sock, address = transport.get_extra_info("socket"), transport.get_extra_info("peername")
         self.peer = peer_name(address)
         through_file = sock.family == socket.AF_UNIX
-        if address is None and not through_file:  # the connection was reset, so its origin is unknown
+        if address is None and not through_file:  # the connection was reset, and the client's address is unknown
             self._server.count_refusal()
             self.abort()
             return
@@ -158,27 +159,27 @@ class PendingConnection(ServerConnection):
         self._timer = asyncio.get_running_loop().call_later(timeout, self._too_late, timeout)
 
     def receive(self, data: bytes) -> None:
-        if self._greeting is not None:
-            self._greet(self._greeting, data)
+        if self._handshake is not None:
+            self._continue_handshake(self._handshake, data)
             return
         self._received += data
         if self._received.startswith(_C10D_OPENING):
-            self._welcome_c10d(self._received[len(_C10D_OPENING) :])
+            self._accept_c10d(self._received[len(_C10D_OPENING) :])
         elif not _C10D_OPENING.startswith(self._received) and self._transport is not None:
             if not self._private and self._server.tls is not None:
                 self._transport.write(WANTS_TLS)
                 raise ProtocolError("a connection without TLS: set ASYNCDIST_TLS_CA in its process")
             nonce = os.urandom(NONCE_NBYTES)
-            self._greeting = HandshakeDriver(accept(self._server.token, "store", nonce), self._transport.write)
-            self._greet(self._greeting, self._received)
+            self._handshake = HandshakeDriver(accept(self._server.token, "store", nonce), self._transport.write)
+            self._continue_handshake(self._handshake, self._received)
 
-    def _greet(self, greeting: HandshakeDriver, data: bytes) -> None:
-        rest = greeting.feed(data)
-        if greeting.done and self._transport is not None:
+    def _continue_handshake(self, handshake: HandshakeDriver, data: bytes) -> None:
+        rest = handshake.feed(data)
+        if handshake.done and self._transport is not None:
             self._transport.write(hello(self._server.limit))
             self._hand_over(Session(self._server, self._transport, self.peer), rest)
 
-    def _welcome_c10d(self, rest: bytes) -> None:
+    def _accept_c10d(self, rest: bytes) -> None:
         if self._server.c10d is C10d.OFF:
             raise ProtocolError(
                 "a client of torch's TCPStore, which this store does not accept: torch's format has no authentication; "
@@ -196,7 +197,7 @@ class PendingConnection(ServerConnection):
 
     def _hand_over(self, session: ServerConnection, rest: bytes) -> None:
         assert self._transport is not None
-        self._settle()
+        self._cancel_timer()
         self._server.admission.replace(self, session)
         self._transport.set_protocol(session)
         self._transport = None
@@ -210,10 +211,10 @@ class PendingConnection(ServerConnection):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._settle()
+        self._cancel_timer()
         super().connection_lost(exc)
 
-    def _settle(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -2,14 +2,15 @@
 
 Requests of torch's format have no ids, so the session numbers those that block. Their replies are sent when they are due,
 possibly after those of later requests, as torch's server does. A failed request without a reply in the format (a value
-that is too long, ``add`` to a value that is not an integer) ends the connection, and the log says why. It does not import
-the server.
+that is too long, ``add`` to a value that is not an integer) ends the connection, and the log says why. This module does not
+import the server.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final, Protocol
 
 from asyncdist.config import Config
@@ -20,9 +21,10 @@ from asyncdist.store.protocol.operations import Reply
 from asyncdist.store.server.connection import BATCH_NBYTES, ConnectionContext, ServerConnection
 from asyncdist.store.server.fast_path import EpollFastPath
 from asyncdist.store.state.machine import StoreState
-from asyncdist.store.state.model import NO_REPLY, RequestRefused
+from asyncdist.store.state.model import NO_REPLY, Place, RequestRefused
 
-_NOTHING: Final = vector(b"")
+Handler = Callable[..., bytes | None]
+"""Executes a request, given its arguments; returns its reply, or None if it has none or blocks."""
 
 
 class C10dContext(ConnectionContext, Protocol):
@@ -31,6 +33,7 @@ class C10dContext(ConnectionContext, Protocol):
     config: Config
     state: StoreState
     fast_path: EpollFastPath
+    c10d_handlers: dict[int, Handler]
     num_requests: int
 
     def deliver(self, replies: list[Reply], asking: ServerConnection | None) -> None:
@@ -40,7 +43,7 @@ class C10dContext(ConnectionContext, Protocol):
 class C10dSession(ServerConnection):
     """One client that speaks torch's format."""
 
-    __slots__ = ("_decoder", "_last", "_state", "_todo", "_waiting")
+    __slots__ = ("_decoder", "_last_request", "_state", "_todo")
 
     _server: C10dContext
 
@@ -49,11 +52,10 @@ class C10dSession(ServerConnection):
         self._state = server.state
         self._decoder = Decoder(server.config.store_max_value_nbytes, server.limit)
         self._todo: list[Request] = []
-        self._waiting: set[int] = set()
-        self._last = 0
+        self._last_request = 0
 
     def hear(self, data: bytes) -> bool:
-        """Take data that was not answered at once; return whether the next request may be."""
+        """Execute the requests in data that the fast path did not answer; return whether it may answer the next one."""
         self.take(data)
         return not (self.unfinished or self.paused) and self._server.durability is None
 
@@ -66,13 +68,15 @@ class C10dSession(ServerConnection):
     def _work(self) -> None:
         """Execute what has been read, as long as the client takes the replies."""
         server, requests, todo = self._server, self._state.requests, self._todo
+        handlers = server.c10d_handlers
         done = 0
         try:
-            for request in todo:
+            for code, *arguments in todo:
                 if self.paused or self._transport is None:
                     break
                 done += 1
-                reply = ANSWERS[request[0]](self, request)
+                handler = handlers.get(code)
+                reply = handler(*arguments) if handler is not None else _OF_SESSION[code](self, *arguments)
                 if reply is not None:
                     self.put(reply)
                 if requests.due:
@@ -89,9 +93,7 @@ class C10dSession(ServerConnection):
             self._transport.pause_reading()
 
     def answer(self, reply: Reply) -> None:
-        # The same byte releases a wait and a barrier.
-        self._waiting.discard(reply.request)
-        self.put(c10d.STOP_WAITING)
+        self.put(c10d.STOP_WAITING)  # it releases a wait and a barrier
 
     def refuse(self, why: str) -> None:
         self._todo.clear()
@@ -105,138 +107,97 @@ class C10dSession(ServerConnection):
     def unfinished(self) -> bool:
         return self._decoder.pending or bool(self._todo)
 
-    # -- requests: each returns its reply; None if it has none, or waits ---------------------------
+    # -- requests that concern the session ---------------------------------------------------------
 
-    def _validate(self, request: Request) -> None:
-        if request[1] != c10d.MAGIC:
-            raise ProtocolError(f"a client of torch's TCPStore with another magic number: {request[1]:#x}")
+    def _validate(self, magic: int) -> None:
+        if magic != c10d.MAGIC:
+            raise ProtocolError(f"a client of torch's TCPStore with another magic number: {magic:#x}")
 
-    def _ping(self, request: Request) -> bytes:
-        return U32.pack(request[1])
-
-    def _set(self, request: Request) -> None:
-        self._state.keys.set(request[1], request[2])
-
-    def _multi_set(self, request: Request) -> None:
-        self._state.keys.multi_set(request[1], request[2])
-
-    def _append(self, request: Request) -> None:
-        self._state.keys.append(request[1], request[2])
-
-    def _add(self, request: Request) -> bytes:
-        return I64.pack(self._state.keys.add(request[1], request[2]))
-
-    def _compare_set(self, request: Request) -> bytes:
-        return vector(self._state.keys.compare_set(*request[1:]))
-
-    def _get(self, request: Request) -> bytes:
-        value = self._state.keys.peek(request[1])
-        return _NOTHING if value is None else U64.pack(len(value)) + value
-
-    def _multi_get(self, request: Request) -> bytes:
-        values = [self._state.keys.peek(key) or b"" for key in request[1]]
+    def _multi_get(self, keys: list[str]) -> bytes:
+        values = [self._state.keys.peek(key) or b"" for key in keys]
         # The size is checked before the reply is built: a request may repeat one key many times.
         if sum(map(len, values)) > self._server.limit:
             raise ProtocolError(f"a multi_get of more than the store's {self._server.limit} bytes: ask for fewer keys")
         return c10d.vectors(values)
 
-    def _delete_key(self, request: Request) -> bytes:
-        return I64.pack(self._state.keys.delete(request[1]))
-
-    def _check(self, request: Request) -> bytes:
-        return c10d.READY if self._state.check(request[1]) else c10d.NOT_READY
-
-    def _num_keys(self, request: Request) -> bytes:
-        return I64.pack(len(self._state.keys))
-
-    def _list_keys(self, request: Request) -> bytes:
-        keys = [c10d.raw_key(key) for key in self._state.keys.list_keys("")]
-        return U64.pack(len(keys)) + c10d.vectors(keys)
-
-    def _queue_push(self, request: Request) -> None:
-        self._state.queues.push(request[1], request[2])
-
-    def _queue_pop(self, request: Request) -> bytes:
-        length, item = self._state.queues.take(self, request[1])
+    def _queue_pop(self, key: str) -> bytes:
+        length, item = self._state.queues.take(self, key)
         return I64.pack(length) + vector(item) if length else I64.pack(0)
 
-    def _queue_len(self, request: Request) -> bytes:
-        return I64.pack(self._state.queues.length(request[1]))
+    def _wait(self, keys: list[str]) -> bytes | None:
+        return None if self._state.wait(self._next_place(), keys) is NO_REPLY else c10d.STOP_WAITING
 
-    # -- requests that wait -----------------------------------------------------------------------
+    def _barrier(self, key: str, world_size: int) -> bytes | None:
+        opened = self._state.barriers.join(self._next_place(), key, world_size)
+        return None if opened is NO_REPLY else c10d.STOP_WAITING
 
-    def _wait(self, request: Request) -> bytes | None:
-        if self._state.check(request[1]):
-            return c10d.STOP_WAITING
-        number = self._last = self._last + 1
-        self._state.wait((self, number), request[1])
-        self._waiting.add(number)
-        return None
+    def _next_place(self) -> Place:
+        self._last_request += 1
+        return self, self._last_request
 
-    def _barrier(self, request: Request) -> bytes | None:
-        number = self._last = self._last + 1
-        if self._state.barriers.join((self, number), request[1], request[2]) is not NO_REPLY:
-            return c10d.STOP_WAITING
-        self._waiting.add(number)  # the last one to arrive has its answer already
-        return None
-
-    def _cancel_wait(self, request: Request) -> bytes:
+    def _cancel_wait(self) -> bytes:
         """Cancel all blocked requests; wake-ups for queue items pass to other clients."""
-        waiting, self._waiting = self._waiting, set()
-        for number in waiting:
-            self._state.requests.withdraw((self, number))
+        for place in self._state.requests.places_of(self):
+            self._state.requests.withdraw(place)
         self._state.queues.release_wakeups(self)
         return c10d.WAIT_CANCELED
 
 
-ANSWERS: Final[dict[int, Callable[[C10dSession, Request], bytes | None]]] = {
+_OF_SESSION: Final[dict[int, Handler]] = {
     Code.VALIDATE: C10dSession._validate,
-    Code.SET: C10dSession._set,
-    Code.COMPARE_SET: C10dSession._compare_set,
-    Code.GET: C10dSession._get,
-    Code.ADD: C10dSession._add,
-    Code.CHECK: C10dSession._check,
-    Code.WAIT: C10dSession._wait,
-    Code.GETNUMKEYS: C10dSession._num_keys,
-    Code.DELETE_KEY: C10dSession._delete_key,
-    Code.APPEND: C10dSession._append,
     Code.MULTI_GET: C10dSession._multi_get,
-    Code.MULTI_SET: C10dSession._multi_set,
-    Code.CANCEL_WAIT: C10dSession._cancel_wait,
-    Code.PING: C10dSession._ping,
-    Code.QUEUE_PUSH: C10dSession._queue_push,
     Code.QUEUE_POP: C10dSession._queue_pop,
-    Code.QUEUE_LEN: C10dSession._queue_len,
-    Code.LIST_KEYS: C10dSession._list_keys,
+    Code.WAIT: C10dSession._wait,
     Code.BARRIER: C10dSession._barrier,
+    Code.CANCEL_WAIT: C10dSession._cancel_wait,
 }
 
 
-# -- cached replies to short requests that were seen before, without a session -----------------------
+# -- requests that concern only the state -----------------------------------------------------------
 
 
-def at_once(state: StoreState) -> dict[int, Callable[..., Answer]]:
-    """Return by code a function of a request's arguments that returns the function that answers this request.
+def handlers_of(state: StoreState) -> dict[int, Handler]:
+    """Return the handlers of the requests that need no session, by code."""
+    keys, queues = state.keys, state.queues
+    no_value = vector(b"")
 
-    If that returns None or raises, it has had no effect, and the session executes the request.
+    def get(key: str) -> bytes:
+        value = keys.peek(key)
+        return no_value if value is None else U64.pack(len(value)) + value
+
+    def list_keys() -> bytes:
+        names = [c10d.raw_key(key) for key in keys.list_keys("")]
+        return U64.pack(len(names)) + c10d.vectors(names)
+
+    return {
+        Code.PING: U32.pack,
+        Code.SET: keys.set,
+        Code.MULTI_SET: keys.multi_set,
+        Code.APPEND: keys.append,
+        Code.ADD: lambda key, amount: I64.pack(keys.add(key, amount)),
+        Code.COMPARE_SET: lambda *arguments: vector(keys.compare_set(*arguments)),
+        Code.GET: get,
+        Code.DELETE_KEY: lambda key: I64.pack(keys.delete(key)),
+        Code.CHECK: lambda names: c10d.READY if state.check(names) else c10d.NOT_READY,
+        Code.GETNUMKEYS: lambda: I64.pack(len(keys)),
+        Code.LIST_KEYS: list_keys,
+        Code.QUEUE_PUSH: queues.push,
+        Code.QUEUE_LEN: lambda key: I64.pack(queues.length(key)),
+    }
+
+
+def cached_answers(state: StoreState, handlers: Mapping[int, Handler]) -> dict[int, Callable[..., Answer]]:
+    """Return by code a function that makes, from the arguments of a request, the function that answers this request.
+
+    If the made function returns None or raises, it has had no effect, and the session executes the request.
     """
-    peek, increase, pack = state.keys.peek, state.keys.add, I64.pack
-
-    def get(key: str) -> Answer:
-        def answer() -> bytes | None:
-            value = peek(key)
-            return None if value is None else U64.pack(len(value)) + value
-
-        return answer
-
-    def add(key: str, amount: int) -> Answer:
-        return lambda: pack(increase(key, amount))
+    peek = state.keys.peek
 
     def wait(keys: list[str]) -> Answer:
         (key,) = keys
         return lambda: None if peek(key) is None else c10d.STOP_WAITING
 
-    def check(keys: list[str]) -> Answer:
-        return lambda: c10d.READY if state.check(keys) else c10d.NOT_READY
-
-    return {Code.GET: get, Code.ADD: add, Code.WAIT: wait, Code.CHECK: check}
+    answers: dict[int, Callable[..., Answer]] = {Code.WAIT: wait}
+    for code in (Code.GET, Code.ADD, Code.CHECK):
+        answers[code] = partial(partial, handlers[code])
+    return answers

@@ -1,9 +1,10 @@
 """Base of the connections of both protocols to a store server: queues replies and applies backpressure.
 
 The event loop calls a connection, which awaits nothing and makes no task. The connection stops reading requests while
-its client does not read replies. A subscriber that does not read what other clients publish is disconnected; replies to
-its own requests never cause that. `session`, `c10d_session` and `accept` derive from it. `persistence.group_commit`
-holds its replies and releases them. `store.client.link` uses `descriptor_of`. This module does not import the server.
+its client does not read replies. The server disconnects a subscriber that does not read published messages; replies to
+the subscriber's own requests never cause that. `session`, `c10d_session` and `accept` derive from it.
+`persistence.group_commit` holds its replies and releases them. `store.client.link` uses `descriptor_of`. This module does
+not import the server.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         peer: The client's address, for the log.
 
     Attributes:
-        paused: Whether no further request is executed, for one of the reasons in `_backpressured` or because it closes.
+        paused: Whether no further request is executed, for one of the reasons in `_must_pause`.
     """
 
     __slots__ = (
@@ -82,21 +83,18 @@ class ServerConnection(asyncio.Protocol, ABC):
         self._transport = transport
         self._out: list[bytes] = []
         self._out_nbytes = 0
-        # Of replies that wait until the changes they show are on disk.
-        self._held_nbytes = 0
-        # The transport's write buffer is full.
-        self._write_paused = False
-        # The other connections run first.
-        self._yielding = False
+        self._held_nbytes = 0  # of replies that wait until the changes they show are on disk
+        self._write_paused = False  # the transport's write buffer is full
+        self._yielding = False  # the other connections run first
+        self._closing = False  # the connection closes once the queued replies have been sent
         self.paused = False
-        self._closing = False
         lifecycle.close_in_children(self)
 
     def fileno(self) -> int:
         """Return the descriptor of its socket, or -1 if that is closed."""
         return -1 if self._transport is None else descriptor_of(self._transport)
 
-    # -- what each format implements --------------------------------------------------------------
+    # -- implemented by each format ---------------------------------------------------------------
 
     @abstractmethod
     def receive(self, data: bytes) -> None:
@@ -120,7 +118,7 @@ class ServerConnection(asyncio.Protocol, ABC):
     def unfinished(self) -> bool:
         """Whether a request has arrived in part or has not been executed."""
 
-    # -- what the event loop calls ----------------------------------------------------------------
+    # -- called by the event loop -----------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         self.take(data)
@@ -143,11 +141,11 @@ class ServerConnection(asyncio.Protocol, ABC):
         self._resume_execution()
 
     def _resume_execution(self) -> None:
-        """Resume execution unless backpressure still applies."""
-        if self._backpressured:
+        """Resume execution unless a reason to pause still applies."""
+        if self._must_pause:
             return
         self.paused = False
-        if self._transport is not None and not self._closing:
+        if self._transport is not None:
             self._transport.resume_reading()
             # Requests that arrived earlier are executed without new bytes.
             self.data_received(b"")
@@ -185,30 +183,30 @@ class ServerConnection(asyncio.Protocol, ABC):
         self._send_when_durable(data)
 
     def _send_when_durable(self, data: Any) -> None:
-        """Send data, or have it held until the changes that it may show are on disk."""
+        """Send data, or hold it until the changes that it may show are on disk."""
         durability = self._server.durability
         if durability is None or not durability.holding:
             self._write(data)
         else:
             durability.hold(self, data)
             self._held_nbytes += len(data)
-            self.paused = self._backpressured
+            self.paused = self._must_pause
 
     def release(self, data: Any) -> None:
-        """Send held data. `GroupCommit` calls `settle` after it has released all data that one commit held."""
+        """Send held data. `GroupCommit` calls `settle` after it has released all data that waited for one commit."""
         self._held_nbytes -= len(data)
         self._write(data)
 
     def settle(self) -> None:
         """Close the connection if it waited only for data that has now been sent, else resume execution."""
-        if self._closing and not self._held_nbytes:
-            self._close_when_sent()
+        if self._closing:
+            self._close_if_sent()
         elif self.paused:
             self._resume_execution()
 
-    def _close_when_sent(self) -> None:
-        self._closing = True
-        if self._transport is not None:
+    def _close_if_sent(self) -> None:
+        """Close the transport, which first sends its buffer, unless further data has to be passed to it."""
+        if self._transport is not None and not self._held_nbytes:
             self._transport.close()
 
     def _write(self, data: Any) -> None:
@@ -216,9 +214,15 @@ class ServerConnection(asyncio.Protocol, ABC):
             self._transport.write(data)
 
     @property
-    def _backpressured(self) -> bool:
-        """Whether execution must pause: too many bytes wait to be sent, others run first, or the server is halted."""
-        return self._write_paused or self._held_nbytes >= BATCH_NBYTES or self._yielding or self._server.halted
+    def _must_pause(self) -> bool:
+        """Whether execution must pause: too many bytes wait to be sent, other connections run first, or an end is near."""
+        return (
+            self._write_paused
+            or self._held_nbytes >= BATCH_NBYTES
+            or self._yielding
+            or self._closing
+            or self._server.halted
+        )
 
     @property
     def waiting_nbytes(self) -> int:
@@ -258,13 +262,11 @@ class ServerConnection(asyncio.Protocol, ABC):
     def finish(self) -> None:
         """Execute nothing more, and close the connection once the queued replies have been sent."""
         self.flush()
-        if self._transport is None:
+        if self._transport is None or self._closing:
             return
-        if self._held_nbytes:
-            self._closing = self.paused = True
-            self._transport.pause_reading()
-        else:
-            self._close_when_sent()
+        self._closing = self.paused = True
+        self._transport.pause_reading()
+        self._close_if_sent()
 
     def pause_reading(self) -> None:
         """Stop reading from the socket."""
@@ -272,7 +274,7 @@ class ServerConnection(asyncio.Protocol, ABC):
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read from the socket again, unless backpressure from this client applies."""
+        """Read from the socket again, unless this client's execution must pause."""
         if self.paused:
             self._resume_execution()
         elif self._transport is not None:

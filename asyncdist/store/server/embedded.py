@@ -22,16 +22,16 @@ _AT_EXIT = 1.0
 
 
 class EmbeddedServer:
-    """A server on the background loop. It is also closed when it is collected, and at exit.
+    """A server on the background loop. It also closes when it is garbage-collected, and at exit.
 
     Clients of torch's TCPStore are refused, unless ``ASYNCDIST_STORE_C10D`` says otherwise.
     """
 
     def __init__(self, host: str, port: int, *, token: str | None, config: Config, fd: int | None = None) -> None:
         running = background_loop()
-        sock = socket.socket(fileno=fd) if fd is not None else None
+        sockets = [socket.socket(fileno=fd)] if fd is not None else []
         where = _bind_to(host, port, token, config)
-        server = running.run(StoreServer.start(where, port, token=token, config=for_ranks(config), sock=sock))
+        server = running.run(StoreServer.start(where, port, token=token, config=for_ranks(config), sockets=sockets))
         self.port = server.port
         self.reachable_host = _reachable(server.address)
         self._running = running

@@ -34,8 +34,7 @@ def resolve_listen_address(host: str, port: int) -> Addresses:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise unresolved(host, error) from None
-    addresses: Addresses = [(family, str(address[0])) for family, _, _, _, address in found]
-    addresses = list(dict.fromkeys(addresses))
+    addresses: Addresses = list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
     if not _has_ipv6():
         addresses = [each for each in addresses if each[0] is not socket.AF_INET6] or addresses
     return addresses
@@ -48,9 +47,9 @@ def unguarded(hosts: Iterable[str], token: str | None, config: Config) -> list[s
     return [host for host in hosts if not is_loopback(host)]
 
 
-def check_guarded(addresses: Addresses, token: str | None, config: Config) -> None:
+def check_guarded(hosts: Iterable[str], token: str | None, config: Config) -> None:
     """Raise UsageError if a client on the network could connect without a token."""
-    open_to_all = unguarded([address for _, address in addresses], token, config)
+    open_to_all = unguarded(hosts, token, config)
     if open_to_all:
         raise UsageError(
             f"the store would listen on {', '.join(open_to_all)} without a token, open to every host that reaches it: set "
@@ -64,7 +63,7 @@ def listening_sockets(host: str, port: int, addresses: Addresses, tries: int = _
     try:
         return _bind_all(port, addresses)
     except OSError as error:
-        # A port that is free on the first address may be in use on the next one: then try another port.
+        # The port that the kernel picked for the first address may be in use on another one.
         if tries > 1 and port == 0 and len(addresses) > 1 and error.errno == errno.EADDRINUSE:
             return listening_sockets(host, port, addresses, tries - 1)
         raise _explain(host, port, error) from error
@@ -75,7 +74,7 @@ def unix_socket(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket():
-            _remove_if_left(path)
+            _remove_stale(path)
         sock.bind(str(path))
         path.chmod(0o600)  # before it listens
         sock.listen(BACKLOG)
@@ -90,7 +89,7 @@ def unix_socket(path: Path) -> socket.socket:
     return sock
 
 
-def _remove_if_left(path: Path) -> None:
+def _remove_stale(path: Path) -> None:
     """Remove the socket file of a store that was killed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
@@ -114,7 +113,7 @@ def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socke
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         if os.name == "posix":
-            # A restarted store gets its port at once. Two sockets still cannot listen at it.
+            # A restarted store can bind its port at once. Two sockets still cannot listen on it.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family is socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if address == "::" else 1)

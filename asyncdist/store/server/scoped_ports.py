@@ -1,8 +1,8 @@
 """Scoped ports of a store server: each has an empty store behind it, and closes at the end of a lease.
 
-Clients of torch's TCPStore address a store by host and port and know no namespaces, so the keys of two jobs would mix.
-The launcher of a job opens a scoped port and gives its workers that port. `StoreServer` owns one `ScopedStores` and
-passes in how to start another server, so that this module does not import the server.
+Clients of torch's TCPStore address a store by host and port, and its protocol has no namespaces, so that the keys of two
+jobs would collide. The launcher of a job opens a scoped port and gives its workers that port. `StoreServer` owns one
+`ScopedStores` and passes the function that starts another server, so that this module does not import the server.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ScopedStores:
 
     def open(self, connection: Client, identity: bytes, request: int, prefix: str) -> None:
         """Open a port until the client's lease on ``prefix`` ends; the reply, the port's number, follows."""
-        self._spawn(self._open_until_lease_end(connection, identity, request, prefix))
+        self._spawn(self._open_and_reply(connection, identity, request, prefix))
 
     async def close(self) -> None:
         """Close all scoped ports."""
@@ -62,21 +62,27 @@ class ScopedStores:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _open_until_lease_end(self, connection: Client, identity: bytes, request: int, prefix: str) -> None:
+    async def _open_and_reply(self, connection: Client, identity: bytes, request: int, prefix: str) -> None:
+        try:
+            port = await self._open_store(identity, prefix)
+        except RequestRefused as refused:
+            self._send(refused.reply(connection, request))
+        else:
+            self._send(Reply(connection, request, OperationKind.RESULT, port))
+
+    async def _open_store(self, identity: bytes, prefix: str) -> int:
+        """Start a store that closes at the end of the lease; return its port."""
         try:
             store = await self._start()
         except AddressError as error:
-            why = (Reason.INVALID, f"the daemon cannot open another port: {error}")
-            self._send(Reply(connection, request, OperationKind.REFUSED, why))
-            return
+            raise RequestRefused(Reason.INVALID, f"the daemon cannot open another port: {error}") from None
         self._open.add(store)
         try:
             self._at_lease_end(identity, prefix, lambda: self._spawn(self._close(store)))
-        except RequestRefused as refused:
-            self._send(Reply(connection, request, OperationKind.REFUSED, (refused.reason, refused.text)))
+        except RequestRefused:
             await self._close(store)
-        else:
-            self._send(Reply(connection, request, OperationKind.RESULT, store.port))
+            raise
+        return store.port
 
     async def _close(self, store: ScopedStore) -> None:
         if store in self._open:

@@ -25,17 +25,15 @@ from asyncdist.base.daemon_threads import run_in_daemon_thread
 from asyncdist.base.network import is_address
 from asyncdist.base.tls import server_context
 from asyncdist.config import Config
-from asyncdist.errors import ProtocolError
 from asyncdist.store.c10d_policy import policy
 from asyncdist.store.persistence.group_commit import Fsync, GroupCommit
 from asyncdist.store.protocol.c10d import RequestCache
-from asyncdist.store.protocol.chunking import LONG_NBYTES, ChunkedMessage, answer_piece, weight
 from asyncdist.store.protocol.codec import Encoder, message_limit
-from asyncdist.store.protocol.operations import OperationKind, Reason, Reply
+from asyncdist.store.protocol.operations import Reply
 from asyncdist.store.server import listener, status
 from asyncdist.store.server.accept import Admission, PendingConnection
 from asyncdist.store.server.busy_poll import AdaptiveBusyPoll
-from asyncdist.store.server.c10d_session import at_once
+from asyncdist.store.server.c10d_session import cached_answers, handlers_of
 from asyncdist.store.server.connection import ServerConnection
 from asyncdist.store.server.fast_path import EpollFastPath
 from asyncdist.store.server.scoped_ports import ScopedStores
@@ -52,7 +50,7 @@ logger = logging.getLogger(__name__)
 class StoreServer:
     """A store that listens at ``host`` and ``port``. Create it with `start`, and `close` it.
 
-    ``host`` is as it was given; ``address`` is the first address of that name.
+    ``host`` is the host that `start` was called with; ``address`` is its first address.
     """
 
     def __init__(self, config: Config, token: str | None, *, stays: bool = False, polls: bool = False) -> None:
@@ -75,18 +73,20 @@ class StoreServer:
         self._servers: list[asyncio.Server | SniffingListener] = []
         self.admission = Admission(config.store_max_connections, self.dismiss)
         self.halted = False
-        """Whether reading is paused, and no further request that was read is begun."""
+        """Whether reading is paused, and no further request is executed."""
         self.started = time.monotonic()
         self.num_requests = 0
         self.pack = Encoder().pack
         self.scoped_ports = ScopedStores(self._start_scoped, self.state.at_lease_end, self._deliver_late)
-        self.fast_path = EpollFastPath(self._loop, RequestCache(at_once(self.state)), self.answered)
+        self.c10d_handlers = handlers_of(self.state)
+        cache = RequestCache(cached_answers(self.state, self.c10d_handlers))
+        self.fast_path = EpollFastPath(self._loop, cache, self.answered)
         self.sessions = SessionTable(self.quota, self.change_log)
         self.lineage = secrets.token_hex(8)
-        """The name of the data set, which successive servers with one journal share."""
+        """The name of the data set: successive servers with one journal share it."""
         self.stays = stays
         """Whether clients may expect another server here after this one."""
-        self._lease: asyncio.TimerHandle | None = None
+        self._lease_timer: asyncio.TimerHandle | None = None
 
     @classmethod
     async def start(
@@ -96,7 +96,6 @@ class StoreServer:
         *,
         token: str | None = None,
         config: Config | None = None,
-        sock: socket.socket | None = None,
         sockets: Sequence[socket.socket] = (),
         data: Path | None = None,
         fsync: Fsync = Fsync.ALWAYS,
@@ -105,30 +104,30 @@ class StoreServer:
     ) -> StoreServer:
         """Listen at ``host`` ("" is every interface) and ``port`` (0 is any free one) on the running loop.
 
-        ``sock`` is a bound socket to listen on instead, ``sockets`` are several; they are closed with the server. With
-        ``data``, a folder, the store restores its contents from there, and acknowledges a change when it is written
-        there as ``fsync`` says. ``stays`` tells clients that another server may follow at this address. With ``polls``
-        the server has a process of its own, and polls without sleeping where that pays.
+        ``sockets`` are bound sockets to listen on instead; the server closes them in the end. With ``data``, a folder,
+        the store restores its contents from there, and acknowledges a change once it is written there according to
+        ``fsync``. ``stays`` tells clients that another server may follow at this address. With ``polls`` the server has
+        a process of its own, and polls without sleeping where that pays.
 
-        Raises AddressError when the port is in use or the host does not resolve, UsageError beyond loopback without a
-        token, JournalError when the data cannot be used. `close` it in the end.
+        Raises AddressError if the port is in use or the host does not resolve, UsageError beyond loopback without a
+        token, JournalError if the data cannot be used.
         """
         server = cls(config or Config(), token, stays=stays, polls=polls)
-        bound = [*sockets, *([sock] if sock is not None else [])]
+        bound = list(sockets)
         try:
             if bound:
-                listener.check_guarded([_address(each) for each in bound if _is_tcp(each)], token, server.config)
+                hosts = [each.getsockname()[0] for each in bound if _is_tcp(each)]
+                listener.check_guarded(hosts, token, server.config)
             else:
-                # Names are looked up in a thread only where a lookup could take time.
                 addresses = await _resolve(host, port)
-                listener.check_guarded(addresses, token, server.config)
+                listener.check_guarded([address for _, address in addresses], token, server.config)
                 bound = listener.listening_sockets(host, port, addresses)
             server._know_address(host, bound)
             if data is not None:
                 server.durability = await GroupCommit.open(server, data, fsync)
             for each in bound:
                 await server._listen(each)
-            server._watch_leases()  # of the clients of an earlier server
+            server._watch_leases()  # of an earlier server's clients
         except BaseException:
             await server.close()
             for each in bound:
@@ -150,15 +149,14 @@ class StoreServer:
         sock.setblocking(False)
         if self.tls is not None and _is_tcp(sock):
             sock.listen(listener.BACKLOG)
-            self._servers.append(
-                SniffingListener(
-                    self.admission, sock, self.tls, lambda: PendingConnection(self), self.config.handshake_timeout
-                )
-            )
+            timeout = self.config.handshake_timeout
+            self._servers.append(SniffingListener(self.admission, sock, self.tls, self._new_connection, timeout))
             return
-        make = self._loop.create_server if _is_tcp(sock) else self._loop.create_unix_server
-        made = await make(lambda: PendingConnection(self), sock=sock, backlog=listener.BACKLOG)
-        self._servers.append(made)
+        listen = self._loop.create_server if _is_tcp(sock) else self._loop.create_unix_server
+        self._servers.append(await listen(self._new_connection, sock=sock, backlog=listener.BACKLOG))
+
+    def _new_connection(self) -> PendingConnection:
+        return PendingConnection(self)
 
     async def close(self) -> None:
         """Stop listening, drop all connections, and return when they have ended. May be called again."""
@@ -169,9 +167,9 @@ class StoreServer:
         self.drop_all()
         await self.admission.empty.wait()
         self.fast_path.close()
-        if self._lease is not None:  # a later server begins each lease again
-            self._lease.cancel()
-            self._lease = None
+        if self._lease_timer is not None:  # a later server starts each lease again
+            self._lease_timer.cancel()
+            self._lease_timer = None
         servers, self._servers = self._servers, []
         for server in servers:
             await server.wait_closed()
@@ -180,7 +178,10 @@ class StoreServer:
             self.durability = None
 
     async def drain(self, timeout: float) -> None:
-        """Accept and execute nothing more; return when every reply has been sent, or after ``timeout`` seconds."""
+        """Accept no connection and execute no request any more; return when every reply has been sent.
+
+        It returns after ``timeout`` seconds even if some have not.
+        """
         self.admission.close()
         for server in self._servers:
             server.close()
@@ -229,12 +230,6 @@ class StoreServer:
         """Count a connection that is refused or dropped."""
         self.admission.count_refusal()
 
-    def open_scoped_port(self, connection: Session, request: int, prefix: str) -> None:
-        """Open a port with an empty store behind it, until the lease on ``prefix`` ends; the reply follows."""
-        if connection.client_session is None:
-            raise ProtocolError("a scoped store of a client without a session")
-        self.scoped_ports.open(connection, connection.client_session.identity, request, prefix)
-
     def status(self) -> dict[str, Any]:
         """Return what ``asyncdist store status`` shows."""
         return status.status(self)
@@ -255,7 +250,7 @@ class StoreServer:
             self.busy_poll.heard(client)
 
     def answered(self, client: object, count: int) -> None:
-        """A client, or several (None), has sent something; ``count`` requests were answered without a session."""
+        """Like `heard`, after the fast path has answered ``count`` requests without a session."""
         self.num_requests += count
         if self.state.requests.due:
             self.deliver(self.state.requests.collect(), None)
@@ -287,11 +282,11 @@ class StoreServer:
 
     def _watch_leases(self) -> None:
         end = self.sessions.next_end()
-        if self._lease is not None:
-            self._lease.cancel()
-        self._lease = None
+        if self._lease_timer is not None:
+            self._lease_timer.cancel()
+        self._lease_timer = None
         if end < math.inf and self._servers:
-            self._lease = self._loop.call_later(max(0.0, end - time.monotonic()), self._end_leases)
+            self._lease_timer = self._loop.call_later(max(0.0, end - time.monotonic()), self._end_leases)
 
     def _end_leases(self) -> None:
         for session in self.sessions.expire(time.monotonic()):
@@ -301,7 +296,7 @@ class StoreServer:
     # -- replies ----------------------------------------------------------------------------------
 
     def deliver(self, replies: list[Reply], asking: ServerConnection | None) -> None:
-        """Queue replies at their connections; all of these but ``asking``, which has more to do, send at once."""
+        """Queue replies at their connections. Each connection but ``asking``, which executes requests, sends at once."""
         others = set()
         for reply in replies:
             connection: ServerConnection = reply.client
@@ -317,33 +312,13 @@ class StoreServer:
         if reply.client in self.admission.connections:
             self.deliver([reply], None)
 
-    def encode(self, reply: Reply) -> bytes | ChunkedMessage:
-        """Return the message of a reply."""
-        _, request, kind, value = reply
-        nbytes = weight((value,))
-        if nbytes <= LONG_NBYTES:
-            return self.pack((request, kind, value))
-        # A list's size is checked before it is packed: a request may repeat one key many times.
-        if nbytes <= self.limit or type(value) is bytes:
-            parcel = ChunkedMessage(self.pack, (request, kind, value), answer_piece)
-            if len(parcel) <= self.limit:
-                return parcel
-        text = f"the reply would exceed the store's {self.limit} bytes: ask for fewer keys at a time"
-        return self.pack((reply.request, OperationKind.REFUSED, (Reason.TOO_LARGE, text)))
-
 
 def _is_tcp(sock: socket.socket) -> bool:
     return sock.family in (socket.AF_INET, socket.AF_INET6)
 
 
-def _address(sock: socket.socket) -> tuple[socket.AddressFamily, str]:
-    return socket.AddressFamily(sock.family), str(sock.getsockname()[0])
-
-
-async def _resolve(host: str, port: int) -> list[Any]:
-    literal = not host or is_address(host)
-    return (
-        listener.resolve_listen_address(host, port)
-        if literal
-        else await run_in_daemon_thread(lambda: listener.resolve_listen_address(host, port))
-    )
+async def _resolve(host: str, port: int) -> listener.Addresses:
+    """Return the addresses of a host; look up a name in a thread, because that may take time."""
+    if not host or is_address(host):
+        return listener.resolve_listen_address(host, port)
+    return await run_in_daemon_thread(lambda: listener.resolve_listen_address(host, port))

@@ -1,8 +1,8 @@
 """The server's side of one connection of this package's client: frames become requests, and replies become frames.
 
-Long messages are sent in chunks (`protocol.chunking`), and short ones pass between the chunks. A value in transfer counts
-against the store's memory quota, and is dropped with its connection. A client may reconnect and repeat its unanswered
-requests; each change is applied once (`state.sessions`). This module does not import the server.
+Long messages are sent in chunks (`protocol.chunking`), and short messages between the chunks. The chunks of a value that
+arrives count against the store's memory quota, and are dropped with their connection. A client may reconnect and repeat
+its unanswered requests; each change is applied once (`state.sessions`). This module does not import the server.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError
 from asyncdist.store.protocol.chunk_sender import ChunkSender
-from asyncdist.store.protocol.chunking import FRAME_NBYTES, LONG_NBYTES, ChunkedMessage, Reassembler, answer_piece
+from asyncdist.store.protocol.chunking import (
+    FRAME_NBYTES,
+    LONG_NBYTES,
+    ChunkedMessage,
+    Reassembler,
+    answer_piece,
+    weight,
+)
 from asyncdist.store.protocol.codec import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
 from asyncdist.store.protocol.operations import (
     CHANGING,
@@ -27,6 +34,7 @@ from asyncdist.store.protocol.operations import (
     Reply,
 )
 from asyncdist.store.server.connection import BACKLOG_NBYTES, ConnectionContext, ServerConnection
+from asyncdist.store.server.scoped_ports import ScopedStores
 from asyncdist.store.state.limits import MemoryQuota
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import RequestRefused
@@ -39,12 +47,10 @@ class SessionContext(ConnectionContext, Protocol):
     state: StoreState
     quota: MemoryQuota
     num_requests: int
+    scoped_ports: ScopedStores
 
     def pack(self, message: tuple[Any, ...], /) -> bytes:
         """Encode one message."""
-
-    def encode(self, reply: Reply) -> bytes | ChunkedMessage:
-        """Return the message of a reply."""
 
     def deliver(self, replies: list[Reply], asking: ServerConnection | None) -> None:
         """Put replies into the connections that they are for."""
@@ -54,9 +60,6 @@ class SessionContext(ConnectionContext, Protocol):
 
     def close_session(self, connection: Session) -> None:
         """Close the client session of a connection."""
-
-    def open_scoped_port(self, connection: Session, request: int, prefix: str) -> None:
-        """Open a port with an empty store behind it, until the lease on ``prefix`` ends; the reply follows."""
 
     def status(self) -> dict[str, Any]:
         """Return what ``asyncdist store status`` shows."""
@@ -85,17 +88,17 @@ class Session(ServerConnection):
         super().__init__(server, transport, peer)
         self._parser = FrameParser(FRAME_NBYTES)
         self._reassembler = Reassembler(server.limit)
-        self._reserved_nbytes = 0  # of the chunks that have arrived, in the server's quota
-        self._queued: Counter[int] = Counter()  # long replies that are not sent and not cancelled, by request
-        self._queued_nbytes = 0  # of those that wait for nothing but the socket
+        self._reserved_nbytes = 0  # for chunks that have arrived, in the server's quota
+        self._queued: Counter[int] = Counter()  # number of long replies that are neither sent nor cancelled, by request
+        self._queued_nbytes = 0  # length of the long replies at the chunk sender
         self._chunk_sender = ChunkSender(
             transport.write, self._queued.__contains__, asyncio.get_running_loop().call_soon
         )
-        self._published_nbytes = 0  # short messages, since the socket was writable last
-        self._published_queued_nbytes = 0  # long messages that have not been sent
+        self._published_nbytes = 0  # length of the short published messages since the socket was last full
+        self._published_queued_nbytes = 0  # length of the long published messages that have not been sent
         self._todo: deque[Any] = deque()
         self.client_session: ClientSession | None = None
-        self._last_before = 0  # request over an earlier connection
+        self._last_before = 0  # the last request over an earlier connection
 
     def receive(self, data: bytes) -> None:
         for frame in self._parser.feed(data) if data else ():
@@ -121,17 +124,15 @@ class Session(ServerConnection):
         more = self._reassembler.nbytes - self._reserved_nbytes
         if more <= 0:
             return
-        self._work(in_turns=False)  # earlier requests may make room
-        # A repeated request needs no room.
+        self._work(in_turns=False)  # earlier requests may release memory
+        # A repeated request, which has a reply, needs no memory.
         answer = self.client_session.answer_to(request) if self.client_session is not None else None
         try:
             if answer is None:
                 self._server.quota.reserve(more)
                 self._reserved_nbytes += more
         except RequestRefused as refused:
-            answer = self._unsure(request) or Reply(
-                self, request, OperationKind.REFUSED, (int(refused.reason), refused.text)
-            )
+            answer = self._unsure(request) or refused.reply(self, request)
         if answer is not None:
             self._reassembler.waste()
             self.answer(answer)
@@ -158,13 +159,13 @@ class Session(ServerConnection):
             request, op, args = decode_request(message)
             if op in CHANGING and self.client_session is not None:
                 self._change(self.client_session, request, op, args)
+            elif op in LEASED and self.client_session is None:
+                raise ProtocolError("a lease of a client without a session")
             elif op in SERVERS or op is Op.LEAVE:
                 self._serve(request, op, args)
-            elif self.client_session is None and op in LEASED:
-                raise ProtocolError("a lease of a client without a session")
             else:
                 server.deliver(execute(self, request, op, args), self)
-                if op is Op.CANCEL:  # of the rest of a long reply
+                if op is Op.CANCEL:  # the rest of a long reply is not sent
                     self._queued.pop(args[0], None)
             if op in SWEEPING and todo and in_turns:
                 self._yield_turn()
@@ -192,8 +193,8 @@ class Session(ServerConnection):
         """Return the reply to a request that may have been executed for an earlier connection; None to any other."""
         if self.client_session is None or request > min(self._last_before, self.client_session.unsure):
             return None
-        why = (int(Reason.UNSURE), "more changes were under way than the store keeps replies to")
-        return Reply(self, request, OperationKind.REFUSED, why)
+        text = "more changes were under way than the store keeps replies to"
+        return RequestRefused(Reason.UNSURE, text).reply(self, request)
 
     def _serve(self, request: int, op: Op, args: tuple[Any, ...]) -> None:
         """Execute a request that concerns the session or the server, not the stored state."""
@@ -209,7 +210,8 @@ class Session(ServerConnection):
             server.deliver(server.state.leave(self), self)
             server.close_session(self)
         elif op is Op.OPEN_SCOPED_STORE:
-            server.open_scoped_port(self, request, *args)
+            assert self.client_session is not None
+            server.scoped_ports.open(self, self.client_session.identity, request, *args)
         else:
             raise ProtocolError("a chunk of a message without other chunks")
 
@@ -221,24 +223,39 @@ class Session(ServerConnection):
         self._last_before = client_session.last
 
     def supersede(self) -> None:
-        """Drop this connection: its client has reconnected, and repeats the requests that are not answered."""
+        """Drop this connection: its client has reconnected, and repeats its unanswered requests."""
         self._todo.clear()
         self.abort()
 
     # -- replies ----------------------------------------------------------------------------------
 
     def answer(self, reply: Reply) -> None:
-        message = self._server.encode(reply)
+        message = self._encoded(reply)
         if isinstance(message, bytes) and reply.request not in self._queued:
             self.put(message)
             self._published_nbytes += len(message) if reply.kind is OperationKind.PUBLISHED else 0
             return
-        if isinstance(message, bytes):  # a stream's next message must not overtake a long one
+        if isinstance(message, bytes):  # a short message of a stream must not overtake a long one
             message = ChunkedMessage(self._server.pack, (reply.request, reply.kind, reply.value), answer_piece)
         self.flush()
         self._queued[reply.request] += 1
         self._published_queued_nbytes += len(message) if reply.kind is OperationKind.PUBLISHED else 0
         self._send_when_durable(message)
+
+    def _encoded(self, reply: Reply) -> bytes | ChunkedMessage:
+        """Return the message of a reply."""
+        pack, limit = self._server.pack, self._server.limit
+        fields = reply.request, reply.kind, reply.value
+        nbytes = weight((reply.value,))
+        if nbytes <= LONG_NBYTES:
+            return pack(fields)
+        # A list's size is checked before it is packed: a request may repeat one key many times.
+        if nbytes <= limit or type(reply.value) is bytes:
+            message = ChunkedMessage(pack, fields, answer_piece)
+            if len(message) <= limit:
+                return message
+        text = f"the reply would exceed the store's {limit} bytes: ask for fewer keys at a time"
+        return pack(RequestRefused(Reason.TOO_LARGE, text).reply(self, reply.request)[1:])
 
     def _write(self, data: bytes | ChunkedMessage) -> None:
         if not isinstance(data, ChunkedMessage):
@@ -246,7 +263,7 @@ class Session(ServerConnection):
         elif self._transport is not None:
             self._chunk_sender.send(data, self._chunks_sent)
             self._queued_nbytes += len(data)
-            self.paused = self.paused or self._backpressured
+            self.paused = self.paused or self._must_pause
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -257,27 +274,24 @@ class Session(ServerConnection):
         super().resume_writing()
         self._chunk_sender.resume()
 
-    def _chunks_sent(self, parcel: ChunkedMessage) -> None:
-        self._queued -= Counter([parcel.request])
-        self._queued_nbytes -= len(parcel)
-        self._published_queued_nbytes -= len(parcel) if parcel.kind is OperationKind.PUBLISHED else 0
+    def _chunks_sent(self, message: ChunkedMessage) -> None:
+        self._queued -= Counter([message.request])
+        self._queued_nbytes -= len(message)
+        self._published_queued_nbytes -= len(message) if message.kind is OperationKind.PUBLISHED else 0
         self.settle()
 
     @property
-    def _backpressured(self) -> bool:
-        return super()._backpressured or self._queued_nbytes - self._chunk_sender.nbytes_under_way > BACKLOG_NBYTES
+    def _must_pause(self) -> bool:
+        return super()._must_pause or self._queued_nbytes - self._chunk_sender.nbytes_under_way > BACKLOG_NBYTES
 
     @property
     def _published_waiting_nbytes(self) -> int:
-        # It is not known which short messages have left the socket; they are at most all that waits there.
+        # The transport does not tell which of the short messages it has sent.
         return self._published_queued_nbytes + min(self._published_nbytes, self.waiting_nbytes)
 
-    def _close_when_sent(self) -> None:
+    def _close_if_sent(self) -> None:
         if not self._chunk_sender.busy:
-            super()._close_when_sent()
-        elif self._transport is not None:
-            self._closing = self.paused = True
-            self._transport.pause_reading()
+            super()._close_if_sent()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._reassembler.drop()

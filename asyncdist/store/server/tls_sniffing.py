@@ -1,7 +1,7 @@
 """A listening socket that peeks at the first byte of a connection to choose TLS or plain TCP.
 
-A plain connection is passed on to `accept`, which accepts it only if its protocol may do without TLS: torch's TCPStore has
-no TLS. The peeked byte stays in the socket. Used by `server`, which it does not import.
+`accept` refuses a plain connection unless its client is torch's TCPStore, which has no TLS. The peeked byte stays in the
+socket. Used by `server`, which this module does not import.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class SniffingListener:
             self._loop.remove_reader(self._sock.fileno())
             self._sock.close()
         for sock in list(self._unclassified):
-            self._forget(sock)
-            sock.close()
+            self._drop(sock)
         for handshake in self._handshaking:
             handshake.cancel()
 
@@ -70,9 +69,8 @@ class SniffingListener:
                 if is_gone(error):
                     continue
                 logger.error("store: cannot accept a connection: %s", error.strerror)
-                self._loop.remove_reader(
-                    self._sock.fileno()
-                )  # until other parts of the process have closed descriptors
+                # The process may have too many open descriptors for the moment.
+                self._loop.remove_reader(self._sock.fileno())
                 self._loop.call_later(1.0, self._accept_again)
                 return
             admission = self._admission
@@ -89,13 +87,13 @@ class SniffingListener:
 
     def _make_room(self) -> bool:
         """Drop the oldest connection of the phase that has the most unauthenticated ones; return whether there was one."""
-        kinds = (len(self._unclassified), len(self._handshaking), self._admission.num_unauthenticated)
-        most = max(kinds)
+        counts = (len(self._unclassified), len(self._handshaking), self._admission.num_unauthenticated)
+        most = max(counts)
         if most == 0:
             return False
-        if kinds[0] == most:
+        if counts[0] == most:
             self._drop(next(iter(self._unclassified)))
-        elif kinds[1] == most:
+        elif counts[1] == most:
             next(iter(self._handshaking)).cancel()
         else:
             self._admission.evict_oldest_unauthenticated()
@@ -113,13 +111,13 @@ class SniffingListener:
             return
         except OSError:
             first = b""
-        self._forget(sock)
+        self._end_sniffing(sock)
         if not first:
             sock.close()
             return
         handshake = asyncio.ensure_future(self._handshake(sock, peer, tls=first == _TLS_HANDSHAKE))
         self._handshaking[handshake] = None
-        handshake.add_done_callback(lambda handshake: self._handshaking.pop(handshake))
+        handshake.add_done_callback(self._handshaking.pop)
 
     async def _handshake(self, sock: socket.socket, peer: object, *, tls: bool) -> None:
         timeout = self._handshake_timeout if tls else None
@@ -137,9 +135,9 @@ class SniffingListener:
         logger.warning("store: refused %s: %s", peer_name(peer), why)
 
     def _drop(self, sock: socket.socket) -> None:
-        self._forget(sock)
+        self._end_sniffing(sock)
         sock.close()
 
-    def _forget(self, sock: socket.socket) -> None:
+    def _end_sniffing(self, sock: socket.socket) -> None:
         self._unclassified.pop(sock).cancel()
         self._loop.remove_reader(sock.fileno())

@@ -99,8 +99,7 @@ class StoreState:
             if result is not NO_REPLY:
                 requests.due.append(Reply(client, request, OperationKind.RESULT, result))
         except RequestRefused as refused:
-            why = (int(refused.reason), refused.text)
-            requests.due.append(Reply(client, request, OperationKind.REFUSED, why))
+            requests.due.append(refused.reply(client, request))
         return requests.collect()
 
     @property

@@ -10,7 +10,7 @@ from io import SEEK_END, BytesIO
 from itertools import chain
 from typing import Any, Final
 
-from asyncdist.store.protocol.operations import Client, Reason
+from asyncdist.store.protocol.operations import Client, OperationKind, Reason, Reply
 
 Place = tuple[Client, int]
 """A client and its request."""
@@ -28,12 +28,16 @@ def named(key: str) -> str:
 
 
 class RequestRefused(Exception):
-    """The store refuses a request; becomes a reply."""
+    """The store refuses a request; `reply` makes the reply to it."""
 
     def __init__(self, reason: Reason, text: str) -> None:
         super().__init__(reason, text)
         self.reason = reason
         self.text = text
+
+    def reply(self, client: Client, request: int) -> Reply:
+        """Return the reply to the refused request."""
+        return Reply(client, request, OperationKind.REFUSED, (int(self.reason), self.text))
 
 
 NO_REPLY: Final = object()

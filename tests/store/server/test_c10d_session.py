@@ -159,7 +159,7 @@ class Unknown(asyncio.Transport):
     def abort(self) -> None:
         self.ended = True
 
-    close = abort
+    close = pause_reading = abort
 
 
 async def test_connection_without_a_peer_address_is_dropped(server):

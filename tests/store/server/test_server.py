@@ -459,7 +459,7 @@ async def test_server_accepts_a_bound_socket():
     sock.bind(("127.0.0.1", 0))
     port = sock.getsockname()[1]
     async with (
-        await StoreServer.start("", 0, sock=sock) as server,
+        await StoreServer.start("", 0, sockets=[sock]) as server,
         await AsyncStore.connect("127.0.0.1", port, timeout=LONG) as store,
     ):
         assert server.port == port
