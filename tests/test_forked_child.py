@@ -144,11 +144,9 @@ def test_port_of_a_killed_store_is_free_though_a_forked_child_lives_on():
     server = os.fork()
     if server == 0:
         store = TCPStore("127.0.0.1", 0, is_master=True, world_size=1, timeout=LONG)
-        child = os.fork()
-        if child == 0:
-            os.read(os.pipe()[0], 1)  # until it is killed
-        os.write(writer, f"{store.port} {child}\n".encode())
-        os.read(os.pipe()[0], 1)
+        if os.fork() == 0:  # the child has closed the listening socket when this returns
+            os.write(writer, f"{store.port} {os.getpid()}\n".encode())
+        os.read(os.pipe()[0], 1)  # until it is killed
     os.close(writer)
     with open(reader) as said:
         port, child = map(int, said.readline().split())
