@@ -133,5 +133,5 @@ def _event(process: int, record: TraceRecord, call: TracedCall, first: float) ->
         "tid": call.group,
         "ts": (call.issued - first) * 1e6,
         "dur": (until - call.issued) * 1e6,
-        "args": {"call": call.words, "number": call.number, "bytes": call.nbytes, "error": call.error},
+        "args": {"call": call.call, "number": call.seq, "bytes": call.nbytes, "error": call.error},
     }

@@ -144,7 +144,7 @@ def _last_calls(standing: RankPosition, records: Sequence[TraceRecord], count: i
     numbers = sorted(set().union(*calls))[-count:] if count else []
     for number in numbers:
         row = [each.get(number) for each in calls]
-        words = dict.fromkeys(call.words for call in row if call is not None)
+        words = dict.fromkeys(call.call for call in row if call is not None)
         cells = [_cell(number, call, record, standing.group) for call, record in zip(row, members, strict=True)]
         table.add_row(str(number), escape(" / ".join(words)), *cells)
     return table

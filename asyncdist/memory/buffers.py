@@ -1,7 +1,7 @@
 """Tensors as flat, contiguous memory, which can be addressed as bytes and as elements without a copy.
 
-Every layer above uses it. A schedule works on `Memory`: a range of a tensor's elements, as a `memoryview` for the wire and
-as a tensor for arithmetic; both are created on first use. `TensorBlocks` splits a memory into numbered blocks.
+A schedule works on `Memory`: a range of a tensor's elements, as a `memoryview` for the wire and as a tensor for
+arithmetic; both are created on first use. `TensorBlocks` splits a memory into numbered blocks.
 `input_memory` and `OutputTensor` turn a user's tensor of any layout into a memory, and write the result back.
 `copy_overlapping_inputs` copies inputs that overlap outputs. `Scratch` keeps buffers for reuse.
 """
@@ -18,7 +18,7 @@ import torch
 
 from asyncdist.errors import UnsupportedError, UsageError
 
-# The number of a dtype on the wire is its place in this list: append only.
+# The number of a dtype on the wire is its position in this list, so new dtypes are appended.
 _DTYPE_NAMES = """uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16
 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu uint16 uint32 uint64 float4_e2m1fn_x2
 bcomplex32""".split()
@@ -37,7 +37,7 @@ class Memory:
     """A range of elements of one flat tensor.
 
     ``tensor`` is one-dimensional and contiguous, ``view`` the same memory as writable bytes. ``wire`` is the dtype in which
-    peers send contributions to this memory, if it differs from the memory's own.
+    peers send contributions to this memory; None means the dtype of the memory.
     """
 
     __slots__ = ("_base", "_tensor", "_view", "count", "dtype", "itemsize", "nbytes", "start", "stop", "wire")
@@ -89,7 +89,7 @@ class Memory:
             if base is not None:
                 view = base.view[self.start * itemsize : self.stop * itemsize]
             else:
-                assert tensor is not None, "memory without a base has a tensor"
+                assert tensor is not None
                 view = _bytes_of(tensor)
             self._view = view
         return view
@@ -101,7 +101,7 @@ class Memory:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return a contiguous tensor's memory as bytes, which keep the tensor alive.
 
-    numpy is not used, because a tensor that shares its memory with numpy cannot be resized any more, as FSDP does.
+    This does not use numpy: FSDP resizes tensors, and a tensor that shares its memory with numpy cannot be resized.
     """
     nbytes = tensor.numel() * tensor.itemsize
     if nbytes == 0:
@@ -116,7 +116,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _outside_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of an inference tensor as a tensor that may be written outside of inference mode."""
+    """Return the memory of an inference tensor as a tensor that can be written outside of inference mode."""
     with torch.inference_mode(False):
         if tensor.numel() == 0:
             return torch.empty(0, dtype=tensor.dtype, device="cpu")
@@ -221,35 +221,24 @@ def tensor_of(value: Any, *, written: bool = False) -> torch.Tensor:
         UsageError: ``value`` is neither, or it is a read-only array that would be ``written``.
         UnsupportedError: No transport carries its device, layout or dtype.
     """
-    if isinstance(value, torch.Tensor):
-        if (value.is_cpu or value.is_cuda) and value.layout is torch.strided and value.dtype in DTYPE_NUMBERS:
-            return value.detach() if value.requires_grad else value
-    elif isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray):
         if not value.flags.writeable:
             if written:
                 raise UsageError("this numpy array is read-only, and the operation writes into it: pass a copy")
             value = value.copy()
         try:
-            return tensor_of(torch.from_numpy(value))
+            value = torch.from_numpy(value)
         except (TypeError, ValueError) as cause:
-            if isinstance(cause, UsageError):
-                raise
             raise UnsupportedError(f"this numpy array cannot be communicated: {cause}") from cause
-    raise _unusable(value)
-
-
-def _unusable(value: Any) -> UsageError:
     if not isinstance(value, torch.Tensor):
-        return UsageError(f"a tensor or numpy array is needed here, not {type(value).__name__}")
-    if not value.is_cpu:
-        return UnsupportedError(f"no transport here carries tensors on {value.device}: move it with .cpu() first")
+        raise UsageError(f"a tensor or numpy array is needed here, not {type(value).__name__}")
+    if not (value.is_cpu or value.is_cuda):
+        raise UnsupportedError(f"no transport here carries tensors on {value.device}: move it with .cpu() first")
     if value.layout is not torch.strided:
-        return UnsupportedError(f"a {value.layout} tensor cannot be communicated: call .to_dense() first")
-    return _unsupported(value.dtype)
-
-
-def _unsupported(dtype: torch.dtype) -> UnsupportedError:
-    return UnsupportedError(f"tensors of {dtype} cannot be communicated")
+        raise UnsupportedError(f"a {value.layout} tensor cannot be communicated: call .to_dense() first")
+    if value.dtype not in DTYPE_NUMBERS:
+        raise _unsupported(value.dtype)
+    return value.detach() if value.requires_grad else value
 
 
 def dtype_number(dtype: torch.dtype) -> int:
@@ -260,13 +249,17 @@ def dtype_number(dtype: torch.dtype) -> int:
         raise _unsupported(dtype) from None
 
 
+def _unsupported(dtype: torch.dtype) -> UnsupportedError:
+    return UnsupportedError(f"tensors of {dtype} cannot be communicated")
+
+
 def input_memory(value: Any) -> Memory:
-    """Return the tensor's elements in order; a copy only if the tensor is not contiguous."""
-    return flat_memory(_in_order(tensor_of(value)))
+    """Return the memory of a tensor or numpy array; of a copy if it is not contiguous, conjugated or negated."""
+    return flat_memory(_contiguous(tensor_of(value)))
 
 
 def in_order(tensor: torch.Tensor) -> bool:
-    """Return whether an operation may read and write a tensor just as it is."""
+    """Return whether an operation may read and write the memory of a tensor without a conversion."""
     return (
         tensor.is_cpu
         and tensor.layout is _STRIDED
@@ -275,13 +268,13 @@ def in_order(tensor: torch.Tensor) -> bool:
     )
 
 
-def _lazy(tensor: torch.Tensor) -> bool:
+def _is_lazy(tensor: torch.Tensor) -> bool:
     """Return whether the memory holds the negatives or conjugates of the tensor's elements."""
     return tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj())
 
 
-def _in_order(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.resolve_conj().resolve_neg() if _lazy(tensor) else tensor).contiguous()
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.resolve_conj().resolve_neg() if _is_lazy(tensor) else tensor).contiguous()
 
 
 class OutputTensor:
@@ -297,10 +290,13 @@ class OutputTensor:
     def __init__(self, value: Any) -> None:
         # Detached: autograd may adopt the caller's tensor as a result while the operation still adds to it.
         self.tensor = tensor = tensor_of(value, written=True).detach()
-        self.copied = not tensor.is_contiguous() or _lazy(tensor)
+        self.copied = not tensor.is_contiguous() or _is_lazy(tensor)
         if self.copied:
-            _check_apart(tensor)
-            tensor = _in_order(tensor)
+            if _overlaps_itself(tensor):
+                raise UsageError(
+                    "several elements of this expanded or unfolded tensor share one memory location: pass .clone()"
+                )
+            tensor = _contiguous(tensor)
         self.memory = flat_memory(tensor)
 
     def store(self) -> None:
@@ -311,19 +307,12 @@ class OutputTensor:
 
 
 increment_versions: Callable[[Any], None] = torch._C._increment_version
-"""``increment_versions(tensors)`` tells autograd that tensors have changed, and with them all that share their versions.
+"""``increment_versions(tensors)`` tells autograd that tensors, and the views of their memory, have changed.
 
-A backward that needs what one of them held before then raises RuntimeError. This is
-`torch.autograd.graph.increment_version` without its look at the argument's type, which takes as long again. Tensors made
-in inference mode have no version.
+A backward that needs the earlier content of one of them then raises RuntimeError. Tensors made in inference mode have no
+version. `torch.autograd.graph.increment_version` does the same, and takes twice the time because it checks the type of
+its argument.
 """
-
-
-def _check_apart(tensor: torch.Tensor) -> None:
-    if _overlaps_itself(tensor):
-        raise UsageError(
-            "several elements of this expanded or unfolded tensor share one memory location: pass .clone()"
-        )
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -346,10 +335,9 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 class Scratch:
-    """Reusable buffers for partial results.
+    """Reusable buffers for partial results, by their exact size, because programs repeat the same operations.
 
-    It keeps at most `_SCRATCH_NBYTES`, by exact size, because programs repeat the same operations. It drops them all when
-    the limit is exceeded.
+    It keeps at most `_SCRATCH_NBYTES` and drops all buffers when the limit is exceeded.
     """
 
     def __init__(self) -> None:
@@ -358,19 +346,15 @@ class Scratch:
 
     def take(self, count: int, dtype: torch.dtype) -> Memory:
         """Return memory of ``count`` elements with undefined content; return it with `give`."""
-        free = self._free.get((count, dtype))
-        if free:
-            try:
-                memory = free.pop()
-            # Another thread took the last one.
-            except IndexError:
-                return Memory(torch.empty(count, dtype=dtype, device="cpu"))
-            self._kept_nbytes -= memory.nbytes
-            return memory
-        return Memory(torch.empty(count, dtype=dtype, device="cpu"))
+        try:
+            memory = self._free[count, dtype].pop()
+        except (KeyError, IndexError):
+            return Memory(torch.empty(count, dtype=dtype, device="cpu"))
+        self._kept_nbytes -= memory.nbytes
+        return memory
 
     def give(self, memory: Memory) -> None:
-        """Take back memory of `take`, which nothing uses any more."""
+        """Take back memory of `take`. The caller no longer uses it."""
         nbytes = memory.nbytes
         if self._kept_nbytes + nbytes > _SCRATCH_NBYTES:
             self._free.clear()

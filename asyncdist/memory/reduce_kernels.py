@@ -1,14 +1,14 @@
 """The arithmetic of reductions: one kernel per operation, also for dtypes without torch kernels.
 
-Sums of float16, bfloat16 and float8 are accumulated in float32 (`accumulator`). Unsigned integers, for which torch has
-few kernels, are added and multiplied as signed ones of the same width (two's complement makes them equal), and compared
-with numpy's kernels. The engine, the transports and device backends call it.
+Sums of float16, bfloat16 and float8 are accumulated in float32 (`accumulator`). torch has no kernels that add or compare
+unsigned integers of more than 8 bits. They are added as signed integers of the same width, which gives the same bits, and
+compared with numpy's kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +18,10 @@ from asyncdist.base.ops import PremulSum, ReduceOp, Reduction
 from asyncdist.errors import UnsupportedError
 
 Fold = Callable[[torch.Tensor, torch.Tensor, bool], None]
-"""``fold(into, other, swapped)``: into = into ∘ other, or other ∘ into when swapped; both flat and of one length."""
+"""``fold(into, other, swapped)``: into = into ∘ other, or other ∘ into if swapped; both are flat and of one length."""
 
 Combine = Callable[..., object]
-"""``combine(first, second, out=out)``: out = first ∘ second; all of one shape and dtype; out may be one of them."""
+"""``combine(first, second, out=out)``: out = first ∘ second, all of one shape and dtype; out may be one of the others."""
 
 _TORCH: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -35,7 +35,6 @@ _TORCH: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 _NUMPY: dict[ReduceOp, Callable[..., Any]] = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _BITWISE = frozenset((ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
-_ORDERED = frozenset((ReduceOp.MIN, ReduceOp.MAX))
 _NARROW = frozenset(
     [
         torch.float16,
@@ -64,7 +63,7 @@ def check(op: Reduction, dtype: torch.dtype) -> None:
     floating = dtype.is_floating_point or dtype.is_complex
     if kernel in _BITWISE and floating:
         raise UnsupportedError(f"{op.name} works on integers and booleans, not on {dtype}")
-    if kernel in _ORDERED and dtype.is_complex:
+    if kernel in _NUMPY and dtype.is_complex:
         raise UnsupportedError(f"{op.name} needs an order, and {dtype} has none")
     if isinstance(op, PremulSum) and not floating:
         raise UnsupportedError(f"{op.name} works on floating-point and complex tensors, not on {dtype}: use SUM")
@@ -86,26 +85,34 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
     return dtype.itemsize > 1 and dtype is not getattr(torch, "bcomplex32", None)
 
 
-def fold_of(op: Reduction, dtype: torch.dtype) -> Fold:
-    """Return the function that folds elements into others of the accumulator dtype ``dtype``."""
-    kernel = kernel_of(op)
-    if dtype in _SIGNED:
-        if kernel in _ORDERED:
-            return _numpy_fold(_NUMPY[kernel])
-        return _signed_fold(_TORCH[kernel], _SIGNED[dtype])
-    return _FOLDS[kernel]
-
-
-def combine_of(op: Reduction, dtype: torch.dtype) -> Combine:
-    """Return the function that combines two flat tensors of ``dtype`` into a third."""
-    kernel = kernel_of(op)
-    if dtype not in _SIGNED:
-        return _TORCH[kernel]
-    if kernel in _ORDERED:
+@cache
+def _combine_of(kernel: ReduceOp, dtype: torch.dtype) -> Combine:
+    if dtype in _SIGNED and kernel in _NUMPY:
         compare = _NUMPY[kernel]
         return lambda first, second, out: compare(first.numpy(), second.numpy(), out=out.numpy())
-    signed, wraps = _SIGNED[dtype], _TORCH[kernel]
-    return lambda first, second, out: wraps(first.view(signed), second.view(signed), out=out.view(signed))
+    if dtype in _SIGNED and kernel is ReduceOp.SUM:
+        signed = _SIGNED[dtype]
+        return lambda first, second, out: torch.add(first.view(signed), second.view(signed), out=out.view(signed))
+    return _TORCH[kernel]
+
+
+@cache
+def _fold_of(kernel: ReduceOp, dtype: torch.dtype) -> Fold:
+    """Return the fold of elements, which may be narrower, into elements of ``dtype``."""
+    if dtype in _SIGNED and kernel in _NUMPY:
+        compare = _NUMPY[kernel]
+        return lambda into, other, swapped: compare(into.numpy(), other.numpy(), out=into.numpy())
+    combine = _combine_of(kernel, dtype)
+
+    def fold(into: torch.Tensor, other: torch.Tensor, swapped: bool) -> None:
+        if other.dtype is not into.dtype:
+            other = other.to(into.dtype)
+        if swapped:
+            combine(other, into, out=into)
+        else:
+            combine(into, other, out=into)
+
+    return fold
 
 
 class Arithmetic(NamedTuple):
@@ -115,10 +122,10 @@ class Arithmetic(NamedTuple):
         fold: Kernel that folds one tensor into another.
         combine: Kernel that combines two tensors into a third.
         accumulator: The dtype of partial results.
-        widens: Whether that is another dtype.
+        widens: Whether the accumulator differs from the dtype of the tensors.
         averages: Whether the sum is divided by the number of inputs.
         rounds_once: Whether the dtype's own kernel rounds two operands as the accumulator does.
-        op: The reduction after the scaling of inputs (PREMUL_SUM becomes SUM).
+        op: The reduction of scaled inputs (PREMUL_SUM becomes SUM).
     """
 
     fold: Fold
@@ -135,7 +142,7 @@ class Arithmetic(NamedTuple):
         return None if self.averages or (self.widens and not self.rounds_once) else self.combine
 
     def reduce(self, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Set ``out`` to the reduction of several inputs, in their order; it may be the first or the second of them."""
+        """Set ``out`` to the reduction of the inputs, in their order; ``out`` may be the first or the second input."""
         if self.widens and not (self.rounds_once and len(inputs) == 2):
             wide = inputs[0].to(self.accumulator, copy=True)
             for other in inputs[1:]:
@@ -159,25 +166,25 @@ def arithmetic(op: Reduction, dtype: torch.dtype) -> Arithmetic:
     Narrow floats are widened if rounding errors would accumulate (sums, products) or no narrow kernel exists.
     """
     check(op, dtype)
-    wide = accumulator(dtype)
-    widens = wide is not dtype and (kernel_of(op) in (ReduceOp.SUM, ReduceOp.PRODUCT) or dtype.itemsize == 1)
+    kernel, wide = kernel_of(op), accumulator(dtype)
+    widens = wide is not dtype and (kernel in (ReduceOp.SUM, ReduceOp.PRODUCT) or dtype.itemsize == 1)
     wide = wide if widens else dtype
     averages = op is ReduceOp.AVG
     # The sum of two float16 may overflow although their mean does not.
     rounds_once = dtype is torch.bfloat16 or (dtype is torch.float16 and not averages)
     return Arithmetic(
-        fold_of(op, wide),
-        combine_of(op, dtype),
+        _fold_of(kernel, wide),
+        _combine_of(kernel, dtype),
         wide,
         widens,
         averages,
         rounds_once,
-        ReduceOp.AVG if averages else kernel_of(op),
+        ReduceOp.AVG if averages else kernel,
     )
 
 
 def divide(tensor: torch.Tensor, by: int) -> None:
-    """Divide in place: each part of a complex number alone, integers with truncation towards zero, as NCCL does."""
+    """Divide in place: complex numbers by component, integers with truncation towards zero, as NCCL does."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         _divide_integers(tensor, by)
         return
@@ -185,7 +192,7 @@ def divide(tensor: torch.Tensor, by: int) -> None:
     parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if by & (by - 1):
         parts.div_(by)
-    # For powers of two this is exact too, and several times as fast.
+    # For powers of two a multiplication is exact too, and several times as fast.
     else:
         parts.mul_(1 / by)
 
@@ -200,43 +207,11 @@ def _divide_integers(tensor: torch.Tensor, by: int) -> None:
 
 
 def _divide_uint64(bits: torch.Tensor, by: int) -> None:
-    """Divide unsigned integers, given as int64 of the same bits, by halves that a signed division can take.
+    """Divide unsigned integers, given as int64 of the same bits, by signed divisions of their halves.
 
-    The algorithm is that of H. S. Warren, "Hacker's Delight", 2nd edition, section 9-3.
+    Source: H. S. Warren, "Hacker's Delight", 2nd edition, section 9-3.
     """
     half = (bits >> 1) & torch.iinfo(torch.int64).max
     quotient = half.div_(by, rounding_mode="trunc") << 1
     bits.sub_(quotient * by)
     torch.add(quotient, bits >= by, out=bits)
-
-
-def _torch_fold(kernel: Callable[..., torch.Tensor]) -> Fold:
-    def fold(into: torch.Tensor, other: torch.Tensor, swapped: bool) -> None:
-        if other.dtype is not into.dtype:
-            other = other.to(into.dtype)
-        if swapped:
-            kernel(other, into, out=into)
-        else:
-            kernel(into, other, out=into)
-
-    return fold
-
-
-def _signed_fold(kernel: Callable[..., torch.Tensor], signed: torch.dtype) -> Fold:
-    plain = _torch_fold(kernel)
-
-    def fold(into: torch.Tensor, other: torch.Tensor, swapped: bool) -> None:
-        plain(into.view(signed), other.view(signed), swapped)
-
-    return fold
-
-
-def _numpy_fold(kernel: Callable[..., Any]) -> Fold:
-    def fold(into: torch.Tensor, other: torch.Tensor, swapped: bool) -> None:
-        target = into.numpy()
-        kernel(target, other.numpy(), out=target)
-
-    return fold
-
-
-_FOLDS: dict[ReduceOp, Fold] = {op: _torch_fold(kernel) for op, kernel in _TORCH.items()}

@@ -1,9 +1,8 @@
 """Registered tensors: users' tensors in shared memory, which collectives read and write in place.
 
-`empty` is public; `Group.register` calls `register`, and `ddp.reducer` makes its buckets with `empty`. A registered
-tensor is an ordinary tensor whose storage lies in this process's arena (`asyncdist.memory.shared_arena`), which every
-rank of the host has mapped. There is no list of them: every tensor in the arena is registered for all groups, and so
-are its slices and views. The memory is freed with the last tensor that shares it.
+A registered tensor is an ordinary tensor whose storage lies in this process's arena (`asyncdist.memory.shared_arena`),
+which every rank of the host has mapped. Every tensor in the arena is registered for all groups, and so are its slices and
+views. The memory is freed with the last tensor that shares it.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ def empty(
 ) -> torch.Tensor:
     """Return an uninitialised CPU tensor, as `torch.empty` does, in memory that all ranks of this host have mapped.
 
-    Collectives on such a tensor copy only their result. They treat it like an ordinary tensor where that takes less
-    time (all-reduces below 32 KiB, others up to 256 KiB per rank), if it is not contiguous, if an input overlaps an
-    output, and if the input is scaled (PREMUL_SUM). The call needs no process group. A forked child shares the memory
-    of its parent's tensors.
+    Collectives on such a tensor copy only their result. They treat it like an ordinary tensor if that takes less time
+    (all-reduces below 32 KiB, others up to 256 KiB per rank), if it is not contiguous, if an input overlaps an output, and
+    if the input is scaled (PREMUL_SUM). The call needs no process group. A forked child shares the memory of its parent's
+    tensors.
 
     Args:
         size: Several numbers or one sequence of numbers.
@@ -50,7 +49,7 @@ def empty(
     """
     if not shared or not _has_shared_memory():
         return torch.empty(*size, dtype=dtype, device="cpu", requires_grad=requires_grad)
-    # torch checks the arguments, and says how much memory they need.
+    # torch checks the arguments and computes the number of bytes.
     meta = torch.empty(*size, dtype=dtype, device="meta")
     block = arena().allocate(meta.nbytes)
     tensor = tensor_of_block(block, meta.numel(), meta.dtype).view(meta.shape)
@@ -58,7 +57,7 @@ def empty(
 
 
 def _has_shared_memory() -> bool:
-    """Return whether this process can use shared memory; the first time that it cannot, log a warning."""
+    """Return whether this process can use shared memory. Log a warning once if it cannot."""
     global _warned
     reason = unavailable()
     if reason is not None and not _warned:
@@ -80,8 +79,7 @@ def register(target: T, *, wanted: bool = True) -> T:
 
     Raises:
         UsageError: ``target`` is neither, or it is a lazy module without shapes.
-        UnsupportedError: A tensor is sparse, a conjugate or negative view, or of a device or dtype that no transport
-            carries.
+        UnsupportedError: A tensor is sparse, is a conjugate or negative view, or no transport carries its device or dtype.
         SharedMemoryError: No memory is left. Nothing has moved.
     """
     tensors = _tensors(target)
@@ -105,7 +103,7 @@ def register(target: T, *, wanted: bool = True) -> T:
 
 
 def _tensors(target: object) -> Sequence[torch.Tensor]:
-    """Return the tensors of a tensor or module. Raises the errors of `register` if one of them cannot be registered."""
+    """Return a tensor, or those of a module, as a sequence. Raises the errors of `register`."""
     if isinstance(target, nn.Module):
         tensors = [*target.parameters(), *target.buffers()]
     elif isinstance(target, torch.Tensor):

@@ -5,7 +5,7 @@ keys), set, dense CPU tensors of any dtype, and numpy arrays and scalars of plai
 levels deep, lists and dicts 500. With ``weights_only=True`` it also carries what ``torch.load(weights_only=True)`` reads:
 ordered dictionaries, parameters, sparse tensors, and classes added with ``torch.serialization.add_safe_globals``. Other
 objects need pickle, which executes code of the sender. They require ``ASYNCDIST_ALLOW_PICKLE=1`` and exclude
-``weights_only=True``. The object collectives call it.
+``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from asyncdist.errors import ProtocolError, UsageError
 from asyncdist.memory.buffers import DTYPE_NUMBERS, DTYPES, input_memory
 
-# Nesting of tuples and sets; reading one takes 40 KB of the stack.
-_DEPTH = 32
+# Greatest depth of nested tuples and sets. Each level takes 40 KB of the reader's stack.
+_MAX_DEPTH = 32
 _TENSOR, _ARRAY, _TUPLE, _SET, _COMPLEX, _INTEGER, _PICKLE, _SAVED = range(1, 9)
 
 
@@ -61,13 +61,13 @@ def pack(value: Any, *, allow_pickle: bool, weights_only: bool = False) -> bytes
     def encode(part: Any) -> bytes:
         nonlocal depth
         depth += 1
-        if depth > _DEPTH:
+        if depth > _MAX_DEPTH:
             raise RecursionError
         try:
             packed: bytes = _packb(part, extend)
-        # An int has more than 64 bits.
+        # msgpack has no integers of more than 64 bits.
         except OverflowError:
-            packed = _packb(_spell_integers(part), extend)
+            packed = _packb(_with_large_integers(part), extend)
         depth -= 1
         return packed
 
@@ -121,8 +121,8 @@ def unpack(data: bytes | bytearray | memoryview, *, allow_pickle: bool, weights_
     def decode(body: bytes | bytearray | memoryview) -> Any:
         nonlocal depth
         depth += 1
-        if depth > _DEPTH:
-            raise ProtocolError(f"an object with more than {_DEPTH} tuples or sets inside one another")
+        if depth > _MAX_DEPTH:
+            raise ProtocolError(f"an object with more than {_MAX_DEPTH} tuples or sets inside one another")
         value = msgpack.unpackb(body, ext_hook=restore, strict_map_key=False, unicode_errors="surrogatepass")
         depth -= 1
         return value
@@ -155,7 +155,7 @@ def _save(part: Any) -> bytes:
     # The object's own pickle methods may raise any error.
     except Exception as cause:
         what = f"an object of type {_type_of(part)} cannot be sent with weights_only=True"
-        raise UsageError(f"{what}; send its fields, or where it is refused, allow it on every rank: {cause}") from cause
+        raise UsageError(f"{what}; send its fields, or allow its type on every rank: {cause}") from cause
     return file.getvalue()
 
 
@@ -176,12 +176,12 @@ def _integer(value: int) -> msgpack.ExtType:
     return msgpack.ExtType(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
 
 
-def _spell_integers(part: Any) -> Any:
-    """Return the same data with integers beyond 64 bits as extension values."""
+def _with_large_integers(part: Any) -> Any:
+    """Return the same data with integers of more than 64 bits as extension values."""
     if type(part) is int and not -(1 << 63) <= part < 1 << 64:
         return _integer(part)
     if type(part) is list:
-        return [_spell_integers(item) for item in part]
+        return [_with_large_integers(item) for item in part]
     if type(part) is dict:
-        return {_spell_integers(key): _spell_integers(item) for key, item in part.items()}
+        return {_with_large_integers(key): _with_large_integers(item) for key, item in part.items()}
     return part

@@ -1,11 +1,11 @@
 """Memory that the processes of one host share: one anonymous, sparse segment per process.
 
-The shm transport and `registered` use it. A process creates its *arena* on first use: a memfd far larger than it needs, of
-which no memory exists until pages are reserved. Other processes receive its descriptor and map the whole of it once, so
-they see later allocations at their offsets. It has no name, so the system frees it when its processes have ended.
+A process creates its *arena* on first use: a memfd far larger than it needs, which has no memory until pages are reserved.
+Other processes receive its descriptor and map it once as a whole, so they see later allocations at their offsets. It has
+no name, so the kernel frees it when its processes have ended.
 
-Pages are reserved (`fallocate`) before use: without free memory an allocation fails with `SharedMemoryError`, and no
-access ends in SIGBUS.
+Pages are reserved (`fallocate`) before use. Without free memory an allocation raises `SharedMemoryError`, and no access
+ends in SIGBUS.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from asyncdist.errors import SharedMemoryError
 
 PAGE_NBYTES = mmap.PAGESIZE
 ALIGNMENT = 64
-"""Bytes at whose multiples tensors begin: a cache line."""
+"""Alignment of tensors in bytes: a cache line."""
 
-# The smallest segment; a group takes a range of 32 MiB of addresses.
-_LEAST_NBYTES = 64 << 20
+# The smallest segment. A group takes 32 MiB of addresses.
+_MIN_NBYTES = 64 << 20
 # Addresses for groups, which reserve memory in their ranges only when they use it.
 _GROUPS_NBYTES = 256 << 30
 # Limit for tensors, so that 256 processes of a host can map one another within 128 TiB of addresses.
-_MOST_TENSORS_NBYTES = 192 << 30
-# A freed block of at least this size returns its pages to the system.
-_RETURNED_NBYTES = 1 << 20
+_MAX_TENSORS_NBYTES = 192 << 30
+# The pages of a freed block of at least this size are returned to the system.
+_MIN_RETURNED_NBYTES = 1 << 20
 
 
 def unavailable() -> str | None:
@@ -65,18 +65,18 @@ class ArenaMapping:
         self.address = self._bytes.data_ptr()
 
     def words(self, offset: int, count: int) -> memoryview:
-        """Return ``count`` 64-bit words from an offset (a multiple of 8) on.
+        """Return ``count`` 64-bit words that begin at an offset, a multiple of 8.
 
         Each access is one aligned instruction, so no other process sees half of a word.
         """
         return memoryview(self._map)[offset : offset + 8 * count].cast("q")
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return bytes from an offset on."""
+        """Return ``nbytes`` bytes that begin at an offset."""
         return memoryview(self._map)[offset : offset + nbytes]
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``count`` elements from an offset (a multiple of their size) on as a flat tensor."""
+        """Return ``count`` elements that begin at an offset, a multiple of their size, as a flat tensor."""
         with torch.inference_mode(False):
             return self._bytes[offset : offset + count * dtype.itemsize].view(dtype)
 
@@ -118,12 +118,12 @@ class Arena:
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]
         """Ranges as (offset, nbytes), sorted, no two of them adjacent."""
-        self._returned: deque[tuple[int, int]] = deque()
-        """Freed by finalizers, which may run in a thread that holds the lock."""
+        self._freed: deque[tuple[int, int]] = deque()
+        """Ranges to merge into `_free`. A finalizer may free a block in a thread that holds the lock."""
         weakref.finalize(self, os.close, self.descriptor)
 
     def allocate(self, nbytes: int) -> ArenaBlock:
-        """Return reserved pages for ``nbytes`` bytes, of undefined content. Raises SharedMemoryError without room."""
+        """Return reserved pages of undefined content for ``nbytes`` bytes. Raises SharedMemoryError if none are left."""
         block = self.hold(nbytes)
         try:
             self.reserve(block.offset, block.nbytes)
@@ -136,7 +136,7 @@ class Arena:
         """Return an address range without memory: `reserve` its parts before using them."""
         nbytes = -(-max(1, nbytes) // PAGE_NBYTES) * PAGE_NBYTES
         with self._lock:
-            self._settle()
+            self._merge_freed()
             for place, (offset, free) in enumerate(self._free):
                 if free >= nbytes:
                     self._free[place : place + 1] = [(offset + nbytes, free - nbytes)] if free > nbytes else []
@@ -148,7 +148,7 @@ class Arena:
         )
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Reserve memory for an address range. Raises SharedMemoryError without free memory."""
+        """Reserve memory for an address range. Raises SharedMemoryError if the system has none left."""
         try:
             os.posix_fallocate(self.descriptor, offset, nbytes)
         except OSError as cause:
@@ -159,19 +159,19 @@ class Arena:
             ) from cause
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Return the offset of some memory in the arena, None if it is not in the arena."""
+        """Return the offset of an address range in the arena; None if the range is not in the arena."""
         offset = address - self.mapping.address
         return offset if 0 <= offset <= self.nbytes - nbytes else None
 
     def take_back(self, offset: int, nbytes: int) -> None:
         """Take back a block; see `ArenaBlock.free`."""
+        # The pages of a block that a forked child has inherited belong to its parent.
         if os.getpid() != self.pid:
-            # A forked child's copy of a block: the pages belong to its parent.
             return
-        self._returned.append((offset, nbytes))
+        self._freed.append((offset, nbytes))
         if self._lock.acquire(blocking=False):
             try:
-                self._settle()
+                self._merge_freed()
             finally:
                 self._lock.release()
 
@@ -179,23 +179,23 @@ class Arena:
     def used_nbytes(self) -> int:
         """Bytes in blocks that have not been freed."""
         with self._lock:
-            self._settle()
+            self._merge_freed()
             return self.nbytes - sum(nbytes for _, nbytes in self._free)
 
-    def _settle(self) -> None:
-        while self._returned:
-            offset, nbytes = self._returned.popleft()
-            if nbytes >= _RETURNED_NBYTES:
+    def _merge_freed(self) -> None:
+        free = self._free
+        while self._freed:
+            offset, nbytes = self._freed.popleft()
+            if nbytes >= _MIN_RETURNED_NBYTES:
                 self.mapping.discard(offset, nbytes)
-            place = bisect.bisect(self._free, (offset, nbytes))
-            before = self._free[place - 1] if place else (0, 0)
-            after = self._free[place] if place < len(self._free) else (0, 0)
-            start, stop = place, place
-            if place and before[0] + before[1] == offset:
-                offset, nbytes, start = before[0], before[1] + nbytes, place - 1
-            if after[1] and offset + nbytes == after[0]:
-                nbytes, stop = nbytes + after[1], place + 1
-            self._free[start:stop] = [(offset, nbytes)]
+            place = bisect.bisect(free, (offset, nbytes))
+            if place < len(free) and offset + nbytes == free[place][0]:
+                nbytes += free.pop(place)[1]
+            if place and sum(free[place - 1]) == offset:
+                place -= 1
+                before, before_nbytes = free.pop(place)
+                offset, nbytes = before, before_nbytes + nbytes
+            free.insert(place, (offset, nbytes))
 
 
 def _sparse_nbytes() -> int:
@@ -205,21 +205,21 @@ def _sparse_nbytes() -> int:
     """
     import resource
 
-    nbytes = min(os.sysconf("SC_PHYS_PAGES") * PAGE_NBYTES, _MOST_TENSORS_NBYTES)
+    nbytes = min(os.sysconf("SC_PHYS_PAGES") * PAGE_NBYTES, _MAX_TENSORS_NBYTES)
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         nbytes += _GROUPS_NBYTES
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit != resource.RLIM_INFINITY:
         nbytes = min(nbytes, limit // PAGE_NBYTES * PAGE_NBYTES)
-    if nbytes < _LEAST_NBYTES:
-        raise SharedMemoryError(f"this process may make files of {limit} bytes at most (ulimit -f)")
+    if nbytes < _MIN_NBYTES:
+        raise SharedMemoryError(f"this process may create files of at most {limit} bytes: raise the limit (ulimit -f)")
     return nbytes
 
 
 _arena: Arena | None = None
 _inherited: list[Arena] = []
-"""The parent's arenas in a forked child, which may have tensors there."""
-_making = threading.Lock()
+"""In a forked child: the arenas of its parent, in which the child may have tensors."""
+_arena_lock = threading.Lock()
 
 
 def arena() -> Arena:
@@ -227,7 +227,7 @@ def arena() -> Arena:
     global _arena
     current = _arena
     if current is None or current.pid != os.getpid():
-        with _making:
+        with _arena_lock:
             current = _arena
             if current is None or current.pid != os.getpid():
                 if current is not None:
@@ -244,7 +244,7 @@ def tensor_of_block(block: ArenaBlock, count: int, dtype: torch.dtype) -> torch.
 def carve(counts: Iterable[tuple[int, torch.dtype]]) -> Iterator[torch.Tensor]:
     """Yield flat tensors of the given counts and dtypes in one block, each aligned to a cache line.
 
-    Each has a storage of its own, so `torch.save` of one saves no other. The last of them frees the block.
+    Each tensor has its own storage, so `torch.save` of one saves no other. The last tensor frees the block.
     """
     wanted = list(counts)
     starts, end = [], 0

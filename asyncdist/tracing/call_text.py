@@ -1,4 +1,4 @@
-"""Describes how two ranks' calls differ, from their fingerprints alone. The call checker and the flight recorder use it."""
+"""Describes a call, and the difference between the calls of two ranks, from their fingerprints."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from asyncdist.transport.wire_format import Fingerprint
 
 
 def describe_call(ours: Fingerprint, rank: int, theirs: Fingerprint, peer: int) -> str:
-    """Return one sentence: what each of two ranks called, and in what the calls differ."""
-    differences = ours.differences(theirs)
+    """Return one clause: the calls of two ranks, and the fields in which they differ."""
+    one, other, differences = call_in_words(ours), call_in_words(theirs), ours.differences(theirs)
     if not ours.collective:
-        return f"rank {peer} called {call_in_words(theirs)} where rank {rank} called something else, long ago"
+        return f"rank {peer} called {other} where rank {rank} called something else, long ago"
     if differences == ["shape"]:
-        return f"rank {rank} and rank {peer} called {call_in_words(ours)} on tensors of different shapes"
-    one, other = call_in_words(ours), call_in_words(theirs)
-    if (
-        ours.collective == theirs.collective == Collective.send
-    ):  # both ends of a message have it, and who compares receives
+        return f"rank {rank} and rank {peer} called {one} on tensors of different shapes"
+    # Both ends of a message have the fingerprint of a send, and the receiver compares.
+    if ours.collective == theirs.collective == Collective.send:
         one = call_in_words(ours, "recv")
     return f"rank {rank} called {one} while rank {peer} called {other} (different {', '.join(differences)})"
 
 
 def call_in_words(call: Fingerprint, name: str = "") -> str:
-    """Return a call in source form, with the caller's name for it if known: ``all_reduce(8 x float32, SUM)``."""
+    """Return a call in source form, under ``name`` if given: ``all_reduce(8 x float32, SUM)``."""
     name = name or _member(Collective, call.collective)
     details = []
     if call.dtype:

@@ -1,9 +1,9 @@
-"""Reads the flight recorders of all ranks together: which call holds a group up, and which ranks are not in it.
+"""The report of ``asyncdist trace``: which call blocks a group, and which ranks have not issued it.
 
-Each rank has written its own operations. The k-th collective of a group is the same call on every rank, so one that is over
-on some ranks and not on others, or that not every rank has issued, is where the group stands. A rank forgets what is over,
-never what it is in, and knows how many it has called: what it has no record of was called and is over, up to that number.
-Times are made comparable by the wall clocks of the hosts, which are taken at their word.
+It compares the flight recorder dumps of all ranks. The k-th collective of a group is the same call on every rank. A
+collective that has completed on some ranks only, or that some ranks have not issued, is therefore the position of the
+group. A recorder evicts completed calls, never pending ones, and counts the calls. So a call without a record, up to the
+number of the last call, has completed. Times of several hosts are compared by their wall clocks.
 """
 
 from __future__ import annotations
@@ -11,45 +11,45 @@ from __future__ import annotations
 import json
 import operator
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from asyncdist.base.ops import is_message
 from asyncdist.errors import UsageError
 from asyncdist.tracing.recorder import FILE_NAMES
 
-# Seconds by which a call may be older than the dump without counting as waiting.
-_ABOUT_NOW = 0.05
-# Seconds within which the ranks of worlds that were signalled, or failed, together write their files.
-_AT_ONCE = 30.0
+# A message that was pending for a shorter time, in seconds, is not reported.
+_MIN_PENDING = 0.05
+# The ranks of worlds that fail, or receive the signal, together write their files within these seconds.
+_SIMULTANEOUS = 30.0
 
-
-# What is in a file, and of which types.
+# The types of the fields of a file and of its groups; those of its entries are the fields of `TracedCall`.
 _RANK = {
     "rank": int, "world": str, "world_size": int, "host": str, "pid": int, "reason": str, "time": float | int,
     "clock": float | int, "groups": dict, "entries": list,
 }  # fmt: skip
 _GROUP = {"ranks": list, "last": int}
-_ENTRY = {
-    "group": str, "op": str, "seq": int, "peer": int | None, "call": str, "nbytes": int, "issued": float | int,
-    "finished": float | int, "error": str | None, "fingerprint": int,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """One operation on one rank. Times are seconds of the wall clock; ``finished`` is None while it goes on.
+    """One operation on one rank.
 
-    A message's ``peer`` is the group rank that it goes to or comes from, None for any.
+    Attributes:
+        seq: Number of the collective, or tag of the message.
+        peer: Group rank of the other side of a message; None for any rank, and for collectives.
+        call: The call in source form.
+        issued: Time of the wall clock in seconds.
+        finished: Time of the wall clock in seconds; None while the operation is pending.
     """
 
     group: str
     op: str
-    number: int
+    seq: int
     peer: int | None
-    words: str
+    call: str
     nbytes: int
     issued: float
     finished: float | None
@@ -63,9 +63,12 @@ class TracedCall:
 
 @dataclass(frozen=True)
 class TraceRecord:
-    """The dump of one rank, written at ``written``.
+    """The dump of one rank.
 
-    ``groups`` has the ranks of each group by its name, ``counts`` how many of its collectives this rank has called.
+    Attributes:
+        written: Time of the wall clock in seconds at which the rank wrote the dump.
+        groups: The ranks of each group, by its name.
+        counts: The number of collectives that this rank has issued, by the name of the group.
     """
 
     rank: int
@@ -81,10 +84,10 @@ class TraceRecord:
 
     def collectives(self, group: str) -> dict[int, TracedCall]:
         """Return the recorded calls of a group's collectives by number."""
-        return {call.number: call for call in self.calls if call.group == group and not call.is_message}
+        return {call.seq: call for call in self.calls if call.group == group and not call.is_message}
 
     def last(self, group: str) -> int:
-        """Return the number of the last collective called in a group; 0 if none was."""
+        """Return the number of the last collective that this rank has issued in a group; 0 if it has issued none."""
         return max(self.counts.get(group, 0), *self.collectives(group), 0)
 
 
@@ -105,8 +108,8 @@ def read(folder: Path) -> list[list[TraceRecord]]:
 
 
 def recent(worlds: Sequence[list[TraceRecord]]) -> list[list[TraceRecord]]:
-    """Return the worlds of `read` that wrote at about the time of the first; others may be of earlier jobs."""
-    return [records for records in worlds if _newest(worlds[0]) - _newest(records) < _AT_ONCE]
+    """Return the worlds of `read` that wrote at about the same time as the first; others may be of earlier jobs."""
+    return [records for records in worlds if _newest(worlds[0]) - _newest(records) < _SIMULTANEOUS]
 
 
 def _newest(records: Sequence[TraceRecord]) -> float:
@@ -123,9 +126,10 @@ def _record(path: Path) -> TraceRecord:
         facts = _typed(json.loads(path.read_text(encoding="utf-8")), _RANK)
         groups = {name: _typed(group, _GROUP) for name, group in facts.pop("groups").items()}
         written = facts.pop("time")
-        offset = written - facts.pop("clock")  # from the clock of the process to that of the wall
+        # The difference of the wall clock and the process's clock.
+        offset = written - facts.pop("clock")
         return TraceRecord(
-            calls=[_call(_typed(entry, _ENTRY), offset) for entry in facts.pop("entries")],
+            calls=[_call(entry, offset) for entry in facts.pop("entries")],
             written=written,
             groups={name: tuple(operator.index(rank) for rank in group["ranks"]) for name, group in groups.items()},
             counts={name: group["last"] for name, group in groups.items()},
@@ -136,7 +140,7 @@ def _record(path: Path) -> TraceRecord:
 
 
 def _typed(content: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the expected fields of a file; TypeError for a value of another type."""
+    """Return the fields in ``types``; raise TypeError for a value of another type."""
     for name, kind in types.items():
         if not isinstance(content[name], kind):
             raise TypeError(f"{name} is {content[name]!r}")
@@ -144,30 +148,27 @@ def _typed(content: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, An
 
 
 def _call(entry: Mapping[str, Any], offset: float) -> TracedCall:
-    return TracedCall(
-        entry["group"],
-        entry["op"],
-        entry["seq"],
-        entry["peer"],
-        entry["call"],
-        entry["nbytes"],
-        entry["issued"] + offset,
-        entry["finished"] + offset if entry["finished"] else None,
-        entry["error"],
-        entry["fingerprint"],
-    )
+    fields = _typed(entry, get_type_hints(TracedCall))
+    fields["issued"] += offset
+    fields["finished"] = fields["finished"] + offset if fields["finished"] else None
+    return TracedCall(**fields)
 
 
-# -- where a group stands -----------------------------------------------------------------------------
+# -- positions of groups ------------------------------------------------------------------------------
 
 
 @dataclass
 class RankPosition:
-    """The position of one group: its first collective that has not completed on all ranks, and how far each rank is.
+    """The position of one group: its first collective that has not completed on all ranks.
 
-    ``number`` is None if all have completed everywhere. ``waiting`` are the ranks that are in it, with the seconds since
-    their call; ``through`` those on which it has completed; ``behind`` those that have not called it, with the number of
-    their last call (0: there was none); ``silent`` those that have written nothing.
+    Attributes:
+        number: Number of that collective; None if all collectives have completed on all ranks.
+        waiting: Seconds since the call, by rank, for the ranks on which it is pending.
+        through: The ranks on which it has completed.
+        behind: Number of the last call, by rank, for the ranks that have not issued it; 0 without any call.
+        silent: The ranks without a dump.
+        calls: The recorded call of each rank that has issued it.
+        differ: Whether the calls differ.
     """
 
     group: str
@@ -178,60 +179,60 @@ class RankPosition:
     behind: dict[int, int] = field(default_factory=dict)
     silent: list[int] = field(default_factory=list)
     calls: dict[int, str] = field(default_factory=dict)
-    """The call of each rank that has issued it, as far as recorded."""
     differ: bool = False
 
 
 def standings(records: Sequence[TraceRecord]) -> list[RankPosition]:
-    """Return the position of each group, those that are held up first."""
+    """Return the position of each group, blocked groups first."""
     groups = {(name, ranks) for record in records for name, ranks in record.groups.items()}
-    found = [_standing(name, ranks, records) for name, ranks in groups]
+    found = [_position(name, ranks, records) for name, ranks in groups]
     return sorted(found, key=lambda one: (one.number is None, -len(one.ranks), one.group))
 
 
-def _standing(group: str, ranks: tuple[int, ...], records: Sequence[TraceRecord]) -> RankPosition:
-    standing = RankPosition(group, ranks)
+def _position(group: str, ranks: tuple[int, ...], records: Sequence[TraceRecord]) -> RankPosition:
+    position = RankPosition(group, ranks)
     members = {record.rank: record for record in records if record.groups.get(group) == ranks}
-    standing.silent = [rank for rank in ranks if rank not in members]
-    standing.number = _first_open(group, list(members.values()))
-    if standing.number is None:
-        return standing
+    position.silent = [rank for rank in ranks if rank not in members]
+    position.number = _first_open(group, list(members.values()))
+    if position.number is None:
+        return position
     fingerprints = set()
     for rank, record in members.items():
-        call = record.collectives(group).get(standing.number)
-        if call is None:
-            if record.last(group) < standing.number:
-                standing.behind[rank] = record.last(group)
-            else:
-                standing.through.append(rank)
-            continue
-        standing.calls[rank] = call.words
-        fingerprints.add(call.fingerprint)
-        if call.finished is None:
-            standing.waiting[rank] = record.written - call.issued
+        call = record.collectives(group).get(position.number)
+        if call is not None:
+            position.calls[rank] = call.call
+            fingerprints.add(call.fingerprint)
+        if call is not None and call.finished is None:
+            position.waiting[rank] = record.written - call.issued
+        elif call is None and record.last(group) < position.number:
+            position.behind[rank] = record.last(group)
         else:
-            standing.through.append(rank)
-    standing.differ = len(fingerprints) > 1
-    return standing
+            position.through.append(rank)
+    position.differ = len(fingerprints) > 1
+    return position
 
 
 def _first_open(group: str, records: Sequence[TraceRecord]) -> int | None:
     """Return the lowest number of a collective that is pending on a rank, or missing where others have continued."""
     last = [record.last(group) for record in records]
     calls = [call for record in records for call in record.collectives(group).values()]
-    opened = [call.number for call in calls if call.finished is None]
-    lacking = [number + 1 for number in last if number < max(last)]
-    return min([*opened, *lacking], default=None)
+    opened = [call.seq for call in calls if call.finished is None]
+    missing = [number + 1 for number in last if number < max(last)]
+    return min([*opened, *missing], default=None)
 
 
-# -- who comes last -------------------------------------------------------------------------------------
+# -- late ranks -----------------------------------------------------------------------------------------
 
 
 @dataclass
 class RankPace:
-    """How often one rank comes last to a collective (share), and by how much (median, seconds).
+    """How late one rank issues its collectives.
 
-    ``lateness`` is counted from the rank that came first; ``duration`` is that of its own calls.
+    Attributes:
+        last: Share of the collectives that this rank issued last.
+        lateness: Median of the seconds between the first rank's call and this rank's.
+        duration: Median of the seconds that this rank's calls took.
+        counted: Number of the compared collectives.
     """
 
     last: float
@@ -265,83 +266,85 @@ def _durations(calls: Mapping[int, TracedCall], numbers: Sequence[int]) -> list[
     return [end - calls[number].issued for number in numbers if (end := calls[number].finished) is not None] or [0.0]
 
 
-# -- in words -------------------------------------------------------------------------------------------
+# -- the text -------------------------------------------------------------------------------------------
 
 
 def tell(records: Sequence[TraceRecord]) -> Iterator[str]:
-    """Yield sentences that say what holds which group of a world up, and which ranks cause it as far as recorded."""
+    """Yield sentences that name the blocked groups of a world, the calls that block them, and the ranks that cause it."""
     silent = sorted(set(range(records[0].world_size)) - {record.rank for record in records})
     if silent:
-        yield f"{_ranks(silent)} left no flight recorder: killed, writing to a folder of another host, or not signalled."
-    held_up = [standing for standing in standings(records) if standing.number is not None]
-    for standing in held_up:
-        yield from _tell_standing(standing, {record.rank: record for record in records})
+        yield (
+            f"{_ranks(silent)} left no flight recorder: killed, not signalled, or writing to the folder of another host."
+        )
+    by_rank = {record.rank: record for record in records}
+    blocked = [position for position in standings(records) if position.number is not None]
+    for position in blocked:
+        yield from _tell_position(position, by_rank)
     for record in records:
         yield from _tell_messages(record)
-    if not held_up:
+    if not blocked:
         yield "No collective is pending: every call has completed on all ranks that wrote a file."
 
 
-def _tell_standing(standing: RankPosition, records: Mapping[int, TraceRecord]) -> Iterator[str]:
-    where = f"group {standing.group!r}, collective #{standing.number}"
-    if standing.differ:
+def _tell_position(position: RankPosition, records: Mapping[int, TraceRecord]) -> Iterator[str]:
+    where = f"group {position.group!r}, collective #{position.number}"
+    if position.differ:
         callers: dict[str, list[int]] = {}
-        for rank, words in sorted(standing.calls.items()):
-            callers.setdefault(words, []).append(rank)
-        said = "; ".join(f"{_ranks(ranks)} called {words}" for words, ranks in callers.items())
-        yield f"{where}: the ranks called different things. {said}."
+        for rank, call in sorted(position.calls.items()):
+            callers.setdefault(call, []).append(rank)
+        calls = "; ".join(f"{_ranks(ranks)} called {call}" for call, ranks in callers.items())
+        yield f"{where}: the ranks made different calls. {calls}."
     else:
-        words = next(iter(standing.calls.values()), "a call of which no rank has a record")
-        yield f"{where}: {words} has not completed."
-    if standing.waiting:
-        yield f"  {_ranks(standing.waiting)} in it, since {_spread(standing.waiting.values())}."
-    for rank, number in sorted(standing.behind.items()):
+        call = next(iter(position.calls.values()), "a call of which no rank has a record")
+        yield f"{where}: {call} has not completed."
+    if position.waiting:
+        yield f"  {_ranks(position.waiting)} called it {_spread(position.waiting.values())} ago."
+    for rank, number in sorted(position.behind.items()):
         if not number:
-            yield f"  rank {rank} has called nothing in this group: it is what the others wait for."
+            yield f"  rank {rank} has called nothing in this group: the other ranks wait for it."
             continue
-        last = records[rank].collectives(standing.group).get(number)
+        last = records[rank].collectives(position.group).get(number)
         yield (
-            f"  rank {rank} never called it: it is what the others wait for. Its last was #{number}, "
+            f"  rank {rank} has not called it: the other ranks wait for it. Its last call was #{number}, "
             f"{'which has completed' if last is None else _in_words(last, records[rank].written)}."
         )
-    if standing.silent:
-        yield f"  {_ranks(standing.silent)} of this group left no recorder."
+    if position.silent:
+        yield f"  {_ranks(position.silent)} of this group left no recorder."
 
 
 def _in_words(call: TracedCall, written: float) -> str:
     end, since = ("began", call.issued) if call.finished is None else ("ended", call.finished)
-    return f"{call.words}, which {end} {written - since:.1f} s before it wrote"
+    return f"{call.call}, which {end} {written - since:.1f} s before the dump"
 
 
 def _tell_messages(record: TraceRecord) -> Iterator[str]:
     pending = [call for call in record.calls if call.is_message and call.finished is None]
-    waiting = [call for call in pending if record.written - call.issued > _ABOUT_NOW]
+    waiting = [call for call in pending if record.written - call.issued > _MIN_PENDING]
     if waiting:
-        longest = min(waiting, key=lambda call: call.issued)
-        many, since = "s" * (len(waiting) > 1), record.written - longest.issued
+        oldest = min(waiting, key=lambda call: call.issued)
         yield (
-            f"rank {record.rank} waits in {len(waiting)} message{many}, the longest a {longest.words} "
-            f"{_whom(longest, record)} (tag {longest.number}, {longest.nbytes} bytes) since {since:.1f} s."
+            f"rank {record.rank} waits for {len(waiting)} message{'s' * (len(waiting) > 1)}; the oldest, a {oldest.call} "
+            f"{_other_side(oldest, record)} (tag {oldest.seq}, {oldest.nbytes} bytes), has been pending for "
+            f"{record.written - oldest.issued:.1f} s."
         )
 
 
-def _whom(message: TracedCall, record: TraceRecord) -> str:
-    way = "to" if message.op.startswith("send") else "from"
+def _other_side(message: TracedCall, record: TraceRecord) -> str:
+    direction = "to" if message.op.startswith("send") else "from"
     if message.peer is None:
-        return f"{way} any rank"
-    members = record.groups.get(message.group)  # of very many groups the oldest are not written
-    return (
-        f"{way} rank {message.peer} of group {message.group!r}"
-        if members is None
-        else f"{way} rank {members[message.peer]}"
-    )
+        return f"{direction} any rank"
+    members = record.groups.get(message.group)
+    # A dump lists the newest groups only.
+    if members is None:
+        return f"{direction} rank {message.peer} of group {message.group!r}"
+    return f"{direction} rank {members[message.peer]}"
 
 
-def _ranks(ranks: Any) -> str:
-    names = [str(rank) for rank in sorted(ranks)]
-    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
+def _ranks(ranks: Iterable[int]) -> str:
+    *others, last = [str(rank) for rank in sorted(ranks)]
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
-def _spread(values: Any) -> str:
-    low, high = min(values), max(values)
+def _spread(seconds: Collection[float]) -> str:
+    low, high = min(seconds), max(seconds)
     return f"{low:.1f} s" if high - low < 0.1 else f"{low:.1f} to {high:.1f} s"

@@ -1,7 +1,6 @@
-"""Flight recorders are written while nothing has failed yet, when the process gets a signal (``ASYNCDIST_DUMP_SIGNAL``).
+"""Dumps of the flight recorders of a process on a signal (``ASYNCDIST_DUMP_SIGNAL``).
 
-`groups.world` registers each world here. So a job that seems to hang tells where it is, long before its operations
-reach their deadlines.
+They show the position of a job that seems to hang before its operations reach their deadlines.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from asyncdist.tracing.recorder import Recorder
 log = logging.getLogger("asyncdist")
 
 _recorders: weakref.WeakKeyDictionary[Recorder, str] = weakref.WeakKeyDictionary()
-"""A recorder, and the folder that it is written to."""
+"""The folder of each recorder."""
 
 
 def install_signal_handler(config: Config) -> None:
     """Install the handler of the configured signal, if there is one. Call it on the main thread.
 
-    A handler that the program has installed before is still called. Raises UsageError for an invalid configuration.
+    The handler calls the program's previous handler last. Raises UsageError for an invalid configuration.
     """
     name, folder = config.dump_signal, config.dump_dir
     if name is None:
@@ -40,22 +39,23 @@ def install_signal_handler(config: Config) -> None:
     if isinstance(before, _Writer):
         return
     if threading.current_thread() is not threading.main_thread():
-        log.warning("signal %s will write no flight recorder: only a world made on the main thread can see to it", name)
+        log.warning("signal %s will write no flight recorder: create the first world on the main thread", name)
         return
     try:
         signal.signal(number, _Writer(name, before))
-    except OSError:  # KILL and STOP are the kernel's own
+    # The kernel lets no process handle KILL and STOP.
+    except OSError:
         raise UsageError(f"ASYNCDIST_DUMP_SIGNAL={name} cannot be caught: use USR2, or another of `kill -l`") from None
 
 
 def offer(recorder: Recorder, config: Config) -> None:
-    """Write this recorder too when the signal arrives, as long as the recorder is referenced. Any thread."""
+    """Let the signal write a recorder, as long as the recorder is referenced. Callable from any thread."""
     if config.dump_signal is not None and config.dump_dir is not None:
         _recorders[recorder] = config.dump_dir
 
 
 class _Writer:
-    """Signal handler that writes the recorders, and then calls the previous handler."""
+    """A signal handler that writes the recorders, and then calls the previous handler."""
 
     def __init__(self, name: str, before: Any) -> None:
         self._name = name

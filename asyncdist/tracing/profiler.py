@@ -1,7 +1,7 @@
-"""Operations in torch's profiler: ``asyncdist:all_reduce``, from the call to its completion, on whichever thread that is.
+"""Spans of operations in torch's profiler, such as ``asyncdist:all_reduce``, from the call to its completion.
 
-A profiler sees what the thread does that it was started in. One that goes on by itself ends on another thread; the
-profiler takes it for asynchronous, as gloo's, and counts no other operator as its part.
+A profiler records operations that the profiled thread starts. The span of a background operation ends on another thread.
+The profiler then treats the operation as asynchronous, like those of gloo, and nests no other operator in it.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ FILE_NAMES = "asyncdist-*-rank*.json"
 
 
 class Entry:
-    """One operation: its call, and its times on `time.perf_counter` (0.0: not yet).
+    """One operation: its call, and its times on `time.perf_counter`; ``finished`` is 0.0 while it is pending.
 
-    A message's ``peer`` is the group rank that it goes to or comes from, None for any; collectives need not set it.
+    ``peer`` is the group rank of the other side of a message, None for any rank. Collectives leave it unset.
     """
 
     __slots__ = ("error", "fingerprint", "finished", "group", "issued", "nbytes", "op", "peer", "seq", "span")
@@ -64,15 +64,14 @@ class Entry:
         return "failed" if self.error else "completed" if self.finished else "pending"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the entry as JSON values, with its fingerprint as text under this rank's name for the call."""
-        names = ("group", "op", "seq", "peer", "nbytes", "issued", "finished", "error")
-        seen = {name: getattr(self, name, None) for name in names}
-        believed = Fingerprint.unpack(self.fingerprint)
-        call = call_in_words(believed, self.op) if believed.collective else self.op
-        return seen | {"state": self.state, "call": call, "fingerprint": self.fingerprint}
+        """Return the entry as JSON values, with the call in source form."""
+        names = ("group", "op", "seq", "peer", "nbytes", "issued", "finished", "error", "state", "fingerprint")
+        fingerprint = Fingerprint.unpack(self.fingerprint)
+        call = call_in_words(fingerprint, self.op) if fingerprint.collective else self.op
+        return {name: getattr(self, name, None) for name in names} | {"call": call}
 
 
-class _Known(NamedTuple):
+class _RecordedGroup(NamedTuple):
     """A group's ranks, and a function that returns the number of its last collective; 0 before the first."""
 
     ranks: Sequence[int]
@@ -82,8 +81,8 @@ class _Known(NamedTuple):
 class Recorder:
     """Keeps the last ``size`` operations of one rank in one world, and its newest groups.
 
-    Recording appends to a ring buffer and evicts the oldest entry, pending or not. The functions in ``pending`` return the
-    pending operations of the executors; a dump calls them, from any thread.
+    Recording appends to a ring buffer and evicts the oldest entry, pending or not. Each function in ``pending`` returns the
+    pending operations of an executor; a dump calls the functions, from any thread.
     """
 
     def __init__(self, rank: int, world_size: int, size: int, world_id: str = "") -> None:
@@ -91,7 +90,7 @@ class Recorder:
         self.world_size = world_size
         self.world_id = world_id
         self.pending: list[Callable[[], Iterable[Entry]]] = []
-        self._groups: dict[str, _Known] = {}
+        self._groups: dict[str, _RecordedGroup] = {}
         self._entries: deque[Entry] = deque(maxlen=max(1, size))
         self.add = self._entries.append
 
@@ -102,30 +101,30 @@ class Recorder:
 
     def add_group(self, name: str, ranks: Sequence[int], last_number: Callable[[], int]) -> None:
         """Register a group's ranks, and a function that returns the number of its last collective, 0 without one."""
-        self._groups[name] = _Known(ranks, last_number)
+        self._groups[name] = _RecordedGroup(ranks, last_number)
         if len(self._groups) > (self._entries.maxlen or 0):
             del self._groups[next(iter(self._groups))]
 
     def fingerprint(self, group: str, key: bytes) -> int:
-        """Return the recorded fingerprint of a group's collective, from a message's key; 0 if it was evicted."""
+        """Return the recorded fingerprint of a group's collective, given a message's key; 0 if it was evicted."""
         number = int.from_bytes(key[8:12], "little")
-        # The copy is needed because other threads append.
+        # Other threads append to the ring during the search.
         for entry in reversed(list(self._entries)):
             if entry.group == group and entry.seq & 0xFFFFFFFF == number and not is_message(entry.op):
                 return entry.fingerprint
         return 0
 
     def __iter__(self) -> Iterator[Entry]:
-        """Iterate over older entries that are still pending, then over the recorded ones."""
-        kept = list(self._entries)
-        older = {entry for pending in list(self.pending) for entry in pending()}.difference(kept)
-        return iter(sorted(older, key=lambda entry: entry.issued) + kept)
+        """Iterate over the evicted entries that are pending, then over the entries of the ring."""
+        entries = list(self._entries)
+        evicted = {entry for pending in list(self.pending) for entry in pending()}.difference(entries)
+        return iter(sorted(evicted, key=lambda entry: entry.issued) + entries)
 
     def dump(self, folder: str, reason: str) -> str | None:
         """Write the recorder to ``folder``; return the file's path, or None (and log an error) on failure.
 
-        A later dump of the same rank replaces the file. Only the owner of this process can read it. A symbolic link
-        under the file's name is replaced, not followed.
+        A later dump of the same rank replaces the file. Only the owner of this process can read it. A dump replaces a
+        symbolic link under the file's name and does not follow it.
         """
         path = os.path.join(folder, f"asyncdist-{self.world_id[:8]}-rank{self.rank}.json")
         content = {
@@ -143,14 +142,14 @@ class Recorder:
             },
             "entries": [entry.as_dict() for entry in self],
         }
-        # A signal handler may dump while this thread does, so each call writes its own file.
+        # A signal handler may interrupt a dump with another one, so each call writes its own file.
         unfinished = f"{path}.{secrets.token_hex(8)}"
         try:
             os.makedirs(folder, exist_ok=True)
             try:
                 with open(unfinished, "x", encoding="utf-8", opener=_create_private) as file:
                     json.dump(content, file, indent=1)
-                # The rename is atomic: a reader sees the earlier dump or this one, whole.
+                # The rename is atomic: a reader sees the whole earlier dump or this whole one.
                 os.replace(unfinished, path)
             except OSError:
                 with contextlib.suppress(OSError):
@@ -164,5 +163,5 @@ class Recorder:
 
 
 def _create_private(path: str, flags: int) -> int:
-    """Create a file readable by its owner only. Raises FileExistsError if the name exists, also as a symbolic link."""
+    """Create a file that only its owner can read. Raises FileExistsError if the name exists, also as a symbolic link."""
     return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -57,7 +57,7 @@ def test_report_and_tables_name_the_missing_rank(dumps):
     run = trace(dumps, "--calls", 5)
     assert run.exit_code == 0, run.output
     assert "group 'world', collective #2: broadcast(2 x float32, root 0) has not completed." in run.output
-    assert "rank 1 never called it" in run.output
+    assert "rank 1 has not called it" in run.output
     (row,) = [line for line in run.output.splitlines() if "all_reduce(5 x float32, SUM)" in line]
     assert "pending for" in row
     assert "not called" in row
@@ -127,10 +127,10 @@ def test_markup_in_names_is_not_interpreted(dumps):
 
 def test_default_folder_is_the_dump_directory(dumps, monkeypatch):
     monkeypatch.setenv("ASYNCDIST_DUMP_DIR", str(dumps))
-    assert "rank 1 never called it" in trace().output
+    assert "rank 1 has not called it" in trace().output
     monkeypatch.delenv("ASYNCDIST_DUMP_DIR")
     monkeypatch.chdir(dumps)
-    assert "rank 1 never called it" in trace().output
+    assert "rank 1 has not called it" in trace().output
 
 
 def test_worlds_that_wrote_together_are_reported_separately(worlds):

@@ -8,8 +8,8 @@ import gc
 import io
 import logging
 import os
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ import torch
 import asyncdist
 from asyncdist.errors import SharedMemoryError, UnsupportedError, UsageError
 from asyncdist.memory import registered
+from asyncdist.memory.registered import register
 from asyncdist.memory.shared_arena import PAGE_NBYTES, arena, unavailable
 from asyncdist.testing.cluster import run_ranks
 
@@ -29,7 +30,7 @@ def is_registered(tensor):
 
 @pytest.fixture
 def nothing_kept():
-    """The bytes in use before, which must be those after."""
+    """The number of used bytes, which must be the same after the test."""
     gc.collect()
     before = arena().used_nbytes
     yield before
@@ -118,11 +119,9 @@ def test_threads_allocate_and_free_concurrently():
             tensor.fill_(7)
             assert int(tensor.sum()) == 7 * tensor.numel()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work) for _ in range(4)]:
+            done.result()
 
 
 @pytest.mark.usefixtures("nothing_kept")
@@ -131,12 +130,18 @@ def test_allocation_beyond_the_arena_raises():
         asyncdist.empty(arena().nbytes + 1, dtype=torch.uint8)
 
 
-@pytest.mark.usefixtures("nothing_kept")
-def test_allocation_without_free_memory_raises(monkeypatch):
+@pytest.fixture
+def no_memory(monkeypatch):
+    """Let the system have no free memory."""
+
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
+
+
+@pytest.mark.usefixtures("nothing_kept", "no_memory")
+def test_allocation_without_free_memory_raises():
     with pytest.raises(SharedMemoryError, match="no memory is left; free memory or raise the limit"):
         asyncdist.empty(1000)
 
@@ -160,12 +165,11 @@ def test_forked_child_does_not_free_its_parents_memory():
         warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of the threads that torch has
         child = os.fork()
     if child == 0:
-        status = 1
         try:
             del tensor
-            status = 0
+            os._exit(0)
         finally:
-            os._exit(status)
+            os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     assert tensor.unique().tolist() == [5]
 
@@ -173,15 +177,11 @@ def test_forked_child_does_not_free_its_parents_memory():
 # -- register -------------------------------------------------------------------------------------
 
 
-def moved(target):
-    return registered.register(target)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_register_moves_a_tensor_in_place(dtype):
     tensor = torch.arange(24).remainder(2).to(dtype).view(2, 3, 4)
     before = tensor.clone()
-    assert moved(tensor) is tensor
+    assert register(tensor) is tensor
     assert is_registered(tensor)
     assert torch.equal(tensor, before)
 
@@ -194,7 +194,7 @@ def strided():
 @pytest.mark.parametrize("tensor", strided(), ids=["channels last", "transposed", "slice", "expanded"])
 def test_register_keeps_strides(tensor):
     before, values = (tensor.shape, tensor.stride()), tensor.clone()
-    moved(tensor)
+    register(tensor)
     assert is_registered(tensor)
     assert (tensor.shape, tensor.stride()) == before
     assert torch.equal(tensor, values)
@@ -203,11 +203,11 @@ def test_register_keeps_strides(tensor):
 def test_register_leaves_registered_tensors(nothing_kept):
     tensor = asyncdist.empty(10)
     used, address = arena().used_nbytes, tensor.data_ptr()
-    moved(tensor)
-    moved(tensor[2:])
+    register(tensor)
+    register(tensor[2:])
     assert (arena().used_nbytes, tensor.data_ptr()) == (used, address)
-    moved(torch.empty(0))
-    moved(torch.nn.ReLU())
+    register(torch.empty(0))
+    register(torch.nn.ReLU())
     del tensor
     assert arena().used_nbytes == nothing_kept
 
@@ -243,9 +243,8 @@ def test_register_keeps_tied_parameters_and_optimizers(nothing_kept):
 
     train(pairs, inputs)
     parameters = list(module.parameters())
-    assert moved(module) is module
-    tensors = [*module.parameters(), *module.buffers()]
-    assert all(is_registered(tensor) for tensor in tensors)
+    assert register(module) is module
+    assert all(is_registered(tensor) for tensor in (*module.parameters(), *module.buffers()))
     assert arena().used_nbytes == nothing_kept + PAGE_NBYTES  # one block for all of them
     train(pairs, inputs)
     assert [id(each) for each in module.parameters()] == [id(each) for each in parameters]
@@ -255,13 +254,13 @@ def test_register_keeps_tied_parameters_and_optimizers(nothing_kept):
     state, expected = module.state_dict(), twin.state_dict()
     expected["row"] = twin.first.weight[3]  # a copied module has lost this tie
     assert all(torch.equal(state[name], expected[name]) for name in state)
-    del tensors, module, parameters, pairs, state
+    del module, parameters, pairs, state
     gc.collect()
     assert arena().used_nbytes == nothing_kept
 
 
 def test_saved_parameter_does_not_include_the_others():
-    module = moved(torch.nn.Linear(1000, 1000))
+    module = register(torch.nn.Linear(1000, 1000))
     file = io.BytesIO()
     torch.save(module.bias, file)
     assert file.tell() < 20_000
@@ -270,7 +269,7 @@ def test_saved_parameter_does_not_include_the_others():
 def test_register_keeps_inference_tensors():
     with torch.inference_mode():
         tensor = torch.arange(5.0)
-    moved(tensor)
+    register(tensor)
     assert is_registered(tensor)
     assert tensor.is_inference()
     assert tensor.tolist() == [0, 1, 2, 3, 4]
@@ -291,19 +290,15 @@ def test_register_keeps_inference_tensors():
 @pytest.mark.parametrize("wanted", [True, False])
 def test_unsupported_tensors_are_refused(target, error, said, wanted):
     with pytest.raises(error, match=said):
-        registered.register(target, wanted=wanted)
+        register(target, wanted=wanted)
 
 
-@pytest.mark.usefixtures("nothing_kept")
-def test_module_that_does_not_fit_is_unchanged(monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+@pytest.mark.usefixtures("nothing_kept", "no_memory")
+def test_module_that_does_not_fit_is_unchanged():
     module = torch.nn.Linear(3, 3)
     before = [(each.data_ptr(), each.clone()) for each in module.parameters()]
-    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(SharedMemoryError, match="no memory is left"):
-        moved(module)
+        register(module)
     for each, (address, values) in zip(module.parameters(), before, strict=True):
         assert each.data_ptr() == address
         assert torch.equal(each, values)

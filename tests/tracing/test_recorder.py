@@ -1,9 +1,10 @@
-"""What a rank writes when a group fails, and when it is asked."""
+"""The flight recorder: dumps when a group fails, on a signal, and on request."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import stat
 import threading
@@ -14,8 +15,7 @@ import torch
 from asyncdist.config import Config
 from asyncdist.errors import GroupError, UsageError
 from asyncdist.testing.cluster import world_of
-from asyncdist.tracing import desync_report
-from asyncdist.tracing import dump_signal as on_demand
+from asyncdist.tracing import desync_report, dump_signal
 from asyncdist.tracing.recorder import Recorder
 from tests.support.devices import devices_of
 
@@ -23,9 +23,7 @@ from tests.support.devices import devices_of
 async def test_failed_group_writes_dump(tmp_path, transport):
     folder = tmp_path / "made"
     async with world_of(2, transport=transport, config=Config(dump_dir=str(folder))) as groups:
-        works = [group.all_reduce(torch.ones(3)) for group in groups]
-        for work in works:
-            await work
+        await asyncio.gather(*(group.all_reduce(torch.ones(3)) for group in groups))
         pending = groups[0].all_reduce(torch.ones(3))
         groups[1].abort("enough")
         with pytest.raises(GroupError):
@@ -47,7 +45,7 @@ async def test_dump_contains_message_peers(tmp_path, transport):
         groups[2].mesh.recorder.dump(str(tmp_path), "as a test")
         ((record,),) = desync_report.read(tmp_path)
         (call,) = record.calls
-        assert (call.words, record.groups[call.group][call.peer]) == ("recv(5 x float32)", 1)
+        assert (call.call, record.groups[call.group][call.peer]) == ("recv(5 x float32)", 1)
         await asyncio.gather(part[1].send(torch.ones(5), 1, tag=7), pending)
         await asyncio.gather(part[2].send_object_list(["here"], 0, tag=8), asked)
         calls = {entry.op: entry.peer for group in groups for entry in group.mesh.recorder}
@@ -86,47 +84,34 @@ async def test_dump_contains_pending_device_operations(tmp_path):
         assert [pending.__name__ for pending in recorder.pending] == ["pending"]
 
 
-def test_dump_into_uncreatable_folder_is_logged(tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    assert Recorder(0, 1, 10).dump(str(tmp_path / "file" / "below"), "why") is None
-    assert "cannot write the flight recorder" in caplog.text
-
-
 def test_dump_does_not_follow_symbolic_links_and_is_readable_by_its_owner_only(tmp_path, monkeypatch):
-    folder, victim = tmp_path / "shared", tmp_path / "victim"
+    folder, victim, name = tmp_path / "shared", tmp_path / "victim", "asyncdist-world-rank0.json"
     folder.mkdir()
     victim.write_text("precious")
-    created, create = [], os.open
-
-    def note(path, flags, mode=0o777, **where):
-        if str(path).startswith(str(folder)):
-            created.append((flags, mode))
-        return create(path, flags, mode, **where)
-
-    name = "asyncdist-world-rank0.json"
-    for link in (name, f"{name}.{os.getpid()}"):
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "guessed")
+    for link in (name, f"{name}.guessed"):
         (folder / link).symlink_to(victim)
-    monkeypatch.setattr(os, "open", note)
+    recorder = Recorder(0, 1, 10, "world")
+    assert recorder.dump(str(folder), "the name of the unfinished file exists") is None
+    monkeypatch.undo()
     umask = os.umask(0)
     try:
-        path = Recorder(0, 1, 10, "world").dump(str(folder), "as a test")
+        path = recorder.dump(str(folder), "as a test")
     finally:
         os.umask(umask)
     assert victim.read_text() == "precious"
     assert path == str(folder / name)
     assert not os.path.islink(path)
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    ((flags, mode),) = created
-    assert flags & os.O_EXCL
-    assert flags & os.O_NOFOLLOW
-    assert mode == 0o600
 
 
-def test_dump_that_fails_leaves_no_unfinished_file(tmp_path, caplog):
+@pytest.mark.parametrize("folder", [".", "file/below"])
+def test_dump_that_fails_is_logged_and_leaves_no_unfinished_file(tmp_path, caplog, folder):
+    (tmp_path / "file").write_text("")
     (tmp_path / "asyncdist-world-rank0.json").mkdir()
-    assert Recorder(0, 1, 10, "world").dump(str(tmp_path), "as a test") is None
+    assert Recorder(0, 1, 10, "world").dump(str(tmp_path / folder), "as a test") is None
     assert "cannot write the flight recorder" in caplog.text
-    assert [each.name for each in tmp_path.iterdir()] == ["asyncdist-world-rank0.json"]
+    assert {each.name for each in tmp_path.iterdir()} == {"asyncdist-world-rank0.json", "file"}
 
 
 def test_oldest_groups_are_evicted(tmp_path):
@@ -140,7 +125,7 @@ def test_oldest_groups_are_evicted(tmp_path):
 
 @pytest.fixture
 def usr1():
-    """Have what the process does on SIGUSR1 as it was afterwards."""
+    """Restore the handler of SIGUSR1."""
     before = signal.getsignal(signal.SIGUSR1)
     yield
     signal.signal(signal.SIGUSR1, before)
@@ -153,8 +138,8 @@ def test_dump_signal_writes_and_calls_previous_handler(tmp_path):
     config = Config(dump_dir=str(tmp_path), dump_signal="USR1")
     recorders = [Recorder(0, 1, 10, world) for world in ("one", "other")]
     for recorder in recorders:
-        on_demand.install_signal_handler(config)
-        on_demand.offer(recorder, config)
+        dump_signal.install_signal_handler(config)
+        dump_signal.offer(recorder, config)
     signal.raise_signal(signal.SIGUSR1)
     assert heard == [signal.SIGUSR1]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -170,9 +155,9 @@ def test_dump_signal_writes_and_calls_previous_handler(tmp_path):
 @pytest.mark.usefixtures("usr1")
 def test_signal_skips_collected_recorders(tmp_path):
     config = Config(dump_dir=str(tmp_path), dump_signal="SIGUSR1")
-    on_demand.install_signal_handler(config)
+    dump_signal.install_signal_handler(config)
     recorder = Recorder(0, 1, 10)
-    on_demand.offer(recorder, config)
+    dump_signal.offer(recorder, config)
     del recorder
     signal.raise_signal(signal.SIGUSR1)
     assert not list(tmp_path.iterdir())
@@ -181,10 +166,10 @@ def test_signal_skips_collected_recorders(tmp_path):
 @pytest.mark.usefixtures("usr1")
 def test_signal_handler_off_main_thread_is_logged(tmp_path, caplog):
     config = Config(dump_dir=str(tmp_path), dump_signal="USR1")
-    thread = threading.Thread(target=on_demand.install_signal_handler, args=(config,))
+    thread = threading.Thread(target=dump_signal.install_signal_handler, args=(config,))
     thread.start()
     thread.join()
-    assert "only a world made on the main thread" in caplog.text
+    assert "create the first world on the main thread" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -197,4 +182,4 @@ def test_signal_handler_off_main_thread_is_logged(tmp_path, caplog):
 )
 def test_invalid_dump_settings_are_rejected(settings, words):
     with pytest.raises(UsageError, match=words):
-        on_demand.install_signal_handler(Config(**settings))
+        dump_signal.install_signal_handler(Config(**settings))
