@@ -48,7 +48,7 @@ def assign(nbytes: Sequence[int], kinds: Sequence[Hashable], order: Iterable[int
     last_at: dict[int, int] = {}
     for position, parameter in enumerate(order):
         if parameter in last_at:
-            raise ValueError(f"parameter {parameter} comes twice in the order")
+            raise ValueError(f"parameter {parameter} appears twice in the order")
         last_at[parameter] = position
         kind = kinds[parameter]
         members, filled = filling.pop(kind, ([], 0))
@@ -61,7 +61,7 @@ def assign(nbytes: Sequence[int], kinds: Sequence[Hashable], order: Iterable[int
         else:
             filling[kind] = (members, filled)
     if len(last_at) != len(nbytes):
-        raise ValueError(f"the order names {len(last_at)} of {len(nbytes)} parameters")
+        raise ValueError(f"the order contains {len(last_at)} of {len(nbytes)} parameters")
     done += [(last_at[members[-1]], members) for members, _ in filling.values()]
     return tuple(tuple(members) for _, members in sorted(done))
 
@@ -72,6 +72,6 @@ def definition_order(count: int) -> list[int]:
 
 
 def arrival_order(arrived: Iterable[int], count: int) -> list[int]:
-    """Return ``arrived`` without duplicates, followed by those of ``count`` parameters that it lacks."""
+    """Return ``arrived`` without duplicates, followed by the other ones of ``count`` parameters."""
     known = dict.fromkeys(arrived)
     return [*known, *(parameter for parameter in definition_order(count) if parameter not in known)]

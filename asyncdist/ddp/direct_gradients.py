@@ -43,8 +43,8 @@ class Linear(nn.Linear):
     @torch.jit.unused
     def _product(self, data: torch.Tensor) -> torch.Tensor:
         # Backward hooks that are not "full" see every gradient of the operation.
-        shown = self._backward_hooks and not self._is_full_backward_hook
-        if shown or torch.compiler.is_compiling() or not _is_ordinary(data, self.weight):
+        hooked = self._backward_hooks and not self._is_full_backward_hook
+        if hooked or torch.compiler.is_compiling() or not _is_ordinary(data, self.weight):
             return linear(data, self.weight, self.bias)
         rows = data.flatten(0, -2)
         result: torch.Tensor = _Product.apply(rows, self.weight, self.bias, self._reducer)  # type: ignore[no-untyped-call]
@@ -59,14 +59,15 @@ class Linear(nn.Linear):
 def adopt(module: nn.Module, reducer: Reducer) -> None:
     """Make ``module``'s linear layers write their gradients into buckets of ``reducer``, which they reference weakly."""
     for layer in module.modules():
-        if isinstance(layer, nn.Linear) and _is_worth_it(layer):
+        if isinstance(layer, nn.Linear) and _is_replaceable(layer):
             layer.__class__ = Linear
             vars(layer)["_reducer"] = weakref.ref(reducer)
 
 
-def _is_worth_it(layer: nn.Linear) -> bool:
-    is_torchs = type(layer) in (nn.Linear, Linear) and "forward" not in vars(layer)
-    return is_torchs and layer.weight.requires_grad and layer.weight.nbytes >= LEAST_NBYTES
+def _is_replaceable(layer: nn.Linear) -> bool:
+    # A class derived by the user, or a replaced `forward`, computes something else.
+    is_plain = type(layer) in (nn.Linear, Linear) and "forward" not in vars(layer)
+    return is_plain and layer.weight.requires_grad and layer.weight.nbytes >= LEAST_NBYTES
 
 
 def _is_ordinary(data: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -104,28 +105,24 @@ class _Product(torch.autograd.Function):
         for_rows, for_weight, for_bias = ctx.needs_input_grad[:3]
         return (
             gradient @ weight if for_rows else None,
-            _of_weight(gradient.t(), rows, _place(ctx)) if for_weight else None,
+            torch.mm(gradient.t(), rows, out=_bucket_memory(ctx)) if for_weight else None,
             gradient.sum(0) if for_bias else None,
             None,
         )
 
 
-def _of_weight(columns: torch.Tensor, rows: torch.Tensor, place: torch.Tensor | None) -> torch.Tensor:
-    return columns @ rows if place is None else torch.mm(columns, rows, out=place)
-
-
-def _place(ctx: Any) -> torch.Tensor | None:
+def _bucket_memory(ctx: Any) -> torch.Tensor | None:
     """Return where to write the weight's gradient; None if it is differentiated, not accumulated, or seen by hooks."""
-    reducer, shown = ctx.reducer(), ctx.parameter._backward_hooks
-    if reducer is None or shown or torch.is_grad_enabled() or not _accumulates(ctx.next_functions[1][0]):
+    reducer, hooked = ctx.reducer(), ctx.parameter._backward_hooks
+    if reducer is None or hooked or torch.is_grad_enabled() or not _accumulates(ctx.next_functions[1][0]):
         return None
-    place: torch.Tensor | None = reducer.place(ctx.parameter)
-    return place
+    memory: torch.Tensor | None = reducer.bucket_memory(ctx.parameter)
+    return memory
 
 
 def _accumulates(node: Any) -> bool:
     """Return whether this backward accumulates a node's gradient into ``grad``, as `torch.autograd.grad` does not."""
-    # It raises for leaves inside `torch.autograd.grad`.
+    # torch raises RuntimeError for leaves inside `torch.autograd.grad`.
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:

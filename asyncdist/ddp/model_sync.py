@@ -29,22 +29,22 @@ def verify(
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
     root = torch.tensor([digest, len(text)], device="cpu")
     group.broadcast(root, 0, background=False).wait()
-    strangers = torch.zeros(group.size(), dtype=torch.int64, device="cpu")
+    # For each rank whose model differs from rank 0's, the bytes of its description.
+    differing = torch.zeros(group.size(), dtype=torch.int64, device="cpu")
     if root.tolist() != [digest, len(text)]:
-        strangers[group.rank()] = len(text)
-    group.all_reduce(strangers, ReduceOp.SUM, background=False).wait()
-    for rank, nbytes in enumerate(strangers.tolist()):
+        differing[group.rank()] = len(text)
+    group.all_reduce(differing, ReduceOp.SUM, background=False).wait()
+    for rank, nbytes in enumerate(differing.tolist()):
         if nbytes:
-            expected = json.loads(_tell(group, text, int(root[1]), 0))
-            found = json.loads(_tell(group, text, nbytes, rank))
+            expected = json.loads(_broadcast_text(group, text, int(root[1]), 0))
+            found = json.loads(_broadcast_text(group, text, nbytes, rank))
             peer = group.ranks[rank]
             reason = f"the ranks hold different models: {difference(expected, found, group.ranks[0], peer)}"
             raise MismatchError(peer, reason, group=group.name, rank=group.ranks[group.rank()])
 
 
-def _tell(group: Group, own: bytes, nbytes: int, src: int) -> bytes:
-    mine = group.rank() == src
-    text = torch.frombuffer(bytearray(own if mine else nbytes), dtype=torch.uint8)
+def _broadcast_text(group: Group, own: bytes, nbytes: int, src: int) -> bytes:
+    text = torch.frombuffer(bytearray(own if group.rank() == src else nbytes), dtype=torch.uint8)
     group.broadcast(text, src, background=False).wait()
     return bytes(text.tolist())
 
@@ -62,12 +62,13 @@ def describe_model(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> Desc
 
 def difference(expected: Description, found: Description, root: int, peer: int) -> str:
     """Return a sentence on the first difference between the descriptions of ranks ``root`` and ``peer``."""
-    for here, there in zip(expected, found, strict=False):
-        if here[0] != there[0]:
-            return f"where rank {root} has {here[0]}, rank {peer} has {there[0]}"
-        for what, ours, theirs in zip(("shape", "dtype", "strides", "requires_grad"), here[1:], there[1:], strict=True):
-            if ours != theirs:
-                return f"{here[0]} has {what} {_show(ours)} on rank {root}, but {_show(theirs)} on rank {peer}"
+    properties = ("shape", "dtype", "strides", "requires_grad")
+    for at_root, at_peer in zip(expected, found, strict=False):
+        if at_root[0] != at_peer[0]:
+            return f"where rank {root} has {at_root[0]}, rank {peer} has {at_peer[0]}"
+        for name, one, other in zip(properties, at_root[1:], at_peer[1:], strict=True):
+            if one != other:
+                return f"{at_root[0]} has {name} {_show(one)} on rank {root}, but {_show(other)} on rank {peer}"
     longer, owner = (found, peer) if len(found) > len(expected) else (expected, root)
     return f"{longer[min(len(found), len(expected))][0]} exists on rank {owner} only"
 
@@ -87,18 +88,18 @@ def broadcast_values(group: Group, tensors: Iterable[torch.Tensor], src: int = 0
     with torch.no_grad():
         for pack in _packs([tensor.detach() for tensor in tensors if tensor.numel()]):
             if len(pack) == 1 and pack[0].is_contiguous():
-                group.broadcast(_octets(pack[0]), src, background=False).wait()
+                group.broadcast(_bytes_of(pack[0]), src, background=False).wait()
                 continue
-            joined = torch.cat([_octets(tensor) for tensor in pack])
+            joined = torch.cat([_bytes_of(tensor) for tensor in pack])
             group.broadcast(joined, src, background=False).wait()
             if group.rank() != src:
                 parts = joined.split([tensor.nbytes for tensor in pack])
                 for tensor, part in zip(pack, parts, strict=True):
-                    # Viewing bytes as a dtype requires its alignment, which a part inside a pack may lack.
+                    # Viewing bytes as a dtype requires its alignment. A part of a pack may lack it.
                     tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def _octets(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat_memory(tensor.contiguous()).raw
 
 

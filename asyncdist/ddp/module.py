@@ -18,7 +18,7 @@ from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.groups.default_world import AnyGroup, is_initialized, resolve_group
 from asyncdist.groups.group import Group
 
-_NOT_COPIED = ("process_group", "_joining", "_reducer")
+_NOT_COPIED = ("process_group", "_reducer")
 
 
 class DistributedDataParallel(nn.Module):
@@ -116,13 +116,12 @@ class DistributedDataParallel(nn.Module):
         self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
         parameters = self._parameters_to_sync()
-        self._check_parameters(parameters)
+        _check_parameters(parameters)
         _check_modules(module)
         self._input_device = _input_device(device_ids, parameters)
         self.dim = dim
         self.device_ids = device_ids
         self.output_device = output_device
-        self.process_group = resolve_group(process_group)
         self.broadcast_buffers = broadcast_buffers is not False
         self.forward_sync_buffers = self.broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -130,17 +129,17 @@ class DistributedDataParallel(nn.Module):
         self._require_forward_buffer_sync = True
         buffers_to_sync = self._buffers_to_sync()
         self._has_buffers = bool(buffers_to_sync)
+        group = resolve_group(process_group)
         if init_sync:
             shared = buffers_to_sync if self.broadcast_buffers else []
-            model_sync.verify(self.process_group, parameters, shared)
-            model_sync.broadcast_values(self.process_group, [tensor for _, tensor in [*parameters, *shared]])
+            model_sync.verify(group, parameters, shared)
+            model_sync.broadcast_values(group, [tensor for _, tensor in [*parameters, *shared]])
         self._limits = [buckets.caps(cap)[1] for cap in bucket_cap_mb_list or ()] or buckets.caps(bucket_cap_mb)
-        self._average_over(self.process_group)
+        self._average_over(group)
 
     def _average_over(self, group: Group) -> None:
-        """Create the members that a copy does not take over: the group and the reducer."""
+        """Set the attributes that a copy gets anew: the group and the reducer."""
         self.process_group = group
-        self._joining: Joining | None = None
         trained = [(name, parameter) for name, parameter in self._parameters_to_sync() if parameter.requires_grad]
         self._reducer = Reducer(group, trained, self._limits, gradient_as_bucket_view=self.gradient_as_bucket_view)
         if self.gradient_as_bucket_view:
@@ -148,12 +147,12 @@ class DistributedDataParallel(nn.Module):
 
     # -- copies -----------------------------------------------------------------------------------
 
-    def _copied(self) -> dict[str, Any]:
+    def _copied_attributes(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         made = memo[id(self)] = type(self).__new__(type(self))
-        vars(made).update(copy.deepcopy(self._copied(), memo))
+        vars(made).update(copy.deepcopy(self._copied_attributes(), memo))
         made._average_over(self.process_group)
         return made
 
@@ -163,7 +162,7 @@ class DistributedDataParallel(nn.Module):
                 "cannot pickle a DistributedDataParallel whose group is not the default group, because a pickle does not "
                 "contain the group: pickle its attribute `module`, and wrap that after loading"
             )
-        return self._copied()
+        return self._copied_attributes()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not is_initialized():
@@ -173,20 +172,6 @@ class DistributedDataParallel(nn.Module):
             )
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._average_over(resolve_group(None))
-
-    @staticmethod
-    def _check_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        for name, parameter in parameters:
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                raise UsageError(f"parameter {name!r} has no shape yet: run one forward before wrapping a lazy module")
-            if getattr(parameter, "_in_backward_optimizers", None):
-                raise UnsupportedError(
-                    f"parameter {name!r} has an optimizer that steps in backward (_apply_optimizer_in_backward), before "
-                    "the gradient is averaged over the ranks: construct the optimizer with the wrapped model's parameters, "
-                    "and call its step() after backward()"
-                )
-        if not any(parameter.requires_grad for _, parameter in parameters):
-            raise UsageError("no parameter of this module requires a gradient: use the module without wrapping it")
 
     @property
     def last_step(self) -> StepTimes | None:
@@ -200,13 +185,13 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. The backward after a forward with gradients averages them."""
-        training = torch.is_grad_enabled()
+        training, joining = torch.is_grad_enabled(), self._reducer.joining
         if training:
             self._reducer.check()
-            if self._joining is not None:
-                self._joining.check()
+            if joining is not None:
+                joining.check()
         if self._require_forward_buffer_sync and self.forward_sync_buffers and self._has_buffers:
-            self._refresh(0 if self._joining is None else self._joining.source())
+            self._refresh(0 if joining is None else joining.source())
         if self._input_device is not None:
             inputs, kwargs = _moved((inputs, kwargs), self._input_device)
         output = self.module(*inputs, **kwargs)
@@ -284,20 +269,19 @@ class DistributedDataParallel(nn.Module):
         if not enable:
             yield
             return
-        if self._joining is not None:
+        if self._reducer.joining is not None:
             raise UsageError("this model is inside join() already: leave that block first")
-        joining = Joining(
+        joining = self._reducer.joining = Joining(
             self.process_group, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination
         )
-        self._joining = self._reducer.joining = joining
         try:
             yield
             joining.stand_in(self._refresh, self._reducer.stand_in)
             if not joining.is_even:
                 shared = [*self._parameters_to_sync(), *(self._buffers_to_sync() if self.broadcast_buffers else ())]
-                model_sync.broadcast_values(self.process_group, [tensor for _, tensor in shared], joining.going[0])
+                model_sync.broadcast_values(self.process_group, [tensor for _, tensor in shared], joining.active[0])
         finally:
-            self._joining = self._reducer.joining = None
+            self._reducer.joining = None
             # Ranks may have left after different forwards.
             self._require_forward_buffer_sync = True
 
@@ -306,6 +290,20 @@ def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None and value is not False:
             raise UnsupportedError(f"{name}={value!r} is not supported by this version: leave {name} out")
+
+
+def _check_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    for name, parameter in parameters:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(f"parameter {name!r} has no shape yet: run one forward before wrapping a lazy module")
+        if getattr(parameter, "_in_backward_optimizers", None):
+            raise UnsupportedError(
+                f"parameter {name!r} has an optimizer that steps in backward (_apply_optimizer_in_backward), before "
+                "the gradient is averaged over the ranks: construct the optimizer with the wrapped model's parameters, "
+                "and call its step() after backward()"
+            )
+    if not any(parameter.requires_grad for _, parameter in parameters):
+        raise UsageError("no parameter of this module requires a gradient: use the module without wrapping it")
 
 
 def _check_modules(module: nn.Module) -> None:
@@ -325,11 +323,11 @@ def _input_device(
     if not device_ids:
         return None
     if len(device_ids) > 1:
-        raise UsageError(f"device_ids takes one device a process, not {list(device_ids)}: start a rank for each")
+        raise UsageError(f"device_ids takes one device per process, not {list(device_ids)}: start a rank for each")
     own = next(iter(devices))
     if len(devices) > 1 or own.type == "cpu":
         where = ", ".join(sorted(map(str, devices)))
-        raise UsageError(f"device_ids is for a module on one accelerator, this one is on {where}: leave it out")
+        raise UsageError(f"device_ids requires a module on one accelerator, but this one is on {where}: leave it out")
     wanted = device_ids[0]
     return wanted if isinstance(wanted, torch.device) else torch.device(own.type, wanted)
 

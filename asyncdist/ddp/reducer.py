@@ -112,7 +112,7 @@ class Bucket:
 
 
 def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of ``flat`` that holds a gradient, laid out like its parameter where that has no holes."""
+    """Return the part of ``flat`` that holds a gradient, with the strides of its parameter if these leave no gaps."""
     part = flat[offset : offset + parameter.numel()]
     dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
     if dense == parameter.stride() and not parameter.is_contiguous():
@@ -150,9 +150,8 @@ class Reducer:
         # Returns None if no backward is running, or if it has raised.
         self._running: Callable[[], object] = lambda: None
         # In the order in which this backward's gradients arrived.
-        self._arrived: list[int] = []
-        self._has_arrived = bytearray()
-        # Parameters for which `place` has returned memory in this backward.
+        self._arrived: dict[int, None] = {}
+        # Parameters for which `bucket_memory` has returned memory in this backward.
         self._placed: set[int] = set()
         # The all-reduces that this backward has started.
         self._works: list[Work] = []
@@ -173,7 +172,7 @@ class Reducer:
     def _kinds_now(self) -> list[tuple[torch.dtype, torch.device]]:
         return [(parameter.dtype, parameter.device) for parameter in self._parameters]
 
-    def _follow(self) -> None:
+    def _follow_casts(self) -> None:
         """Assign buckets again if parameters have been cast or moved: gradients must not be converted in between."""
         if self._kinds != self._kinds_now():
             self._assign(self._order)
@@ -200,7 +199,7 @@ class Reducer:
                 "for the rest; find what it raised, destroy the process group and start again from a checkpoint"
             )
         self._step = None
-        self._follow()
+        self._follow_casts()
 
     def begin(self) -> None:
         """Start a backward. Called when autograd computes the gradient of the module's output."""
@@ -210,8 +209,7 @@ class Reducer:
 
     def _begin(self) -> None:
         self._step = StepTimes(perf_counter(), buckets=[BucketTimes(b.index, b.nbytes) for b in self._buckets])
-        self._arrived = []
-        self._has_arrived = bytearray(len(self._parameters))
+        self._arrived = {}
         self._works = []
         for bucket in self._buckets:
             bucket.pending = len(bucket.members)
@@ -231,26 +229,26 @@ class Reducer:
                 if not self.armed:
                     return
                 self._begin()
-            if self._has_arrived[index]:
+            if index in self._arrived:
                 raise GradientError(
                     "{parameters} got a second gradient in one backward, after its all-reduce had started, as happens if "
                     "several re-entrant checkpoints share a parameter: pass use_reentrant=False",
                     [self._names[index]],
                 )
-            self._has_arrived[index] = 1
-            self._arrived.append(index)
+            self._arrived[index] = None
             self._fill(index)
             self._count(self._bucket_of[index])
 
-    def place(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return memory of a bucket for a parameter's gradient; None if backward must not write it there.
+    def bucket_memory(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the memory in its bucket for a parameter's gradient; None if backward must not write it there.
 
         Called by `direct_gradients`.
         """
         with self._lock:
             index = self._numbers.get(parameter)
-            averages = self.armed or self._has_begun()
-            if index is None or index in self._placed or parameter.grad is not None or not averages:
+            if index is None or index in self._placed or parameter.grad is not None:
+                return None
+            if not self.armed and not self._has_begun():
                 return None
             self._placed.add(index)
             # A new tensor object: autograd copies a gradient to which there are other references.
@@ -323,7 +321,7 @@ class Reducer:
             return
         self.armed = False
         step.backward_finished = perf_counter()
-        missing = [index for index, arrived in enumerate(self._has_arrived) if not arrived]
+        missing = [index for index in range(len(self._parameters)) if index not in self._arrived]
         for index in missing:
             self._fill_with_zeros(index)
         self._wait()
@@ -347,7 +345,7 @@ class Reducer:
             for work in self._works:
                 work.wait()
         except BaseException:
-            # All of them failed for the same reason: mark each exception as retrieved, and raise one.
+            # They all failed for the same reason: retrieve each exception, so that none is logged, and raise one.
             for work in self._works:
                 work.exception()
             raise
@@ -366,7 +364,7 @@ class Reducer:
 
     def stand_in(self, reduction: Reduction) -> None:
         """Contribute zeros to one backward of the other ranks; this rank's own gradients do not change."""
-        self._follow()
+        self._follow_casts()
         for bucket in self._buckets:
             self._group.all_reduce(bucket.zeros(self._parameters), reduction, background=False).wait()
         if not self._follows_arrival:

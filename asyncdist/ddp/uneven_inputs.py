@@ -33,10 +33,10 @@ class StepKind(IntEnum):
 
 
 class Joining:
-    """One ``with model.join()`` on one rank; `going` are the ranks that had inputs left at the last announcement."""
+    """One ``with model.join()`` on one rank; `active` are the ranks that had inputs left at the last announcement."""
 
     def __init__(self, group: Group, *, divides_by_all: bool, throws: bool) -> None:
-        self.going = list(range(group.size()))
+        self.active = list(range(group.size()))
         self._group = group
         self._divides_by_all = divides_by_all
         self._throws = throws
@@ -44,26 +44,26 @@ class Joining:
     @property
     def is_even(self) -> bool:
         """Whether no rank has run out before another."""
-        return len(self.going) == self._group.size()
+        return len(self.active) == self._group.size()
 
     # -- a rank that has inputs -----------------------------------------------------------------
 
     def check(self) -> None:
         """Raise UnevenInputsError if a rank has run out of inputs and ``throws`` is set."""
         if self._throws:
-            self._meet(StepKind.forward)
+            self._announce(StepKind.forward)
 
     def source(self) -> int:
         """Return the group rank whose buffers all ranks receive now."""
         # With ``throws`` the ranks have already synchronised before this forward.
         if not self._throws:
-            self._meet(StepKind.refresh)
-        return self.going[0]
+            self._announce(StepKind.refresh)
+        return self.active[0]
 
     def reduction(self) -> Reduction:
         """Return how this backward's gradients are averaged."""
         if not self._throws:
-            self._meet(StepKind.average)
+            self._announce(StepKind.average)
         return self._reduction()
 
     # -- a rank that has run out ----------------------------------------------------------------
@@ -73,37 +73,37 @@ class Joining:
 
         With ``throws``, raise UnevenInputsError at once if another rank has inputs left.
         """
-        while (step := self._meet(StepKind.end)) is not StepKind.end:
+        while (step := self._announce(StepKind.end)) is not StepKind.end:
             if step is StepKind.refresh:
-                refresh(self.going[0])
+                refresh(self.active[0])
             elif step is StepKind.average:
                 average(self._reduction())
 
     # -- all ------------------------------------------------------------------------------------
 
-    def _meet(self, step: StepKind) -> StepKind:
+    def _announce(self, step: StepKind) -> StepKind:
         """Announce this rank's next step; return that of the ranks with inputs left, ``end`` without such ranks."""
         own = torch.tensor([step], dtype=torch.uint8, device="cpu")
-        said = torch.empty(self._group.size(), dtype=torch.uint8, device="cpu")
-        self._group.all_gather_single(said, own, background=False).wait()
-        steps = [StepKind(number) for number in said.tolist()]
-        going = [rank for rank, one in enumerate(steps) if one is not StepKind.end]
-        if not going:
+        announced = torch.empty(self._group.size(), dtype=torch.uint8, device="cpu")
+        self._group.all_gather_single(announced, own, background=False).wait()
+        steps = [StepKind(number) for number in announced.tolist()]
+        active = [rank for rank, each in enumerate(steps) if each is not StepKind.end]
+        if not active:
             return StepKind.end
-        self.going = going
+        self.active = active
         if self._throws and not self.is_even:
-            ended = [self._group.ranks[rank] for rank, one in enumerate(steps) if one is StepKind.end]
-            raise UnevenInputsError(ended, [self._group.ranks[rank] for rank in going])
-        first = steps[going[0]]
-        for rank in going:
+            ended = [self._group.ranks[rank] for rank, each in enumerate(steps) if each is StepKind.end]
+            raise UnevenInputsError(ended, [self._group.ranks[rank] for rank in active])
+        first = steps[active[0]]
+        for rank in active:
             if steps[rank] is not first:
-                raise self._differ(going[0], first, rank, steps[rank])
+                raise self._mismatch(active[0], first, rank, steps[rank])
         return first
 
     def _reduction(self) -> Reduction:
-        return ReduceOp.AVG if self._divides_by_all or self.is_even else premul_sum(1 / len(self.going))
+        return ReduceOp.AVG if self._divides_by_all or self.is_even else premul_sum(1 / len(self.active))
 
-    def _differ(self, first: int, step: StepKind, peer: int, other: StepKind) -> MismatchError:
+    def _mismatch(self, first: int, step: StepKind, peer: int, other: StepKind) -> MismatchError:
         ranks = self._group.ranks
         reason = (
             f"inside join() rank {ranks[first]} is at the {_WORDS[step]}, rank {ranks[peer]} at the {_WORDS[other]}: "

@@ -25,7 +25,7 @@ _EMPTY = torch.ops.aten.empty.memory_format
 _to_be_rebuilt: WeakSet[Any] = WeakSet()
 
 
-class _Registered(TorchDispatchMode):
+class _RegisteredAllocation(TorchDispatchMode):
     """While active, allocates large one-dimensional CPU tensors in registered memory."""
 
     def __init__(self) -> None:
@@ -35,25 +35,25 @@ class _Registered(TorchDispatchMode):
         self, function: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if function is _EMPTY:
-            tensor = _registered(*args, **kwargs or {})
+            tensor = _registered_empty(*args, **kwargs or {})
             if tensor is not None:
                 return tensor
         return function(*args, **kwargs or {})
 
 
-def _registered(
+def _registered_empty(
     size: Sequence[int],
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     layout: torch.layout | None = None,
-    **others: Any,
+    **options: Any,
 ) -> torch.Tensor | None:
     """Return a registered tensor, or None if the request does not qualify or registered memory is full."""
     # torch 2.15 passes a layout, torch 2.13 does not.
     if layout not in (None, torch.strided):
         return None
-    if len(size) != 1 or dtype is None or device is None or device.type != "cpu" or any(others.values()):
+    if len(size) != 1 or dtype is None or device is None or device.type != "cpu" or any(options.values()):
         return None
     if size[0] * dtype.itemsize < LEAST_NBYTES:
         return None
@@ -69,7 +69,7 @@ def make_reducer(original: Any, reducer: Any, *args: Any, **kwargs: Any) -> None
     if group is None or not group.group.shares_memory:
         original(reducer, *args, **kwargs)
         return
-    with _Registered():
+    with _RegisteredAllocation():
         original(reducer, *args, **kwargs)
     _to_be_rebuilt.add(reducer)
 
@@ -81,7 +81,7 @@ def rebuild_buckets(original: Any, reducer: Any) -> bool:
     """
     if reducer not in _to_be_rebuilt:
         return bool(original(reducer))
-    with _Registered():
+    with _RegisteredAllocation():
         done = bool(original(reducer))
     if done:
         _to_be_rebuilt.discard(reducer)

@@ -18,8 +18,8 @@ from torch.distributed import distributed_c10d
 
 c10d: Any = distributed_c10d
 _register_work: Any = torch._C._distributed_c10d._register_work
-# torch's own methods call those of a group in Python, and keep both halves of the Work that these return. Passed directly
-# to C++ code, a Work would lose its Python half, and waiting for it would never end.
+# The methods of torch's class call the group's Python methods and keep both halves of the Work that these return. A Work
+# that is passed to C++ code directly loses its Python half, and waiting for it never ends.
 _cpp: Any = torch_distributed.ProcessGroup
 
 
@@ -47,10 +47,13 @@ def batch_p2p_ops(
     group = _group(group_name)
     started = []
     for op, peer, tag, tensor in zip(op_list, peer_list, tag_list, tensors, strict=True):
-        one = tensor.contiguous() if op == "isend" else tensor
-        work = _cpp.send(group, [one], peer, tag) if op == "isend" else _cpp.recv(group, [one], peer, tag)
-        _register_work(one, work)
-        started.append(one)
+        if op == "isend":
+            tensor = tensor.contiguous()
+            work = _cpp.send(group, [tensor], peer, tag)
+        else:
+            work = _cpp.recv(group, [tensor], peer, tag)
+        _register_work(tensor, work)
+        started.append(tensor)
     return started
 
 

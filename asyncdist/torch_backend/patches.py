@@ -21,16 +21,16 @@ from asyncdist.torch_backend.process_group import ProcessGroup
 
 _bindings: Any = torch._C._distributed_c10d
 
-Instead = Callable[..., Any]
-"""A replacement of a function of torch: called with the original function and its arguments."""
+Replacement = Callable[..., Any]
+"""Called with the replaced function of torch and with its arguments."""
 
 
 def _monitored_barrier(
     original: Callable[..., Any], group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
 ) -> None:
-    members = torch_distributed.group.WORLD if group is None else group
-    if isinstance(members, ProcessGroup):
-        members.monitored_barrier(timeout, wait_all_ranks)
+    process_group = torch_distributed.group.WORLD if group is None else group
+    if isinstance(process_group, ProcessGroup):
+        process_group.monitored_barrier(timeout, wait_all_ranks)
     else:
         original(group, timeout, wait_all_ranks)
 
@@ -44,9 +44,9 @@ def _register_builtin_comm_hook(original: Callable[..., Any], model: Any, comm_h
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     types = _bindings.BuiltinCommHookType
-    twin = {types.ALLREDUCE: default_hooks.allreduce_hook, types.FP16_COMPRESS: default_hooks.fp16_compress_hook}
+    hooks = {types.ALLREDUCE: default_hooks.allreduce_hook, types.FP16_COMPRESS: default_hooks.fp16_compress_hook}
     model.logger._set_comm_hook_name(str(comm_hook_type))
-    _bindings._register_comm_hook(model.reducer, model.process_group, twin[comm_hook_type])
+    _bindings._register_comm_hook(model.reducer, model.process_group, hooks[comm_hook_type])
 
 
 _work_of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -62,7 +62,7 @@ def _set_forward_pass_work_handle(original: Any, reducer: Any, work: Any, use_st
     original(reducer, work, use_static_world_size)
 
 
-_REPLACED: list[tuple[Any, str, Instead]] = [
+_REPLACEMENTS: list[tuple[Any, str, Replacement]] = [
     # Accepts only gloo's groups.
     (torch_distributed, "monitored_barrier", _monitored_barrier),
     (distributed_c10d, "monitored_barrier", _monitored_barrier),
@@ -79,10 +79,11 @@ _REPLACED: list[tuple[Any, str, Instead]] = [
 @functools.cache
 def apply_patches() -> None:
     """Install all replacements. Idempotent."""
-    for owner, name, instead in _REPLACED:
+    for owner, name, replacement in _REPLACEMENTS:
         original = getattr(owner, name)
-        setattr(owner, name, functools.wraps(original)(_calls(instead, original)))
+        setattr(owner, name, functools.wraps(original)(_bound(replacement, original)))
 
 
-def _calls(instead: Instead, original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: instead(original, *args, **kwargs)
+def _bound(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
+    # Unlike a functools.partial, a function becomes a method when it is called on an instance.
+    return lambda *args, **kwargs: replacement(original, *args, **kwargs)

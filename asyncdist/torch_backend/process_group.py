@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as torch_distributed
 
-from asyncdist.base import background_loop
+from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine import work as started
@@ -34,7 +34,7 @@ T = TypeVar("T")
 Tensors = list[torch.Tensor]
 
 _NO_TIME = timedelta(0)
-"""A timeout below it is torch's unset one, and means the group's own timeout."""
+"""torch passes a negative timeout where the group's own timeout applies."""
 _UNSET: Any = SimpleNamespace(
     asyncOp=True,
     timeout=timedelta(milliseconds=-1),
@@ -84,12 +84,6 @@ class ProcessGroup(torch_distributed.ProcessGroup):
             work.result()
         return DONE
 
-    def _run_together(
-        self, start: Callable[..., started.Work], calls: Sequence[tuple[Any, ...]], outputs: Tensors, opts: Any
-    ) -> Work:
-        """Start several operations as one Work."""
-        return self._run(_together(start, calls), outputs, opts)
-
     def _background(
         self, start: Callable[..., started.Work], outputs: Tensors, limit: Timeout, *args: Any, **extra: Any
     ) -> Work:
@@ -108,7 +102,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         op = reduction_of(opts.reduceOp)
         if len({tensor.dtype for tensor in tensors}) == 1:
             return self._run(self.group.all_reduce_coalesced, tensors, opts, tensors, op)
-        return self._run_together(self.group.all_reduce, [(tensor, op) for tensor in tensors], tensors, opts)
+        return self._run(_together(self.group.all_reduce, [(tensor, op) for tensor in tensors]), tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
         op = reduction_of(opts.reduceOp)
@@ -125,7 +119,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
         op = reduction_of(opts.reduceOp)
         calls = [(output, tensor, op) for output, tensor in zip(outputs, inputs, strict=True)]
-        return self._run_together(self.group.reduce_scatter_single, calls, outputs, opts)
+        return self._run(_together(self.group.reduce_scatter_single, calls), outputs, opts)
 
     # -- data movement -------------------------------------------------------------------------
 
@@ -140,7 +134,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
         calls = list(zip(outputs, inputs, strict=True))
-        return self._run_together(self.group.all_gather_single, calls, outputs, opts)
+        return self._run(_together(self.group.all_gather_single, calls), outputs, opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
         return self._run(self.group.all_gather_coalesced, [t for row in outputs for t in row], opts, outputs, inputs)
@@ -198,15 +192,12 @@ class ProcessGroup(torch_distributed.ProcessGroup):
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
         return self._background(self.group.send, [], None, _single(tensors), dst, tag)
 
-    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Work:
-        return self._receive(tensors, src, tag)
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        return self._receive(tensors, None, tag)
-
-    def _receive(self, tensors: Tensors, src: int | None, tag: int) -> Work:
+    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> Work:
         start = self.group.recv
         return self._background(start, tensors, None, _single(tensors), src, tag, source=self.group.group_rank)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        return self.recv(tensors, None, tag)
 
     # -- coalescing ----------------------------------------------------------------------------
 
@@ -239,7 +230,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         return torch.empty(size, dtype=dtype, device=device)
 
     def get_reconfigure_handle(self) -> str:
-        """Raise UnsupportedError: torch accepts ``enable_reconfigure=True`` for every back end until this call."""
+        """Raise UnsupportedError: torch does not refuse ``enable_reconfigure=True`` before it calls this method."""
         raise UnsupportedError(SAME_RANKS)
 
     def reconfigure(self, opts: object) -> Work:
@@ -288,7 +279,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         world, self._world = self._world, None
         if world is not None:
             world.leave()
-            background_loop.background_loop().run(world.close())
+            background_loop().run(world.close())
 
     def abort(self) -> None:
         """Fail every pending operation of this group on every rank, and leave the world with its last group.
@@ -298,7 +289,7 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         self.group.abort("torch.distributed aborted the process group")
         if self._world is not None and all(group.aborted for group in self._world.groups):
             self._world.leave()
-            background_loop.background_loop().submit(self._world.close())
+            background_loop().submit(self._world.close())
 
     def __repr__(self) -> str:
         return f"<asyncdist {self.group!r}>"
@@ -309,9 +300,9 @@ def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
     return tensors if isinstance(tensors, list) else [tensors]
 
 
-def _single(ones: Sequence[T]) -> T:
+def _single(items: Sequence[T]) -> T:
     """Return the only item; otherwise the list itself, which the operation refuses with its own error."""
-    return ones[0] if len(ones) == 1 else cast(T, ones)
+    return items[0] if len(items) == 1 else cast(T, items)
 
 
 def _together(start: Callable[..., started.Work], calls: Sequence[tuple[Any, ...]]) -> Callable[..., started.Work]:

@@ -12,7 +12,7 @@ _TorchOp: Any = torch_distributed.ReduceOp
 
 # By hash, which is the operation's number: reading the name of torch's objects, or comparing them, takes a microsecond.
 _BY_HASH: dict[int, ReduceOp] = {
-    hash(_TorchOp(getattr(_TorchOp, ours.name))): ours for ours in ReduceOp if ours is not ReduceOp.PREMUL_SUM
+    hash(_TorchOp(getattr(_TorchOp, op.name))): op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM
 }
 
 

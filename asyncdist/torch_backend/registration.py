@@ -15,7 +15,6 @@ from torch.distributed import distributed_c10d
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.cores import has_free_cores
-from asyncdist.groups.group import Group
 from asyncdist.groups.world import World, open_world
 from asyncdist.torch_backend.process_group import NAME, ProcessGroup
 
@@ -49,33 +48,21 @@ def make_backend(opts: Any, pg_options: object = None) -> ProcessGroup:
         opts: torch's ``_DistributedBackendOptions``: store, ranks and timeout. Its ``enable_reconfigure`` is ignored.
         pg_options: Ignored.
     """
-    world = _default_world()
+    world, own_world = _default_world(), None
     if world is not None and opts.global_ranks_in_group:
-        return _subgroup(world, opts.global_ranks_in_group, opts)
-    world = background_loop().run(
-        open_world(
-            store=opts.store,
-            rank=opts.group_rank,
-            world_size=opts.group_size,
-            timeout=opts.timeout,
+        # torch's group name is not used. It is a count that each rank keeps for itself, and the counts differ after some
+        # ranks have created a group without the others.
+        group = world.new_group(opts.global_ranks_in_group, timeout=opts.timeout)
+        assert group is not None, "torch calls make_backend on members only"
+    else:
+        own_world = background_loop().run(
+            open_world(store=opts.store, rank=opts.group_rank, world_size=opts.group_size, timeout=opts.timeout)
         )
-    )
-    return _process_group(world.group, world)
-
-
-def _subgroup(world: World, ranks: Sequence[int], opts: Any) -> ProcessGroup:
-    # torch's group name is not used. It is a count that each rank keeps for itself, and the counts differ after some
-    # ranks have created a group without the others.
-    group = world.new_group(ranks, timeout=opts.timeout)
-    assert group is not None, "torch calls make_backend on members only"
-    return _process_group(group, None)
-
-
-def _process_group(group: Group, world: World | None) -> ProcessGroup:
+        group = own_world.group
     # Without a free core, the background loop's thread would take the calling thread's core. The calling thread
     # therefore spins for its peers; it usually waits soon anyway, such as DDP after its last bucket.
     group.patient = not has_free_cores(group.mesh.transport_selector.local_size, torch.get_num_threads())
-    return ProcessGroup(group, world)
+    return ProcessGroup(group, own_world)
 
 
 def _default_world() -> World | None:

@@ -26,7 +26,7 @@ from asyncdist.torch_backend.torch_store import Store
 log = logging.getLogger("asyncdist")
 
 DEFAULT_PORT = 29500
-_ASKED_FOR = 5.0
+_PROBE_TIMEOUT = 5.0
 
 
 def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -52,14 +52,13 @@ class DaemonHandler(RendezvousHandler):
 
     def __init__(self, agents: DynamicRendezvousHandler, daemon: TCPStore, store: Store, round_prefix: str) -> None:
         self._agents = agents
-        # torch's handler would start an unauthenticated store server in the first agent. These two attributes make it
-        # believe that it already has.
+        # Without these two attributes torch's handler starts a store server, without authentication, in the first agent.
         agents._bootstrap_store_info = RendezvousStoreInfo(daemon.host, daemon.port)
         agents._shared_tcp_store_server = store
         self._daemon = daemon
         self._store = store
         self._round_prefix = round_prefix
-        self._looked = False
+        self._probed = False
 
     def get_backend(self) -> str:
         return "asyncdist"
@@ -76,9 +75,9 @@ class DaemonHandler(RendezvousHandler):
             port = self._daemon.request(operations.open_scoped_store(self._round_prefix))
             joined.store.set("port", str(port))
         workers = RendezvousStoreInfo(self._daemon.host, int(joined.store.get("port")))
-        if not self._looked:
-            self._looked = True
-            self._look_at(workers)
+        if not self._probed:
+            self._probed = True
+            _warn_if_refused(workers)
         return RendezvousInfo(joined.store, joined.rank, joined.world_size, workers)
 
     def is_closed(self) -> bool:
@@ -99,14 +98,14 @@ class DaemonHandler(RendezvousHandler):
         self._daemon.close()
         return ended
 
-    @staticmethod
-    def _look_at(workers: RendezvousStoreInfo) -> None:
-        """Warn if the daemon refuses workers that use only torch.distributed: their own errors would not name the cause."""
-        if not accepts_c10d_clients(workers.master_addr, workers.master_port, _ASKED_FOR):
-            log.warning(
-                "the daemon at %s accepts no clients of torch's TCPStore from this host: workers that call "
-                "torch.distributed.init_process_group without init_method='asyncdist://…' will fail; workers that call "
-                "asyncdist.init_process_group will not. Start the daemon with --c10d loopback if all workers run on its "
-                "machine and every user there is trusted, or with --c10d any in a trusted network",
-                workers.master_addr,
-            )
+
+def _warn_if_refused(workers: RendezvousStoreInfo) -> None:
+    """Warn if the daemon refuses workers that use only torch.distributed: their own errors do not name the cause."""
+    if not accepts_c10d_clients(workers.master_addr, workers.master_port, _PROBE_TIMEOUT):
+        log.warning(
+            "the daemon at %s accepts no clients of torch's TCPStore from this host: workers that call "
+            "torch.distributed.init_process_group without init_method='asyncdist://…' will fail; workers that call "
+            "asyncdist.init_process_group will not. Start the daemon with --c10d loopback if all workers run on its "
+            "machine and every user there is trusted, or with --c10d any in a trusted network",
+            workers.master_addr,
+        )

@@ -12,10 +12,10 @@ from typing import Any
 import torch.distributed as torch_distributed
 
 from asyncdist.base.deadline import Timeout
-from asyncdist.store import base as faces
+from asyncdist.store import base
 
-_ENDLESS = timedelta(days=10_000)
-"""Stands for no timeout: torch cannot represent an unlimited one."""
+_UNLIMITED = timedelta(days=10_000)
+"""Stands for no timeout, which torch cannot represent."""
 
 # torch's PrefixStore keeps only the C++ half of a store alive, whose calls fail after the Python half is collected.
 _open: set[Store] = set()
@@ -30,14 +30,14 @@ class Store(torch_distributed.Store):  # type: ignore[misc,name-defined]  # torc
     PrefixStore offers both.
     """
 
-    def __init__(self, store: faces.Store) -> None:
+    def __init__(self, store: base.Store) -> None:
         super().__init__()
         self._store = store
-        self.set_timeout(min(store.timeout, _ENDLESS))
+        self.set_timeout(min(store.timeout, _UNLIMITED))
         _open.add(self)
 
     @property
-    def underlying(self) -> faces.Store:
+    def underlying(self) -> base.Store:
         """The asyncdist store."""
         return self._store
 
@@ -106,7 +106,7 @@ class Store(torch_distributed.Store):  # type: ignore[misc,name-defined]  # torc
         other.set_timeout(self.timeout)
         return other
 
-    # By these names C++ calls them.
+    # C++ code calls these methods by other names.
     deleteKey, getNumKeys, hasExtendedApi = delete_key, num_keys, has_extended_api  # noqa: N815
 
     def close(self) -> None:

@@ -86,18 +86,18 @@ class Work(torch_distributed.Work):
         failure set by ``set_exception`` makes DDP's reducer abort the process.
         """
         if self._future is None:
-            over: torch.futures.Future[Any] = torch.futures.Future()
+            done: torch.futures.Future[Any] = torch.futures.Future()
             if self._work.is_success():
-                over.set_result(self._outputs)
-                self._future = over
+                done.set_result(self._outputs)
+                self._future = done
             elif isinstance(self._work, DeviceWork):
-                self._future = self._future_in_order(self._work)
+                self._future = self._device_future(self._work)
             else:
-                self._future = over.then(lambda _: self.result())
-                self._work.add_done_callback(lambda _: call_in_thread(lambda: over.set_result(None)))
+                self._future = done.then(lambda _: self.result())
+                self._work.add_done_callback(lambda _: call_in_thread(lambda: done.set_result(None)))
         return self._future
 
-    def _future_in_order(self, work: DeviceWork) -> torch.futures.Future[list[torch.Tensor]]:
+    def _device_future(self, work: DeviceWork) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future that completes when the operation is enqueued on the device, as torch's own futures do.
 
         Device work that its callbacks, or code after its ``wait()``, enqueue is ordered after the operation.

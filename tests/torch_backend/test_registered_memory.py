@@ -7,13 +7,14 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import asyncdist.torch_backend  # noqa: F401 - registers the back end "asyncdist"
 from asyncdist.errors import SharedMemoryError
 from asyncdist.groups.group import Group
 from asyncdist.memory import registered
 from asyncdist.memory.shared_arena import arena
-from asyncdist.torch_backend.bucket_memory import _Registered
 from asyncdist.torch_backend.memory_pool import MemoryPool
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def test_released_memory_is_allocated_again():
 def test_released_memory_rests_before_it_is_allocated_again():
     pool = MemoryPool()
     places = [pool.lend(3 << 20).data_ptr() for _ in range(40)]
-    assert len(set(places)) == 6  # more than 16 MiB go by between one use and the next
+    assert len(set(places)) == 6, "16 MiB of other memory are lent between two uses of the same"
     assert places == [*places[:6]] * 6 + places[:4]
 
 
@@ -104,34 +105,27 @@ def test_full_registered_memory_allocates_ordinary_tensors(group, memory_is_full
 # -- buckets -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_large_flat_tensors_are_allocated_in_registered_memory(dtype):
-    with _Registered():
-        made = torch.empty([2 * COUNT], dtype=dtype, device="cpu")
-        made.fill_(2)
-    assert is_registered(made)
-    assert made.dtype is dtype
-    assert made.shape == (2 * COUNT,)
-    assert bool((made == 2).all())
-    assert not is_registered(torch.empty([2 * COUNT], dtype=dtype, device="cpu")), (
-        "registered memory is used outside the context manager"
-    )
+def gradients_of_torchs_ddp(features, dtype=torch.float32):
+    """Return the gradients of three steps: torch allocates buckets at construction and again after the first step."""
+    model = DistributedDataParallel(nn.Linear(features, 200, bias=False).to(dtype), gradient_as_bucket_view=True)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, features, dtype=dtype)).sum().backward()
+        yield model.module.weight.grad
 
 
-def test_small_shaped_zeroed_and_meta_tensors_are_allocated_by_torch():
-    with _Registered():
-        others = [
-            torch.empty([10], dtype=torch.float32, device="cpu"),
-            torch.empty([100, COUNT], dtype=torch.float32, device="cpu"),
-            torch.zeros([COUNT]),
-        ]
-        meta = torch.empty([COUNT], dtype=torch.float32, device="meta")
-    assert not any(map(is_registered, others))
-    assert meta.is_meta
+@pytest.mark.parametrize(
+    ("features", "dtype", "registered"),
+    [(100, torch.float32, True), (100, torch.bfloat16, True), (10, torch.float32, False)],
+)
+def test_large_buckets_of_torchs_ddp_are_registered(group, features, dtype, registered):
+    for gradient in gradients_of_torchs_ddp(features, dtype):
+        assert is_registered(gradient) == registered
+        assert bool((gradient == 2).all())
+    assert not is_registered(torch.empty([COUNT], dtype=dtype, device="cpu")), "a later allocation is registered"
 
 
-def test_full_registered_memory_allocates_buckets_in_ordinary_memory(memory_is_full):
-    with _Registered():
-        made = torch.empty([COUNT], dtype=torch.float32, device="cpu")
-    assert made.shape == (COUNT,)
-    assert not is_registered(made)
+def test_full_registered_memory_allocates_buckets_in_ordinary_memory(group, memory_is_full):
+    for gradient in gradients_of_torchs_ddp(100):
+        assert not is_registered(gradient)
+        assert bool((gradient == 2).all())
