@@ -6,6 +6,7 @@ then is a plan as on the host, but its native collective comes from a `DeviceCol
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -40,7 +41,7 @@ from asyncdist.errors import (
 )
 from asyncdist.memory.buffers import OutputTensor, input_memory
 from asyncdist.tracing.recorder import Entry
-from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext, nothing
+from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.transport.device_streams import CudaStreams, DeviceEvent, Streams
 from asyncdist.transport.native import CallSignature, Native, PreparedCall
 
@@ -50,8 +51,8 @@ log = logging.getLogger("asyncdist")
 _DRAIN_TIMEOUT = 1.0
 
 
-class _LazyBackend(Native):
-    """Stands for the backend in calls that are prepared before the ranks have agreed on one."""
+class _DeviceNative(Native):
+    """The backend as a `Native`, for calls that are prepared before the ranks have agreed on a backend."""
 
     def __init__(self, backend: Callable[[], DeviceCollectives]) -> None:
         self._backend = backend
@@ -60,10 +61,14 @@ class _LazyBackend(Native):
         """Do nothing: the first call connects the ranks."""
 
     def publish(self, sequence: int, fingerprint: int) -> Schedule:
-        return nothing()
+        yield from ()
 
     def prepare(self, signature: CallSignature) -> PreparedCall:
-        return lambda sequence, *tensors: self._backend().prepare(signature)(sequence, *tensors)
+        def call(sequence: int, *tensors: Any) -> Schedule:
+            self._backend().run(signature, *tensors)
+            yield from ()
+
+        return call
 
     def close(self) -> None:
         """Do nothing: the device group closes the backend."""
@@ -103,7 +108,7 @@ class DeviceGroup(CollectiveOps):
         self._context = DeviceContext(host, self._streams)
         self._backend_classes = backend_classes
         self._backend: DeviceCollectives | None = None
-        native = _LazyBackend(self._connected_backend)
+        native = _DeviceNative(self._connected_backend)
         self.context = dataclasses.replace(host.context, native=native, hierarchical=None, forced={})
         self._sequence = itertools.count(1)
         self._last_number = 0
@@ -193,9 +198,10 @@ class DeviceGroup(CollectiveOps):
         self._watcher.add(pending)
         call = functools.partial(self._run_call, pending, functools.partial(do, pending, before))
         executor.put(call, inline=blocking or inline)
-        if blocking and _succeeded(pending.work):
-            pending.work.wait()
-        return pending.work
+        if blocking:
+            with contextlib.suppress(GroupError):
+                work.wait()
+        return work
 
     def _run_call(self, pending: Pending, do: Callable[[], None]) -> None:
         """Run a call in its executor, unless the group has failed."""
@@ -351,13 +357,3 @@ class DeviceGroup(CollectiveOps):
             self._backend.close()
         for left in self._context.inherited.values():
             left.close()
-
-
-def _succeeded(work: DeviceWork) -> bool:
-    """Wait until a call is enqueued; return whether it has not failed."""
-    try:
-        work._wait_until_enqueued(None)
-        work.result()
-    except GroupError:
-        return False
-    return True

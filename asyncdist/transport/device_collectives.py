@@ -4,9 +4,9 @@
 publishes its *capabilities*; from those of all ranks, each rank computes whether they fit together (`refusal`, the same
 answer everywhere). The backend is then started on every rank or on none.
 
-The collectives are those of `native.Native`, as one method each. A method enqueues its work on the device and returns; it
-never waits for the device, but may block the host until the peers have made the same call. It is called within
-``streams.on_comm_stream()``, in issue order, on the executor's thread or the calling thread.
+Each collective is a method. It enqueues its work on the device and returns. It never waits for the device, but may block
+the host until the peers have made the same call. It is called within ``streams.on_comm_stream()``, in issue order, on the
+executor's thread or the calling thread.
 
 To write a backend, implement `DeviceCollectives`, and register the class under the entry-point group
 ``asyncdist.device_backends``. This module imports no engine and no group.
@@ -14,23 +14,21 @@ To write a backend, implement `DeviceCollectives`, and register the class under 
 
 from __future__ import annotations
 
-import functools
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.network import machine_name
 from asyncdist.base.ops import Collective
 from asyncdist.memory.buffers import Memory, block_memories, copy_overlapping_inputs, flat_memory
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.device_streams import Streams
 from asyncdist.transport.host_group import HostGroup
-from asyncdist.transport.native import CallSignature, Native, PreparedCall, all_gather_rows
+from asyncdist.transport.native import CallSignature, all_gather_rows
 
 if TYPE_CHECKING:
     from asyncdist.transport.device_p2p import DeviceP2P
@@ -92,7 +90,7 @@ class DeviceContext:
         self.host.barrier(background=False, timeout=self.remaining).result()
 
 
-class DeviceCollectives(Native):
+class DeviceCollectives(ABC):
     """One rank's part of a device backend.
 
     Attributes:
@@ -155,19 +153,50 @@ class DeviceCollectives(Native):
     def abort(self) -> None:
         """End the device's waits for peers, because the group has failed. Never blocks."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Release all resources. Called once, after the last collective."""
+
     # -- collectives ---------------------------------------------------------------------------
     # Input memory overlaps no output memory (see `copy_overlapping_inputs`), except that a rank's own block may be both.
     # ``fingerprint`` identifies the call of this rank.
 
-    def open(self) -> None:
-        """Do nothing: `start` has connected the ranks."""
-
-    def publish(self, sequence: int, fingerprint: int) -> Schedule:
-        return nothing()
-
-    def prepare(self, signature: CallSignature) -> PreparedCall:
-        """Return a call of the method of the same name as the collective."""
-        return functools.partial(_call_method, self, signature)
+    def run(self, signature: CallSignature, *tensors: Any) -> None:
+        """Run one collective by its method below. ``tensors`` are those of a `PreparedCall`; they may overlap."""
+        call, root, rank, size = signature.fingerprint, signature.root, self.context.rank, self.context.size
+        match signature.collective:
+            case Collective.all_reduce:
+                self.all_reduce(call, [flat_memory(tensors[0])], signature.arithmetic)
+            case Collective.all_reduce_coalesced:
+                self.all_reduce(call, [flat_memory(tensor) for tensor in tensors[0]], signature.arithmetic)
+            case Collective.reduce:
+                self.reduce(call, flat_memory(tensors[0]), root, signature.arithmetic)
+            case Collective.reduce_scatter:
+                own = flat_memory(tensors[0])
+                inputs = copy_overlapping_inputs(block_memories(tensors[1], size), [own], {rank: 0})
+                self.reduce_scatter(call, inputs, own, signature.arithmetic)
+            case Collective.broadcast:
+                self.broadcast(call, flat_memory(tensors[0]), root)
+            case Collective.all_gather | Collective.all_gather_coalesced:
+                self.all_gather(call, all_gather_rows(signature, tensors[0], tensors[1], size, rank))
+            case Collective.gather:
+                own, blocks = flat_memory(tensors[1]), block_memories(tensors[0], size)
+                if rank == root:
+                    (own,) = copy_overlapping_inputs([own], blocks, {0: root})
+                    blocks[root].tensor.copy_(own.tensor)
+                self.gather(call, own, blocks, root)
+            case Collective.scatter:
+                own, blocks = flat_memory(tensors[0]), block_memories(tensors[1], size)
+                if rank == root:
+                    blocks = copy_overlapping_inputs(blocks, [own], {root: 0})
+                    own.tensor.copy_(blocks[root].tensor)
+                self.scatter(call, own, blocks, root)
+            case Collective.all_to_all:
+                incoming = block_memories(tensors[0], size)
+                outgoing = copy_overlapping_inputs(block_memories(tensors[1], size), incoming, {rank: rank})
+                self.all_to_all(call, incoming, outgoing)
+            case _:
+                self.barrier(call)
 
     @abstractmethod
     def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> None:
@@ -204,47 +233,3 @@ class DeviceCollectives(Native):
     @abstractmethod
     def barrier(self, fingerprint: int) -> None:
         """Return when every member has called it, or make later device work wait until then."""
-
-
-def _call_method(backend: DeviceCollectives, signature: CallSignature, sequence: int, *tensors: Any) -> Schedule:
-    """Call the method of a backend for one collective, on memory whose inputs overlap no output."""
-    call, root, rank, size = signature.fingerprint, signature.root, backend.context.rank, backend.context.size
-    match signature.collective:
-        case Collective.all_reduce:
-            backend.all_reduce(call, [flat_memory(tensors[0])], signature.arithmetic)
-        case Collective.all_reduce_coalesced:
-            backend.all_reduce(call, [flat_memory(tensor) for tensor in tensors[0]], signature.arithmetic)
-        case Collective.reduce:
-            backend.reduce(call, flat_memory(tensors[0]), root, signature.arithmetic)
-        case Collective.reduce_scatter:
-            own = flat_memory(tensors[0])
-            inputs = copy_overlapping_inputs(block_memories(tensors[1], size), [own], {rank: 0})
-            backend.reduce_scatter(call, inputs, own, signature.arithmetic)
-        case Collective.broadcast:
-            backend.broadcast(call, flat_memory(tensors[0]), root)
-        case Collective.all_gather | Collective.all_gather_coalesced:
-            backend.all_gather(call, all_gather_rows(signature, tensors[0], tensors[1], size, rank))
-        case Collective.gather:
-            own, blocks = flat_memory(tensors[1]), block_memories(tensors[0], size)
-            if rank == root:
-                (own,) = copy_overlapping_inputs([own], blocks, {0: root})
-                blocks[root].tensor.copy_(own.tensor)
-            backend.gather(call, own, blocks, root)
-        case Collective.scatter:
-            own, blocks = flat_memory(tensors[0]), block_memories(tensors[1], size)
-            if rank == root:
-                blocks = copy_overlapping_inputs(blocks, [own], {root: 0})
-                own.tensor.copy_(blocks[root].tensor)
-            backend.scatter(call, own, blocks, root)
-        case Collective.all_to_all:
-            incoming = block_memories(tensors[0], size)
-            outgoing = copy_overlapping_inputs(block_memories(tensors[1], size), incoming, {rank: rank})
-            backend.all_to_all(call, incoming, outgoing)
-        case _:
-            backend.barrier(call)
-    return nothing()
-
-
-def nothing() -> Schedule:
-    """Return an empty schedule."""
-    yield from ()

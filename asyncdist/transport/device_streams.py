@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Protocol
@@ -30,18 +31,23 @@ class DeviceEvent(Protocol):
 
 log = logging.getLogger("asyncdist")
 
-_GLANCE = 1e-3
+_POLL_INTERVAL = 1e-3
 
 
-def completes_within(event: DeviceEvent, patience: float) -> bool:
-    """Return whether the device passes an event within some seconds; False also if the device has failed."""
-    until = monotonic() + patience
+def becomes_idle(streams: Streams, timeout: float, is_cancelled: Callable[[], bool] = lambda: False) -> bool:
+    """Block until the device has completed all work in the communication stream; return whether it has.
+
+    Returns False after ``timeout`` seconds, once ``is_cancelled()`` is true, and if the device has failed.
+    """
+    until = monotonic() + timeout
     try:
+        with streams.on_comm_stream():
+            event = streams.record_event()
         while not event.query():
-            if monotonic() > until:
+            if is_cancelled() or monotonic() > until:
                 return False
-            time.sleep(_GLANCE)
-    # A failed device does no more work.
+            time.sleep(_POLL_INTERVAL)
+    # A failed device completes no more work. torch and CUDA report this by errors of several types.
     except Exception:
         return False
     return True

@@ -12,7 +12,7 @@ import torch
 from asyncdist.errors import GroupAbortedError, GroupError, PeerLostError
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.transport.device_streams import CudaStreams
-from asyncdist_transports.cuda_ipc import release as leaving
+from asyncdist_transports.cuda_ipc import peer_memory
 from tests.support.cuda import cuda_ipc_over
 from tests.support.devices import PretendStreams, device_group, devices_of
 
@@ -52,7 +52,7 @@ async def test_abort_reaches_device_operations_of_all_ranks(what):
 @pytest.mark.parametrize("what", ["all_reduce", "recv"])
 def test_survivor_keeps_memory_mapped_that_its_device_may_use(what, monkeypatch, caplog, until):
     """The event of a killed process never completes: no thread may wait for it without a limit, or unmap its memory."""
-    monkeypatch.setattr(leaving, "_CLOSE_TIMEOUT", 0.2)
+    monkeypatch.setattr(peer_memory, "_CLOSE_TIMEOUT", 0.2)
     made = {0: [], 1: []}
     streams = [PretendStreams() for _ in range(2)]
 

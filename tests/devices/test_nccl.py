@@ -668,10 +668,10 @@ def test_close_does_not_wait_for_a_failed_device(run):
     run(1, program, streams=streams, ends=("aborted",))
 
 
-def test_exiting_process_aborts_open_communicators():
+def test_exiting_process_aborts_open_communicators(until):
     nccl = PretendNccl()
     made = alone(Bindings(nccl))
-    assert made.made(5.0)
+    until(made.ready.is_completed)
     communicator.abort_all()
     assert [each.ended for each in nccl.communicators] == ["aborted"]
     with pytest.raises(GroupAbortedError):
@@ -679,14 +679,14 @@ def test_exiting_process_aborts_open_communicators():
     assert made.async_error() is None
 
 
-def test_dropped_communicator_is_kept_until_it_has_ended():
+def test_dropped_communicator_is_kept_until_it_has_ended(until):
     """The garbage collector must not end it: that may block."""
     nccl = PretendNccl()
     dropped = weakref.ref(alone(Bindings(nccl)))
     gc.collect()
     assert not nccl.collected
     left = dropped()
-    assert left.made(5.0)
+    until(left.ready.is_completed)
     left.close()
     left.ended.result(60)
     assert nccl.communicators[0].ended == "destroyed"

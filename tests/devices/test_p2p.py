@@ -189,7 +189,7 @@ def test_mapping_of_other_memory_is_refused(run):
         def make_p2p(cls, context):
             found = super().make_p2p(context)
             if context.rank == 0:
-                found._probe_bytes = bytes(16)
+                found._memory.probe = found._memory.probe[:-16] + bytes(16)
             return found
 
     streams = [Counting() for _ in range(2)]

@@ -58,7 +58,7 @@ class PretendDriver:
 
     def allocation(self, address: int) -> Allocation:
         own = any(base <= address < base + len(room) for base, room in self.taken.items())
-        return Allocation(address, 1 << 40, self.numbers.get(address, 1), self.shareable or own)
+        return Allocation(address, self.numbers.get(address, 1), self.shareable or own)
 
     def allocate(self, nbytes: int) -> int:
         room = (ctypes.c_char * nbytes)()

@@ -20,7 +20,7 @@ from asyncdist.transport.device_collectives import DeviceCollectives, DeviceCont
 from asyncdist.transport.device_streams import DeviceEvent, cuda_missing
 from asyncdist.transport.host_group import HostWork
 
-# Pieces in flight: copied to the host, with the peers, copied back.
+# Pieces in flight: one is copied to the host, one is with the peers, one is copied back.
 _PIPELINE_DEPTH = 3
 _MAX_POOL_NBYTES = 64 << 20
 
@@ -96,24 +96,29 @@ class Staged(DeviceCollectives):
         tensor.copy_(pinned, non_blocking=True)
         self._pinned.release(pinned, self.context.streams.record_event())
 
-    def _copy_all_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy flat tensors into pinned buffers, and wait for the copies."""
-        copies = [self._copy_to_host(tensor) for tensor in tensors]
+    def _staged(
+        self,
+        start: Callable[[list[torch.Tensor], list[torch.Tensor]], HostWork],
+        inputs: Sequence[Memory],
+        outputs: Sequence[Memory],
+    ) -> None:
+        """Run ``start(pinned_inputs, pinned_outputs)``, a collective of the CPU group, on pinned copies of the memories."""
+        copies = [self._copy_to_host(memory.tensor) for memory in inputs]
         for _, event in copies:
             event.synchronize()
-        return [pinned for pinned, _ in copies]
-
-    def _release(self, tensors: Sequence[torch.Tensor]) -> None:
+        read = [pinned for pinned, _ in copies]
+        written = [self._pinned.acquire(memory.count, memory.dtype) for memory in outputs]
+        start(read, written).result()
         event = self.context.streams.record_event()
-        for tensor in tensors:
-            self._pinned.release(tensor, event)
+        for pinned in read:
+            self._pinned.release(pinned, event)
+        for pinned, memory in zip(written, outputs, strict=True):
+            self._copy_to_device(pinned, memory.tensor)
 
-    def _buffers(self, memories: Sequence[Memory]) -> list[torch.Tensor]:
-        return [self._pinned.acquire(memory.count, memory.dtype) for memory in memories]
-
-    def _run(self, start: Callable[..., HostWork], *args: Any) -> None:
-        """Run a collective of the CPU group in this thread."""
-        start(*args, background=False, timeout=self.context.remaining).result()
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Options of the CPU group's calls, which run in this thread."""
+        return {"background": False, "timeout": self.context.remaining}
 
     def _pipelined(
         self, memory: Memory, start: Callable[..., HostWork], *args: Any, to_host: bool = True, to_device: bool = True
@@ -128,25 +133,25 @@ class Staged(DeviceCollectives):
             to_device: Whether this rank receives a result.
         """
         pieces = memory.tensor.split(max(1, self._piece_nbytes // memory.itemsize))
-        coming: deque[tuple[torch.Tensor, DeviceEvent | None]] = deque()
-        with_others: deque[tuple[torch.Tensor, torch.Tensor, HostWork]] = deque()
-        for k in range(len(pieces) + _PIPELINE_DEPTH - 1):
-            if k < len(pieces):
-                piece = pieces[k]
-                buffer = self._pinned.acquire(piece.numel(), piece.dtype) if not to_host else None
-                coming.append((buffer, None) if buffer is not None else self._copy_to_host(piece))
-            if k >= 1 and coming:
-                pinned, there = coming.popleft()
-                if there is not None:
-                    there.synchronize()
-                with_others.append((pinned, pieces[k - 1], start(pinned, *args, timeout=self.context.remaining)))
-            if k >= 2:
-                pinned, piece, work = with_others.popleft()
+        copied: deque[tuple[torch.Tensor, DeviceEvent | None]] = deque()
+        with_peers: deque[tuple[torch.Tensor, HostWork]] = deque()
+        for step in range(len(pieces) + _PIPELINE_DEPTH - 1):
+            if step < len(pieces):
+                piece = pieces[step]
+                empty = None if to_host else self._pinned.acquire(piece.numel(), piece.dtype)
+                copied.append(self._copy_to_host(piece) if empty is None else (empty, None))
+            if 1 <= step <= len(pieces):
+                pinned, event = copied.popleft()
+                if event is not None:
+                    event.synchronize()
+                with_peers.append((pinned, start(pinned, *args, timeout=self.context.remaining)))
+            if step >= 2:
+                pinned, work = with_peers.popleft()
                 work.wait()
                 if to_device:
-                    self._copy_to_device(pinned, piece)
+                    self._copy_to_device(pinned, pieces[step - 2])
                 else:
-                    self._release([pinned])
+                    self._pinned.release(pinned, self.context.streams.record_event())
 
     # -- collectives ---------------------------------------------------------------------------
 
@@ -158,52 +163,47 @@ class Staged(DeviceCollectives):
         self._pipelined(memory, self.context.host.reduce, root, kernels.op, to_device=self.context.rank == root)
 
     def broadcast(self, fingerprint: int, memory: Memory, root: int) -> None:
-        ours = self.context.rank == root
-        self._pipelined(memory, self.context.host.broadcast, root, to_host=ours, to_device=not ours)
+        is_root = self.context.rank == root
+        self._pipelined(memory, self.context.host.broadcast, root, to_host=is_root, to_device=not is_root)
 
     def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> None:
-        read = self._copy_all_to_host([inputs[rank].tensor for rank in range(self.context.size)])
-        [written] = self._buffers([own])
-        self._run(self.context.host.reduce_scatter, written, read, kernels.op)
-        self._release(read)
-        self._copy_to_device(written, own.tensor)
+        def start(read: list[torch.Tensor], written: list[torch.Tensor]) -> HostWork:
+            return self.context.host.reduce_scatter(written[0], read, kernels.op, **self._options)
+
+        self._staged(start, inputs, [own])
 
     def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> None:
+        def start(read: list[torch.Tensor], written: list[torch.Tensor]) -> HostWork:
+            return self.context.host.all_gather(written, read[0], **self._options)
+
         for blocks, own in rows:
-            [read] = self._copy_all_to_host([own.tensor])
-            into = [blocks[rank] for rank in range(self.context.size)]
-            written = self._buffers(into)
-            self._run(self.context.host.all_gather, written, read)
-            self._release([read])
-            for pinned, block in zip(written, into, strict=True):
-                self._copy_to_device(pinned, block.tensor)
+            self._staged(start, [own], blocks)
 
     def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
-        [read] = self._copy_all_to_host([own.tensor])
-        into = [blocks[rank] for rank in range(self.context.size)] if self.context.rank == root else []
-        written = self._buffers(into)
-        self._run(self.context.host.gather, read, written or None, root)
-        self._release([read])
-        for rank, (pinned, block) in enumerate(zip(written, into, strict=True)):
-            if rank != root:
-                self._copy_to_device(pinned, block.tensor)
+        # The root's own block is on the device already.
+        others = [blocks[rank] for rank in self.context.others] if self.context.rank == root else []
+
+        def start(read: list[torch.Tensor], written: list[torch.Tensor]) -> HostWork:
+            output = [*written[:root], read[0], *written[root:]] if self.context.rank == root else None
+            return self.context.host.gather(read[0], output, root, **self._options)
+
+        self._staged(start, [own], others)
 
     def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
-        ours = self.context.rank == root
-        read = self._copy_all_to_host([blocks[rank].tensor for rank in range(self.context.size)] if ours else [])
-        [written] = self._buffers([own])
-        self._run(self.context.host.scatter, written, read or None, root)
-        self._release(read)
-        if not ours:
-            self._copy_to_device(written, own.tensor)
+        # The root's own block is on the device already.
+        is_root = self.context.rank == root
+
+        def start(read: list[torch.Tensor], written: list[torch.Tensor]) -> HostWork:
+            output, source = (read[root], read) if is_root else (written[0], None)
+            return self.context.host.scatter(output, source, root, **self._options)
+
+        self._staged(start, blocks if is_root else [], [] if is_root else [own])
 
     def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> None:
-        read = self._copy_all_to_host([memory.tensor for memory in outgoing])
-        written = self._buffers(incoming)
-        self._run(self.context.host.all_to_all, written, read)
-        self._release(read)
-        for pinned, memory in zip(written, incoming, strict=True):
-            self._copy_to_device(pinned, memory.tensor)
+        def start(read: list[torch.Tensor], written: list[torch.Tensor]) -> HostWork:
+            return self.context.host.all_to_all(written, read, **self._options)
+
+        self._staged(start, outgoing, incoming)
 
     def barrier(self, fingerprint: int) -> None:
         """Return when every rank has called this, and the device has completed all earlier work of the stream."""

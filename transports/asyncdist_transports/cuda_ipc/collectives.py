@@ -20,22 +20,22 @@ from typing import Any, ClassVar
 
 import torch
 
-from asyncdist.base.ops import ReduceOp
+from asyncdist.base.ops import Collective, ReduceOp
 from asyncdist.errors import MismatchError, TransportUnavailableError
 from asyncdist.memory.buffers import Memory, TensorBlocks
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.transport.device_p2p import DeviceP2P
+from asyncdist.transport.native import CallSignature
 from asyncdist_transports.cuda_ipc.driver import Driver
-from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory, Exports, Imports
+from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory
 from asyncdist_transports.cuda_ipc.p2p import CudaIpcP2P
-from asyncdist_transports.cuda_ipc.release import release_all, wait_until_idle
+from asyncdist_transports.cuda_ipc.peer_memory import PeerMemory
 from asyncdist_transports.staged import Staged
 
 _SMALL_NBYTES = 64 << 10
 # Fingerprint of the call.
 _HEAD = struct.Struct("<Q")
-_PROBE_NBYTES = 512
 # torch has no CUDA kernels for minima and maxima of these.
 _COMPARED_ON_HOST = (torch.uint16, torch.uint32, torch.uint64)
 
@@ -44,7 +44,7 @@ Views = dict[int, list[torch.Tensor]]
 
 
 class CudaIpc(DeviceCollectives):
-    """Ranks of one host whose devices can access one another's memory; several ranks may share a device."""
+    """Collectives of ranks on one host whose devices can access one another's memory; several ranks may share a device."""
 
     name: ClassVar[str] = "cuda_ipc"
     preference: ClassVar[int] = 30
@@ -53,14 +53,11 @@ class CudaIpc(DeviceCollectives):
     def __init__(self, context: DeviceContext) -> None:
         super().__init__(context)
         self._driver = type(self).make_driver(context.streams.device)
-        self._exports = Exports(self._driver)
-        self._imports = Imports(self._driver, lambda: wait_until_idle(context.streams))
+        self._memory = PeerMemory(self._driver, context.streams)
         self._ready, self._ready_handle = self._driver.event()
         self._done, self._done_handle = self._driver.event()
         self._peer_events: dict[int, tuple[Any, Any]] = {}
-        self._probe_memory = self._driver.allocate(_PROBE_NBYTES)
         self._staged = Staged(context)
-        self._closed = False
 
     @classmethod
     def probe(cls) -> str | None:
@@ -73,16 +70,11 @@ class CudaIpc(DeviceCollectives):
     # -- negotiation ---------------------------------------------------------------------------
 
     def capabilities(self) -> Mapping[str, Any]:
-        probe = self._driver.bytes_at(self._probe_memory, _PROBE_NBYTES)
-        probe.copy_(torch.randint(256, (_PROBE_NBYTES,), dtype=torch.uint8))
-        _, exported = self._exports.export(probe, 0)
         return {
             "machine": self.context.machine,
-            "device": self.context.streams.uuid,
             "ready": self._ready_handle,
             "done": self._done_handle,
-            "probe": exported.pack(),
-            "probe_bytes": bytes(probe.cpu().numpy()),
+            "probe": self._memory.probe,
         }
 
     def refusal(self, all_capabilities: Sequence[Mapping[str, Any]]) -> str | None:
@@ -99,67 +91,75 @@ class CudaIpc(DeviceCollectives):
                     self._driver.event_of(capabilities["ready"]),
                     self._driver.event_of(capabilities["done"]),
                 )
-                seen = self._imports.open(rank, ExportedMemory.unpack(capabilities["probe"]))
-                is_the_peers = bytes(seen.cpu().numpy()) == capabilities["probe_bytes"]
+                is_mapped_right = self._memory.is_mapped_right(rank, capabilities["probe"])
             except RuntimeError as cause:
                 raise TransportUnavailableError(
                     f"the memory of rank {rank}'s device cannot be mapped: {cause}"
                 ) from cause
-            if not is_the_peers:
+            if not is_mapped_right:
                 raise TransportUnavailableError(f"the memory mapped from rank {rank}'s device is not that rank's")
 
     def abort(self) -> None:
         """Do nothing: the stream never waits for a call that a peer has not made."""
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            events = (self._ready, self._done)
-            release_all(self.context.streams, self._driver, self._imports, self._exports, self._probe_memory, events)
+        self._memory.close((self._ready, self._done))
+
+    # -- the choice of the path ----------------------------------------------------------------
+
+    def run(self, signature: CallSignature, *tensors: Any) -> None:
+        if self._prefers_host(signature):
+            self._staged.run(signature, *tensors)
+        else:
+            super().run(signature, *tensors)
+
+    def _prefers_host(self, signature: CallSignature) -> bool:
+        """Return whether a call runs on the host. Depends only on what is the same on all ranks."""
+        # Only pairs of ranks know the sizes of an all_to_all. A barrier also orders the streams.
+        if signature.collective in (Collective.all_to_all, Collective.barrier):
+            return False
+        compares = signature.kernels is not None and signature.kernels.op in (ReduceOp.MIN, ReduceOp.MAX)
+        if compares and signature.dtype in _COMPARED_ON_HOST:
+            return True
+        count = sum(signature.sizes) or signature.count
+        if signature.collective in (Collective.reduce_scatter, Collective.all_gather) and not signature.sizes:
+            count *= self.context.size
+        return count * signature.dtype.itemsize <= _SMALL_NBYTES
 
     # -- the two exchanges ---------------------------------------------------------------------
 
     def _exchange_views(self, fingerprint: int, tensors: Sequence[torch.Tensor]) -> Views:
-        """Exchange the ready events; return the published tensors by rank. Every rank publishes equally many."""
-        exported = [self._exports.export(tensor, slot) for slot, tensor in enumerate(tensors)]
+        """Exchange the ready events; return the published tensors by rank. All ranks publish the same number of tensors."""
+        exported = [self._memory.exports.export(tensor, slot) for slot, tensor in enumerate(tensors)]
         self._ready.record()
         payload = _HEAD.pack(fingerprint) + b"".join(location.pack() for _, location in exported)
         gathered = self.context.all_gather_bytes(payload)
         views = {self.context.rank: [tensor for tensor, _ in exported]}
         for rank in self.context.others:
-            (theirs,) = _HEAD.unpack_from(gathered[rank])
-            if theirs != fingerprint:
-                raise self.context.mismatch_error(rank, fingerprint, theirs)
-            self._peer_events[rank][0].wait()
+            (peer_fingerprint,) = _HEAD.unpack_from(gathered[rank])
+            if peer_fingerprint != fingerprint:
+                raise self.context.mismatch_error(rank, fingerprint, peer_fingerprint)
+            ready, _ = self._peer_events[rank]
+            ready.wait()
             views[rank] = [self._view(rank, location, tensors[0].dtype) for location in _split(gathered[rank])]
         return views
 
     def _view(self, rank: int, location: ExportedMemory, dtype: torch.dtype) -> torch.Tensor:
         if not location.nbytes:
             return torch.empty(0, dtype=dtype, device=self.context.streams.device)
-        return self._imports.open(rank, location).view(dtype)
+        return self._memory.imports.open(rank, location).view(dtype)
 
     def _finish(self) -> None:
-        """Exchange the done events when all work of this rank is enqueued; later work in the stream waits for them."""
+        """Exchange the done events, when all work of this rank is enqueued. Later work in the stream waits for them."""
         self._done.record()
         self.context.barrier()
         for _, done in self._peer_events.values():
             done.wait()
 
-    def _finish_with_copies(self, views: Views, tensors: Sequence[torch.Tensor]) -> None:
-        """Finish, and copy back what peers have written where this rank exported copies."""
-        self._finish()
-        for shown, tensor in zip(views[self.context.rank], tensors, strict=True):
-            if shown is not tensor:
-                tensor.copy_(shown)
-
     # -- reductions ----------------------------------------------------------------------------
 
     def all_reduce(self, fingerprint: int, memories: Sequence[Memory], kernels: Arithmetic) -> None:
         """Each rank reduces its block of all ranks' tensors, and writes the result into all of them."""
-        if self._prefers_host(sum(memory.nbytes for memory in memories), kernels, memories[0].dtype):
-            self._staged.all_reduce(fingerprint, memories, kernels)
-            return
         tensors = [memory.tensor for memory in memories]
         views = self._exchange_views(fingerprint, tensors)
         for place in range(len(memories)):
@@ -169,31 +169,24 @@ class CudaIpc(DeviceCollectives):
             self._reduce(kernels, own, [blocks[rank] for rank in self.context.others], own)
             for rank in self.context.others:
                 blocks[rank].copy_(own)
-        self._finish_with_copies(views, tensors)
+        self._finish()
+        # Peers have written their results into copies where this rank could not export the tensor itself.
+        for published, tensor in zip(views[self.context.rank], tensors, strict=True):
+            if published is not tensor:
+                tensor.copy_(published)
 
     def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> None:
-        if self._prefers_host(memory.nbytes, kernels, memory.dtype):
-            self._staged.reduce(fingerprint, memory, root, kernels)
-            return
         views = self._exchange_views(fingerprint, [memory.tensor])
         if self.context.rank == root:
             self._reduce(kernels, memory.tensor, [views[rank][0] for rank in self.context.others], memory.tensor)
         self._finish()
 
     def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> None:
-        blocks = [inputs[rank] for rank in range(self.context.size)]
-        if self._prefers_host(sum(block.nbytes for block in blocks), kernels, own.dtype):
-            self._staged.reduce_scatter(fingerprint, inputs, own, kernels)
-            return
-        views = self._exchange_views(fingerprint, [block.tensor for block in blocks])
-        us = self.context.rank
-        self._reduce(kernels, blocks[us].tensor, [views[rank][us] for rank in self.context.others], own.tensor)
+        views = self._exchange_views(fingerprint, [block.tensor for block in inputs])
+        own_rank = self.context.rank
+        others = [views[rank][own_rank] for rank in self.context.others]
+        self._reduce(kernels, inputs[own_rank].tensor, others, own.tensor)
         self._finish()
-
-    def _prefers_host(self, nbytes: int, kernels: Arithmetic | None = None, dtype: torch.dtype | None = None) -> bool:
-        """Return whether a call is faster through the host. Depends only on what is the same on all ranks."""
-        compared = kernels is not None and kernels.op in (ReduceOp.MIN, ReduceOp.MAX)
-        return nbytes <= _SMALL_NBYTES or (compared and dtype in _COMPARED_ON_HOST)
 
     def _reduce(
         self, kernels: Arithmetic, own: torch.Tensor, others: Sequence[torch.Tensor], out: torch.Tensor
@@ -207,33 +200,23 @@ class CudaIpc(DeviceCollectives):
     # -- data movement ------------------------------------------------------------------------------
 
     def broadcast(self, fingerprint: int, memory: Memory, root: int) -> None:
-        if self._prefers_host(memory.nbytes):
-            self._staged.broadcast(fingerprint, memory, root)
-            return
-        ours = self.context.rank == root
-        views = self._exchange_views(fingerprint, [memory.tensor if ours else memory.tensor[:0]])
-        if not ours:
+        is_root = self.context.rank == root
+        views = self._exchange_views(fingerprint, [memory.tensor if is_root else memory.tensor[:0]])
+        if not is_root:
             memory.tensor.copy_(views[root][0])
         self._finish()
 
     def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> None:
-        ranks = range(self.context.size)
-        if self._prefers_host(sum(blocks[rank].nbytes for blocks, _ in rows for rank in ranks)):
-            self._staged.all_gather(fingerprint, rows)
-            return
         views = self._exchange_views(fingerprint, [own.tensor for _, own in rows])
         for place, (blocks, own) in enumerate(rows):
-            room = blocks[self.context.rank].tensor
-            if room.data_ptr() != own.tensor.data_ptr():
-                room.copy_(own.tensor)
+            own_block = blocks[self.context.rank].tensor
+            if own_block.data_ptr() != own.tensor.data_ptr():
+                own_block.copy_(own.tensor)
             for rank in self.context.others:
                 blocks[rank].tensor.copy_(views[rank][place])
         self._finish()
 
     def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
-        if self._prefers_host(own.nbytes):
-            self._staged.gather(fingerprint, own, blocks, root)
-            return
         views = self._exchange_views(fingerprint, [own.tensor])
         if self.context.rank == root:
             for rank in self.context.others:
@@ -241,25 +224,21 @@ class CudaIpc(DeviceCollectives):
         self._finish()
 
     def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
-        if self._prefers_host(own.nbytes):
-            self._staged.scatter(fingerprint, own, blocks, root)
-            return
-        ours = self.context.rank == root
-        shown = [blocks[rank].tensor if ours else own.tensor[:0] for rank in range(self.context.size)]
-        views = self._exchange_views(fingerprint, shown)
-        if not ours:
+        is_root = self.context.rank == root
+        published = [blocks[rank].tensor if is_root else own.tensor[:0] for rank in range(self.context.size)]
+        views = self._exchange_views(fingerprint, published)
+        if not is_root:
             own.tensor.copy_(views[root][self.context.rank])
         self._finish()
 
     def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> None:
-        """Exchange blocks. Never goes through the host, because only pairs of ranks know the sizes."""
         views = self._exchange_views(fingerprint, [memory.tensor for memory in outgoing])
         for rank in self.context.others:
-            sent, room = views[rank][self.context.rank], incoming[rank].tensor
-            if sent.numel() != room.numel():
+            sent, block = views[rank][self.context.rank], incoming[rank].tensor
+            if sent.numel() != block.numel():
                 peer = self.context.host.ranks[rank]
-                raise MismatchError(peer, f"rank {peer} sent {sent.nbytes} bytes where {room.nbytes} were expected")
-            room.copy_(sent)
+                raise MismatchError(peer, f"rank {peer} sent {sent.nbytes} bytes where {block.nbytes} were expected")
+            block.copy_(sent)
         incoming[self.context.rank].tensor.copy_(outgoing[self.context.rank].tensor)
         self._finish()
 

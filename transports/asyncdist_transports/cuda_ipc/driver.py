@@ -1,12 +1,13 @@
 """CUDA calls that torch does not offer: allocations, memory handles and interprocess events.
 
-No CUDA library is loaded before a `Driver` is created. Tests use an implementation on the host.
+No CUDA library is loaded before a `Driver` is created. Tests replace `Driver` by an implementation on the host.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from asyncdist.errors import TransportUnavailableError
 from asyncdist.transport.device_streams import cuda_missing
 
 HANDLE_NBYTES = 64
-_BUFFER_ID, _LEGACY_IPC_CAPABLE = 7, 10  # CUpointer_attribute
+# Values of CUpointer_attribute.
+_BUFFER_ID, _LEGACY_IPC_CAPABLE = 7, 10
 
 Event = Any
 """A `torch.cuda.Event`: ``record()`` and ``wait()`` in the calling thread's current stream."""
@@ -28,21 +30,8 @@ class Allocation(NamedTuple):
     """
 
     base: int
-    nbytes: int
     number: int
     shareable: bool
-
-
-class _Array:
-    """Device memory under the CUDA array interface."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 class Driver:
@@ -60,7 +49,7 @@ class Driver:
 
     @staticmethod
     def missing() -> str | None:
-        """Return why this process has no driver, None if it has one."""
+        """Return why this process cannot create a driver; None if it can."""
         missing = cuda_missing()
         if missing is not None:
             return missing
@@ -78,13 +67,12 @@ class Driver:
 
     def allocation(self, address: int) -> Allocation:
         """Return the allocation that holds an address of this process."""
-        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-        number, shareable = ctypes.c_uint64(), ctypes.c_int()
+        base, number, shareable = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_int()
         pointer = ctypes.c_uint64(address)
-        self._check(self._libcuda.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), pointer))
+        self._check(self._libcuda.cuMemGetAddressRange_v2(ctypes.byref(base), None, pointer))
         self._check(self._libcuda.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, pointer))
         self._check(self._libcuda.cuPointerGetAttribute(ctypes.byref(shareable), _LEGACY_IPC_CAPABLE, pointer))
-        return Allocation(base.value, nbytes.value, number.value, bool(shareable.value))
+        return Allocation(base.value, number.value, bool(shareable.value))
 
     def _check(self, status: int) -> None:
         if status:
@@ -102,8 +90,9 @@ class Driver:
 
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         """Return device memory, own or mapped, as a uint8 tensor that does not own it."""
+        interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
         device = torch.device("cuda", self._runtime.pointerGetAttributes(address).device)
-        return torch.as_tensor(_Array(address, nbytes), device=device)
+        return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)
 
     # -- between processes ---------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Device memory shared between processes: exported and imported allocations.
 
-Used by `collectives` and `p2p`. A tensor is exported as its allocation's handle and the tensor's offset in it. torch
-cuts many tensors out of few large allocations, so both sides cache: the exporter caches handles, the importer caches
-mappings. CUDA reuses addresses after a free, so the caches compare the allocation's unique number.
+A tensor is exported as its allocation's handle and the tensor's offset in the allocation. torch places many tensors in few
+large allocations, so both sides cache: the exporter caches handles, the importer caches mappings. CUDA reuses addresses
+after a free, so the caches compare the allocation's unique number.
 """
 
 from __future__ import annotations
@@ -49,11 +49,16 @@ class Exports:
         self._driver = driver
         self._handles: dict[int, tuple[int, bytes]] = {}
         """Number and handle of an allocation, by its base address."""
-        self._copies: list[tuple[int, int]] = []
+        self._copies: dict[int, tuple[int, int]] = {}
         """Address and size of the copy buffers, by slot."""
 
     def export(self, tensor: torch.Tensor, slot: int) -> tuple[torch.Tensor, ExportedMemory]:
-        """Return a flat tensor, or a copy that can be mapped, and its location; ``slot`` is its number in the call."""
+        """Return a flat tensor, or a copy that can be mapped, and its location.
+
+        Args:
+            tensor: The tensor.
+            slot: Number of the copy buffer; two tensors that are in use at the same time need different slots.
+        """
         if not tensor.numel():
             return tensor, NOTHING
         found = self._driver.allocation(tensor.data_ptr())
@@ -74,32 +79,28 @@ class Exports:
         return ExportedMemory(allocation.base, allocation.number, offset, tensor.nbytes, handle)
 
     def _copy_buffer(self, slot: int, nbytes: int) -> torch.Tensor:
-        """Return exportable memory; later calls reuse that of the same ``slot``, after this call has ended."""
-        while len(self._copies) <= slot:
-            self._copies.append((0, 0))
-        address, room = self._copies[slot]
-        if room < nbytes:
-            if address:
+        """Return the exportable buffer of a slot, enlarged if it is too small."""
+        address, capacity = self._copies.get(slot, (0, 0))
+        if capacity < nbytes:
+            if self._copies.pop(slot, None):
                 self._driver.free(address)
-            self._copies[slot] = 0, 0
-            room = 1 << (nbytes - 1).bit_length()
-            address = self._driver.allocate(room)
-            self._copies[slot] = address, room
+            capacity = 1 << (nbytes - 1).bit_length()
+            address = self._driver.allocate(capacity)
+            self._copies[slot] = address, capacity
         return self._driver.bytes_at(address, nbytes)
 
     def close(self) -> None:
         """Free the buffers for copies; no queued work may use them."""
-        for address, _ in self._copies:
-            if address:
-                self._driver.free(address)
-        self._copies.clear()
-        self._handles.clear()
+        while self._copies:
+            _, (address, _) = self._copies.popitem()
+            self._driver.free(address)
 
 
 class Imports:
     """Memory of other ranks, mapped here. ``wait_until_idle`` blocks until no queued work uses a mapping.
 
-    A mapping is kept until its rank exports another allocation at the same address, or until it is the least recently used.
+    A mapping is kept until its rank exports another allocation at the same address, or until there are too many mappings
+    and it is the least recently used one.
     """
 
     def __init__(self, driver: Driver, wait_until_idle: Callable[[], None]) -> None:

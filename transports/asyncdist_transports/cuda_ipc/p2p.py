@@ -1,21 +1,20 @@
 """Messages of ranks that map one another's device memory: the receiver copies from the sender's tensor.
 
-`CudaIpc.make_p2p` creates it; `devices.p2p` runs it.
+`CudaIpc.make_p2p` creates a `CudaIpcP2P`; `devices.p2p` runs its transfers.
 
     sender                                                    receiver
     records an event, offers: location of the data      ──>   its stream waits for the event, and copies
     its stream waits for the receiver's event: done     <──   records an event, answers with its handle: done
 
 The events are interprocess events, each for one peer. A rank records an event again only when it knows that the peer's
-stream waits for the last record. The sender knows it by the answer. The receiver knows it by a later offer, which lists the
-messages whose answers the sender has received. The answer is the last control message, so that a peer may leave after it.
+stream waits for the last record. The answer tells the sender. A later offer, which lists the messages whose answers the
+sender has received, tells the receiver. The answer is the last control message, so that a peer may leave after it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 import struct
 from collections import defaultdict
 from typing import Any, ClassVar
@@ -26,11 +25,10 @@ from asyncdist.transport.device_collectives import DeviceContext
 from asyncdist.transport.device_p2p import MAX_PAYLOAD_NBYTES, ControlChannel, DeviceP2P, Transfer, TransferRefused
 from asyncdist.transport.device_streams import DeviceEvent
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Driver
-from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory, Exports, Imports
-from asyncdist_transports.cuda_ipc.release import release_all, wait_until_idle
+from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory
+from asyncdist_transports.cuda_ipc.peer_memory import PROBE_NBYTES, PeerMemory
 
-_PROBE_NBYTES = 16
-_OFFER = struct.Struct(f"<16s{EXPORTED_NBYTES}s{_PROBE_NBYTES}s{EXPORTED_NBYTES}s{HANDLE_NBYTES}s")
+_OFFER = struct.Struct(f"<16s{PROBE_NBYTES}s{EXPORTED_NBYTES}s{HANDLE_NBYTES}s")
 _ACKNOWLEDGED = struct.Struct("<I")
 _MAX_ACKNOWLEDGED = (MAX_PAYLOAD_NBYTES - _OFFER.size) // _ACKNOWLEDGED.size
 
@@ -44,7 +42,7 @@ class EventPool:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._free: dict[int, list[Event]] = defaultdict(list)
-        self._made: list[Event] = []
+        self.made: list[Event] = []
         self._peer_events: dict[tuple[int, bytes], Any] = {}
 
     def acquire(self, peer: int) -> Event:
@@ -52,7 +50,7 @@ class EventPool:
         free = self._free[peer]
         if free:
             return free.pop()
-        self._made.append(made := self._driver.event())
+        self.made.append(made := self._driver.event())
         return made
 
     def release(self, peer: int, event: Event) -> None:
@@ -66,10 +64,6 @@ class EventPool:
             found = self._peer_events[peer, handle] = self._driver.event_of(handle)
         return found
 
-    @property
-    def all(self) -> list[Event]:
-        return self._made
-
 
 class CudaIpcP2P(DeviceP2P):
     """One rank's part of point-to-point transfers over CUDA IPC."""
@@ -78,21 +72,12 @@ class CudaIpcP2P(DeviceP2P):
 
     def __init__(self, context: DeviceContext, driver: Driver) -> None:
         self._context, self._driver = context, driver
-        self._exports = Exports(driver)
-        self._imports = Imports(driver, lambda: wait_until_idle(context.streams))
+        self._memory = PeerMemory(driver, context.streams)
         self._events = EventPool(driver)
         self._machine = hashlib.blake2b(context.machine.encode(), digest_size=16).digest()
-        self._probe_memory = driver.allocate(_PROBE_NBYTES)
-        self._probe_bytes = os.urandom(_PROBE_NBYTES)
-        probe = driver.bytes_at(self._probe_memory, _PROBE_NBYTES)
-        # A stream of its own, which does not wait for messages. The copy from pageable memory blocks until it is done.
-        self._probe_streams = context.streams.with_new_stream()
-        with self._probe_streams.on_comm_stream():
-            probe.copy_(torch.frombuffer(bytearray(self._probe_bytes), dtype=torch.uint8))
-        self._probe_location = self._exports.export(probe, 0)[1].pack()
         self._verified_peers: set[int] = set()
         self._free_slots: list[int] = []
-        self._new_slots = itertools.count(1)
+        self._new_slots = itertools.count()
         self._answered: dict[tuple[int, int], Event] = {}
         """By peer and message number: events that the peer's stream may not wait for yet."""
         self._acknowledged: dict[int, list[int]] = defaultdict(list)
@@ -104,9 +89,9 @@ class CudaIpcP2P(DeviceP2P):
         slot = self._free_slots.pop() if self._free_slots else next(self._new_slots)
         own = self._events.acquire(channel.peer)
         try:
-            _, location = self._exports.export(data, slot)
+            _, location = self._memory.exports.export(data, slot)
             own[0].record()
-            offer = _OFFER.pack(self._machine, self._probe_location, self._probe_bytes, location.pack(), own[1])
+            offer = _OFFER.pack(self._machine, self._memory.probe, location.pack(), own[1])
             acknowledged = self._acknowledged[channel.peer]
             channel.send(self.name, offer + b"".join(map(_ACKNOWLEDGED.pack, acknowledged[:_MAX_ACKNOWLEDGED])))
             del acknowledged[:_MAX_ACKNOWLEDGED]
@@ -123,12 +108,12 @@ class CudaIpcP2P(DeviceP2P):
         self, data: torch.Tensor, channel: ControlChannel, offer: bytes, before: DeviceEvent
     ) -> Transfer[DeviceEvent]:
         streams, peer = self._context.streams, channel.peer
-        machine, probe_location, probe_bytes, location, handle = _OFFER.unpack_from(offer)
+        machine, probe, location, handle = _OFFER.unpack_from(offer)
         if machine != self._machine:
             raise TransferRefused("it is on another host")
         try:
-            self._verify_mapping(peer, ExportedMemory.unpack(probe_location), probe_bytes)
-            sent = self._imports.open(peer, ExportedMemory.unpack(location))
+            self._verify_mapping(peer, probe)
+            sent = self._memory.imports.open(peer, ExportedMemory.unpack(location))
             offered = self._events.of(peer, handle)
         except RuntimeError as cause:
             raise TransferRefused(f"its device's memory cannot be mapped: {cause}") from cause
@@ -143,20 +128,15 @@ class CudaIpcP2P(DeviceP2P):
         yield channel.send(payload=handle)
         return event
 
-    def _verify_mapping(self, peer: int, probe: ExportedMemory, probe_bytes: bytes) -> None:
+    def _verify_mapping(self, peer: int, probe: bytes) -> None:
         """Check once per peer that the mapped memory is the peer's."""
-        if peer in self._verified_peers:
-            return
-        with self._probe_streams.on_comm_stream():
-            seen = bytes(self._imports.open(peer, probe).cpu().numpy())
-        if seen != probe_bytes:
-            raise TransferRefused("the memory mapped from its device is not the sender's")
-        self._verified_peers.add(peer)
+        if peer not in self._verified_peers:
+            if not self._memory.is_mapped_right(peer, probe):
+                raise TransferRefused("the memory mapped from its device is not the sender's")
+            self._verified_peers.add(peer)
 
     def abort(self) -> None:
         """Do nothing: the stream never waits for a call that a peer has not made."""
 
     def close(self) -> None:
-        release_all(
-            self._context.streams, self._driver, self._imports, self._exports, self._probe_memory, self._events.all
-        )
+        self._memory.close(self._events.made)

@@ -10,6 +10,7 @@ many elements each has, never where they are in memory.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Any, ClassVar
@@ -22,7 +23,7 @@ from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.transport.device_p2p import DeviceP2P
-from asyncdist.transport.device_streams import completes_within
+from asyncdist.transport.device_streams import becomes_idle
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, Bindings, load, numbers_of, version_text
 from asyncdist_transports.nccl.communicator import Call, Communicator
 from asyncdist_transports.nccl.p2p import NcclP2P
@@ -30,7 +31,7 @@ from asyncdist_transports.nccl.p2p import NcclP2P
 _SCRATCH_NBYTES = 64 << 20
 # Seconds for the creation of a communicator; after that, the ranks choose another backend.
 _INIT_TIMEOUT = 120.0
-_POLL_INTERVAL = 0.01
+_POLL_INTERVAL = 1e-3
 
 
 class Nccl(DeviceCollectives):
@@ -101,7 +102,7 @@ class Nccl(DeviceCollectives):
         if not isinstance(unique_id, bytes) or len(unique_id) != UNIQUE_ID_NBYTES:
             raise TransportUnavailableError(f"rank 0 could not create an NCCL unique id: {unique_id}")
         make = functools.partial(self._bindings.communicator, self.context.size, unique_id, self.context.rank)
-        self._made = self._wait_for(self._communicator(make, self.context))
+        self._made = self._create(make, self.context)
 
     def _unique_id(self) -> bytes | str:
         """Return a new unique id, or the error text: the other ranks wait to receive one of the two."""
@@ -116,37 +117,33 @@ class Nccl(DeviceCollectives):
             return
         ours = self._made
         assert ours is not None
-        if not completes_within(self.context.streams.record_event(), self.context.remaining):
+        if not becomes_idle(self.context.streams, self.context.remaining):
             raise TransportUnavailableError(
                 "the device has not completed the work enqueued before the split of the group"
             )
         make = functools.partial(ours.split, number, 0 if context is None else context.rank)
-        part = self._wait_for(self._communicator(make, context or self.context))
+        part = self._create(make, context or self.context)
         if context is not None:
             context.inherited[self.name] = part
 
-    def _communicator(self, make: Callable[[], Any], context: DeviceContext) -> Communicator:
-        """Return a communicator that is being created, for the stream of ``context``."""
+    def _create(self, make: Callable[[], Any], context: DeviceContext) -> Communicator:
+        """Create a communicator for the stream of ``context``; raise if that takes too long or the group fails."""
         rank = self.context.host.ranks[self.context.rank]
-        return Communicator(self._bindings, context.streams, make, [self._barrier_call], rank)
-
-    def _wait_for(self, made: Communicator) -> Communicator:
-        """Block until the communicator is ready; raise if that takes too long or the group fails."""
+        made = Communicator(self._bindings, context.streams, make, [self._barrier_call], rank)
+        timeout = min(_INIT_TIMEOUT, self.context.remaining)
+        until = monotonic() + timeout
         try:
-            self._until_made(made)
+            while not made.ready.is_completed():
+                if self.context.host.error is not None:
+                    raise self.context.host.error
+                if monotonic() > until:
+                    raise TransportUnavailableError(f"NCCL did not connect the ranks within {timeout:.0f} s")
+                time.sleep(_POLL_INTERVAL)
+            made.ready.result()
         except BaseException:
             made.abort()
             raise
         return made
-
-    def _until_made(self, made: Communicator) -> None:
-        patience = min(_INIT_TIMEOUT, self.context.remaining)
-        until = monotonic() + patience
-        while not made.made(within=_POLL_INTERVAL):
-            if self.context.host.error is not None:
-                raise self.context.host.error
-            if monotonic() > until:
-                raise TransportUnavailableError(f"NCCL did not connect the ranks within {patience:.0f} s")
 
     @property
     def _barrier_call(self) -> Call:
@@ -199,36 +196,37 @@ class Nccl(DeviceCollectives):
 
     def reduce(self, fingerprint: int, memory: Memory, root: int, kernels: Arithmetic) -> None:
         self._record_stream(memory)
-        ours = self.context.rank == root
+        is_root = self.context.rank == root
         numbers = numbers_of(kernels.op, memory.dtype, self.context.size)
         if numbers is None:
-            self._reduce_gathered(memory, root, kernels)
+            empty = memory.slice(0, 0)
+            blocks = [memory if rank == root else empty for rank in range(self.context.size)]
+            self._reduce_scatter_gathered(blocks, memory if is_root else empty, kernels)
         elif memory.count:
             kind, parts, operation, divides = numbers
             place = memory.tensor.data_ptr()
-            self._enqueue(("reduce", place, place if ours else 0, memory.count * parts, kind, operation, root))
-            if divides and ours:
+            self._enqueue(("reduce", place, place if is_root else 0, memory.count * parts, kind, operation, root))
+            if divides and is_root:
                 divide(memory.tensor, self.context.size)
 
     def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> None:
-        blocks = self._block_list(inputs)
-        self._record_stream(own, *blocks)
+        self._record_stream(own, *inputs)
         numbers = numbers_of(kernels.op, own.dtype, self.context.size)
         if numbers is None:
-            self._reduce_scatter_gathered(blocks, own, kernels)
+            self._reduce_scatter_gathered(inputs, own, kernels)
             return
         kind, parts, operation, divides = numbers
         place = own.tensor.data_ptr()
-        if _equal_counts(blocks):
+        if _equal_counts(inputs):
             if own.count:
-                whole = self._contiguous(blocks)
+                whole = self._contiguous(inputs)
                 self._enqueue(("reduceScatter", whole.data_ptr(), place, own.count * parts, kind, operation))
         else:
-            into = [place if rank == self.context.rank else 0 for rank in range(self.context.size)]
+            outputs = [place if rank == self.context.rank else 0 for rank in range(self.context.size)]
             self._enqueue(
                 *[
-                    ("reduce", block.tensor.data_ptr(), into[rank], block.count * parts, kind, operation, rank)
-                    for rank, block in enumerate(blocks)
+                    ("reduce", block.tensor.data_ptr(), outputs[rank], block.count * parts, kind, operation, rank)
+                    for rank, block in enumerate(inputs)
                     if block.count
                 ]
             )
@@ -254,31 +252,21 @@ class Nccl(DeviceCollectives):
             self._enqueue(("allGather", piece.data_ptr(), rows[0].data_ptr(), piece.nbytes, BYTES))
             reduce_on_device(kernels, rows, piece)
 
-    def _reduce_gathered(self, memory: Memory, root: int, kernels: Arithmetic) -> None:
-        for start, stop in self._steps(memory.count, memory.dtype):
-            piece = memory.tensor[start:stop]
-            if self.context.rank != root:
-                self._enqueue(_send(piece, root))
-                continue
-            rows = self._rows(piece.numel(), piece.dtype)
-            rows[root].copy_(piece)
-            self._enqueue(*[_receive(rows[rank], rank) for rank in self.context.others])
-            reduce_on_device(kernels, rows, piece)
-
     def _reduce_scatter_gathered(self, blocks: Sequence[Memory], own: Memory, kernels: Arithmetic) -> None:
+        """Reduce the ``blocks[rank]`` of all ranks into ``own``, which may be the same memory."""
         for start, stop in self._steps(max(block.count for block in blocks), own.dtype):
             pieces = [block.tensor[start:stop] for block in blocks]
             out = own.tensor[start:stop]
             rows = self._rows(out.numel(), out.dtype) if out.numel() else []
-            calls = [_send(pieces[rank], rank) for rank in self.context.others if pieces[rank].numel()]
+            self._exchange(
+                {rank: pieces[rank] for rank in self.context.others},
+                {rank: rows[rank] for rank in self.context.others if rows},
+            )
             if rows:
                 rows[self.context.rank].copy_(pieces[self.context.rank])
-                calls += [_receive(rows[rank], rank) for rank in self.context.others]
-            self._enqueue(*calls)
-            if rows:
                 reduce_on_device(kernels, rows, out)
 
-    # -- data movement ------------------------------------------------------------------------------
+    # -- data movement -------------------------------------------------------------------------
 
     def broadcast(self, fingerprint: int, memory: Memory, root: int) -> None:
         self._record_stream(memory)
@@ -288,15 +276,14 @@ class Nccl(DeviceCollectives):
 
     def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> None:
         calls: list[Call] = []
-        scattered: list[tuple[torch.Tensor, list[Memory]]] = []
-        for inside, own in rows:
-            blocks = self._block_list(inside)
+        gathered: list[tuple[torch.Tensor, Sequence[Memory]]] = []
+        for blocks, own in rows:
             self._record_stream(own, *blocks)
             place = own.tensor.data_ptr()
             if not _equal_counts(blocks):
-                sources = [place if rank == self.context.rank else 0 for rank in range(self.context.size)]
+                inputs = [place if rank == self.context.rank else 0 for rank in range(self.context.size)]
                 calls += [
-                    ("broadcast", sources[rank], block.tensor.data_ptr(), block.nbytes, BYTES, rank)
+                    ("broadcast", inputs[rank], block.tensor.data_ptr(), block.nbytes, BYTES, rank)
                     for rank, block in enumerate(blocks)
                     if block.count
                 ]
@@ -304,50 +291,48 @@ class Nccl(DeviceCollectives):
                 whole = _contiguous_span(blocks)
                 if whole is None:
                     whole = self._bytes(own.nbytes * self.context.size)
-                    scattered.append((whole, blocks))
+                    gathered.append((whole, blocks))
                 calls.append(("allGather", place, whole.data_ptr(), own.nbytes, BYTES))
         self._enqueue(*calls)
-        for whole, blocks in scattered:
+        for whole, blocks in gathered:
             for block, part in zip(blocks, whole.split(blocks[0].nbytes), strict=True):
                 block.raw.copy_(part)
 
     def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
-        if not own.count:
-            return
         if self.context.rank == root:
-            others = {rank: blocks[rank] for rank in self.context.others}
-            self._record_stream(*others.values())
-            self._enqueue(*[_receive(block.tensor, rank) for rank, block in others.items()])
+            self._record_stream(*blocks)
+            self._exchange({}, {rank: blocks[rank].tensor for rank in self.context.others})
         else:
             self._record_stream(own)
-            self._enqueue(_send(own.tensor, root))
+            self._exchange({root: own.tensor}, {})
 
     def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
-        if not own.count:
-            return
         if self.context.rank == root:
-            others = {rank: blocks[rank] for rank in self.context.others}
-            self._record_stream(*others.values())
-            self._enqueue(*[_send(block.tensor, rank) for rank, block in others.items()])
+            self._record_stream(*blocks)
+            self._exchange({rank: blocks[rank].tensor for rank in self.context.others}, {})
         else:
             self._record_stream(own)
-            self._enqueue(_receive(own.tensor, root))
+            self._exchange({}, {root: own.tensor})
 
     def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> None:
         self._record_stream(*incoming, *outgoing)
-        sends = [_send(outgoing[rank].tensor, rank) for rank in self.context.others if outgoing[rank].count]
-        receives = [_receive(incoming[rank].tensor, rank) for rank in self.context.others if incoming[rank].count]
-        self._enqueue(*sends, *receives)
+        others = self.context.others
+        self._exchange(
+            {rank: outgoing[rank].tensor for rank in others}, {rank: incoming[rank].tensor for rank in others}
+        )
         incoming[self.context.rank].raw.copy_(outgoing[self.context.rank].raw)
+
+    def _exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        """Send flat tensors to other ranks, and receive from others, as one NCCL group; skip empty tensors."""
+        calls = [("send", tensor, rank) for rank, tensor in sends.items()]
+        calls += [("recv", tensor, rank) for rank, tensor in receives.items()]
+        self._enqueue(
+            *[(name, tensor.data_ptr(), tensor.nbytes, BYTES, rank) for name, tensor, rank in calls if tensor.numel()]
+        )
 
     def barrier(self, fingerprint: int) -> None:
         """Complete, on the device, when every device has completed its earlier work in this stream."""
         self._enqueue(self._barrier_call)
-
-    # -- blocks --------------------------------------------------------------------------------
-
-    def _block_list(self, blocks: Sequence[Memory]) -> list[Memory]:
-        return [blocks[rank] for rank in range(self.context.size)]
 
     def _contiguous(self, blocks: Sequence[Memory]) -> torch.Tensor:
         """Return blocks of equal size as one contiguous tensor, copied if they are not contiguous."""
@@ -363,7 +348,8 @@ def reduce_on_device(kernels: Arithmetic, rows: Sequence[torch.Tensor], out: tor
     """Reduce all ranks' contributions into ``out`` on the device."""
     if len(rows) == 1:
         out.copy_(rows[0])
-    elif out.dtype is torch.uint16 and kernels.op in (ReduceOp.MIN, ReduceOp.MAX):  # no torch kernels
+    elif out.dtype is torch.uint16 and kernels.op in (ReduceOp.MIN, ReduceOp.MAX):
+        # torch has no device kernels for these.
         wide = [row.to(torch.int32) for row in rows]
         arithmetic(kernels.op, torch.int32).reduce(wide, wide[0])
         out.copy_(wide[0])
@@ -382,13 +368,3 @@ def _contiguous_span(blocks: Sequence[Memory]) -> torch.Tensor | None:
     place, nbytes = first.data_ptr(), blocks[0].nbytes
     in_order = all(block.tensor.data_ptr() == place + rank * nbytes for rank, block in enumerate(blocks))
     return first if in_order else None
-
-
-def _send(tensor: torch.Tensor, rank: int) -> Call:
-    """Return the call that sends a flat tensor."""
-    return "send", tensor.data_ptr(), tensor.nbytes, BYTES, rank
-
-
-def _receive(tensor: torch.Tensor, rank: int) -> Call:
-    """Return the call that receives into a flat tensor."""
-    return "recv", tensor.data_ptr(), tensor.nbytes, BYTES, rank

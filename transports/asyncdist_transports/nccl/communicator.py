@@ -9,18 +9,16 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from time import monotonic
 from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.daemon_threads import start_daemon_thread
 from asyncdist.engine.work import Work
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
-from asyncdist.transport.device_streams import DeviceEvent, Streams
+from asyncdist.transport.device_streams import Streams, becomes_idle
 from asyncdist_transports.nccl.bindings import Bindings
 
 log = logging.getLogger("asyncdist")
@@ -34,7 +32,6 @@ _ABORT_TIMEOUT = 0.5
 _CLOSE_TIMEOUT = 10.0
 # Seconds for which an exiting process waits for NCCL.
 _EXIT_TIMEOUT = 5.0
-_POLL_INTERVAL = 2e-3
 
 communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 """The communicators of this process; their threads keep those that have not ended."""
@@ -63,20 +60,12 @@ class Communicator:
         self.ready = Work()
         self._raw: Any = None
         self._error: Exception | None = None
-        self._made = threading.Event()
         self._ending = threading.Event()
         self._aborted = False
         self._inside = threading.Lock()
         """Held during NCCL calls."""
         communicators.add(self)
         self.ended: Future[None] = start_daemon_thread(functools.partial(self._run, make, first), "asyncdist-nccl")
-
-    def made(self, within: float) -> bool:
-        """Wait up to ``within`` seconds; return whether it is ready. Raises the reason if its creation has failed."""
-        over = self._made.wait(within)
-        if self._error is not None:
-            raise self._error
-        return over
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -119,7 +108,7 @@ class Communicator:
         """Return why the creation failed, or NCCL's error (``ncclCommGetAsyncError``); None without a failure."""
         if self._error is not None:
             return self._error
-        if not self._made.is_set() or not self._inside.acquire(blocking=False):
+        if not self.ready.is_completed() or not self._inside.acquire(blocking=False):
             return None  # the thread in NCCL gets the error
         try:
             if not self._ending.is_set() and self._raw is not None:
@@ -164,7 +153,6 @@ class Communicator:
             failure = cause if isinstance(cause, GroupAbortedError) else self._failure(cause)
             self._error = TransportUnavailableError(failure.reason)
             self.abort()
-        self._made.set()
         self.ready.finish(error=self._error)
         self.ready.exception()  # marks the error as seen: waiting is optional
         self.ready.run_callbacks()
@@ -176,7 +164,7 @@ class Communicator:
             log.exception("NCCL did not end a communicator")
 
     def _end(self) -> None:
-        if not self._aborted and self._is_done():
+        if not self._aborted and becomes_idle(self._streams, _CLOSE_TIMEOUT, lambda: self._aborted):
             with self._inside:
                 self._raw.destroy()
             return
@@ -187,22 +175,6 @@ class Communicator:
         finally:
             if held:
                 self._inside.release()
-
-    def _is_done(self) -> bool:
-        """Wait for the device; return whether it has completed the queued work, False if it has failed."""
-        try:
-            with self._streams.on_comm_stream():
-                event = self._streams.record_event()
-            return self._is_passed(event, monotonic() + _CLOSE_TIMEOUT)
-        except Exception:  # NCCL must not wait for a failed device
-            return False
-
-    def _is_passed(self, event: DeviceEvent, until: float) -> bool:
-        while not event.query():
-            if self._aborted or monotonic() > until:
-                return False
-            time.sleep(_POLL_INTERVAL)
-        return True
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -223,7 +195,7 @@ def abort_all() -> None:
     for communicator in left:
         communicator.abort()
     # A creation that has not returned cannot be cancelled.
-    wait([communicator.ended for communicator in left if communicator._made.is_set()], _EXIT_TIMEOUT)
+    wait([communicator.ended for communicator in left if communicator.ready.is_completed()], _EXIT_TIMEOUT)
 
 
 lifecycle.at_exit(lifecycle.Stage.COMMUNICATORS, abort_all)

@@ -1,0 +1,87 @@
+"""The memory that one rank shares with its peers for the work of one stream, and its release.
+
+The release waits until the device has completed the work that uses the memory. A stream that waits for an event of a
+killed process never completes. The memory that its work may use then stays mapped until this process ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from asyncdist.errors import TransportUnavailableError
+from asyncdist.transport.device_streams import Streams, becomes_idle
+from asyncdist_transports.cuda_ipc.driver import Driver
+from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory, Exports, Imports
+
+log = logging.getLogger("asyncdist")
+
+_RANDOM_NBYTES = 16
+PROBE_NBYTES = EXPORTED_NBYTES + _RANDOM_NBYTES
+# Seconds in which the device may complete queued work.
+_IDLE_TIMEOUT = 30.0
+_CLOSE_TIMEOUT = 5.0
+_kept_events: deque[Any] = deque(maxlen=4096)
+"""Events of closed backends: a peer may still open them or wait for them."""
+
+
+class PeerMemory:
+    """The exports and imports of one rank.
+
+    Attributes:
+        exports: Memory of this rank.
+        imports: Mapped memory of other ranks.
+        probe: Location of some bytes of this rank's device, and these bytes; `is_mapped_right` checks it on other ranks.
+    """
+
+    def __init__(self, driver: Driver, streams: Streams) -> None:
+        self._driver, self._streams = driver, streams
+        self.exports = Exports(driver)
+        self.imports = Imports(driver, self._wait_until_idle)
+        # A stream of its own does not wait for peers. The copies from and to pageable memory block until they are done.
+        self._probe_streams = streams.with_new_stream()
+        self._probe_address = driver.allocate(_RANDOM_NBYTES)
+        random = os.urandom(_RANDOM_NBYTES)
+        memory = driver.bytes_at(self._probe_address, _RANDOM_NBYTES)
+        with self._probe_streams.on_comm_stream():
+            memory.copy_(torch.frombuffer(bytearray(random), dtype=torch.uint8))
+        self.probe = self.exports.export(memory, 0)[1].pack() + random
+
+    def is_mapped_right(self, rank: int, probe: bytes) -> bool:
+        """Map the probe of a rank; return whether the mapped memory is that rank's.
+
+        A handle may refer to other memory, as between containers that number their processes alike. Raises RuntimeError
+        if CUDA cannot map the memory.
+        """
+        location, random = ExportedMemory.unpack(probe[:EXPORTED_NBYTES]), probe[EXPORTED_NBYTES:]
+        with self._probe_streams.on_comm_stream():
+            return bytes(self.imports.open(rank, location).cpu().numpy()) == random
+
+    def _wait_until_idle(self) -> None:
+        if not becomes_idle(self._streams, _IDLE_TIMEOUT):
+            raise TransportUnavailableError(
+                f"{self._streams.device} has failed, or has not completed its queued work within {_IDLE_TIMEOUT:.0f} s"
+            )
+
+    def close(self, events: Iterable[Any]) -> None:
+        """Unmap and free all memory if the device becomes idle within 5 s; else keep it until the process ends.
+
+        Args:
+            events: Interprocess events of this rank, which peers may still use.
+        """
+        _kept_events.extend(events)
+        if not becomes_idle(self._streams, _CLOSE_TIMEOUT):
+            log.warning(
+                "%s has failed, or has not completed the work that uses other ranks' memory: the memory stays mapped until "
+                "this process ends",
+                self._streams.device,
+            )
+            return
+        self.imports.close()
+        self.exports.close()
+        self._driver.free(self._probe_address)
