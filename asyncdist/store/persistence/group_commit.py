@@ -1,8 +1,9 @@
 """Group commit: the changes of one loop iteration are written together, and replies wait until they are safe.
 
-One write, and one `fsync` if the policy asks for it, serve all requests that were executed during the previous write.
-Replies of that time wait for it, those to reads included, because they may show what is not written yet. A thread waits
-for the disk; the loop continues to read and execute, up to a limit. Called by `store.server`, which it does not import.
+One write, and one `fsync` if the policy requires it, serve all requests that were executed during the previous write.
+Their replies wait for it, replies to reads included, because these may show a change that is not written yet. A thread
+waits for the disk, while the loop continues to read and execute requests, up to a limit. Called by `store.server`, which
+this module does not import.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncdist.base.daemon_threads import DaemonThreadPool
+from asyncdist.base.daemon_threads import DaemonThreadPool, start_daemon_thread
 from asyncdist.config import Config
 from asyncdist.errors import JournalError
 from asyncdist.store.persistence.journal import Journal
@@ -32,7 +33,7 @@ INTERVAL = 1.0
 PENDING_NBYTES = 64 << 20
 """Bytes of changes that may wait for the disk; beyond that the server reads no requests."""
 AT_ONCE_NBYTES = 1 << 20
-"""Bytes of changes that the loop writes itself if no sync is needed; a thread writes more than that."""
+"""Bytes of changes that the loop's thread writes itself if no sync is needed; another thread writes more than that."""
 CHECK_INTERVAL = 0.05
 """Seconds between two comparisons with `PENDING_NBYTES` during a write."""
 
@@ -55,11 +56,11 @@ class ReplyReceiver(Protocol):
         """Send held data."""
 
     def settle(self) -> None:
-        """Continue after all held data has been sent."""
+        """Resume after all held data has been sent."""
 
 
 class JournaledServer(Protocol):
-    """What a journal needs of its server."""
+    """The attributes and methods of a server that its journal uses."""
 
     change_log: ChangeLog
     config: Config
@@ -94,14 +95,14 @@ class GroupCommit:
         self._writing: asyncio.Future[Any] | None = None
         self._syncing: asyncio.Future[Any] | None = None
         self._snapshot: asyncio.Future[Any] | None = None
-        self._little_unsynced = False
+        self._rotates_next = False
+        """Whether the next commit begins a new segment: little is unsynced, and the log is long."""
         self._writer = DaemonThreadPool("asyncdist-journal", max_threads=1)
         self._syncer = DaemonThreadPool("asyncdist-sync", max_threads=1)
-        self._copier = DaemonThreadPool("asyncdist-snapshot", max_threads=1)
         self._closing = False
         self._paused_reading = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._check: asyncio.TimerHandle | None = None
+        self._sync_timer: asyncio.TimerHandle | None = None
+        self._limit_timer: asyncio.TimerHandle | None = None
 
     @classmethod
     async def open(cls, server: JournaledServer, folder: Path, policy: Fsync) -> GroupCommit:
@@ -130,7 +131,7 @@ class GroupCommit:
         return self._writing is not None or self.change_log.pending or self.failure.done()
 
     def hold(self, connection: ReplyReceiver, data: bytes) -> None:
-        """Hold data until all changes so far are written, then pass it to `ReplyReceiver.release`."""
+        """Hold data until all changes so far are written; then pass the data to `ReplyReceiver.release`."""
         self._held.append((connection, data))
 
     # -- writing ----------------------------------------------------------------------------------
@@ -140,28 +141,25 @@ class GroupCommit:
         if self._writing is None:
             self._loop.call_soon(self._commit)
         else:
-            self._check_later()
-
-    def _check_later(self) -> None:
-        self._check = self._loop.call_later(CHECK_INTERVAL, self._limit_pending)
+            self._limit_pending()
 
     def _limit_pending(self) -> None:
-        """Pause reading if the disk does not keep up."""
-        if self._writing is not None and self.change_log.pending_nbytes > PENDING_NBYTES:
+        """Pause reading if too many changes wait for the write in progress, else check again later."""
+        if self.change_log.pending_nbytes > PENDING_NBYTES:
             self._paused_reading = True
             self._server.pause_reading()
-        elif self._writing is not None:
-            self._check_later()
+        else:
+            self._limit_timer = self._loop.call_later(CHECK_INTERVAL, self._limit_pending)
 
     def _commit(self) -> None:
         """Write the pending changes; then send the held replies."""
-        if self._writing is not None or self.failure.done() or not (self.change_log.pending or self._little_unsynced):
+        if self._writing is not None or self.failure.done() or not (self.change_log.pending or self._rotates_next):
             return
         self.num_commits += 1
         body = self.change_log.take()
         held, self._held = self._held, []
-        contents = self._contents() if self._little_unsynced and self._is_to_be_compacted() else None
-        self._little_unsynced = False
+        contents = self._contents() if self._rotates_next and self._wants_compaction else None
+        self._rotates_next = False
         self._sync_later()
         if contents is None and self._writes_at_once(body):
             try:
@@ -171,13 +169,13 @@ class GroupCommit:
             else:
                 self._release(held)
             return
-        waits = self.policy is Fsync.ALWAYS or contents is not None
+        syncs = self.policy is Fsync.ALWAYS or contents is not None
         job = functools.partial(self._write, body, rotate=contents is not None)
-        self._writing = self._loop.run_in_executor(self._syncer if waits else self._writer, job)
+        self._writing = self._loop.run_in_executor(self._syncer if syncs else self._writer, job)
         self._writing.add_done_callback(functools.partial(self._written, held, contents))
 
     def _writes_at_once(self, body: list[bytes]) -> bool:
-        """Return whether the loop may write that itself. During a sync a write may wait: 12 of 28 ms on ext4."""
+        """Return whether the loop's thread may write these pieces. During a sync a write may wait: 12 of 28 ms on ext4."""
         return self.policy is not Fsync.ALWAYS and self._syncing is None and sum(map(len, body)) <= AT_ONCE_NBYTES
 
     def _write(self, body: list[bytes], *, rotate: bool) -> int:
@@ -188,8 +186,8 @@ class GroupCommit:
         self, held: list[tuple[ReplyReceiver, bytes]], contents: Contents | None, job: asyncio.Future[int]
     ) -> None:
         self._writing = None
-        if self._check is not None:
-            self._check.cancel()
+        if self._limit_timer is not None:
+            self._limit_timer.cancel()
         error = job.exception()
         if error is not None:
             self._fail(error, syncing=contents is not None)
@@ -197,7 +195,7 @@ class GroupCommit:
         if contents is not None:
             self._begin_snapshot(job.result(), contents)
         if not self.change_log.pending:
-            held += self._held  # they show nothing newer than this write
+            held += self._held  # these replies show nothing newer than this write
             self._held = []
         self._release(held)
         self._commit()
@@ -210,18 +208,18 @@ class GroupCommit:
         for connection, data in held:
             connection.release(data)
         for connection in dict.fromkeys(connection for connection, _ in held):
-            connection.settle()  # only now: a later reply must not pass these
-        if self._is_to_be_compacted():
+            connection.settle()  # only now, because a later reply must not overtake these
+        if self._wants_compaction:
             self._sync()
 
-    # -- syncing: in a thread of its own, because no reply waits for it ------------------------------
+    # -- syncing: in a thread of its own, because no reply waits for a sync --------------------------
 
     def _sync_later(self) -> None:
-        if self.policy is Fsync.INTERVAL and self._timer is None and not self._closing:
-            self._timer = self._loop.call_later(INTERVAL, self._sync_in_turn)
+        if self.policy is Fsync.INTERVAL and self._sync_timer is None and not self._closing:
+            self._sync_timer = self._loop.call_later(INTERVAL, self._sync_in_turn)
 
     def _sync_in_turn(self) -> None:
-        self._timer = None
+        self._sync_timer = None
         if self._syncing is None and self._writing is None:
             self._sync()
         else:  # this sync, or the one in progress, may not cover the current write
@@ -237,19 +235,18 @@ class GroupCommit:
         error = job.exception()
         if error is not None:
             self._fail(error, syncing=True)
-        self._little_unsynced = self._is_to_be_compacted()
-        if self._little_unsynced:
-            self._commit()
+        self._rotates_next = self._wants_compaction
+        self._commit()
 
     def _fail(self, error: BaseException, *, syncing: bool = False) -> None:
         """End the journal: log the error and drop all connections, whose replies would not be durable."""
         if not self.failure.done():
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            known = "everything acknowledged so far is there"
+            extent = "everything acknowledged so far is there"
             if syncing and self.policy is not Fsync.ALWAYS:
-                known = "changes acknowledged since the last sync may be lost"
+                extent = "changes acknowledged since the last sync may be lost"
             text = (
-                f"the store's data in {self.journal.folder} cannot be written ({why}): {known}; free or "
+                f"the store's data in {self.journal.folder} cannot be written ({why}): {extent}; free or "
                 "repair the disk, then start the store again"
             )
             logger.critical("%s", text)
@@ -258,23 +255,24 @@ class GroupCommit:
 
     # -- compaction: after a sync, because replies wait while a new segment is begun -----------------
 
-    def _is_to_be_compacted(self) -> bool:
+    @property
+    def _wants_compaction(self) -> bool:
         return self._snapshot is None and not self._closing and self.journal.wants_compaction
 
     def _begin_snapshot(self, number: int, contents: Contents) -> None:
-        job = functools.partial(self.journal.write_snapshot, number, contents, self._pause)
-        self._snapshot = self._loop.run_in_executor(self._copier, job)
+        job = functools.partial(self.journal.write_snapshot, number, contents, self._pause_snapshot)
+        self._snapshot = asyncio.wrap_future(start_daemon_thread(job, "asyncdist-snapshot"))
         self._snapshot.add_done_callback(self._snapshot_done)
 
-    def _pause(self) -> bool:
-        time.sleep(0.0005)  # in the snapshot's thread: the loop's thread gets the interpreter lock
+    def _pause_snapshot(self) -> bool:
+        time.sleep(0.0005)  # so that the loop's thread gets the interpreter lock
         return not self._closing
 
     def _snapshot_done(self, job: asyncio.Future[None]) -> None:
         self._snapshot = None
         error = job.exception()
         self.num_snapshots += error is None
-        if error is not None:  # the log is complete without it, and grows until the next one succeeds
+        if error is not None:  # the log is complete without a snapshot, and grows until the next one succeeds
             logger.error("store: cannot write a snapshot in %s: %s", self.journal.folder, error)
 
     # -- ends -------------------------------------------------------------------------------------
@@ -290,8 +288,8 @@ class GroupCommit:
     async def close(self) -> None:
         """Write the pending changes, abort a snapshot in progress, and close the journal."""
         self._closing = True
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._sync_timer is not None:
+            self._sync_timer.cancel()
         await self.flush()
         for job in (self._writing, self._syncing, self._snapshot):
             if job is not None:
@@ -304,5 +302,4 @@ class GroupCommit:
         finally:
             self._writer.shutdown()
             self._syncer.shutdown()
-            self._copier.shutdown()
             self.journal.close()

@@ -4,11 +4,11 @@
     DIR/snapshot-3       the contents of the store when log-3 was begun
     DIR/log-3, log-4 …   the changes since then; the last segment is appended to
 
-Compaction begins a new segment, writes its snapshot under a temporary name, renames it once it is complete and on disk,
-and then removes the older files. At each moment the newest snapshot and the segments from its number on are complete.
-The numbers of the frames continue from one segment to the next. A torn frame at the end of the last segment was never
-acknowledged, and is cut off with a warning; a last segment without a complete header is begun again with a warning. Any
-other damage is refused.
+Compaction begins a new segment, writes its snapshot under a temporary name, renames the snapshot once it is complete and
+on disk, and then removes the older files. At each moment the newest snapshot and the segments from its number on are
+complete. The numbers of the frames continue from one segment to the next. A torn frame at the end of the last segment was
+never acknowledged: the journal cuts it off with a warning. It creates a last segment without a complete header again,
+with a warning. It refuses any other damage.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _MAX_PIECES = 1024
 
 
 class Journal:
-    """The data of one store in a folder, open for appending. `contents` is what it held.
+    """The data of one store in a folder, open for appending. `contents` is the data at the time of opening.
 
     All methods may be called from any thread, one at a time, with two exceptions: `write_snapshot` may run in parallel
     with the others, and `commit` in parallel with `sync`, which may not cover that commit.
     """
 
     def __init__(self, folder: Path, *, compact_nbytes: int) -> None:
-        """Open ``folder``; create it if necessary. Raises JournalError if it is in use, damaged, or not that of a store."""
+        """Open ``folder``; create it if necessary. Raises JournalError if it is in use, damaged or no store's folder."""
         self.folder = folder
         self.contents: Contents | None = None
         self._compact_nbytes = compact_nbytes
@@ -56,13 +56,13 @@ class Journal:
         self._fd = self._lock = -1
         lifecycle.close_in_children(self)
         try:
-            _make(folder)
+            _create(folder)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise _cannot("open", folder, error) from error
         try:
             _lock(self._lock, folder)
-            self.lineage = self._named()
+            self.lineage = self._read_or_create_lineage()
             self._recover()
         except OSError as error:
             self.close()
@@ -127,7 +127,7 @@ class Journal:
                 return
             os.rename(unfinished, path)
         finally:
-            unfinished.unlink(missing_ok=True)  # on a full disk too
+            unfinished.unlink(missing_ok=True)
         _sync_folder(self.folder)
         self._snapshot_nbytes = nbytes
         self._remove_before(number)
@@ -148,35 +148,34 @@ class Journal:
                     (self.folder / f"{kind}-{each}").unlink(missing_ok=True)
         _sync_folder(self.folder)
 
-    def _named(self) -> str:
-        """Return the name of this data set; successive servers share it."""
-        name = os.pread(self._lock, 64, 0).decode("ascii", "replace")
-        if not _LINEAGE.fullmatch(name):
-            name = secrets.token_hex(8)
+    def _read_or_create_lineage(self) -> str:
+        """Return the id of this data set; successive servers share it."""
+        lineage = os.pread(self._lock, 64, 0).decode("ascii", "replace")
+        if not _LINEAGE.fullmatch(lineage):
+            lineage = secrets.token_hex(8)
             os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, name.encode(), 0)
+            os.pwrite(self._lock, lineage.encode(), 0)
             os.fsync(self._lock)
-        return name
+        return lineage
 
     # -- reading ----------------------------------------------------------------------------------------
 
     def _recover(self) -> None:
-        for left in self.folder.glob("*" + _UNFINISHED):
-            left.unlink()
+        for path in self.folder.glob("*" + _UNFINISHED):
+            path.unlink()
         contents = self.contents = Contents()
         snapshots, segments = self._numbers("snapshot"), self._numbers("log")
         first = 1
         if snapshots:
             first = snapshots[-1]
             self._read_snapshot(self.folder / f"snapshot-{first}", contents)
+        if not snapshots and not segments:
+            self._begin(first)
+            return
         last = max([first, *segments])
         before: _Reader | None = None
         for number in range(first, last + 1):
-            path = self.folder / f"log-{number}"
-            if path.exists() or number < last or snapshots:
-                before = self._read_segment(path, contents, before, last=number == last)
-            else:
-                self._begin(first)
+            before = self._read_segment(number, contents, before, last=number == last)
         self._remove_before(first)
 
     def _numbers(self, kind: str) -> list[int]:
@@ -195,8 +194,9 @@ class Journal:
             if not ended or reader.end != reader.size:
                 raise _damaged(path, log_format.DamagedError(reader.end, "the snapshot's end is not there"))
 
-    def _read_segment(self, path: Path, contents: Contents, before: _Reader | None, *, last: bool) -> _Reader | None:
-        """Replay a segment that follows ``before``; return its reader, or None if the segment was begun again."""
+    def _read_segment(self, number: int, contents: Contents, before: _Reader | None, *, last: bool) -> _Reader | None:
+        """Replay a segment that follows ``before``; return its reader, or None if the segment was created again."""
+        path = self.folder / f"log-{number}"
         try:
             file = path.open("rb")
         except FileNotFoundError:
@@ -208,7 +208,7 @@ class Journal:
                     "file, or the file was truncated and its contents are lost",
                     path, os.fstat(file.fileno()).st_size,
                 )  # fmt: skip
-                self._begin(int(path.name.partition("-")[2]))
+                self._begin(number)
                 return None
             reader = _Reader(path, file)
             if before is not None and reader.number != before.number:
@@ -216,25 +216,23 @@ class Journal:
                 raise _damaged(before.path, log_format.DamagedError(before.end, why))
             try:
                 reader.replay(contents)
-                whole = reader.end == reader.size
-                if not whole and not last:
+                if reader.end < reader.size and not last:
                     raise log_format.DamagedError(reader.end, "its end is missing, and later segments are there")
             except log_format.DamagedError as error:
                 if not last or isinstance(error, log_format.MisplacedError) or reader.has_frame_after(reader.end):
                     raise _damaged(path, error) from None
-                whole = False
         self._nbytes += reader.end
         self._next_frame = reader.number
         if last:
             self._salt = reader.salt
-            self._number = int(path.name.partition("-")[2])
+            self._number = number
             self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            if not whole:
+            if reader.end < reader.size:
                 logger.warning(
                     "store: cut %d bytes off %s at offset %d: the last frame is incomplete and was never acknowledged",
                     reader.size - reader.end, path, reader.end,
                 )  # fmt: skip
-                os.ftruncate(self._fd, reader.end)  # what is flushed next takes this along
+                os.ftruncate(self._fd, reader.end)  # the next flush covers this
         return reader
 
 
@@ -258,7 +256,7 @@ class _Reader:
         """Replay all complete frames; return whether the last one ends a snapshot.
 
         Raises:
-            DamagedError: A frame is not what was written.
+            DamagedError: The checksum or the number of a frame is wrong.
         """
         ended = False
         while True:
@@ -274,9 +272,8 @@ class _Reader:
             try:
                 ended = replay(body, contents)
             except ProtocolError as error:  # another version wrote it
-                raise _damaged(
-                    self.path, log_format.DamagedError(self.end, f"its checksum is right: {error}")
-                ) from None
+                why = f"its checksum is right: {error}"
+                raise _damaged(self.path, log_format.DamagedError(self.end, why)) from None
             self.end = begin + nbytes
             self.number += 1
 
@@ -297,7 +294,7 @@ def _lacks_header(file: BinaryIO) -> bool:
     return False
 
 
-def _make(folder: Path) -> None:
+def _create(folder: Path) -> None:
     """Create a folder and its missing parents, and flush their names to disk."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -357,8 +354,8 @@ def _damaged(path: Path, error: log_format.DamagedError) -> JournalError:
     )
 
 
-def _cannot(what: str, folder: Path, error: OSError) -> JournalError:
+def _cannot(action: str, folder: Path, error: OSError) -> JournalError:
     return JournalError(
-        f"cannot {what} the store's data in {folder} ({error.strerror or error}): check the folder's owner, its mode "
+        f"cannot {action} the store's data in {folder} ({error.strerror or error}): check the folder's owner, its mode "
         "and the free space"
     )

@@ -1,16 +1,17 @@
-"""The form of a store's log on disk: a header, then frames, each with its checksums. Both kinds of log have it.
+"""The format of a store's log on disk: a header, then frames, each with its checksums.
 
 Used by `journal` and `FileStore`.
 
-    header   MAGIC, 8 random bytes: the log's *salt*, u64 number of the first frame, u32 CRC of all that
-    frame    mark, u64 length, u64 number, u32 CRC of the body, u32 CRC of all that seeded with the salt; then the body
+    header   MAGIC, the log's salt (8 random bytes), u64 number of the first frame; u32 CRC of these
+    frame    mark, u64 length, u64 number, u32 CRC of the body; u32 CRC of these, seeded with the salt; then the body
 
-A frame is complete or ignored. The header has a checksum of its own, so that a damaged length is not taken for a torn
-frame. The salt keeps a log that is stored as a value from being taken for frames of this log. Frames are numbered without
-a gap, so that a reader detects a frame that was removed, repeated or moved; only the last frames can be removed without a
-trace.
+A reader ignores an incomplete frame. The head of a frame has a checksum of its own, so that a reader does not mistake a
+damaged length for a torn frame. Because of the salt, a reader does not mistake a log that is stored as a value for frames
+of this log. Frames are numbered without a gap, so that a reader detects a frame that was removed, repeated or moved. It
+cannot detect that the last frames were removed.
 
-A frame of a file store is a request (`store.client.file`), a frame of a daemon the changes of its state (`change_log`).
+The body of a frame is a request in a file store's log (`store.client.file`), and the changes of one commit in a daemon's
+log (`change_log`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Data = bytes | memoryview
 
 
 class DamagedError(ProtocolError):
-    """Bytes that are not the frame that was written. ``offset`` is where the frame begins."""
+    """A frame is damaged. ``offset`` is where it begins."""
 
     def __init__(self, offset: int, why: str) -> None:
         super().__init__(f"at offset {offset}: {why}")
@@ -48,7 +49,7 @@ class DamagedError(ProtocolError):
 
 
 class MisplacedError(DamagedError):
-    """An intact frame where another one belongs. No crash of a writer leaves one."""
+    """An intact frame has the wrong number. No crash of a writer causes this."""
 
 
 def header(salt: bytes, first: int = 0) -> bytes:

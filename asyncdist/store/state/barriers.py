@@ -48,7 +48,7 @@ class Barriers:
             del self._closed[key]
             for each in waiting:
                 self._requests.resolve(each, None)
-            # The count is short and all participants have arrived: it is not refused for lack of room.
+            # A full store does not refuse the short count, because all participants have been released.
             self._keys.set_within_limits(key, b"%d" % world_size)
         return NO_REPLY
 

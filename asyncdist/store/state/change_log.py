@@ -17,7 +17,7 @@
     [14, prefix, identity]   a client session keeps the lease on a prefix no longer
     [13, identity, last]     the replies up to this request's were dropped before they had arrived
 
-A change is the result of a request, so that replaying it needs no state machine and depends on no version of it.
+A change is the result of a request, so that replay neither needs the state machine nor depends on its version.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Change(IntEnum):
 
 
 class _Body:
-    """The body of a frame, in pieces: a long value is a piece of its own, and never copied."""
+    """The body of a frame, in pieces. A long value is a piece of its own, which is not copied."""
 
     def __init__(self) -> None:
         self._packer = msgpack.Packer(use_bin_type=True, autoreset=False)
         self._pieces: list[bytes] = []
-        self._nbytes = 0  # of the pieces
+        self._nbytes = 0  # length of the pieces
 
     def add(self, change: tuple[Any, ...]) -> None:
         """Add a change, of which only the last field may be long."""
@@ -84,7 +84,7 @@ class _Body:
         return self._nbytes + len(self._packer.getbuffer())
 
     def take(self) -> list[bytes]:
-        """Return the pieces, and begin the next body."""
+        """Return the pieces and start the next body."""
         pieces, self._pieces, self._nbytes = [*self._pieces, self._packer.bytes()], [], 0
         self._packer.reset()
         return pieces
@@ -100,7 +100,7 @@ class ChangeLog:
         self._body = _Body()
 
     def start(self, wake: Callable[[], None]) -> None:
-        """Record from now on. ``wake`` is called when there is something to `take` after there was nothing."""
+        """Record from now on. ``wake`` is called at the first change after each `take`."""
         self.recording, self._wake = True, wake
 
     @property
@@ -135,7 +135,9 @@ def replay(body: bytes, contents: Contents) -> bool:
         for change in unpacker:
             if change[0] == Change.SET:
                 _, key, value = change
-                values[_text(key)] = _bytes(value)
+                if type(key) is not str or type(value) is not bytes:
+                    raise TypeError("the key is not text, or the value is not bytes")
+                values[key] = value
                 attached.pop(key, None)
             else:
                 ended = _replay_other(change, contents)
@@ -176,11 +178,11 @@ def _replay_of_client(change: list[Any], contents: Contents) -> None:
         case [Change.ANSWERED, bytes(identity), int(request), int(kind), value]:
             contents.members[identity][1][request] = (OperationKind(kind), value)
         case [Change.RECEIVED, bytes(identity), int(before)]:
-            _let_go(contents.members[identity][1], before)
+            _discard(contents.members[identity][1], before)
         case [Change.DROPPED, bytes(identity), int(last)]:
             lease, answers, unsure = contents.members[identity]
             contents.members[identity] = (lease, answers, max(unsure, last))
-            _let_go(answers, last + 1)
+            _discard(answers, last + 1)
         case [Change.FORGOTTEN, bytes(identity)]:
             del contents.members[identity]
             for prefix in [prefix for prefix, keepers in contents.shared.items() if identity in keepers]:
@@ -201,21 +203,9 @@ def _release(contents: Contents, prefix: str, identity: bytes) -> None:
         del contents.shared[prefix]
 
 
-def _let_go(answers: dict[int, tuple[int, Any]], before: int) -> None:
+def _discard(answers: dict[int, tuple[int, Any]], before: int) -> None:
     while answers and (oldest := next(iter(answers))) < before:
         del answers[oldest]
-
-
-def _text(key: object) -> str:
-    if type(key) is not str:
-        raise TypeError("a key that is not text")
-    return key
-
-
-def _bytes(value: object) -> bytes:
-    if type(value) is not bytes:
-        raise TypeError("a value that is not bytes")
-    return value
 
 
 def snapshot(contents: Contents) -> Iterator[list[bytes]]:

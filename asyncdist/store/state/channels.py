@@ -1,4 +1,4 @@
-"""Channels of published messages, which nothing keeps. Part of `machine`. No I/O."""
+"""Channels: a published message goes to the present subscriptions and is not stored. Part of `machine`. No I/O."""
 
 from __future__ import annotations
 

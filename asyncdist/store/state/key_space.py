@@ -1,4 +1,4 @@
-"""Keys and their values. Every change is counted, recorded, and told to waiting requests and watches.
+"""Keys and their values. The memory quota counts and the change log records every change; waiters and watches see it.
 
 Part of `machine`. No I/O.
 """
@@ -71,7 +71,7 @@ class KeySpace:
     # -- changes ----------------------------------------------------------------------------------
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a value. Raises RequestRefused if it is too long or there is no room for it."""
+        """Set a value. Raises RequestRefused if it is too long or does not fit into the memory quota."""
         limits, before = self._limits, self._values.get(key)
         if len(value) > limits.max_value_nbytes or len(key) > limits.short_key_length:
             limits.check(key, len(value))
@@ -83,7 +83,7 @@ class KeySpace:
         self._store(key, value)
 
     def set_within_limits(self, key: str, value: bytes) -> None:
-        """Set a short value for which room need not be requested."""
+        """Set a short value without a check of the limits and the quota."""
         self._quota.nbytes += growth(key, value, self._values.get(key))
         self._store(key, value)
 
@@ -105,7 +105,7 @@ class KeySpace:
         for key, value in zip(keys, values, strict=True):
             self._limits.check(key, len(value))
         last = dict(zip(keys, values, strict=True))
-        # One value may take the room that another one releases.
+        # One value may use the memory that another one releases.
         self._quota.take(sum(growth(key, value, self._values.get(key)) for key, value in last.items()))
         for key, value in last.items():
             self._store(key, value)

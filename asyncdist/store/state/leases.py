@@ -1,8 +1,8 @@
 """Leases: keys and prefixes that are deleted when no client keeps them any more. Part of `machine`. No I/O.
 
 The model is that of etcd. Each client keeps a lease of its own, to which its ephemeral keys are attached. Clients that
-share keys, as the ranks of a job do, keep a lease on the prefix of these keys together: it ends with the last of them.
-There is no clock here: the server says when a client, whose connection is broken, has expired.
+share keys, as the ranks of a job do, keep a lease on the prefix of these keys together: it ends when the last of them
+stops keeping it. There is no clock here: the server calls `Leases.expired` when a disconnected client has expired.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Lease:
 
 
 class Leases:
-    """All leases. A client is named by its identity where it may reconnect."""
+    """All leases. A client that may reconnect is named by its identity."""
 
     def __init__(self, log: ChangeLog, requests: OpenRequests) -> None:
         self._log = log
@@ -113,19 +113,19 @@ class Leases:
     # -- clients ----------------------------------------------------------------------------------
 
     def connected(self, client: Client) -> None:
-        """The client has a connection, for the first time or again."""
+        """Note that the client has connected, for the first time or again."""
         self._disconnected.pop(client, None)
         for lease in self._kept_by.get(client, ()):
             if lease.prefix is not None:
                 self.admit(lease.prefix)
 
     def disconnected(self, client: Client) -> None:
-        """The client's connection is broken; it may reconnect until it has expired."""
+        """Note that the client's connection is broken; it may reconnect until it has expired."""
         if client in self._kept_by:
             self._disconnected[client] = None
 
     def expired(self, client: Client) -> list[Lease]:
-        """Remove a client that will not be back; return the leases that end with it."""
+        """Remove a client that does not reconnect any more; return the leases that end with it."""
         leases = list(self._kept_by.get(client, ()))
         ended = [lease for lease in leases if self._release(lease, client)]
         self._disconnected.pop(client, None)
@@ -133,7 +133,7 @@ class Leases:
         return ended
 
     def release(self, client: Client, prefix: str) -> Lease | None:
-        """Let a client keep the lease on ``prefix`` no longer; return the lease if it ends."""
+        """Remove a client from the keepers of the lease on ``prefix``; return the lease if it ends."""
         lease = self._of_prefix.get(prefix)
         if lease is None or client not in lease.keepers:
             return None

@@ -1,4 +1,4 @@
-"""What a store may hold: the longest key and value, and the memory of all of them.
+"""Limits of a store: the longest key, the longest value, and the memory of all of them.
 
 Used by `machine` and the server. No I/O.
 """
@@ -10,13 +10,13 @@ from asyncdist.store.state.model import RequestRefused, named
 
 
 class SizeLimits:
-    """The longest value and key in bytes that the store takes."""
+    """The longest value and key in bytes that the store accepts."""
 
     def __init__(self, max_value_nbytes: int = 1 << 62, max_key_nbytes: int = 1 << 62) -> None:
         self.max_value_nbytes = max_value_nbytes
         self._max_key_nbytes = max_key_nbytes
         self.short_key_length = max_key_nbytes // 4
-        """No key of so many characters is too long: no character has more than 4 bytes."""
+        """A key of at most this number of characters is not too long: a character has at most 4 bytes."""
 
     def check(self, key: str, nbytes: int) -> None:
         """Raise RequestRefused if the key, or a value of ``nbytes`` under it, is too long."""
@@ -57,12 +57,12 @@ class MemoryQuota:
             )
 
     def take(self, nbytes: int) -> None:
-        """Count ``nbytes`` more, or fewer if negative. Raises RequestRefused where there is no room for them."""
+        """Count ``nbytes`` more, or fewer if negative. Raises RequestRefused if they do not fit."""
         if self.max_nbytes:
             self.check(nbytes)
         self.nbytes += nbytes
 
     def reserve(self, nbytes: int) -> None:
-        """Count a part of a long value that has arrived. Raises RequestRefused where there is no room for it."""
+        """Count a part of a long value that has arrived. Raises RequestRefused if it does not fit."""
         self.check(nbytes)
         self.arriving_nbytes += nbytes

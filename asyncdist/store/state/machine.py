@@ -6,7 +6,7 @@ the connection) under a *request id* that the client chooses. Each concept is a 
 name: `KeySpace`, `Waiters`, `Queues`, `Barriers`, `Channels`, `Watches`, `Leases`. The invariants of them all:
 
 * A blocked request is an entry of `OpenRequests` and of one concept. `cancel` and `leave` remove it from both, so that
-  no wake-up is lost on a client that has gone.
+  no wake-up is lost on a client that has left.
 * `MemoryQuota` counts, and `ChangeLog` records, every change of a value or a queue.
 * An ephemeral key is attached to its client's lease until another request sets or deletes it, and is deleted at the end
   of the lease.
@@ -132,9 +132,9 @@ class StoreState:
     # -- leases -----------------------------------------------------------------------------------
 
     def bind(self, client: Client, identity: bytes) -> list[Reply]:
-        """Let ``identity`` keep the leases of ``client``: it outlives the client, which is a connection.
+        """Let ``identity`` keep the leases of ``client``, which is a connection. An identity outlives connections.
 
-        Return the replies that are due to others for it.
+        Return the replies that are due to other clients.
         """
         self._identities[client] = identity
         self._leases.connected(identity)
@@ -188,7 +188,7 @@ class StoreState:
     # -- cancelled requests and clients that leave -------------------------------------------------
 
     def leave(self, client: Client) -> list[Reply]:
-        """Withdraw all requests of a client that has gone; return the replies that are due to others for it."""
+        """Withdraw all requests of a client that has left; return the replies that are due to other clients."""
         return self.execute(client, 0, Op.LEAVE, ())
 
     def _cancel(self, place: Place, request: int) -> object:
@@ -208,7 +208,7 @@ class StoreState:
                 given_back.append(each)
             else:
                 self.requests.withdraw(each)
-        # Last, or an item could go to another pop of the client that leaves.
+        # After all withdrawals, or another pop of this client could get an item.
         self.queues.give_back(given_back)
         self.queues.release_wakeups(client)
         identity = self._identities.pop(client, None)
@@ -221,7 +221,7 @@ class StoreState:
     # -- ends of a server -------------------------------------------------------------------------
 
     def contents(self) -> Contents:
-        """Return a copy of what a later server restores, without its client sessions."""
+        """Return a copy of the contents that a later server restores, without client sessions."""
         return Contents(
             self.keys.contents(),
             self.queues.contents(),
@@ -231,7 +231,7 @@ class StoreState:
         )
 
     def restore(self, contents: Contents) -> None:
-        """Take over what an earlier server left. Call it before the first request."""
+        """Take over the contents of an earlier server, before the first request."""
         self.keys.restore(contents.values)
         self.queues.restore(contents.queues, contents.pushed)
         self._leases.restore(contents.attached, contents.shared)

@@ -23,7 +23,7 @@ _NAMED = 256
 
 
 def named(key: str) -> str:
-    """Return a key as an error names it, short enough for one frame."""
+    """Return a key as error messages show it, short enough for one frame."""
     return repr(key) if len(key) <= _NAMED else f"{key[:32]!r}…"
 
 
@@ -53,12 +53,11 @@ def drop_from(waiting: dict[str, dict[Any, None]], key: str, entry: object) -> N
             del waiting[key]
 
 
-# -- beyond a server's end -------------------------------------------------------------------------
-
+# -- contents that outlive a server ----------------------------------------------------------------
 
 KEPT_ANSWERS = 1 << 16
 KEPT_NBYTES = 128 << 20
-"""Limits of one client's kept replies: more than a client has in flight, for clients that never send RECEIVED."""
+"""Limits of one client's kept replies: more than a client has in flight. They apply to clients that never send RECEIVED."""
 ENTRY_NBYTES = 100
 """Approximate overhead in bytes of a value or an item, without the bytes of the value and of the key."""
 _ANSWER_NBYTES = 200
@@ -101,7 +100,7 @@ dropped before it had arrived."""
 
 @dataclass(slots=True)
 class Contents:
-    """What a store holds and a later server of the same store restores.
+    """The contents of a store, as a later server of the same store restores them.
 
     Attributes:
         values: Value by key.

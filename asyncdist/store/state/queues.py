@@ -1,9 +1,9 @@
 """Queues, and the requests that wait for their items. No I/O.
 
 `machine` executes requests on them. `server.c10d_session` calls `Queues` directly for torch's clients, whose protocol
-has no confirmation: `take` removes their items at once. Any other client confirms an item, which no other client gets
-meanwhile. If it cancels the pop, leaves or dies before that, the item returns to the head of its queue. The change log
-names items by serial number, because clients may confirm them out of order.
+has no confirmation: `take` removes their items at once. Any other client confirms the item of its pop, and no other
+client gets the item until then. If the client first cancels the pop, leaves or dies, the item returns to the head of its
+queue. The change log names items by serial number, because clients may confirm them out of order.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from asyncdist.store.state.waiters import Waiters
 class Queues:
     """The queues by key; a queue without items does not exist.
 
-    A push wakes one WAIT request, which does not take the item: its client should pop it next. If the client does not,
-    `release_wakeups` serves another request.
+    A push wakes one WAIT request, which does not take the item: its client is expected to pop it next. If the client
+    leaves or cancels instead, `release_wakeups` serves another request.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Queues:
         return length, item
 
     def confirm(self, place: Place) -> None:
-        """Forget the item of a pop, which has arrived at the client."""
+        """Delete the item of a pop, which has arrived at the client."""
         if place in self._unconfirmed:
             self._requests.close(place)
             key, (serial, item) = self._unconfirmed.pop(place)

@@ -1,7 +1,7 @@
 """Open requests of all clients, and the replies that are due.
 
-Every part of `asyncdist.store.state.machine` keeps its blocked requests and streams here, so that a cancelled request and a
-client that has gone leave no entry behind. No I/O.
+Every part of `machine` keeps its blocked requests and streams here, so that neither a cancelled request nor a client that
+has left leaves an entry behind. No I/O.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from asyncdist.store.protocol.operations import Client, OperationKind, Reason, R
 from asyncdist.store.state.model import Place, RequestRefused
 
 Withdraw = Callable[[Place, Any], None]
-"""Removes a cancelled request from the queue, barrier or channel that it is in. The second argument is its subject."""
+"""Removes a cancelled request from its queue, barrier or channel. The second argument is the request's subject."""
 
 
 class OpenRequests:
@@ -22,11 +22,6 @@ class OpenRequests:
     def __init__(self) -> None:
         self.due: list[Reply] = []
         self._open: dict[Client, dict[int, tuple[Withdraw, Any]]] = {}
-
-    @property
-    def clients(self) -> list[Client]:
-        """The clients that have open requests."""
-        return list(self._open)
 
     @property
     def num_open(self) -> int:

@@ -1,10 +1,11 @@
 """Client sessions that survive reconnects, and their leases.
 
-A client names itself with an identity at the beginning of each connection. The table keeps the replies to its changes
-until the client confirms them, so that a change that is retried after a broken connection is applied once. Beyond a limit
-the table drops the oldest replies and remembers up to which request it did. When a connection breaks, the session's
-*lease* starts to run; at its end the session closes and the server deletes its ephemeral keys. ``now`` is an argument of
-every method that needs the time. Used by `store.server` and `store.persistence`. No I/O, no clock.
+A client sends its identity at the beginning of each connection. Its session keeps the replies to its changes until the
+client confirms them, so that a change that is retried after a broken connection is applied once. Beyond a limit the
+session drops the oldest replies, and keeps the number of the last request whose reply it dropped. When a connection
+breaks, the session's lease starts to run; at its end the session closes and the server deletes its ephemeral keys.
+``now`` is an argument of every method that needs the time. Used by `store.server` and `store.persistence`. No I/O, no
+clock.
 """
 
 from __future__ import annotations
@@ -39,32 +40,30 @@ class ClientSession:
         self._log = log
 
     def answer_to(self, request: int) -> Reply | None:
-        """Return the reply to a change that was made already."""
+        """Return the kept reply to a change, None without one."""
         return self._answers.get(request)
 
     def remember(self, reply: Reply) -> None:
         """Keep the reply to a change."""
-        self._answers[reply.request] = Reply(None, reply.request, reply.kind, reply.value)  # not the connection
-        cost = cost_of(reply.value)
-        self.nbytes += cost
-        self._quota.nbytes += cost
+        self._answers[reply.request] = Reply(None, *reply[1:])
+        self._count(cost_of(reply.value))
         if self._log.recording:
             self._log.record(Change.ANSWERED, self.identity, reply.request, reply.kind, reply.value)
         while len(self._answers) > KEPT_ANSWERS or (self.nbytes > KEPT_NBYTES and len(self._answers) > 1):
             self._drop(next(iter(self._answers)))
 
     def received(self, before: int) -> None:
-        """All replies to requests with a smaller number have arrived."""
-        self._let_go(before)
+        """Drop the replies to the requests before ``before``, which have arrived."""
+        self._discard(before)
         self._log.record(Change.RECEIVED, self.identity, before)
 
     def _drop(self, last: int) -> None:
-        """Drop the oldest replies, up to that of request ``last``, which may not have arrived."""
+        """Drop the replies up to that of request ``last``, which may not have arrived."""
         self.unsure = max(self.unsure, last)
-        self._let_go(last + 1)
+        self._discard(last + 1)
         self._log.record(Change.DROPPED, self.identity, last)
 
-    def _let_go(self, before: int) -> None:
+    def _discard(self, before: int) -> None:
         answers = self._answers
         while answers and (oldest := next(iter(answers))) < before:
             self._count(-cost_of(answers.pop(oldest).value))
@@ -99,7 +98,8 @@ class SessionTable:
         self._quota = quota or MemoryQuota()
         self._log = log or ChangeLog()
         self._sessions: dict[bytes, ClientSession] = {}
-        self._away: list[tuple[float, bytes]] = []
+        self._disconnected: list[tuple[float, bytes]] = []
+        """A heap of the ends of leases, with the identities. It may hold sessions that have reconnected since."""
 
     def get(self, identity: bytes) -> ClientSession | None:
         """Return the session of an identity; None if it is unknown."""
@@ -114,13 +114,13 @@ class SessionTable:
         for identity, known in contents.items():
             session = self._sessions[identity] = ClientSession(identity, known[0], None, self._quota, self._log)
             session.restore(known)
-            self._wait_for(session, now)
+            self._start_lease(session, now)
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def open(self, identity: bytes, lease: float, connection: Client) -> tuple[ClientSession, bool, Client | None]:
-        """Open or resume a session; return it, whether it was known, and its connection before."""
+        """Open or resume a session; return it, whether it was known, and its previous connection."""
         session = self._sessions.get(identity)
         if session is None:
             session = ClientSession(identity, lease, connection, self._quota, self._log)
@@ -132,14 +132,14 @@ class SessionTable:
         return session, True, before
 
     def disconnect(self, session: ClientSession, connection: Client, now: float) -> None:
-        """A connection has ended. If the session has no newer one, its lease begins to run."""
+        """Start the session's lease at the end of a connection, unless the session has a newer connection."""
         if session.connection is connection:
             session.connection = None
-            self._wait_for(session, now)
+            self._start_lease(session, now)
 
-    def _wait_for(self, session: ClientSession, now: float) -> None:
+    def _start_lease(self, session: ClientSession, now: float) -> None:
         session.until = now + session.lease
-        heapq.heappush(self._away, (session.until, session.identity))
+        heapq.heappush(self._disconnected, (session.until, session.identity))
 
     def close(self, session: ClientSession) -> None:
         """End a session."""
@@ -149,15 +149,15 @@ class SessionTable:
 
     def next_end(self) -> float:
         """Return when the next lease may expire."""
-        return self._away[0][0] if self._away else math.inf
+        return self._disconnected[0][0] if self._disconnected else math.inf
 
     def expire(self, now: float) -> list[ClientSession]:
         """End the sessions whose leases have expired, and return them."""
-        over = []
-        while self._away and self._away[0][0] <= now:
-            until, identity = heapq.heappop(self._away)
+        ended = []
+        while self._disconnected and self._disconnected[0][0] <= now:
+            until, identity = heapq.heappop(self._disconnected)
             session = self._sessions.get(identity)
             if session is not None and session.until == until:  # it has not reconnected since
                 self.close(session)
-                over.append(session)
-        return over
+                ended.append(session)
+        return ended

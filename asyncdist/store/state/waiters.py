@@ -10,7 +10,7 @@ from asyncdist.store.state.requests import OpenRequests
 
 
 class Waiter:
-    """A request that waits until all keys of ``missing`` have come. A key that is deleted again still counts."""
+    """A request that waits until each key of ``missing`` has been set. A key that was deleted since counts as set."""
 
     __slots__ = ("keys", "missing", "op", "place")
 
@@ -19,7 +19,7 @@ class Waiter:
 
 
 class Waiters:
-    """The requests that wait for values, and those that also take a queue under the key for an answer (WAIT)."""
+    """The requests that wait for values. WAIT also waits for queues: an item under the key releases it."""
 
     def __init__(self, requests: OpenRequests) -> None:
         self._requests = requests
@@ -28,7 +28,7 @@ class Waiters:
         self._for_item: dict[str, dict[Waiter, None]] = {}
 
     def add(self, place: Place, op: Op, keys: list[str], missing: set[str]) -> object:
-        """Block a request until all keys of ``missing`` have come."""
+        """Block a request until each key of ``missing`` has been set."""
         waiter = Waiter(place, op, keys, missing)
         self._requests.open(place, self._withdraw, waiter)
         self._wait_for_missing(waiter)
@@ -43,7 +43,7 @@ class Waiters:
             if waiter.missing:
                 continue
             if waiter.op is Op.MULTI_GET:
-                # Values that were deleted while others were still to come are waited for again.
+                # The request waits again for values that were deleted in the meantime.
                 waiter.missing.update(each for each in waiter.keys if each not in values)
             if waiter.missing:
                 self._wait_for_missing(waiter)

@@ -1,4 +1,4 @@
-"""Watches of a key, and of all keys with a prefix: their clients hear of every change. Part of `machine`. No I/O."""
+"""Watches of a key, and of all keys under a prefix: the store sends each change to them. Part of `machine`. No I/O."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Watches:
         return list(itertools.chain.from_iterable(values.items()))
 
     def changed(self, key: str, value: bytes | None) -> None:
-        """Send a key's new value to its watches; None if the key was deleted."""
+        """Send the new value of a key, None if it was deleted, to the watches of the key."""
         kind, content = (GONE, b"") if value is None else (CHANGED, value)
         if places := self.of_keys.get(key):
             self._requests.publish(places, kind + content)
