@@ -1,8 +1,8 @@
 """The benchmark behind ``asyncdist bench``: asyncdist, gloo, Open MPI and plain sockets in the same processes and run.
 
-Reading order: `plan` says what to measure. `programs` starts processes; `launch` starts the ranks with it and collects what
-they find. `rank` is the main function of a rank process. `workloads.collectives` has the collectives, `contenders` what
-executes them, and `measure` times them in turns; `pace` and `pacing_sockets` make all ranks start a call together.
+Reading order: `plan` says what to measure. `programs` starts processes; `launch` uses it to start the ranks, and collects
+their results. `rank` is the main function of a rank process. `workloads.collectives` defines the collectives, `contenders`
+execute them, and `measure` times the contenders in turns. `pace` and `pacing_sockets` make all ranks start a call together.
 `workloads.training` times training steps. `result` holds the figures, and `report` shows them. `store` is the benchmark of
 the store.
 

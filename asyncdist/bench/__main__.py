@@ -1,4 +1,4 @@
-"""One rank process of a benchmark: ``python -m asyncdist.bench FOLDER RANK``; `launch` starts it."""
+"""One rank process of a benchmark, ``python -m asyncdist.bench FOLDER RANK``. `launch` starts it."""
 
 import sys
 

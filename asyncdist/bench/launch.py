@@ -20,13 +20,13 @@ from asyncdist.bench.contenders.mpi import mpi_missing, mpi_version
 from asyncdist.bench.machine import machine
 from asyncdist.bench.plan import BenchPlan
 from asyncdist.bench.programs import Programs, python
-from asyncdist.bench.rank import BY_MPI, MEETING
+from asyncdist.bench.rank import BY_MPI, CONTROL_SOCKET
 from asyncdist.bench.result import Report, ResultRow
 from asyncdist.errors import BenchmarkError, UnsupportedError
 
-_POLL_INTERVAL = 0.2  # seconds between checks that all processes live, until each rank has connected
-_LAST_WORDS = 1.0  # seconds that ranks get to report a failure after the first one
-_EXIT_TIMEOUT = 30.0  # seconds that ranks get to exit after their last message
+_POLL_INTERVAL = 0.2  # seconds between checks that all processes run, until each rank has connected
+_FAILURE_TIMEOUT = 1.0  # seconds in which the other ranks can report a failure after the first one
+_EXIT_TIMEOUT = 30.0  # seconds in which ranks must exit after their last message
 
 
 def run(plan: BenchPlan, progress: Callable[[float, ResultRow | None], None] = lambda done, row: None) -> Report:
@@ -34,7 +34,7 @@ def run(plan: BenchPlan, progress: Callable[[float, ResultRow | None], None] = l
 
     Args:
         plan: What to measure.
-        progress: Called with the share that is done (0 to 1), and with each row as it comes.
+        progress: Called with the completed share of the run (0 to 1), and with each new row or None.
 
     Raises:
         BenchmarkError: A rank fails, or a result is wrong.
@@ -59,7 +59,7 @@ def run(plan: BenchPlan, progress: Callable[[float, ResultRow | None], None] = l
 
 
 def commands(plan: BenchPlan, folder: Path) -> list[list[str]]:
-    """Return the commands to execute: one for each rank, or a single ``mpirun`` if the ranks need MPI."""
+    """Return the commands that start the ranks: one for each rank, or a single ``mpirun`` if they need MPI."""
     program = python("asyncdist.bench", str(folder))
     if plan.through:  # torch.distributed has no argument for a transport
         program = ["env", f"ASYNCDIST_TRANSPORT={plan.transports[0]}", *program]
@@ -73,15 +73,15 @@ def commands(plan: BenchPlan, folder: Path) -> list[list[str]]:
 
 
 def _start(plan: BenchPlan, folder: Path, programs: Programs) -> list[Connection]:
-    """Start the ranks, tell them the plan and each other's ports, and return their pipes, by rank."""
+    """Start the ranks, send them the plan and the ports of all ranks, and return their pipes by rank."""
     pipes: dict[int, Connection] = {}
     ports: dict[int, int] = {}
     with socket.socket(socket.AF_UNIX) as server:
         try:
-            server.bind(str(folder / MEETING))  # in a folder that only this user may enter
+            server.bind(str(folder / CONTROL_SOCKET))  # only this user may enter the folder
         except OSError as cause:
             raise BenchmarkError(
-                f"{folder / MEETING} cannot be a socket ({cause}): set TMPDIR to a folder with a short name"
+                f"{folder / CONTROL_SOCKET} cannot be a socket ({cause}): set TMPDIR to a folder with a short name"
             ) from cause
         server.listen(plan.ranks)
         server.settimeout(_POLL_INTERVAL)
@@ -96,14 +96,14 @@ def _start(plan: BenchPlan, folder: Path, programs: Programs) -> list[Connection
                 continue
             accepted.setblocking(True)
             pipe = Connection(accepted.detach())
-            with contextlib.suppress(EOFError):  # the rank has exited, which the next poll shows
+            # If the rank has exited, a later poll reports it.
+            with contextlib.suppress(EOFError):
                 rank, port = pipe.recv()
                 pipes[rank], ports[rank] = pipe, port
     token = secrets.token_bytes(16)
-    in_order = range(plan.ranks)
     for pipe in pipes.values():
-        pipe.send((plan, [ports[rank] for rank in in_order], token))
-    return [pipes[rank] for rank in in_order]
+        pipe.send((plan, [ports[rank] for rank in range(plan.ranks)], token))
+    return [pipes[rank] for rank in range(plan.ranks)]
 
 
 def _messages(pipes: Sequence[Connection], programs: Programs) -> Iterator[tuple[str, Any]]:
@@ -114,7 +114,7 @@ def _messages(pipes: Sequence[Connection], programs: Programs) -> Iterator[tuple
     with contextlib.ExitStack() as stack:
         for pipe in pipes:
             stack.enter_context(pipe)
-        while open_pipes and (ready := wait(list(open_pipes), _LAST_WORDS if failures or silent else None)):
+        while open_pipes and (ready := wait(list(open_pipes), _FAILURE_TIMEOUT if failures or silent else None)):
             for pipe in cast(list[Connection], ready):
                 try:
                     kind, value = pipe.recv()
@@ -132,7 +132,7 @@ def _messages(pipes: Sequence[Connection], programs: Programs) -> Iterator[tuple
 
 
 def _cause(failures: Sequence[str], silent: Sequence[int], programs: Programs) -> str:
-    """Return the failure that caused the others: not one of a rank that only lost another rank."""
+    """Return the failure that caused the others, rather than that of a rank that only lost another rank."""
     causes = [text for text in failures if "PeerLostError" not in text and "has ended" not in text]
     if causes or not silent:
         return (causes or failures)[0]

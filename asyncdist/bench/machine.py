@@ -1,4 +1,4 @@
-"""Describe the machine of a measurement. No torch here. Used by the reports and `asyncdist info`."""
+"""Describe the machine of a measurement without importing torch. Used by the reports and `asyncdist info`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def machine() -> dict[str, str]:
-    """Return the processor, the cores, the system, the load of the last minute and the versions, as short texts."""
+    """Return short texts: the processor, the cores, the system, the load of the last minute, and the versions."""
     return {
         "processor": processor(),
         "cores": str(os.cpu_count() or "?"),
@@ -21,7 +21,7 @@ def machine() -> dict[str, str]:
 
 
 def processor() -> str:
-    """Return the processor's model name, or at least its architecture."""
+    """Return the processor's model name, or its architecture if the name is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -13,10 +13,10 @@ from asyncdist.bench.plan import BenchPlan, in_turns, rounds
 from asyncdist.bench.result import ResultRow, Timing
 from asyncdist.bench.workloads.collectives import Empty, Traffic, traffic
 
-# From this size on, the ranks start every call together: restoring the tensor takes a different time on each. Smaller calls
-# run back to back, as usual: pacing spins, which starves contenders with an I/O thread (gloo took 3 to 8 times as long).
+# From this size on, the ranks start every call together, because restoring the tensor takes a different time on each rank.
+# Smaller calls run back to back: pacing spins, which starves contenders with an I/O thread (gloo: 3 to 8 times as long).
 _PACED_NBYTES = 8 << 20
-# Back to back, the root of these runs ahead of the other ranks, and its time is not that of the operation.
+# Back to back, the root of these would run ahead of the other ranks, and rank 0's time would not be that of the operation.
 _ROOTED = frozenset(("broadcast", "reduce", "gather", "scatter"))
 
 Entry = tuple[Contender, Traffic]
@@ -40,7 +40,7 @@ def measure_case(
 
 
 def make_entries(contenders: Sequence[Contender], collective: str, rank: int, ranks: int, nbytes: int) -> list[Entry]:
-    """Return the contenders that take part, each with its traffic. Contenders with tensors of one kind share them."""
+    """Return the contenders that can execute the collective, each with its traffic. Equal ``empty`` share one traffic."""
     made: dict[Empty, Traffic] = {}
     entries = []
     for contender in contenders:
@@ -60,7 +60,7 @@ def measure(
         entries: Contenders with their traffic, all of one collective at one size.
         start: Returns on all ranks at the same instant.
         plan: Says how many calls to time.
-        progress: Called with the share of the case that is done (0 to 1).
+        progress: Called with the completed share of the case (0 to 1).
 
     Raises:
         BenchmarkError: A result is wrong.
@@ -68,7 +68,7 @@ def measure(
     for contender, case in entries:
         contender.verify(case, start)
     for _, case in entries:
-        case.settle()
+        case.prepare_timed_calls()
     first = entries[0][1]
     calls, block = plan.calls(first.nbytes)
     paced = first.nbytes >= _PACED_NBYTES or first.name in _ROOTED or plan.device != "cpu"
@@ -85,8 +85,6 @@ def measure(
         progress(turn * block / calls)
         for contender, case in in_turns(entries, turn):
             start()
-            taken = contender.run(
-                case, count + lead_in, partial(before, case), partial(case.check_ends, contender.name)
-            )
-            times[contender.name] += taken[lead_in:]
-    return {name: Timing.of(taken) for name, taken in times.items()}
+            check = partial(case.check_ends, contender.name)
+            times[contender.name] += contender.run(case, count + lead_in, partial(before, case), check)[lead_in:]
+    return {name: Timing.of(calls) for name, calls in times.items()}

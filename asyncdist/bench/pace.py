@@ -1,7 +1,4 @@
-"""Let all ranks start a timed call at the same instant, without help from what is measured.
-
-Used by `rank` and the contenders.
-"""
+"""Let all ranks start a timed call at the same instant, without using the contenders. Used by `rank` and the contenders."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ from collections.abc import Callable, Sequence
 from time import monotonic_ns
 
 _INSTANT = struct.Struct("!q")
-_AHEAD_NS = 40_000
+_AHEAD_NS = 40_000  # from rank 0's message to the start, for each rank of a core
 
 
 class StartPacer:
     """A barrier after which all ranks continue at the same instant.
 
-    When all ranks have arrived, rank 0 names an instant of the host's monotonic clock, and all ranks spin until then. So
-    the time of a rank does not contain the wake-up of another one, and no processor sleeps when a call begins.
+    When all ranks have arrived, rank 0 sends them an instant of the host's monotonic clock, and all ranks spin until then.
+    So a rank's time does not include the wake-up of another rank, and no core sleeps when a call begins.
 
     Args:
         rank: This rank.
@@ -46,7 +43,8 @@ class StartPacer:
             self._leader.send(b"!")
             (instant,) = _INSTANT.unpack(_receive(self._leader, _INSTANT.size))
         while monotonic_ns() < instant:
-            if self._oversubscribed:  # else a rank without a core begins only when this one's time slice ends
+            # Otherwise a rank without a core begins only when this rank's time slice ends.
+            if self._oversubscribed:
                 os.sched_yield()
 
     def alone(self, work: Callable[[], None]) -> None:
@@ -64,13 +62,13 @@ class StartPacer:
 
 
 def _receive(sock: socket.socket, nbytes: int) -> bytes:
-    """Spin until ``nbytes`` have arrived, which are few enough to arrive together."""
+    """Spin until ``nbytes`` have arrived. They are few, and arrive together."""
     while True:
         try:
-            got = sock.recv(nbytes)
+            data = sock.recv(nbytes)
         except BlockingIOError:
             os.sched_yield()
             continue
-        if len(got) != nbytes:
+        if len(data) != nbytes:
             raise ConnectionError("another rank of the benchmark has ended")
-        return got
+        return data

@@ -1,4 +1,4 @@
-"""A loopback TCP socket between every two ranks, for the pacing and for the contender "raw". Used by `rank`."""
+"""A loopback TCP socket between every two ranks, for the pacer and for the contender "raw". Used by `rank`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
-_HELLO = struct.Struct("!16sI")  # the token, the rank that connects
-
-Port = int
+_HELLO = struct.Struct("!16sI")  # the token, and the rank that connects
 
 
 def listen_on_loopback() -> socket.socket:
@@ -18,12 +16,21 @@ def listen_on_loopback() -> socket.socket:
 
 
 def connect_ranks(
-    rank: int, server: socket.socket, ports: Sequence[Port], token: bytes, timeout: float = 30.0
+    rank: int, server: socket.socket, ports: Sequence[int], token: bytes, timeout: float = 30.0
 ) -> list[socket.socket | None]:
     """Connect to all lower ranks and accept all higher ones; return the sockets by rank, None for this rank.
 
-    ``ports`` are those of all ranks' servers. A connection without the 16 bytes of ``token`` is closed. The sockets are
-    non-blocking, with TCP_NODELAY. Raises TimeoutError if a rank does not connect.
+    The sockets are non-blocking, with TCP_NODELAY.
+
+    Args:
+        rank: This rank.
+        server: This rank's listening socket.
+        ports: The ports of all ranks' listening sockets.
+        token: 16 bytes that every rank sends first. Other connections are closed.
+        timeout: Seconds to wait for each connection.
+
+    Raises:
+        TimeoutError: A rank does not connect.
     """
     table: list[socket.socket | None] = [None] * len(ports)
     for peer in range(rank):
@@ -35,8 +42,8 @@ def connect_ranks(
         accepted, _ = server.accept()
         accepted.settimeout(timeout)
         hello = accepted.recv(_HELLO.size, socket.MSG_WAITALL)
-        shown, peer = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
-        if hmac.compare_digest(shown, token) and rank < peer < len(ports) and table[peer] is None:
+        received, peer = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+        if hmac.compare_digest(received, token) and rank < peer < len(ports) and table[peer] is None:
             table[peer] = accepted
         else:
             accepted.close()

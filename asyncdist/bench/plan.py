@@ -1,6 +1,6 @@
-"""What a run measures: collectives, sizes, number of ranks, and contenders. No torch here.
+"""What a run measures: collectives, sizes, number of ranks, and contenders. Every module of the benchmark uses it.
 
-Every module of the benchmark uses it.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ COLLECTIVES = (
     "barrier",
 )
 ON_DEVICES = ("all_reduce", "broadcast", "send")
-"""What is measured on CUDA tensors; "send" forwards rank 0's tensor from each rank to the next."""
+"""The operations that are measured on CUDA tensors. "send" forwards rank 0's tensor from each rank to the next."""
 _SHARED_OUT = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 RIVALS = ("gloo", "mpi", "raw")
 THROUGH = ("torch",)
-"""APIs other than asyncdist's own through which its groups are measured: the functions of torch.distributed."""
+"""Other APIs through which asyncdist is measured: "torch" means the functions of torch.distributed."""
 CONTENDERS = ("asyncdist", "registered", "torch", "idle", "awaited", *RIVALS, "copy")
-"""Keys of the results; the key of a further transport is its name. "idle" is torch.distributed on a null back end."""
+"""Keys of the results. The key of a further transport is its name. "idle" is torch.distributed on a null back end."""
 
 THROUGH_TORCH = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "barrier")
 """The collectives that training with torch.distributed uses."""
@@ -38,14 +38,14 @@ THROUGH_TORCH = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all
 STEPS = ("ddp", "fsdp2", "tensor_parallel")
 """The training steps: see `asyncdist.bench.workloads.models`."""
 HEADS = 4
-"""Heads of the transformer. Tensor parallel needs a number of ranks that divides it."""
+"""Attention heads of the transformer. The number of ranks must divide it for tensor parallel."""
 
 STORE_PARTS = ("torch", "asyncdist", "crowd", "memory", "restart")
-"""What ``asyncdist bench store`` can measure alone: torch's clients, asyncdist's client, many connections, memory per
-connection, and reading a log.
+"""The parts of ``asyncdist bench store``: torch's clients, asyncdist's client, many connections, memory per connection, and
+a restart that reads the log.
 """
 
-# (largest size in bytes, timed calls of each contender, calls in a row in each of its turns)
+# (largest size in bytes, timed calls of each contender, calls in each turn)
 _CALLS = ((64 << 10, 1000, 100), (1 << 20, 150, 10), (8 << 20, 48, 4), (32 << 20, 24, 2))
 _CALLS_BEYOND = (12, 1)
 _MOST_DEVICE_CALLS = 200
@@ -60,12 +60,13 @@ class BenchPlan:
         sizes: Sizes of the tensors in bytes.
         ranks: The number of rank processes.
         against: Names from `RIVALS`.
-        awaited: Whether to measure asyncdist's awaited API too.
-        registered: Whether to measure registered tensors too.
+        awaited: Whether to also measure asyncdist's awaited API.
+        registered: Whether to also measure registered tensors.
         through: Names from `THROUGH`.
         steps: Names from `STEPS`.
-        transports: The first is that of "asyncdist", "registered", "awaited" and "torch"; each further one is a contender.
-        repeat: The number of timed calls and steps; None for one that depends on the size.
+        transports: The contenders "asyncdist", "registered", "awaited" and "torch" use the first one. Each further one is
+            another contender.
+        repeat: The number of timed calls and steps; None for a number of calls that depends on the size.
         pin: Whether to bind each rank to one core.
         device: "cpu" or "cuda". On CUDA devices every usable contender is measured: see `contenders.devices`.
     """
@@ -85,7 +86,7 @@ class BenchPlan:
 
     @property
     def cases(self) -> list[tuple[str, int]]:
-        """The (collective, bytes) to measure, without duplicates, with sizes `rounded`; a barrier has size 0."""
+        """The pairs (collective, bytes) to measure, without duplicates. Sizes are `rounded`; a barrier has size 0."""
         cases = (
             (collective, 0 if collective == "barrier" else rounded(collective, nbytes, self.ranks))
             for collective in self.collectives
@@ -118,7 +119,7 @@ class BenchPlan:
         return self.repeat or 30
 
     def calls(self, nbytes: int) -> tuple[int, int]:
-        """Return (timed calls of each contender, calls in a row) for a size."""
+        """Return (timed calls of each contender, calls in each turn) for a size."""
         calls, block = next((calls for limit, *calls in _CALLS if nbytes <= limit), _CALLS_BEYOND)
         if self.repeat is not None:
             calls = self.repeat
@@ -128,7 +129,7 @@ class BenchPlan:
 
 
 def rounded(collective: str, nbytes: int, ranks: int) -> int:
-    """Return the size that is measured: at least one float32, and equal parts where each rank has one."""
+    """Return the measured size in bytes: at least one float32, and a multiple of the ranks if each rank has one part."""
     count = max(1, nbytes // 4)
     return 4 * (-(-count // ranks) * ranks if collective in _SHARED_OUT else count)
 
@@ -140,5 +141,5 @@ def rounds(calls: int, block: int) -> Iterable[int]:
 
 
 def in_turns(contenders: Sequence[_Each], turn: int) -> list[_Each]:
-    """Return the contenders in the order of a round, which changes, so that none always follows the same one."""
+    """Return the contenders in the order of a round. The order changes, so that none always follows the same one."""
     return random.Random(turn).sample(contenders, len(contenders))

@@ -1,7 +1,4 @@
-"""The processes that a benchmark starts: ranks, store servers and store clients. None outlives the block.
-
-Used by `launch` and `store.benchmark`.
-"""
+"""The processes that a benchmark starts: ranks, store servers and store clients. Used by `launch` and `store.benchmark`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Program = subprocess.Popen[str]
 
 
 class Programs:
-    """Processes in sessions of their own, whose standard error goes to one file; a context manager that ends them."""
+    """Processes in sessions of their own, with one file for their standard error; a context manager that ends them."""
 
     def __init__(self) -> None:
         self.running: list[Program] = []
@@ -35,20 +32,20 @@ class Programs:
         self._stack.close()
 
     def start(self, command: Sequence[str], **streams: Any) -> Program:
-        """Start a command, which Ctrl-C does not reach; ``streams`` are arguments of `subprocess.Popen`."""
+        """Start a command in a session of its own, so that Ctrl-C does not reach it; ``streams`` are for `Popen`."""
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, **streams}
         program = subprocess.Popen(command, stderr=self._stderr, start_new_session=True, text=True, **streams)
         self.running.append(program)
         return program
 
     def last_words(self) -> str:
-        """Return the last lines on standard error, to continue a sentence."""
+        """Return the last lines on standard error as the end of a sentence."""
         self._stderr.seek(0)
         lines = self._stderr.read().strip().splitlines()[-12:]
         return ":\n" + "\n".join(lines) if lines else ", and wrote nothing to standard error"
 
     def end(self, *programs: Program) -> None:
-        """End some processes, by default all, with the processes that they started."""
+        """End some processes, by default all, and the processes that they started."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             alive = [program for program in programs or self.running if program.poll() is None]
             for program in alive:

@@ -1,4 +1,4 @@
-"""The main function of a rank process, which `launch` starts: it measures what the plan says. Imports torch late."""
+"""The main function of a rank process, which measures a plan. `launch` starts it. It imports torch late."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from asyncdist.bench import pacing_sockets
 from asyncdist.bench.plan import BenchPlan
 from asyncdist.errors import AsyncdistError, UnsupportedError
 
-MEETING = "meeting"
+CONTROL_SOCKET = "control.sock"
 """The name, in the run's folder, of the Unix socket at which rank processes connect."""
 BY_MPI = "mpi"
-"""The argument in place of the rank if the process must ask MPI for its rank."""
+"""The argument in place of the rank if MPI assigns the ranks."""
 
-_REPORT_INTERVAL = 0.4  # seconds: drawing the progress takes a core from the ranks
+_REPORT_INTERVAL = 0.4  # seconds; each report makes the parent draw, which takes a core from the ranks
 
 
 def run_rank(folder: str, number: str) -> None:
     """Connect to the process that started this one, measure its plan, and report.
 
-    Sends (rank, port) and gets (plan, ports, token). Rank 0 then sends ("done", share) and ("row", ResultRow); every rank
-    ends with ("end", None) or ("failed", text).
+    The rank sends (rank, port) and receives (plan, ports, token). Rank 0 then sends ("done", share) and ("row",
+    ResultRow). The last message of every rank is ("end", None) or ("failed", text).
 
     Args:
         folder: The run's folder.
         number: The rank, or `BY_MPI`.
     """
     rank = _rank(number)
-    pipe = Client(str(Path(folder) / MEETING), "AF_UNIX")
+    pipe = Client(str(Path(folder) / CONTROL_SOCKET), "AF_UNIX")
     try:
         with pacing_sockets.listen_on_loopback() as server:
             pipe.send((rank, server.getsockname()[1]))
@@ -59,7 +59,7 @@ def _rank(number: str) -> int:
 
 
 def _exit_with_parent(pipe: Connection) -> None:
-    """Exit when the parent process is gone. It sends nothing more, so only the end of the pipe arrives."""
+    """Exit when the parent process has ended. It sends nothing more, so only the end of the pipe arrives."""
     try:
         pipe.recv()
     except (EOFError, OSError):
@@ -89,26 +89,26 @@ def _measure(plan: BenchPlan, rank: int, table: Sequence[socket.socket | None], 
             from asyncdist.bench.workloads.training import train
 
             reporter.row(train(step, plan, field.torch_groups, rank, pace, reporter.progress))
-        pace()  # no rank leaves while another one still measures
+        pace()  # no rank exits while another rank measures
 
 
 def _pin(rank: int) -> None:
     """Bind this process to one core, as MPI launchers do. Ranks that outnumber the cores share them."""
     if not hasattr(os, "sched_setaffinity"):
-        raise UnsupportedError("this system cannot bind a process to a core: leave --pin out")
+        raise UnsupportedError("this system cannot bind a process to a core: omit --pin")
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 class _Reporter:
-    """Sends rows, and now and then the share that is done; on ranks other than 0 it sends nothing."""
+    """Sends rows, and at intervals the completed share of the run. Without a pipe it sends nothing."""
 
     def __init__(self, pipe: Connection | None, parts: int) -> None:
         self._pipe, self._parts = pipe, parts
         self._part, self._last = 0, 0.0
 
     def progress(self, share: float) -> None:
-        """Report that ``share`` (0 to 1) of the current part is done."""
+        """Report the completed share (0 to 1) of the current part."""
         if self._pipe is not None and time.monotonic() - self._last >= _REPORT_INTERVAL:
             self._last = time.monotonic()
             self._pipe.send(("done", (self._part + share) / self._parts))

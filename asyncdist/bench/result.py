@@ -1,4 +1,4 @@
-"""What a run has found, and the ratios that follow from it. No torch here. The reports read it."""
+"""The results of a run and the ratios between them. The reports read it. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncdist.bench.plan import RIVALS, STEPS, THROUGH, BenchPlan
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of a contender's calls on rank 0. ``returned`` is the median until a call returned."""
+    """Seconds of calls on rank 0 until the data was there. ``returned`` is the median until a call returned."""
 
     median: float
     p99: float
@@ -22,9 +22,9 @@ class Timing:
 
     @classmethod
     def of(cls, times: Sequence[tuple[float, float]]) -> Timing:
-        """Summarise calls, each as (seconds until it returned, seconds until its data was there).
+        """Summarise calls, each given as (seconds until it returned, seconds until its data was there).
 
-        The p99 of fewer than a hundred calls is the slowest one.
+        The p99 of fewer than a hundred calls is the slowest call.
         """
         ordered = sorted(complete for _, complete in times)
         p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
@@ -41,9 +41,9 @@ class ResultRow:
         ranks: The number of ranks.
         timings: By contender. "copy" is the memory traffic of the operation by one process alone; "alone" is the training
             step of the whole model on one rank.
-        absent: Why a contender was not measured.
+        absent: By contender, why it was not measured.
         device: The name of the CUDA devices; empty on the CPU.
-        latest_ticks: By contender, the most seconds by which a periodic task on a receiving rank's loop was late.
+        latest_ticks: By contender, the most seconds by which a periodic task on a receiving rank's event loop was late.
     """
 
     name: str
@@ -96,62 +96,41 @@ class ResultRow:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data: times in microseconds, bandwidths in bytes per second."""
-        return {
-            "training": self._training_as_json,
-            "device_rows": self._device_row_as_json,
-            "rows": self._collective_as_json,
-        }[self.kind]()
-
-    def _collective_as_json(self) -> dict[str, Any]:
-        measured = self.timings.keys()
-        return {
-            "collective": self.name,
-            "nbytes": self.nbytes,
-            "ranks": self.ranks,
-            "contenders": self._contenders(),
-            "algorithm_bandwidth": self.algorithm_bandwidth,
-            "bus_bandwidth": self.bus_bandwidth,
-            "times_faster_than": {
-                who: {rival: self.ratio(rival, who) for rival in measured if rival in RIVALS}
-                for who in ("asyncdist", "registered", *THROUGH)
-                if who in measured
-            },
-            "copies": {who: self.ratio(who, "copy") for who in measured if who != "copy"}
-            if "copy" in measured
-            else None,
-            "above_blocking_us": _microseconds({who: self.above_blocking(who) for who in (*THROUGH, "awaited")}),
-        }
-
-    def _device_row_as_json(self) -> dict[str, Any]:
-        return {
-            "device": self.device,
-            "collective": self.name,
-            "nbytes": self.nbytes,
-            "ranks": self.ranks,
-            "contenders": self._contenders(times_faster_than_gloo=("gloo", ""), times_as_long_as_copy=("", "copy")),
-            "latest_tick_us": _microseconds(self.latest_ticks),
-            "absent": self.absent,
-        }
-
-    def _training_as_json(self) -> dict[str, Any]:
-        return {
-            "step": self.name,
-            "parameters": self.parameters,
-            "contenders": self._contenders(times_alone=("", "alone"), times_faster_than_gloo=("gloo", "")),
-        }
-
-    def _contenders(self, **ratios: tuple[str, str]) -> dict[str, dict[str, Any]]:
-        """Return the timings by contender, with ratios between two contenders, where "" means the contender itself."""
-        return {
+        contenders: dict[str, dict[str, Any]] = {
             name: {
                 "median_us": timing.median * 1e6,
                 "p99_us": timing.p99 * 1e6,
                 "best_us": timing.best * 1e6,
                 "calls": timing.calls,
-                **({"returns_us": timing.returned * 1e6} if self.device else {}),
-                **{key: self.ratio(of or name, to or name) for key, (of, to) in ratios.items()},
             }
             for name, timing in self.timings.items()
+        }
+        if self.kind == "training":
+            for name, found in contenders.items():
+                found["times_alone"] = self.ratio(name, "alone")
+                found["times_faster_than_gloo"] = self.ratio("gloo", name)
+            return {"step": self.name, "parameters": self.parameters, "contenders": contenders}
+        row = {"collective": self.name, "nbytes": self.nbytes, "ranks": self.ranks, "contenders": contenders}
+        if self.kind == "device_rows":
+            for name, found in contenders.items():
+                found["returns_us"] = self.timings[name].returned * 1e6
+                found["times_faster_than_gloo"] = self.ratio("gloo", name)
+                found["times_as_long_as_copy"] = self.ratio(name, "copy")
+            ticks = _microseconds(self.latest_ticks)
+            return {"device": self.device, **row, "latest_tick_us": ticks, "absent": self.absent}
+        return {
+            **row,
+            "algorithm_bandwidth": self.algorithm_bandwidth,
+            "bus_bandwidth": self.bus_bandwidth,
+            "times_faster_than": {
+                who: {rival: self.ratio(rival, who) for rival in contenders if rival in RIVALS}
+                for who in ("asyncdist", "registered", *THROUGH)
+                if who in contenders
+            },
+            "copies": {who: self.ratio(who, "copy") for who in contenders if who != "copy"}
+            if "copy" in contenders
+            else None,
+            "above_blocking_us": _microseconds({who: self.above_blocking(who) for who in (*THROUGH, "awaited")}),
         }
 
 
@@ -182,7 +161,7 @@ class Report:
 
 
 def by_name(rows: Iterable[ResultRow]) -> dict[str, list[ResultRow]]:
-    """Return the rows by the name of what was measured."""
+    """Return the rows by `ResultRow.name`."""
     found: dict[str, list[ResultRow]] = {}
     for row in rows:
         found.setdefault(row.name, []).append(row)

@@ -35,7 +35,7 @@ def test_plain_sockets_compute_every_collective(collective, ranks, nbytes, in_ra
         case.load()
         call()
         case.check("raw")
-        case.settle()
+        case.prepare_timed_calls()
         for _ in range(2):
             case.restore()
             call()

@@ -1,6 +1,6 @@
 """The contenders on the CPU: asyncdist's blocking and awaited APIs, its rivals, and a memory copy as the physical limit.
 
-Opened by `rank`, timed by `measure`.
+`rank` opens them, `measure` times them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncdist.bench.workloads.collectives import Empty, Traffic
 from asyncdist.errors import BenchmarkError
 
 TIMEOUT = 60.0
-"""Seconds after which a call fails and ends the run."""
+"""Seconds after which a call fails, which ends the run."""
 
 Call = Callable[[], object]
 Start = Callable[[], None]
@@ -46,14 +46,14 @@ class Contender:
     """One way to execute collectives, with calls that block the calling thread.
 
     Args:
-        name: Its key in the results.
-        prepare: Returns, for a collective, a function that makes one call.
+        name: The contender's key in the results.
+        prepare: Returns a function that makes one call of a collective.
         empty: Makes a tensor of the kind that the contender uses.
-        collectives: The collectives that it takes part in; None for all.
+        collectives: The collectives that the contender can execute; None for all.
         has_result: Whether there is a result to check.
 
     Attributes:
-        latest_tick: The most seconds by which a periodic task on its event loop was late; None if it has no such task.
+        latest_tick: The most seconds by which a periodic task on the contender's event loop was late; None without one.
     """
 
     latest_tick: float | None = None
@@ -72,7 +72,7 @@ class Contender:
         self._prepared: tuple[Traffic, Call] | None = None
 
     def enters(self, collective: str) -> bool:
-        """Return whether the contender takes part in a collective."""
+        """Return whether the contender can execute a collective."""
         return self._collectives is None or collective in self._collectives
 
     def verify(self, case: Traffic, start: Start) -> None:
@@ -83,13 +83,13 @@ class Contender:
             case.check(self.name)
 
     def call_of(self, case: Traffic) -> Call:
-        """Return a function that makes one call; the same one for the same traffic."""
+        """Return a function that makes one call. It is prepared once for each traffic."""
         if self._prepared is None or self._prepared[0] is not case:
             self._prepared = case, self._prepare(case)
         return self._prepared[1]
 
     def run(self, case: Traffic, calls: int, before: Call, after: Call) -> list[CallTime]:
-        """Make ``calls`` calls and return the times of each; ``before`` and ``after`` each call are not timed."""
+        """Make ``calls`` calls and return the times of each. ``before`` and ``after`` run around each call, untimed."""
         call = self.call_of(case)
         after = after if self.has_result else nothing
         times = []
@@ -107,7 +107,7 @@ class Contender:
 
 
 class Copy(Contender):
-    """Memory traffic of rank 0 alone, while the other ranks sleep. The tensors of ``make`` are equal after each call."""
+    """Memory traffic of rank 0 alone, while the other ranks sleep. ``copy`` must make the tensors of ``make`` equal."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Copy(Contender):
 
 
 class Awaited(Contender):
-    """asyncdist's awaited API, in a world that is driven by its own event loop (uvloop if installed)."""
+    """asyncdist's awaited API, in a world on an event loop of its own (uvloop if installed)."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, group: asyncdist.Group, empty: Empty = torch.empty) -> None:
         super().__init__("awaited", lambda case: partial(case.start, asyncdist, group), empty=empty)
@@ -160,12 +160,12 @@ class Awaited(Contender):
 
 
 def of_api(name: str, api: Any, group: Any = None, **options: Any) -> Contender:
-    """Return a contender that calls the functions of a module with torch.distributed's names, in a group of it."""
+    """Return a contender that calls a module's functions, which have torch.distributed's names, in one of its groups."""
     return Contender(name, lambda case: partial(case.call, api, group), **options)
 
 
 def memory_copy(pace: StartPacer) -> Copy:
-    """Return the contender in which one core copies as many bytes from one ordinary tensor to another."""
+    """Return the contender in which one core copies the bytes of the tensor from one ordinary tensor to another."""
 
     def make(case: Traffic) -> list[torch.Tensor]:
         count = case.nbytes // 4
@@ -184,10 +184,10 @@ class Contenders:
 
     Attributes:
         members: The contenders.
-        absent: Why others do not take part.
+        absent: Why other contenders are not measured, by name.
         device: The name of the CUDA devices; empty on the CPU.
-        host: A group of all ranks, on devices.
-        torch_groups: The process groups of torch.distributed on which training steps are measured, by contender.
+        host: A group of all ranks for exchanges between host memories; None on the CPU.
+        torch_groups: By contender, the process groups of torch.distributed on which training steps are measured.
     """
 
     members: list[Contender]
@@ -197,40 +197,35 @@ class Contenders:
     torch_groups: dict[str, Any] = field(default_factory=dict)
 
     def latest_ticks(self) -> dict[str, float]:
-        """Return the largest `Contender.latest_tick` of the ranks that receive; called on every rank."""
-        return {
-            contender.name: self._largest(contender.latest_tick)
-            for contender in self.members
-            if contender.latest_tick is not None
-        }
-
-    def _largest(self, mine: float) -> float:
-        assert self.host is not None
-        all_ranks: list[Any] = [None] * self.host.size()
-        self.host.all_gather_object(all_ranks, mine, background=False).result()
-        return float(max(all_ranks[1:] or all_ranks))
+        """Return the largest `Contender.latest_tick` of the ranks other than 0; called on every rank."""
+        ticks = {member.name: member.latest_tick for member in self.members if member.latest_tick is not None}
+        if self.host is None:
+            return ticks
+        by_rank: list[Any] = [None] * self.host.size()
+        self.host.all_gather_object(by_rank, ticks, background=False).result()
+        return {name: max(found[name] for found in by_rank[1:] or by_rank) for name in ticks}
 
 
 @contextlib.contextmanager
 def open_contenders(
     plan: BenchPlan, rank: int, folder: Path, sockets: plain_sockets.Sockets, pace: StartPacer
 ) -> Iterator[Contenders]:
-    """Open the contenders of a plan, asyncdist first. ``folder`` is a folder that all ranks see."""
+    """Open the contenders of a plan, asyncdist first. All ranks have the same ``folder``."""
     first, *further = plan.transports
     with contextlib.ExitStack() as stack:
-        sync.init_process_group(backend=first, **meeting(plan, rank, folder, "blocking"))
+        sync.init_process_group(backend=first, **init_arguments(plan, rank, folder, "blocking"))
         stack.callback(sync.destroy_process_group)
         members = [of_api("asyncdist", sync)]
         if plan.registered:
             registered = partial(asyncdist.empty, dtype=torch.float32, shared=True)
             members.append(of_api("registered", sync, empty=registered))
         for name in further:
-            where = meeting(plan, rank, folder, f"over-{name}")
-            group = stack.enter_context(sync.process_group(backend=name, group_name=name, **where))
+            arguments = init_arguments(plan, rank, folder, f"over-{name}")
+            group = stack.enter_context(sync.process_group(backend=name, group_name=name, **arguments))
             members.append(of_api(name, sync, group))
         if plan.awaited:
-            where = meeting(plan, rank, folder, "awaited")
-            members.append(Awaited(*stack.enter_context(awaited_world(backend=first, **where))))
+            arguments = init_arguments(plan, rank, folder, "awaited")
+            members.append(Awaited(*stack.enter_context(awaited_world(backend=first, **arguments))))
         groups = stack.enter_context(_open_torch(plan, rank, folder))
         members += [
             of_api(name, torch.distributed, group, **_TORCH_OPTIONS.get(name, {})) for name, group in groups.items()
@@ -246,10 +241,9 @@ def open_contenders(
 _TORCH_OPTIONS: dict[str, dict[str, Any]] = {"idle": {"collectives": THROUGH_TORCH, "has_result": False}}
 
 
-def meeting(plan: BenchPlan, rank: int, folder: Path, name: str) -> dict[str, Any]:
-    """Return arguments of `init_process_group` for a world of all ranks, with a name of its own."""
-    where = (folder / name).as_uri()
-    return {"init_method": where, "rank": rank, "world_size": plan.ranks, "timeout": TIMEOUT}
+def init_arguments(plan: BenchPlan, rank: int, folder: Path, name: str) -> dict[str, Any]:
+    """Return the arguments of `init_process_group` for a world of all ranks, which meet at the file ``folder/name``."""
+    return {"init_method": (folder / name).as_uri(), "rank": rank, "world_size": plan.ranks, "timeout": TIMEOUT}
 
 
 @contextlib.contextmanager
@@ -280,7 +274,7 @@ def _open_torch(plan: BenchPlan, rank: int, folder: Path) -> AbstractContextMana
 def torch_process_groups(
     backends: Mapping[str, str], plan: BenchPlan, rank: int, folder: Path
 ) -> Iterator[dict[str, Any]]:
-    """Open a process group of torch.distributed on each back end; the first one is the default group, None."""
+    """Open a process group of torch.distributed on each back end. The first is the default group and is yielded as None."""
     groups: dict[str, Any] = {}
     timeout = timedelta(seconds=TIMEOUT)
     try:
@@ -288,8 +282,8 @@ def torch_process_groups(
             if groups:
                 groups[name] = torch.distributed.new_group(backend=backend, timeout=timeout)
             else:
-                where = {**meeting(plan, rank, folder, "torch"), "timeout": timeout}
-                torch.distributed.init_process_group(backend, **where)
+                arguments = {**init_arguments(plan, rank, folder, "torch"), "timeout": timeout}
+                torch.distributed.init_process_group(backend, **arguments)
                 groups[name] = None
         yield groups
     finally:

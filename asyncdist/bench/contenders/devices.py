@@ -1,6 +1,6 @@
-"""The contenders on CUDA devices: asyncdist's device back ends, gloo and NCCL of torch, and copies on one device.
+"""The contenders on CUDA devices: asyncdist's device back ends, torch's gloo and NCCL, and copies on one device.
 
-Rank r uses device r modulo the number of devices: ranks that outnumber the devices share them. A device is idle when
+Rank r uses device r modulo the number of devices, so ranks that outnumber the devices share them. A device is idle when
 a timed call begins. `rank` opens the contenders, `measure` times them.
 """
 
@@ -26,7 +26,7 @@ from asyncdist.bench.contenders.contenders import (
     Copy,
     Start,
     awaited_world,
-    meeting,
+    init_arguments,
     of_api,
     torch_process_groups,
 )
@@ -41,13 +41,13 @@ _TICK = 0.5e-3
 
 
 class AwaitedWithTicks(Awaited):
-    """asyncdist's awaited API on a loop with a periodic task, whose delays show for how long calls block the loop."""
+    """asyncdist's awaited API on a loop with a periodic task, whose delay shows for how long calls block the loop."""
 
     latest_tick = 0.0
 
     def verify(self, case: Traffic, start: Start) -> None:
         super().verify(case, start)
-        # The first call sets up connections, and its delays do not count.
+        # The first call sets up connections; its delays do not count.
         self.latest_tick = 0.0
 
     def call_of(self, case: Traffic) -> Callable[[], Any]:
@@ -75,17 +75,17 @@ class AwaitedWithTicks(Awaited):
 
 
 def gloo_on_device(case: Traffic) -> Callable[[], object]:
-    """Prepare a call of torch's gloo on CUDA tensors. Its `send` takes none, and is called on a copy in host memory."""
+    """Prepare a call of torch's gloo on CUDA tensors. Gloo cannot send them, so `send` uses a copy in host memory."""
     if isinstance(case, SendTraffic):
         return partial(case.call_through_host, torch.distributed)
     return partial(case.call, torch.distributed)
 
 
 def copy_on_device(pace: StartPacer, empty: Empty) -> Copy:
-    """Return the contender in which rank 0 alone reads and writes all ranks' bytes of an operation on its device."""
+    """Return the contender in which rank 0 alone reads and writes the bytes of all ranks on its device."""
 
     def copy(name: str, tensors: list[torch.Tensor]) -> None:
-        # Each tensor stands for that of one rank.
+        # There is one tensor for each rank.
         first, *others = tensors
         if name == "all_reduce":
             for other in others:
@@ -98,9 +98,9 @@ def copy_on_device(pace: StartPacer, empty: Empty) -> Copy:
 
 @contextlib.contextmanager
 def open_device_contenders(plan: BenchPlan, rank: int, folder: Path, pace: StartPacer) -> Iterator[Contenders]:
-    """Open every contender that all ranks can use; the reasons against the others are in `Contenders.absent`.
+    """Open every contender that all ranks can use; `Contenders.absent` says why the others cannot be used.
 
-    ``folder`` is a folder that all ranks see.
+    All ranks have the same ``folder``.
     """
     device = torch.device(plan.device, rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -109,7 +109,7 @@ def open_device_contenders(plan: BenchPlan, rank: int, folder: Path, pace: Start
     with contextlib.ExitStack() as stack:
         groups = dict(_open_backends(plan, rank, folder, device, absent, stack))
         members = [of_api(name, sync, group, empty=empty) for name, group in groups.items()]
-        awaited = awaited_world(**meeting(plan, rank, folder, "device-awaited"))
+        awaited = awaited_world(**init_arguments(plan, rank, folder, "device-awaited"))
         members.append(AwaitedWithTicks(*stack.enter_context(awaited), empty))
         torch_groups = stack.enter_context(torch_process_groups(_torch_backends(plan, absent), plan, rank, folder))
         members.append(Contender("gloo", gloo_on_device, empty=empty))
@@ -117,7 +117,8 @@ def open_device_contenders(plan: BenchPlan, rank: int, folder: Path, pace: Start
             members.append(of_api("torch's nccl", torch.distributed, torch_groups["torch's nccl"], empty=empty))
         if plan.ranks > 1:
             members.append(copy_on_device(pace, empty))
-        host = stack.enter_context(sync.process_group(group_name="host", **meeting(plan, rank, folder, "device-host")))
+        arguments = init_arguments(plan, rank, folder, "device-host")
+        host = stack.enter_context(sync.process_group(group_name="host", **arguments))
         device_name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
         yield Contenders(members, absent, device_name, host)
 
@@ -125,9 +126,9 @@ def open_device_contenders(plan: BenchPlan, rank: int, folder: Path, pace: Start
 def _open_backends(
     plan: BenchPlan, rank: int, folder: Path, device: torch.device, absent: dict[str, str], stack: contextlib.ExitStack
 ) -> Iterator[tuple[str, asyncdist.Group]]:
-    """Yield the name and group of each of asyncdist's contenders, and add to ``absent`` why others cannot be used.
+    """Yield the name and group of each of asyncdist's contenders. Add to ``absent`` why others cannot be used.
 
-    In "asyncdist" the ranks select the device back end. Every other contender has the name of its device back end.
+    For "asyncdist" the ranks select the device back end. Every other contender has the name of its device back end.
     """
     for name in ("asyncdist", *registry.names(registry.DEVICE_BACKENDS)):
         try:
@@ -136,8 +137,8 @@ def _open_backends(
                 if reason is not None:
                     raise TransportUnavailableError(reason)
             backend = None if name == "asyncdist" else f"cpu:auto,cuda:{name}"
-            where = meeting(plan, rank, folder, f"device-{name}")
-            group = stack.enter_context(sync.process_group(backend=backend, group_name=name, **where))
+            arguments = init_arguments(plan, rank, folder, f"device-{name}")
+            group = stack.enter_context(sync.process_group(backend=backend, group_name=name, **arguments))
             device_group: Any = group.on(device)
             device_group.all_reduce(torch.zeros(1, device=device)).synchronize()
             if name not in ("asyncdist", device_group.backend):

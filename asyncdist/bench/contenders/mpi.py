@@ -20,7 +20,7 @@ Call = Callable[[], object]
 
 
 def mpi_missing() -> str | None:
-    """Return what to install before MPI can be measured, None if nothing is missing."""
+    """Return what to install before Open MPI can be measured; None if nothing is missing."""
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed: pip install 'asyncdist[mpi]'"
     if shutil.which("mpirun") is None:
@@ -42,7 +42,7 @@ def _mpirun_version() -> str:
 
 
 def communicator() -> Any:
-    """Return ``MPI.COMM_WORLD``, initialized on first use for calls from one thread, which is fastest."""
+    """Return ``MPI.COMM_WORLD``. The first call initializes MPI for calls from one thread, which are the fastest."""
     import mpi4py
 
     mpi4py.rc(thread_level="funneled")
@@ -55,15 +55,15 @@ def prepare_mpi_call(world: Any, case: Traffic) -> Call:
     """Return a function that executes the collective once in the tensors' own memory."""
     if case.name == "barrier":
         return lambda: world.Barrier()
-    taken, given = case.input.numpy(), case.output.numpy()
+    source, target = case.input.numpy(), case.output.numpy()
     if case.in_place:
-        return _in_place(world, case, taken)
+        return _in_place(world, case, source)
     calls: dict[str, Call] = {
-        "all_gather": lambda: world.Allgather(taken, given),
-        "reduce_scatter": lambda: world.Reduce_scatter_block(taken, given),
-        "all_to_all": lambda: world.Alltoall(taken, given),
-        "gather": lambda: world.Gather(taken, given if case.rank == 0 else None, 0),
-        "scatter": lambda: world.Scatter(taken if case.rank == 0 else None, given, 0),
+        "all_gather": lambda: world.Allgather(source, target),
+        "reduce_scatter": lambda: world.Reduce_scatter_block(source, target),
+        "all_to_all": lambda: world.Alltoall(source, target),
+        "gather": lambda: world.Gather(source, target if case.rank == 0 else None, 0),
+        "scatter": lambda: world.Scatter(source if case.rank == 0 else None, target, 0),
     }
     return calls[case.name]
 

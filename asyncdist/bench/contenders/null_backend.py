@@ -1,4 +1,4 @@
-"""A back end of torch.distributed that does nothing, to measure torch's own share of a call. Used by `contenders`."""
+"""A back end of torch.distributed that does nothing, to measure torch's own part of a call. Used by `contenders`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _nothing(group: NullWorkBackend, *args: Any, **opts: Any) -> Work:
     return DONE
 
 
-# The methods of a back end for the measured collectives.
+# The methods that torch.distributed calls for the measured collectives.
 for _name in ("allreduce", "broadcast", "barrier", "all_gather_single", "reduce_scatter_single", "all_to_all_single"):
     setattr(NullWorkBackend, _name, _nothing)
 

@@ -1,7 +1,7 @@
-"""The contender "raw": the same traffic over plain sockets between the same processes, with the additions.
+"""The contender "raw": the collectives' traffic and additions over plain sockets between the same processes.
 
-No frames, no checks and no other operation: non-blocking sends and receives from and into the tensors, in the calling
-thread, with `poll` only when no byte moves. Every rank exchanges directly with every other one. Used by `contenders`.
+The calling thread sends from and receives into the tensors without blocking, and calls `poll` only when no byte moves.
+There are no frames and no checks. Every rank exchanges directly with every other rank. Used by `contenders`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Call = Callable[[], object]
 
 
 class Sockets:
-    """Connected, non-blocking sockets to every other rank. The argument has them by rank, None for this rank."""
+    """Connected, non-blocking sockets to every other rank. ``sockets`` has them by rank, None for this rank."""
 
     def __init__(self, rank: int, sockets: Sequence[socket.socket | None]) -> None:
         self.rank = rank
@@ -47,13 +47,13 @@ class Sockets:
                 _shorten(sends, peer, span, sent)
             for peer, span in list(receives.items()):
                 try:
-                    got = self._sockets[peer].recv_into(span)
+                    received = self._sockets[peer].recv_into(span)
                 except BlockingIOError:
                     continue
-                if got == 0:
+                if received == 0:
                     raise ConnectionError(f"rank {peer} of the benchmark has ended")
                 moved = True
-                _shorten(receives, peer, span, got)
+                _shorten(receives, peer, span, received)
             if not moved:
                 self._wait(sends, receives)
 
@@ -74,7 +74,7 @@ def _shorten(spans: Spans, peer: int, span: memoryview, nbytes: int) -> None:
 
 
 def prepare_socket_call(sockets: Sockets, case: Traffic) -> Call:
-    """Return a function that executes the collective once. It keeps its memory for the additions."""
+    """Return a function that executes the collective once. Its receive buffers are allocated here."""
     first, *others = _STEPS[case.name](sockets, case)
 
     def call() -> None:
@@ -102,12 +102,12 @@ def _parts(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
 
 def _reduce_into(target: torch.Tensor, sockets: Sockets, sends: Spans) -> Call:
     """Send each peer its span; add the data of every peer to ``target``."""
-    spare = {peer: torch.empty_like(target) for peer in sockets.peers}
-    receives = {peer: _bytes(tensor) for peer, tensor in spare.items() if tensor.numel()}
+    buffers = {peer: torch.empty_like(target) for peer in sockets.peers}
+    receives = {peer: _bytes(buffer) for peer, buffer in buffers.items() if buffer.numel()}
 
     def call() -> None:
         sockets.exchange(sends, receives)
-        for tensor in spare.values():
+        for tensor in buffers.values():
             target.add_(tensor)
 
     return call
@@ -133,13 +133,14 @@ def _reduce(sockets: Sockets, case: Traffic) -> list[Call]:
 
 
 def _broadcast(sockets: Sockets, case: Traffic) -> list[Call]:
-    """Large tensors as van de Geijn does: the root scatters parts, and the other ranks all-gather them."""
+    """Large tensors by van de Geijn's algorithm: the root scatters parts, and the other ranks all-gather them."""
     if case.ranks == 2 or case.nbytes <= _ONE_ROUND_NBYTES:
         whole = _bytes(case.input)
         return [
             partial(sockets.exchange, *(({}, {0: whole}) if case.rank else (dict.fromkeys(sockets.peers, whole), {})))
         ]
-    parts = _parts(case.input, case.ranks - 1)  # rank r gets part r - 1; the root has all
+    # Rank r gets part r - 1; the root has all parts.
+    parts = _parts(case.input, case.ranks - 1)
     spans = {rank: _bytes(parts[rank - 1]) for rank in range(1, case.ranks)}
     if case.rank == 0:
         return [partial(sockets.exchange, spans, {})]

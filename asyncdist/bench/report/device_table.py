@@ -1,4 +1,4 @@
-"""The page of ``asyncdist bench --device cuda``. No torch here. Called by `asyncdist.cli.bench`."""
+"""The page of ``asyncdist bench --device cuda``. `asyncdist.cli.bench` calls it. It does not import torch."""
 
 from __future__ import annotations
 

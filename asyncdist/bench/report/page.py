@@ -1,4 +1,4 @@
-"""A report as a page, shown as rich tables in a terminal and as Markdown in a file; and the format of figures.
+"""A report as a page of rich tables in a terminal and of Markdown in a file, and the format of figures.
 
 Used by the other reports and `asyncdist.cli`.
 """
@@ -25,7 +25,7 @@ class Grid:
         columns: Headings, which may have two lines.
         rows: The texts of each row.
         caption: The table's own title, if several tables have the same title.
-        group_rows: Whether an empty first cell stands for the one above.
+        group_rows: Whether an empty first cell means the same as the cell above. Markdown repeats its text.
     """
 
     title: str
@@ -70,8 +70,8 @@ class Page:
         title: The title of the Markdown page.
         about: The machine, the run, and what was not measured, one line each.
         grids: All tables.
-        introduction: Paragraphs before the tables, in Markdown only.
-        picture: The file name of a picture, in Markdown only.
+        introduction: Paragraphs before the tables; only in Markdown.
+        picture: The file name of a picture; only in Markdown.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Plot time against size: both axes logarithmic, one panel per collective, one line per contender.
+"""Plot time against size on logarithmic axes, with one panel per collective and one line per contender.
 
 Called by `asyncdist.cli.bench`.
 """
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 Line = tuple[str, str, str, float, str]
 
-# Contender: (label, colour, style, width, marker). Okabe and Ito's colours, which colour-blind readers can tell apart;
-# marker and style repeat the distinction.
+# Contender: (label, colour, style, width, marker). The colours are Okabe and Ito's, which colour-blind readers can tell
+# apart. Markers and styles differ too.
 _LINES = {
     "copy": ("memory copy (the limit)", "#111111", ":", 1.6, ""),
     "raw": ("raw sockets (TCP's limit)", "#9aa0a6", "--", 1.6, ""),
@@ -89,7 +89,7 @@ def _lines(plan: BenchPlan) -> dict[str, Line]:
 
 
 def _legend(figure: Any, panel: Any, spare: Sequence[Any]) -> None:
-    """Explain the lines once: in a place without a panel, or else next to all panels."""
+    """Draw one legend: in the place of a missing panel, or next to the panels if none is missing."""
     handles, labels = panel.get_legend_handles_labels()
     style = {"frameon": False, "fontsize": 9.5, "labelspacing": 0.9, "handlelength": 3}
     if spare:

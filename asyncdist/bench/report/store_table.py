@@ -9,7 +9,7 @@ from asyncdist.bench.report.page import Grid, Page, about_machine
 from asyncdist.bench.store.benchmark import Case, StoreReport
 
 _COLUMNS = ("case", "asyncdist", "torch", "unit", "better by", "bar", "reached")
-"""``bar`` is `Case.bar` with its comparison: the least factor in "better by", or the largest figure without torch's."""
+"""The bar of a case is the least factor in "better by", or the largest accepted figure if torch has no such figure."""
 
 
 def store_page(report: StoreReport) -> Page:

@@ -1,4 +1,4 @@
-"""The page of ``asyncdist bench``: a digest, which the README shows too, and tables of collectives and training steps.
+"""The page of ``asyncdist bench``: a digest, which the README also shows, and tables of collectives and training steps.
 
 Called by `asyncdist.cli.bench`.
 """
@@ -41,7 +41,7 @@ _EXPLANATION = (
     "takes than with asyncdist's blocking API. *algbw*: bytes over the median time; *busbw*: the resulting load of the "
     "busiest link (all_reduce: × 2(n−1)/n)."
 )
-_MOST_COLUMNS = 9  # more are divided between two tables: times, and ratios with bandwidths
+_MOST_COLUMNS = 9  # more columns are divided between two tables: times, and ratios with bandwidths
 
 _STEPS = {"ddp": "DDP", "fsdp2": "FSDP2", "tensor_parallel": "tensor parallel"}
 _BATCHES = {
@@ -50,7 +50,7 @@ _BATCHES = {
     "tensor_parallel": "a transformer, 2 sequences of 64",
 }
 _DIGEST_SIZES = (64 << 10, 1 << 20, 25 << 20)
-"""Sizes at which the digest compares collectives, besides the smallest one that was measured."""
+"""Sizes at which the digest compares collectives, in addition to the smallest measured size."""
 _DIGEST_STEPS = {"torch": "over asyncdist", "gloo": "over gloo", "alone": "the model alone, on one rank"}
 
 
@@ -179,7 +179,7 @@ def _training_title(row: ResultRow) -> str:
 
 
 def digest(report: Report) -> list[str]:
-    """Return the first collective by size, the other ones in relation to gloo, and the training steps of stock PyTorch."""
+    """Return tables of the first collective, of the others relative to gloo, and of stock PyTorch's training steps."""
     collectives = by_name(row for row in report.of_kind("rows") if row.nbytes)
     parts: list[str] = []
     if collectives:

@@ -1,8 +1,8 @@
 """The benchmark behind ``asyncdist bench store``: asyncdist's store against torch's libuv TCPStore.
 
-Servers and clients are separate processes. Both servers run all the time, and the same client processes use both in turn,
-so that the machine's other load affects both alike. Figures are medians over the rounds. Nothing here imports torch.
-Called by `asyncdist.cli.bench_store`.
+Servers and clients are separate processes. The same client processes use both servers in turn, so that the machine's other
+load affects both alike. Figures are medians over the rounds. This process does not import torch. Called by
+`asyncdist.cli.bench_store`.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ class StoreReport:
 
 @dataclass(frozen=True, slots=True)
 class ServerProcess:
-    """A server process."""
+    """A server process and its port."""
 
     port: int
-    pid: int
+    program: Program
 
     def resident_nbytes(self) -> int:
-        """Return its resident memory in bytes."""
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        """Return the resident memory of the process."""
+        pages = int(Path(f"/proc/{self.program.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -124,24 +124,24 @@ class StoreProcesses:
             error.add_note(f"the processes of the benchmark ended{self._programs.last_words()}")
         self._programs.__exit__()
 
-    def start_server(self, whose: str, *folder: str) -> tuple[ServerProcess, Program]:
-        """Start a server, with its data in a folder if one is given."""
-        process = self._start("asyncdist.bench.store.server_process", whose, *folder)
-        assert process.stdout is not None
-        port = process.stdout.readline()
+    def start_server(self, whose: str, *folder: str) -> ServerProcess:
+        """Start asyncdist's or torch's server; asyncdist's keeps its data in ``folder`` if there is one."""
+        program = self._start("asyncdist.bench.store.server_process", whose, *folder)
+        assert program.stdout is not None
+        port = program.stdout.readline()
         if not port:
             raise BenchmarkError(f"the server of {whose} did not start")
-        return ServerProcess(int(port), process.pid), process
+        return ServerProcess(int(port), program)
 
     @contextmanager
     def server(self, *folder: str) -> Iterator[ServerProcess]:
-        """Run a server of asyncdist for the block."""
-        server, process = self.start_server(OURS, *folder)
+        """Run asyncdist's server during the block."""
+        server = self.start_server(OURS, *folder)
         try:
             yield server
         finally:
-            process.kill()
-            self._programs.end(process)
+            server.program.kill()
+            self._programs.end(server.program)
 
     def start_clients(self, count: int) -> list[ClientProcess]:
         """Start ``count`` client processes."""
@@ -207,7 +207,7 @@ def run_store_benchmark(plan: StorePlan, progress: Callable[[str], None] = lambd
     report = StoreReport(plan, machine())
     with StoreProcesses() as processes:
         progress("starting the servers and clients")
-        ports = {whose: processes.start_server(whose)[0].port for whose in (OURS, TORCHS)}
+        ports = {whose: processes.start_server(whose).port for whose in (OURS, TORCHS)}
         workers = processes.start_clients(max(*plan.clients, plan.crowd_processes))
         for count in plan.clients if "torch" in plan.parts else ():
             for operation in ("get", "add"):
@@ -275,6 +275,7 @@ def _crowd(plan: StorePlan, ports: Mapping[str, int], workers: Sequence[ClientPr
     total = share * len(workers)
     for number in range(plan.crowd_rounds):
         for whose, port in ports.items():
+            _execute(workers, do="prepare_crowd", client=whose)
             begun = time.monotonic()
             command = {"do": "crowd", "client": whose, "port": port, "count": share, "total": total}
             ends = _execute(workers, **command, name=f"crowd {number}")
@@ -287,7 +288,7 @@ def _crowd(plan: StorePlan, ports: Mapping[str, int], workers: Sequence[ClientPr
 
 
 def _memory(plan: StorePlan, processes: StoreProcesses, workers: Sequence[ClientProcess]) -> list[Case]:
-    """Measure on servers without other connections."""
+    """Measure on a new server for each format, so that it has no other connections."""
     cases = []
     for client, name in (("asyncdist", "asyncdist's format"), ("torch", "torch's format")):
         with processes.server() as server:
@@ -301,22 +302,22 @@ def _memory(plan: StorePlan, processes: StoreProcesses, workers: Sequence[Client
 
 
 def _restart(plan: StorePlan, processes: StoreProcesses) -> Case:
-    """Measure from the start of a process until clients can connect, with all that it read from its log."""
-    took = []
+    """Measure from the start of a server process until clients can connect; the server reads its log before that."""
+    durations = []
     with tempfile.TemporaryDirectory(prefix="asyncdist-bench-") as folder:
         _write_log(Path(folder), plan.logged)
         for _ in range(plan.crowd_rounds):
             begun = time.monotonic()
             with processes.server(folder) as server:
-                took.append(time.monotonic() - begun)
+                durations.append(time.monotonic() - begun)
                 with TCPStore(HOST, server.port, timeout=_TIMEOUT, config=Config(token=processes.token)) as store:
                     if store.num_keys() != plan.logged:
                         raise BenchmarkError(f"the store restored {store.num_keys()} of {plan.logged} keys")
-    return Case(f"restart from a log of {plan.logged:,} sets", "s", median(took), None, 10.0)
+    return Case(f"restart from a log of {plan.logged:,} sets", "s", median(durations), None, 10.0)
 
 
 def _write_log(folder: Path, count: int) -> None:
-    """Write the log of a daemon in which ``count`` keys were set one by one."""
+    """Write the log of a daemon whose clients have set ``count`` keys, one request for each."""
     journal, changes = Journal(folder, compact_nbytes=1 << 62), ChangeLog()
     changes.start(lambda: None)
     try:

@@ -1,10 +1,12 @@
-"""A process with store clients, asyncdist's or torch's, which `benchmark` starts and commands.
+"""A process with store clients, asyncdist's or torch's. `benchmark` starts it and sends it commands.
 
-It reads the token and then one command per line, a JSON object, from stdin. It prints the result of each as JSON. "do"
-names a method of `Clients`, and the other fields are its arguments. Only the functions of torch's clients import torch.
+It reads the token from the first line of stdin. Each further line is a command, a JSON object: "do" names a method of
+`Clients`, and the other fields are its arguments. It prints the result of each command as JSON. It imports torch only
+for torch's clients.
 
 {"do": "dialogue", "client": "torch", "port": 29500, "operation": "get", "seconds": 0.5}   → calls per second
 {"do": "flight", "port": …, "count": 1000, "seconds": …}                                   → calls per second
+{"do": "prepare_crowd", "client": …}                                                       → 0
 {"do": "crowd", "client": …, "port": …, "count": 2048, "total": 8192, "name": …}           → {"served": …, "last": …}
 {"do": "hold", "client": …, "port": …, "count": …}                                         → the number of clients
 {"do": "release"}                                                                          → 0
@@ -31,11 +33,11 @@ from asyncdist.store import AsyncStore, TCPStore
 _TIMEOUT = 240.0
 """Seconds for one call of a client."""
 _CALLS_PER_BATCH = 20
-"""The calls between two looks at the clock."""
+"""The calls between two readings of the clock."""
 _MOST_CONNECTING = 256
 """The most connections that asyncdist's clients open at a time."""
 _STACK_NBYTES = 256 << 10
-"""The stack of a thread of `_torch_crowd`, which starts one thread for each of some thousand clients."""
+"""The stack of a thread of `_torch_crowd`, which starts one thread for each of several thousand clients."""
 
 _VALUE = b"v" * 64
 
@@ -52,10 +54,10 @@ class Clients:
     # -- commands ---------------------------------------------------------------------------------
 
     def dialogue(self, client: str, port: int, operation: str, seconds: float) -> float:
-        """Make one call after the other, on one connection; return the calls per second.
+        """Make calls one after another on one connection for ``seconds``; return the calls per second.
 
         Args:
-            client: "asyncdist" or "torch": whose client.
+            client: "asyncdist" or "torch".
             port: The server's port.
             operation: "get" or "add".
             seconds: How long to make calls.
@@ -68,13 +70,19 @@ class Clients:
         """Make ``count`` concurrent `get`s on one connection, await all, and repeat; return the calls per second."""
         return self.loop.run_until_complete(self._flight(port, count, seconds))
 
+    def prepare_crowd(self, client: str) -> int:
+        """Do what `crowd` would otherwise do within the measured time: import torch, and free the previous crowd."""
+        if client == "torch":
+            import torch.distributed  # noqa: F401
+        gc.collect()
+        return 0
+
     def crowd(self, client: str, port: int, count: int, total: int, name: str) -> dict[str, float]:
         """Let ``count`` new clients connect, authenticate, add 1, and meet at a barrier of ``total`` clients.
 
-        ``total`` counts those of all client processes. Return how many clients passed the barrier, and when the last
-        one did, on the monotonic clock. ``name`` is a prefix of the keys, a new one for each crowd.
+        ``total`` counts the clients of all client processes. ``name`` is a prefix of the keys, a new one for each crowd.
+        Returns how many clients passed the barrier, and when the last one did, on the monotonic clock.
         """
-        gc.collect()
         if client == "torch":
             served = _torch_crowd(port, count, total, name)
         else:
@@ -149,7 +157,7 @@ class Clients:
 
 
 def call_rate(call: Callable[[], object], seconds: float) -> float:
-    """Make calls in batches until ``seconds`` have passed; return the calls per second."""
+    """Make calls until ``seconds`` have passed; return the calls per second."""
     calls, spent, begun = 0, 0.0, time.perf_counter()
     while spent < seconds:
         for _ in range(_CALLS_PER_BATCH):
@@ -163,9 +171,6 @@ def call_rate(call: Callable[[], object], seconds: float) -> float:
 
 
 def _torch_crowd(port: int, count: int, total: int, name: str) -> list[float]:
-    # Otherwise the first thread imports it while the others wait.
-    import torch.distributed  # noqa: F401
-
     served: list[float] = []
 
     def client() -> None:

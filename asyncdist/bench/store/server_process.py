@@ -1,7 +1,7 @@
 """A store server as a process, asyncdist's or torch's: ``server_process WHOSE [FOLDER]``.
 
-It reads the token from stdin, prints its port, and serves until stdin ends. asyncdist's server keeps its data in FOLDER.
-Started by `benchmark`.
+WHOSE is "asyncdist" or "torch". The process reads the token from stdin, prints its port, and serves until stdin ends.
+asyncdist's server keeps its data in FOLDER. `benchmark` starts the process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A collective at one size with its tensors: how to fill them, how to call it, and its expected result.
-
-Used by the contenders.
-"""
+"""Traffic: a collective at one size with its tensors, its call and its expected result. Used by the contenders."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from asyncdist.bench.plan import rounded
 from asyncdist.errors import BenchmarkError
 
 Empty = Callable[[int], torch.Tensor]
-"""Makes an uninitialized float32 tensor with a number of elements."""
+"""Makes an uninitialized float32 tensor with the given number of elements."""
 Contribution = Callable[[int], torch.Tensor]
 """Returns the input of a rank."""
 
@@ -27,12 +24,12 @@ class Traffic(ABC):
     Args:
         rank: This rank.
         ranks: The number of ranks.
-        nbytes: The size, which is `rounded`.
+        nbytes: The size in bytes, which is then `rounded`.
         empty: Makes the tensors.
     """
 
     name: ClassVar[str]
-    # Whether the input, or the output, is one rank's part; the other one then has the parts of all ranks.
+    # Whether the input or the output is the part of one rank. The other one then has the parts of all ranks.
     parts_in: ClassVar[bool] = False
     parts_out: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
@@ -44,13 +41,13 @@ class Traffic(ABC):
         self.input = empty(self.count // ranks if self.parts_in else self.count)
         self.output = self.input if self.in_place else empty(self.count // ranks if self.parts_out else self.count)
         self.on_device = self.output.is_cuda
-        # Indexing a tensor takes longer than a small collective, and delays other ranks on the same core.
+        # Indexing a tensor takes longer than a small collective, and would delay other ranks on the same core.
         memory: Any = None if self.on_device else self.output.numpy()
         self._result: Any = self.output if self.on_device else memoryview(memory)
 
     @abstractmethod
     def call(self, api: Any, group: Any = None) -> Any:
-        """Call the collective through an API with torch.distributed's names, and return what that returns."""
+        """Call the collective through an API with torch.distributed's names, and return the result."""
 
     def start(self, api: Any, group: Any = None) -> Any:
         """Call the collective through an awaited API, and return an awaitable."""
@@ -61,7 +58,7 @@ class Traffic(ABC):
         """Return the expected ``output`` for the inputs of all ranks; None if this rank has no output."""
 
     def contribution(self, rank: int) -> torch.Tensor:
-        """Return a rank's input for a checked call: small whole numbers, so that sums are exact."""
+        """Return a rank's input for a checked call: small integers, so that sums are exact."""
         numbers = torch.arange(self.input.numel(), dtype=torch.int32, device=self.input.device)
         return numbers.remainder_(7).add_(rank + 1).float()
 
@@ -71,7 +68,7 @@ class Traffic(ABC):
         self.input.copy_(self.contribution(self.rank))
 
     def check(self, contender: str) -> None:
-        """Compare every element of the output with plain arithmetic; raise BenchmarkError if one differs."""
+        """Compare every element of the output with the expected one; raise BenchmarkError if one differs."""
         expected = self.expected(self.contribution)
         if expected is not None and not torch.equal(self.output, expected):
             wrong = int((self.output != expected).sum())
@@ -80,8 +77,8 @@ class Traffic(ABC):
                 f"{wrong} of {expected.numel()} elements differ; nothing was timed"
             )
 
-    def settle(self) -> None:
-        """Fill the tensors for timed calls, and compute the first and last element of their result."""
+    def prepare_timed_calls(self) -> None:
+        """Fill the tensors for timed calls, and compute the first and last element of the expected result."""
         parts = 1 if self.parts_in else self.ranks
         expected = self.expected(lambda rank: torch.full((parts,), rank + 1.0))
         self._ends = None if expected is None else (expected[0].item(), expected[-1].item())
@@ -151,7 +148,7 @@ class Broadcast(Traffic):
 
 
 class SendTraffic(Broadcast):
-    """Each rank receives the tensor of rank 0 from the previous rank and sends it to the next one; on devices only."""
+    """Each rank receives rank 0's tensor from the previous rank and sends it to the next one; on devices only."""
 
     name = "send"
 
@@ -159,7 +156,7 @@ class SendTraffic(Broadcast):
         self._forward(api, group, self.input)
 
     def call_through_host(self, api: Any, group: Any = None) -> None:
-        """Copy the tensor to the host before it is sent, and to the device after it was received."""
+        """Do the same as `call` for an API that cannot send device tensors: copy through host memory."""
         on_host = self.input.cpu()
         self._forward(api, group, on_host)
         if self.rank:

@@ -1,7 +1,7 @@
 """Training steps for the benchmark: models, batches, and how stock PyTorch parallelizes a model over a group's ranks.
 
-`training` times the steps. `STEPS` has a `Step` for each name of `plan.STEPS`. The models do not depend on the number
-of ranks, so that every contender, and one rank alone, can train the same model.
+`STEPS` has a `Step` for each name of `plan.STEPS`; `training` times them. The models do not depend on the number of ranks,
+so that every contender, and one rank alone, can train the same model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def perceptron() -> nn.Module:
 class TransformerBlock(nn.Module):
     """One layer of the transformer, on shape (sequences, positions, features).
 
-    It computes the heads whose weights this rank has: all of them, or the share that `divided` leaves.
+    It computes the heads whose weights this rank holds: all of them, or this rank's share after `divided`.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.query_key_value(self.norm_before_attention(x)).unflatten(-1, (-1, 3, _WIDTH // HEADS))
-        # Each has the shape (sequences, heads, positions, features).
+        # Query, key and value have the shape (sequences, heads, positions, features).
         query, key, value = heads.permute(3, 0, 2, 1, 4)
         attended = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.mix(attended.transpose(1, 2).flatten(2))
@@ -91,7 +91,7 @@ def replicated(model: nn.Module, group: Any) -> nn.Module:
 
 
 def sharded(model: nn.Module, group: Any) -> nn.Module:
-    """Shard every parameter over the ranks with FSDP2, which gathers a block's parameters when it computes it."""
+    """Shard every parameter over the ranks with FSDP2, which gathers a block's parameters before it computes the block."""
     mesh = _mesh_of(group)
     assert isinstance(model, Transformer)
     for block in model.blocks:
@@ -101,7 +101,7 @@ def sharded(model: nn.Module, group: Any) -> nn.Module:
 
 
 def divided(model: nn.Module, group: Any) -> nn.Module:
-    """Divide the heads and features of every block among the ranks (tensor parallel): two all-reduces per block."""
+    """Divide the heads and features of every block among the ranks (tensor parallel), with two all-reduces per block."""
     mesh = _mesh_of(group)
     assert isinstance(model, Transformer)
     columns, rows = ("query_key_value", "widen"), ("mix", "narrow")
@@ -114,8 +114,8 @@ def divided(model: nn.Module, group: Any) -> nn.Module:
 def _mesh_of(group: Any) -> DeviceMesh:
     """Return a group's ranks as a mesh with a name of its own.
 
-    DTensor caches results by mesh, and two meshes with the same ranks and names are equal. Without a name of its own,
-    the mesh of a second group would make DTensor communicate over the first group.
+    DTensor caches results by mesh, and two meshes with the same ranks and names are equal. With equal names, DTensor
+    would communicate over the first group for the mesh of a second group.
     """
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(f"of_{group.group_name}",))
 
@@ -126,20 +126,20 @@ class Step(NamedTuple):
     Attributes:
         model: Makes the model.
         batch: Makes a batch.
-        parallelize: Spreads a model over the ranks of a torch.distributed group; returns the model to train.
-        apart: Whether each rank has its own batches. Otherwise all ranks have the same ones.
+        parallelize: Spreads a model over the ranks of a torch.distributed group, and returns the model to train.
+        own_batches: Whether each rank has its own batches. Otherwise all ranks have the same ones.
     """
 
     model: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     parallelize: Callable[[nn.Module, Any], nn.Module]
-    apart: bool
+    own_batches: bool
 
 
 STEPS = {
-    "ddp": Step(perceptron, pictures, replicated, apart=True),
-    "fsdp2": Step(Transformer, sentences, sharded, apart=True),
-    "tensor_parallel": Step(Transformer, sentences, divided, apart=False),
+    "ddp": Step(perceptron, pictures, replicated, own_batches=True),
+    "fsdp2": Step(Transformer, sentences, sharded, own_batches=True),
+    "tensor_parallel": Step(Transformer, sentences, divided, own_batches=False),
 }
 
 

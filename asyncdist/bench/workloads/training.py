@@ -21,8 +21,8 @@ from asyncdist.bench.workloads.models import STEPS, Batch, Step, loss_of
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import BenchmarkError
 
-_WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first one
-_TOLERANCE = 1e-4  # of weights, between contenders that add in different orders
+_WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step
+_TOLERANCE = 1e-4  # difference of weights between contenders, which add in different orders
 
 
 class _Trainer:
@@ -38,10 +38,10 @@ class _Trainer:
         self.optimizer.step()
 
     def weights(self) -> torch.Tensor:
-        """Return all weights, gathered from all ranks if they are sharded; called on every rank."""
-        parameters = [parameter.detach() for parameter in self.model.parameters()]
-        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in parameters]
-        return torch.cat([each.flatten() for each in whole])
+        """Return all weights in one dimension, gathered from all ranks if they are sharded; called on every rank."""
+        weights = [parameter.detach() for parameter in self.model.parameters()]
+        weights = [each.full_tensor() if isinstance(each, DTensor) else each for each in weights]
+        return torch.cat([each.flatten() for each in weights])
 
 
 def train(
@@ -55,14 +55,14 @@ def train(
         groups: The process groups of torch.distributed by contender.
         rank: This rank.
         start: Returns on all ranks at the same instant.
-        progress: Called with the share of the steps that is done (0 to 1).
+        progress: Called with the completed share of the steps (0 to 1).
 
     Raises:
-        BenchmarkError: Two contenders that should train alike, or two ranks, end with different weights.
+        BenchmarkError: Two contenders, or two ranks, have different weights after training.
     """
     step = STEPS[name]
     trainers = _trainers(name, step, groups)
-    torch.manual_seed(1 + rank * step.apart)
+    torch.manual_seed(1 + rank * step.own_batches)
     times: dict[str, list[tuple[float, float]]] = {who: [] for who in trainers}
     for turn in range(-_WARM_UP_STEPS, plan.training_steps):
         progress(max(0, turn) / plan.training_steps)
@@ -76,24 +76,24 @@ def train(
                 times[who].append((seconds, seconds))
     _compare(trainers)
     nbytes = sum(parameter.numel() * 4 for parameter in trainers["alone"].model.parameters())
-    return ResultRow(name, nbytes, plan.ranks, {who: Timing.of(taken) for who, taken in times.items()})
+    return ResultRow(name, nbytes, plan.ranks, {who: Timing.of(steps) for who, steps in times.items()})
 
 
 def _trainers(name: str, step: Step, groups: Mapping[str, Any]) -> dict[str, _Trainer]:
     """Return the contenders, asyncdist's first, all with the same weights."""
 
-    def made() -> nn.Module:
+    def new_model() -> nn.Module:
         torch.manual_seed(0)
         return step.model()
 
-    trainers = {"asyncdist": _Trainer(DistributedDataParallel(made()))} if name == "ddp" else {}
+    trainers = {"asyncdist": _Trainer(DistributedDataParallel(new_model()))} if name == "ddp" else {}
     for who, group in groups.items():
-        trainers[who] = _Trainer(step.parallelize(made(), group))
-    return {**trainers, "alone": _Trainer(made())}
+        trainers[who] = _Trainer(step.parallelize(new_model(), group))
+    return {**trainers, "alone": _Trainer(new_model())}
 
 
 def _compare(trainers: Mapping[str, _Trainer]) -> None:
-    """Raise BenchmarkError if the weights differ between ranks, or from those of the first contender."""
+    """Raise BenchmarkError if a contender's weights differ between ranks, or from those of the first contender."""
     found = {who: trainer.weights() for who, trainer in trainers.items() if who != "alone"}
     first = next(iter(found), "")
     for who, weights in found.items():
