@@ -2,8 +2,8 @@
 
 The store and the transports run this exchange on every connection, each with its own ``purpose``, before they interpret
 any other byte. Each side is a generator without I/O, which a driver runs over a byte stream: it yields ``bytes`` to
-write, or an ``int``, the number of bytes that the driver reads and sends into it. All messages have a fixed length, so no
-length that an unauthenticated peer sent is trusted::
+write, or an ``int``, the number of bytes that the driver reads and sends into it. All messages have a fixed length, so
+neither side trusts a length that an unauthenticated peer sent::
 
     dialler                                    acceptor
     MAGIC, nonce_d                       →
@@ -14,8 +14,8 @@ length that an unauthenticated peer sent is trusted::
 Without a token the key is empty: the exchange is the same and proves only that both sides speak this protocol. An
 acceptor that requires TLS answers a dialler without TLS with `WANTS_TLS` instead of its greeting.
 
-TCP can connect a socket to itself: a connection to a port of the own host on which nothing listens may be made from that
-very port. The dialler detects its own greeting and reports a refused connection.
+TCP can connect a socket to itself, if it dials a port of its own host on which nothing listens and gets that port as its
+local port. The dialler detects its own greeting and reports a refused connection.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def dial(token: str | None, purpose: str, nonce: bytes) -> Handshake:
     """Authenticate the dialling side to an acceptor, and the acceptor to the dialling side.
 
     Raises:
-        AuthenticationError: The acceptor refuses the token or cannot prove its own.
+        AuthenticationError: The acceptor refuses the token or cannot prove that it holds the token.
         ProtocolError: The acceptor speaks another protocol, or requires TLS.
         ConnectionRefusedError: The socket is connected to itself.
     """
@@ -71,7 +71,7 @@ def accept(token: str | None, purpose: str, nonce: bytes) -> Handshake:
 
     Raises:
         ProtocolError: The dialler speaks another protocol.
-        AuthenticationError: The dialler holds another token. The dialler is told so.
+        AuthenticationError: The dialler does not hold the token. It has been sent `REFUSED`.
     """
     greeting = yield len(MAGIC) + NONCE_NBYTES
     if not greeting.startswith(MAGIC):
@@ -91,13 +91,11 @@ def proof(token: str | None, side: bytes, purpose: str, nonces: bytes) -> bytes:
 
 
 class HandshakeDriver:
-    """Run a handshake over bytes that are pushed in, as an event loop's protocol receives them.
-
-    Errors of the handshake are raised by `feed`.
+    """Runs a handshake over bytes that the caller passes to `feed`, which raises the errors of the handshake.
 
     Args:
-        handshake: `dial` or `accept`.
-        write: Called with the bytes to send; the constructor calls it for the first ones.
+        handshake: The generator of `dial` or `accept`.
+        write: Called with the bytes to send, the first time by the constructor.
     """
 
     def __init__(self, handshake: Handshake, write: Callable[[bytes], object]) -> None:
@@ -110,7 +108,7 @@ class HandshakeDriver:
 
     @property
     def missing(self) -> int:
-        """Number of bytes until the next step, 0 once `done`. A reader that reads no more leaves later bytes unread."""
+        """Number of bytes until the next step; 0 once `done`. A caller that reads no more leaves later bytes unread."""
         return self._wanted - len(self._buffer)
 
     def feed(self, data: bytes) -> bytes:
@@ -122,9 +120,9 @@ class HandshakeDriver:
             self._advance(None, piece)
         if not self.done:
             return b""
-        rest = bytes(self._buffer)
+        following = bytes(self._buffer)
         self._buffer.clear()
-        return rest
+        return following
 
     def _advance(self, step: bytes | int | None, piece: bytes = b"") -> None:
         try:

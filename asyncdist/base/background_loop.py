@@ -1,9 +1,9 @@
 """The process's background thread with an event loop: started on first use, ended at the exit of the process.
 
-It runs work that continues while the program's own threads compute: an embedded store, and collectives that blocking code
-issues with ``async_op=True``. A program with its own event loop needs it only for the embedded store.
+It runs an embedded store, and the collectives that blocking code issues with ``async_op=True``, while the program's own
+threads compute. A program with its own event loop needs it only for the embedded store.
 
-A process that exits starts no second background loop, and waits at most `_AT_EXIT` seconds for the one that it has.
+A process that exits starts no second background loop, and waits at most `_AT_EXIT` seconds for its first one.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class BackgroundLoop:
 
 
 def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancel every task, and the tasks that these start, such as the one that opens a lost connection again."""
+    """Cancel every task, and the tasks that these start, such as one that reopens a lost connection."""
     while tasks := asyncio.all_tasks(loop):
         for task in tasks:
             task.cancel()
@@ -123,7 +123,7 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def on_loop(loop: asyncio.AbstractEventLoop | None, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-    """Start a coroutine on the running loop (None) or on another thread's; return a future of the running loop."""
+    """Start a coroutine on ``loop``, by default the running loop; return a future of the running loop."""
     if loop is None or loop is asyncio.get_running_loop():
         return asyncio.ensure_future(coroutine)
     return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
@@ -136,8 +136,8 @@ _lock = threading.Lock()
 def background_loop() -> BackgroundLoop:
     """Return the process's background loop; start it on first use, also in a forked child.
 
-    A loop that is closing is still returned, for the work that is left on it. While the process exits no other loop
-    follows it: the caller then gets a closed one.
+    A closing loop is still returned, for its remaining work. While the process exits, a closed loop is not replaced, and
+    the caller gets the closed one.
     """
     global _current
     with _lock:

@@ -1,8 +1,7 @@
 """Exponential backoff with jitter: the pauses between attempts, until a deadline.
 
-Every part of the package that retries or polls uses it: store clients, rendezvous, file locks, elastic workers.
-It imports nothing of the package but `Deadline`.
-See M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015 ("equal jitter").
+All code of the package that retries or polls uses it. See M. Brooker, "Exponential Backoff And Jitter", AWS Architecture
+Blog, 2015 ("equal jitter").
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from asyncdist.base.deadline import Deadline
 
 
 class Backoff:
-    """The attempts that a deadline leaves room for, with pauses that double from ``first`` to ``longest`` seconds.
+    """Attempts until a deadline, with pauses that double from ``first`` to ``longest`` seconds.
 
-    Iterating yields the number of each attempt: 0 at once, and each further one after a pause. The iteration ends when
-    the deadline had expired before the last attempt ended, so there is always one attempt at or after the deadline.
-    Each pause is shortened by a random part of up to one half, so that ranks which fail together retry apart. A
-    second loop over the same object goes on where the first one was left.
+    Iterating yields the number of each attempt: 0 at once, and each further one after a pause. The iteration ends after an
+    attempt that ended after the deadline, so there is always one attempt at or after the deadline. Each pause is shortened
+    by a random part of up to one half, so that ranks that fail together retry at different times. A second loop over the
+    same object continues where the first one stopped.
 
     Args:
         first: The first pause in seconds.

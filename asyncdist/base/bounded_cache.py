@@ -1,7 +1,7 @@
-"""The one kind of cache on the path of a call: a dictionary of bounded size that forgets its oldest entry.
+"""The cache of prepared calls and of views of peers' memory: a dictionary of bounded size that forgets its oldest entry.
 
-Everything that prepares calls or maps peers' memory uses it. Programs repeat the same calls, so the order of eviction
-matters little; the bound matters for programs whose shapes never repeat.
+Programs repeat the same calls, so the order of eviction matters little. The bound matters for programs whose shapes never
+repeat.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processor cores that this process may use. Called by DDP and the torch back end; imports no torch."""
+"""The processor cores that this process may use."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import os
 def has_free_cores(ranks: int, threads: int) -> bool:
     """Return whether a core stays idle on this machine while all of its ranks compute.
 
-    An all-reduce over shared memory runs on the processor. Without a free core it competes with backward, and running
-    both at once gains nothing.
+    An all-reduce over shared memory runs on the processor. Without a free core it competes with the backward pass, and
+    overlapping the two gains nothing.
 
     Args:
         ranks: Number of ranks on this machine.

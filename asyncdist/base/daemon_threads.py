@@ -1,10 +1,9 @@
 """Daemon threads for calls that may block: a pool, an executor that keeps order, and a thread for a single call.
 
-Every folder that makes blocking calls uses these instead of ``concurrent.futures.ThreadPoolExecutor``. The interpreter
-joins the threads of a ThreadPoolExecutor before the process's other exit handlers. A thread that waits for a peer would
-then keep its process alive before the process has closed its connections, and two such processes would wait for each
-other. These threads are daemons. At exit the peers are notified first, which ends the calls that wait for peers; then the
-remaining calls get `_AT_EXIT` seconds.
+They replace ``concurrent.futures.ThreadPoolExecutor``, whose threads the interpreter joins before it runs the process's
+other exit handlers. A thread that waits for a peer would keep its process from closing its connections, and two such
+processes would wait for each other. These threads are daemons. At exit the process notifies its peers first, which ends
+the calls that wait for peers; then the remaining calls get `_AT_EXIT` seconds.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ _AT_EXIT = 2.0
 
 
 class DaemonThreadPool(concurrent.futures.Executor):
-    """Run calls in at most ``max_threads`` daemon threads, each started when it is needed.
+    """Runs calls in at most ``max_threads`` daemon threads, each started when it is needed.
 
     Args:
         name: Prefix of the threads' names.
-        max_threads: How many calls run at a time.
+        max_threads: The number of calls that may run at the same time.
         idle_timeout: Seconds after which a thread without a call ends; None keeps threads until `shutdown`.
     """
 
@@ -89,15 +88,15 @@ class DaemonThreadPool(concurrent.futures.Executor):
 
     @property
     def num_idle(self) -> int:
-        """How many threads wait for a call."""
+        """The number of threads that wait for a call."""
         return self._idle
 
     def after_fork_in_child(self) -> None:
-        """Start anew: the threads, and the calls that they run, exist in the parent only."""
+        """Forget the threads and their calls, which exist in the parent only."""
         self._changed = threading.Condition()
         self._idle = 0
-        for held in (self._calls, self._threads, self._unfinished):
-            held.clear()
+        for collection in (self._calls, self._threads, self._unfinished):
+            collection.clear()
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name=f"{self._name}_{self._started}", daemon=True)
@@ -116,18 +115,18 @@ class DaemonThreadPool(concurrent.futures.Executor):
                     return
                 future, call = self._calls.popleft()
             _run_call(future, call)
-            # Otherwise the arguments and the result live on while this thread waits.
+            # An idle thread must not keep the arguments and the result alive.
             del future, call
 
 
 class SerialExecutor:
-    """Run calls one at a time, in the order of `put`; in the calling thread where that is allowed and nothing is pending.
+    """Runs calls one at a time, in the order of `put`, in one thread or in the calling thread.
 
     Calls report their own failures: an exception that a call raises is only logged.
 
     Args:
         name: Name of the thread, and of the executor in log lines.
-        idle_timeout: Seconds after which the thread ends when it has no call.
+        idle_timeout: Seconds after which a thread without a call ends.
     """
 
     def __init__(self, name: str, *, idle_timeout: float = 5.0) -> None:
@@ -138,11 +137,11 @@ class SerialExecutor:
         self._num_pending = 0
 
     def put(self, call: Callable[[], object], *, inline: bool = False) -> None:
-        """Run a call after those before it; in this thread, before this returns, if ``inline`` and none is pending."""
+        """Run a call after the earlier calls. With ``inline``, run it before this returns if no call is pending."""
         with self._lock:
             inline = inline and self._num_pending == 0
             if inline:
-                self._running.acquire()  # free: no call is pending
+                self._running.acquire()  # does not wait, because no call is pending
             else:
                 self._pool.submit(self._run_queued, call)
             self._num_pending += 1
@@ -150,7 +149,7 @@ class SerialExecutor:
             self._run(call)
 
     def close(self, last: Callable[[], object]) -> None:
-        """Run one more call, in this thread if none is pending. The executor's thread ends after it."""
+        """Run one more call, in this thread if no call is pending. The executor's thread ends after it."""
         self.put(last, inline=True)
         self._pool.shutdown(wait=False)
 
@@ -170,7 +169,10 @@ class SerialExecutor:
 
 
 def start_daemon_thread(function: Callable[[], T], name: str, *, awaited_at_exit: bool = True) -> Future[T]:
-    """Run a blocking call in a thread of its own, and return the future of its result. The exit waits for it as above."""
+    """Run a blocking call in a new thread, and return the future of its result.
+
+    The process waits for the call at its exit, for at most `_AT_EXIT` seconds, if ``awaited_at_exit``.
+    """
     pool = DaemonThreadPool(name, max_threads=1)
     if not awaited_at_exit:
         _pools.discard(pool)
@@ -181,7 +183,7 @@ def start_daemon_thread(function: Callable[[], T], name: str, *, awaited_at_exit
 
 
 async def run_in_daemon_thread(function: Callable[[], T]) -> T:
-    """Run a blocking call without side effects in a thread of its own, and return its result.
+    """Run a blocking call without side effects in a new thread, and return its result.
 
     Cancelling the caller abandons the call: its thread ends when the call returns.
     """

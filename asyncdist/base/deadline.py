@@ -35,13 +35,13 @@ def seconds(timeout: Timeout, default: float = math.inf) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A point on the monotonic clock; ``Deadline.never()`` is infinitely far."""
+    """A point on the monotonic clock; ``Deadline.never()`` is infinitely far away."""
 
     at: float = math.inf
 
     @classmethod
     def after(cls, timeout: Timeout) -> Deadline:
-        """Return the deadline ``timeout`` from now; never for None and for timeouts of decades."""
+        """Return the deadline ``timeout`` from now; ``never()`` for None and for timeouts of decades."""
         left = timeout if type(timeout) is float and timeout >= 0 else seconds(timeout)
         return cls(time.monotonic() + left) if left < _LONGEST_TIMEOUT else cls.never()
 
@@ -49,13 +49,13 @@ class Deadline:
     def never(cls) -> Deadline:
         return cls(math.inf)
 
-    def remaining(self, *, now: float | None = None) -> float:
+    def remaining(self) -> float:
         """Return the seconds left, at least 0; infinity without a limit."""
-        return max(0.0, self.at - (time.monotonic() if now is None else now))
+        return max(0.0, self.at - time.monotonic())
 
     def remaining_or_none(self) -> float | None:
-        """Return the seconds left as asyncio, sockets and locks take them: None without a limit."""
-        return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
+        """Return the seconds left in the form that asyncio, sockets and locks accept: None without a limit."""
+        return None if self.at == math.inf else self.remaining()
 
-    def expired(self, *, now: float | None = None) -> bool:
-        return (time.monotonic() if now is None else now) >= self.at
+    def expired(self) -> bool:
+        return time.monotonic() >= self.at

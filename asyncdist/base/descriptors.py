@@ -1,13 +1,10 @@
-"""Classify the errors of ``accept`` and of running out of file descriptors.
-
-Listening sockets call it, and the engine when an operation cannot get a descriptor.
-"""
+"""Classifies the errors of ``accept``, and the errors of a process or machine that is out of file descriptors."""
 
 from __future__ import annotations
 
 import errno
 
-_CONNECTION_GONE = {
+_ONE_CONNECTION_FAILED = {
     getattr(errno, name)
     for name in (
         "ECONNABORTED", "ECONNRESET", "EINTR", "EPROTO", "ENETDOWN", "ENOPROTOOPT", "EHOSTDOWN", "ENONET", "EHOSTUNREACH",
@@ -18,9 +15,9 @@ _CONNECTION_GONE = {
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 
 
-def is_gone(cause: OSError) -> bool:
-    """Return whether ``accept`` failed for one connection only, as Linux's accept(2) lists; the next may succeed."""
-    return cause.errno in _CONNECTION_GONE
+def is_transient(cause: OSError) -> bool:
+    """Return whether ``accept`` failed for one connection only (see accept(2)), so that the next call may succeed."""
+    return cause.errno in _ONE_CONNECTION_FAILED
 
 
 def is_exhausted(cause: BaseException) -> bool:
@@ -28,8 +25,8 @@ def is_exhausted(cause: BaseException) -> bool:
     return isinstance(cause, OSError) and cause.errno in _EXHAUSTED
 
 
-def exhaustion(cause: OSError) -> str:
-    """Return what is out of descriptors, and at which limit, as the end of a sentence that begins with a rank."""
+def describe_exhaustion(cause: OSError) -> str:
+    """Describe an error for which `is_exhausted` holds, as the rest of a sentence that begins with a rank."""
     if cause.errno == errno.ENFILE:
         return "cannot open a file descriptor: the machine has reached its limit (fs.file-max)"
     try:

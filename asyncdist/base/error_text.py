@@ -1,10 +1,10 @@
-"""Short texts of exceptions, for use inside the sentence of another error or a log line. Any folder may call it."""
+"""Short texts of exceptions, for use inside the sentence of another error or a log line."""
 
 from __future__ import annotations
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception in a few words: the system's text of an ``errno``, else its message, else its class."""
+    """Return an exception in a few words: the system's text for its ``errno``, else its message, else its class name."""
     return str(getattr(error, "strerror", None) or str(error) or type(error).__name__)
 
 

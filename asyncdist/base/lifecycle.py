@@ -1,6 +1,6 @@
-"""The exit and the fork of a process: which part of the library does what, and in which order.
+"""Calls at the exit and after the fork of a process, in a defined order.
 
-Every folder that owns connections, threads or servers registers here. At exit the process notifies its peers. After a
+Every module that owns connections, threads or servers registers here. At exit the process notifies its peers. After a
 fork the connections belong to the parent: the child neither writes to them nor shuts them down. It closes its copies of
 their descriptors, because a peer sees the end of a connection, and a port or a lock becomes free, only when the last copy
 is closed.
@@ -19,31 +19,31 @@ from typing import Protocol
 
 
 class Stage(IntEnum):
-    """The steps of a process's exit, in order, whatever was imported first.
+    """The steps of a process's exit, in this order, independent of the order of imports.
 
-    Handlers that the program itself registered with `atexit` after importing this library run before all of them.
+    Handlers that the program registered with `atexit` after it imported this library run before all steps.
     """
 
     COMMUNICATORS = auto()
-    """Device communicators are aborted, because no notice of a peer ends a call inside one."""
+    """Device communicators are aborted, because a peer's notice does not end a call inside one."""
     SERVERS = auto()
     """Stores that this process serves are closed, which needs the background loop."""
     PEERS = auto()
-    """Peers are notified, which may need the background loop too, and operations that wait for peers fail."""
+    """Peers are notified, which may need the background loop, and operations that wait for peers fail."""
     THREADS = auto()
-    """Blocking calls in daemon threads get a moment to return; none of them waits for a peer any more."""
+    """Blocking calls in daemon threads get a limited time to return; none of them waits for a peer any more."""
     LOOP = auto()
     """The background loop ends."""
 
 
 class ProcessHooks(Protocol):
-    """An object with connections, which the exit and the fork of the process concern."""
+    """The hooks of an object that owns connections."""
 
     def end_with_process(self) -> None:
-        """Notify the peers, in a program that ends without closing this object. Must not wait."""
+        """Notify the peers, because the process ends without closing this object. Must not wait."""
 
     def after_fork_in_child(self) -> None:
-        """Stop using the connections: this is a forked child. No other thread runs, and a held lock stays held."""
+        """Stop using the connections, in a forked child. No other thread runs in it, and a held lock stays held."""
 
 
 class Descriptor(Protocol):
@@ -61,12 +61,12 @@ _ending = False
 
 
 def at_exit(stage: Stage, call: Callable[[], object]) -> None:
-    """Make a call at the exit of the process, also after others have raised. In one stage the last call comes first."""
+    """Register a call for the exit of the process, made even if others raise. Calls of one stage run in reverse order."""
     _at_exit.append((stage, call))
 
 
 def after_fork(call: Callable[[], object]) -> None:
-    """Make a call in every forked child, after the calls registered before, also when these raise."""
+    """Register a call for every forked child, made after the calls registered before, even if these raise."""
     _after_fork.append(call)
 
 
@@ -107,7 +107,7 @@ def _close_descriptors() -> None:
             os.close(number)
         return
     for number in numbers:
-        # Keep the number taken: objects that the child collects later close it a second time.
+        # Keep the number in use: objects that the child collects later close it a second time.
         os.dup2(null, number, inheritable=False)
     os.close(null)
 
@@ -126,7 +126,7 @@ def _after_fork_in_child() -> None:
 def _run_at_exit() -> None:
     global _ending
     _ending = True
-    # An ExitStack makes the last call first, and goes on after one that raises.
+    # An ExitStack makes the last call first, and continues after a call that raises.
     with contextlib.ExitStack() as calls:
         for _, call in sorted(_at_exit, key=lambda each: each[0], reverse=True):
             calls.callback(call)

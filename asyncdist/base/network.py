@@ -1,12 +1,8 @@
 """This host's name, network interfaces and addresses, and the rules that choose among addresses.
 
-`rendezvous.addresses` calls it to find the address on which a rank listens and which it advertises to its peers. The
-store server tests for loopback, the transports compare machines by `machine_name`, and `asyncdist info` lists the
-interfaces. It uses the standard library alone.
-
-On Linux it reads IPv4 addresses with one ioctl per interface and IPv6 addresses from ``/proc/net/if_inet6``. On other
-systems (macOS) it uses the same ioctl by its BSD number, and resolves the host's own name for IPv6. It leaves out an
-interface that it cannot read.
+On Linux, IPv4 addresses come from one ioctl per interface and IPv6 addresses from ``/proc/net/if_inet6``. On other systems
+(macOS) the ioctl has its BSD number, and IPv6 addresses come from resolving the host's own name. An interface that cannot
+be read is left out.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ _SIOCGIFADDR = 0x8915 if _LINUX else 0xC0206921
 _SIOCGIFFLAGS = 0x8913 if _LINUX else 0xC0206911
 _IFF_UP = 0x1
 _IFREQ = struct.Struct("16s240x")
-"""``struct ifreq``: the interface's name in 16 bytes, then room for the kernel's answer."""
+"""``struct ifreq``: the interface's name in 16 bytes, then space for the kernel's answer."""
 _INTERFACE_NAME_NBYTES = 15
 """The longest name of an interface: ``IFNAMSIZ`` without its NUL."""
 _IF_INET6 = Path("/proc/net/if_inet6")
@@ -36,7 +32,7 @@ class InterfaceAddress:
     """One address of one network interface.
 
     Attributes:
-        interface: The interface's name, or ``(by host name)`` if the system did not say to which one it belongs.
+        interface: The interface's name, or ``(by host name)`` if it is unknown.
         host: The IPv4 or IPv6 address, without brackets and scope.
     """
 
@@ -60,7 +56,7 @@ def is_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is loopback by its spelling: ``localhost``, ``127.*``, ``::1``. It resolves no name."""
+    """Return whether ``host`` is loopback by its spelling: ``localhost``, ``127.*``, ``::1``. Names are not resolved."""
     if is_address(host):
         address = ipaddress.ip_address(host)
         # A dual-stack socket shows an IPv4 peer as ::ffff:127.0.0.1.
@@ -72,11 +68,6 @@ def is_loopback(host: str) -> bool:
 def is_link_local(host: str) -> bool:
     """Return whether an address is valid on one link only (169.254.*, fe80::)."""
     return is_address(host) and ipaddress.ip_address(host).is_link_local
-
-
-def same_family(one: str, other: str) -> bool:
-    """Return whether two addresses are both IPv4 or both IPv6."""
-    return (":" in one) == (":" in other)
 
 
 def addresses_of_interface(candidates: Iterable[InterfaceAddress], rule: str) -> list[InterfaceAddress]:
@@ -91,9 +82,9 @@ def addresses_of_interface(candidates: Iterable[InterfaceAddress], rule: str) ->
         ValueError: The rule names no interface.
     """
     excluding = rule.startswith("^")
-    rest = rule.removeprefix("^")
-    exact = rest.startswith("=")
-    words = [word.strip() for word in rest.removeprefix("=").split(",") if word.strip()]
+    pattern = rule.removeprefix("^")
+    exact = pattern.startswith("=")
+    words = [word.strip() for word in pattern.removeprefix("=").split(",") if word.strip()]
     if not words:
         raise ValueError(f"the interface rule {rule!r} names no interface; write a prefix, =name or ^prefix")
 
@@ -117,9 +108,9 @@ def choose_address(candidates: Sequence[InterfaceAddress], route: str | None = N
 
     def sort_key(candidate: InterfaceAddress) -> tuple[bool, bool, bool, bool]:
         # False sorts before True; the earlier tests outweigh the later ones.
-        host = candidate.host
-        other_family = route is not None and not same_family(host, route)
-        return host != route, is_loopback(host), other_family, ":" in host
+        host, is_ipv6 = candidate.host, ":" in candidate.host
+        other_family = route is not None and is_ipv6 != (":" in route)
+        return host != route, is_loopback(host), other_family, is_ipv6
 
     usable = [candidate for candidate in candidates if not is_link_local(candidate.host)]
     return min(usable, key=sort_key).host if usable else None

@@ -1,7 +1,4 @@
-"""The names of what ranks can ask of each other: collectives and reductions, with their numbers on the wire.
-
-Every layer uses them. No torch.
-"""
+"""The names of the collectives and reductions, with their numbers in fingerprints. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from enum import Enum, IntEnum
 
 
 class Collective(IntEnum):
-    """Every operation of a group; the number goes into its fingerprint."""
+    """Every operation of a group. Its number is part of the fingerprint of a call."""
 
     all_reduce = 1
     reduce = 2
@@ -33,16 +30,16 @@ class Collective(IntEnum):
 
 
 def is_message(op: str) -> bool:
-    """Return whether an operation of that name is between two ranks; then its number is its tag, which many share."""
+    """Return whether an operation is point-to-point. Its sequence number is then its tag, which messages may share."""
     return op.startswith(("send", "recv"))
 
 
 class ReduceOp(Enum):
     """Element-wise reductions, by torch.distributed's names.
 
-    ``AVG`` divides the sum by the number of ranks; of integers, as NCCL does, it takes the sum in their own dtype, which
-    may wrap around, and truncates the quotient towards zero. It does not take bool. ``PREMUL_SUM`` multiplies each
-    rank's input by a factor first and needs that factor: pass ``premul_sum(factor)``; it takes no integers.
+    ``AVG`` divides the sum by the number of ranks. As in NCCL, integers are summed in their own dtype, which may overflow,
+    and the quotient is truncated towards zero. ``AVG`` is not defined for bool. ``PREMUL_SUM`` multiplies each rank's input
+    by a factor before the sum: pass ``premul_sum(factor)``. It is not defined for integers.
     """
 
     SUM = 1
@@ -55,7 +52,7 @@ class ReduceOp(Enum):
     BXOR = 8
     PREMUL_SUM = 9
 
-    # Members are unique. Enum's own hash is a Python function, which costs time at every look-up.
+    # Members are unique. Enum's own hash is a Python function, which slows down every look-up.
     __hash__ = object.__hash__
 
 

@@ -1,6 +1,6 @@
-"""Timers by key, for an owner that asks for the next one and runs those that are due. It takes no lock.
+"""Timers by key, which their owner polls and runs. They use no lock.
 
-The engine's endpoint owns one table; its transports schedule reconnects and time limits in it, under the endpoint's lock.
+The engine's endpoint owns one table. Its transports schedule reconnects and time limits in it, under the endpoint's lock.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class TimerTable:
         return bool(self._due)
 
     def schedule(self, key: object, at: float, callback: Callable[[], None]) -> None:
-        """Schedule ``callback`` for the time ``at``. A timer that the key already has stays as it is."""
+        """Schedule ``callback`` for the time ``at``, unless the key already has a timer."""
         self._due.setdefault(key, (at, callback))
 
     def cancel(self, key: object) -> None:
-        """Drop the timer of ``key``, if there is one."""
+        """Remove the timer of ``key``, if there is one."""
         self._due.pop(key, None)
 
     def next_due(self) -> float:
@@ -35,7 +35,7 @@ class TimerTable:
         return min((at for at, _ in self._due.values()), default=math.inf)
 
     def run_due(self, now: float) -> None:
-        """Call and drop the timers whose time is at most ``now``."""
+        """Remove and call the timers whose time is at most ``now``."""
         for key, (at, callback) in list(self._due.items()):
             if at <= now and key in self._due:
                 del self._due[key]

@@ -3,7 +3,7 @@
 The store's server and clients and the tcp transport use it. A certificate with its key (ASYNCDIST_TLS_CERT,
 ASYNCDIST_TLS_KEY) identifies this process and switches TLS on for the ports that it serves. ASYNCDIST_TLS_CA names the
 certificate authorities that it trusts. A server with both requires a certificate of every client. Ranks are servers and
-clients at once, and use TLS among each other if all three settings are given. The token is required in any case.
+clients at once, and use TLS among each other if all three settings are given. TLS does not replace the token.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncdist.base import lifecycle
+from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import CertificateError, UsageError
 
@@ -27,7 +28,7 @@ RECORD_NBYTES = 16 << 10
 
 
 def server_context(config: Config) -> ssl.SSLContext | None:
-    """Return a server's context, None without TLS. Raises UsageError for a file that cannot be used."""
+    """Return a server's context; None without TLS. Raises UsageError for a file that cannot be used."""
     if not config.tls_cert:
         if config.tls_ca:
             raise UsageError(
@@ -45,7 +46,7 @@ def server_context(config: Config) -> ssl.SSLContext | None:
 
 
 def client_context(config: Config) -> ssl.SSLContext | None:
-    """Return a store client's context, None without TLS. Raises UsageError for a file that cannot be used."""
+    """Return a store client's context; None without TLS. Raises UsageError for a file that cannot be used."""
     if not config.tls_ca and not config.tls_cert:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -57,10 +58,10 @@ def client_context(config: Config) -> ssl.SSLContext | None:
 
 
 def rank_contexts(config: Config) -> tuple[ssl.SSLContext, ssl.SSLContext] | None:
-    """Return a rank's contexts for accepting and for dialling peers, None without TLS between ranks.
+    """Return a rank's contexts for accepting and for dialling peers; None without TLS between ranks.
 
-    A peer is trusted for its certificate, which only members of the job hold. With ``tls_check_ranks`` the dialling rank
-    also checks the certificate against the peer's address.
+    A rank trusts every peer with a certificate of the authority, because only members of the job hold one. With
+    ``tls_check_ranks`` the dialling rank also checks the certificate against the peer's address.
     """
     if not (config.tls_cert and config.tls_ca):
         return None
@@ -78,34 +79,30 @@ def _load(context: ssl.SSLContext, config: Config) -> None:
             context.load_cert_chain(config.tls_cert, config.tls_key or None, password=_no_password)
     except (OSError, ValueError) as error:
         names = f"{config.tls_cert} (ASYNCDIST_TLS_CERT) with {config.tls_key or 'its own key'} (ASYNCDIST_TLS_KEY)"
-        raise UsageError(f"cannot use the certificate {names}: {_why(error)}") from error
+        raise UsageError(f"cannot use the certificate {names}: {describe_error(error)}") from error
     try:
         if config.tls_ca:
             where = {"capath": config.tls_ca} if Path(config.tls_ca).is_dir() else {"cafile": config.tls_ca}
             context.load_verify_locations(**where)
     except OSError as error:
-        raise UsageError(f"cannot use {config.tls_ca} (ASYNCDIST_TLS_CA): {_why(error)}") from error
+        raise UsageError(f"cannot use {config.tls_ca} (ASYNCDIST_TLS_CA): {describe_error(error)}") from error
 
 
 def _no_password() -> str:
     raise ValueError("the key is encrypted: use a key without a password")
 
 
-def _why(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or getattr(error, "reason", None) or error)
-
-
 def handshake_error(error: ssl.SSLError) -> CertificateError:
-    """Return the user's error for a TLS handshake that failed."""
+    """Return the error to raise for a TLS handshake that failed."""
     return CertificateError(getattr(error, "verify_message", "") or error.reason or str(error))
 
 
 class TlsSocket:
-    """A non-blocking TLS socket with the methods of a plain one; BlockingIOError where it would block.
+    """A non-blocking TLS socket with the methods of a plain one, which raise BlockingIOError where they would block.
 
-    It is a plain socket until `secure` has returned. It may hold bytes that it accepted from the caller and could not send
-    (`unsent`): a caller that polls waits until the socket is writable and calls `flush`. It may hold received bytes that
-    no poll reports (`unread`).
+    It is a plain socket until `secure` has returned. It may hold bytes that it accepted from the caller and has not sent
+    (`unsent`): the caller then waits until the socket is writable and calls `flush`. It may hold received bytes that no
+    poll reports (`unread`).
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, serves: bool, name: str | None = None) -> None:
@@ -115,7 +112,7 @@ class TlsSocket:
         self._sock = sock
         self._context, self._serves, self._name = context, serves, name
         self._tls: ssl.SSLSocket | None = None
-        self._kept = b""
+        self._unsent_bytes = b""
         # OpenSSL allows one call at a time per connection.
         self._lock = threading.Lock()
 
@@ -175,17 +172,17 @@ class TlsSocket:
 
     @property
     def unsent(self) -> bool:
-        """Whether accepted bytes are still to be sent."""
-        return bool(self._kept)
+        """Whether it holds bytes that it has accepted and not sent."""
+        return bool(self._unsent_bytes)
 
     def flush(self) -> None:
-        """Send the bytes that were kept. Raises BlockingIOError while the socket is not writable."""
+        """Send the unsent bytes. Raises BlockingIOError while the socket is not writable."""
         assert self._tls is not None
         with self._lock:
-            while self._kept:
+            while self._unsent_bytes:
                 try:
-                    # OpenSSL requires the retry of a record with the same bytes.
-                    self._kept = self._kept[self._tls.send(self._kept) :]
+                    # OpenSSL requires a retry with the same bytes.
+                    self._unsent_bytes = self._unsent_bytes[self._tls.send(self._unsent_bytes) :]
                 except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                     raise BlockingIOError from None
 
@@ -199,7 +196,7 @@ class TlsSocket:
                 self.flush()
 
     def send(self, data: Any) -> int:
-        """Accept up to one record of bytes for sending; return how many."""
+        """Accept up to one record of bytes for sending; return their number."""
         self.flush()
         assert self._tls is not None
         record = data[:RECORD_NBYTES]
@@ -207,8 +204,8 @@ class TlsSocket:
             try:
                 return self._tls.send(record)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                self._kept = bytes(record)
-                return len(self._kept)
+                self._unsent_bytes = bytes(record)
+                return len(self._unsent_bytes)
 
     def sendmsg(self, buffers: Sequence[Any]) -> int:
         whole, left = bytearray(), RECORD_NBYTES
@@ -218,10 +215,10 @@ class TlsSocket:
         return self.send(bytes(whole))
 
     def sendall(self, data: bytes) -> None:
-        """Accept a few bytes, such as those of a handshake, all of them."""
+        """Accept all of a few bytes, such as those of a handshake."""
         self.flush()
         with self._lock:
-            self._kept = data
+            self._unsent_bytes = data
         with contextlib.suppress(BlockingIOError):
             self.flush()
 

@@ -1,6 +1,3 @@
-"""The version of the package.
-
-`asyncdist.__version__` repeats it and the store's status shows it. `groups.world` compares it between the ranks.
-"""
+"""The version of the package. Ranks of one world must have the same version."""
 
 VERSION = "0.1.0"

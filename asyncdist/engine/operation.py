@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist.base.descriptors import exhaustion, is_exhausted
+from asyncdist.base.descriptors import describe_exhaustion, is_exhausted
 from asyncdist.engine.work import Work
 from asyncdist.errors import AsyncdistError, GroupError, ranks
 from asyncdist.memory.buffers import Memory
@@ -224,7 +224,7 @@ def local_failure(cause: BaseException, rank: int) -> GroupError:
     if isinstance(cause, GroupError):
         return cause
     if isinstance(cause, OSError) and is_exhausted(cause):
-        error = GroupError(f"rank {rank} {exhaustion(cause)}")
+        error = GroupError(f"rank {rank} {describe_exhaustion(cause)}")
         error.advice = "raise the limit on open files (ulimit -n) or close some, then create the process group again"
     else:
         reason = str(cause) if isinstance(cause, AsyncdistError) else f"{type(cause).__name__}: {cause}"

@@ -17,8 +17,6 @@ from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.store import AsyncStore, StoreServer
 
-pytestmark = pytest.mark.each_loop
-
 LONG = 20.0
 
 
@@ -36,12 +34,12 @@ def own():
     own.close()
 
 
-async def sleep_or(then):
-    """Sleep until cancelled, and then call something."""
+async def sleep_and_call(function):
+    """Sleep until cancelled, and then call a function."""
     try:
         await asyncio.sleep(math.inf)
     finally:
-        then()
+        function()
 
 
 def test_close_cancels_tasks_started_by_cancelled_tasks(own, caplog):
@@ -50,9 +48,9 @@ def test_close_cancels_tasks_started_by_cancelled_tasks(own, caplog):
     def start(left):
         ended.append(left)
         if left:
-            started.append(asyncio.get_running_loop().create_task(sleep_or(lambda: start(left - 1))))
+            started.append(asyncio.get_running_loop().create_task(sleep_and_call(lambda: start(left - 1))))
 
-    own.submit(sleep_or(lambda: start(3)))
+    own.submit(sleep_and_call(lambda: start(3)))
     own.call(lambda: None)
     own.close()
     assert ended[:1] == [3]
@@ -70,7 +68,7 @@ def test_close_ends_async_generators_and_their_tasks(own, caplog):
         try:
             yield
         finally:
-            asyncio.get_running_loop().create_task(sleep_or(lambda: None))
+            asyncio.get_running_loop().create_task(sleep_and_call(lambda: None))
             await asyncio.sleep(0)
             ended.append(True)
 
@@ -88,7 +86,7 @@ def test_close_ends_async_generators_and_their_tasks(own, caplog):
 
 def test_closing_loop_is_still_the_background_loop():
     closing, found = background_loop(), []
-    closing.submit(sleep_or(lambda: found.append(background_loop())))
+    closing.submit(sleep_and_call(lambda: found.append(background_loop())))
     closing.call(lambda: None)
     close_background_loop()
     assert found == [closing]
@@ -97,17 +95,12 @@ def test_closing_loop_is_still_the_background_loop():
 
 
 def test_close_waits_for_a_blocked_loop_with_a_timeout(own):
-    held, go_on = threading.Event(), threading.Event()
-
-    def hold():
-        held.set()
-        go_on.wait(LONG)
-
-    own.loop.call_soon_threadsafe(hold)
-    held.wait(LONG)
+    blocked, proceed = threading.Event(), threading.Event()
+    own.loop.call_soon_threadsafe(lambda: blocked.set() or proceed.wait(LONG))
+    blocked.wait(LONG)
     own.close(0.01)
     assert not own.closed
-    go_on.set()
+    proceed.set()
     own.close()
     assert own.closed
 
@@ -136,7 +129,7 @@ def test_task_that_ignores_cancellation_is_not_destroyed(own, caplog):
 def test_run_with_a_timeout(own):
     ended = threading.Event()
     with pytest.raises(TimeoutError):
-        own.run(sleep_or(ended.set), 0.01)
+        own.run(sleep_and_call(ended.set), 0.01)
     assert ended.wait(LONG)
 
 
@@ -148,7 +141,7 @@ def test_closed_loop_refuses_coroutines(own):
 
 def test_connection_lost_while_the_background_loop_closes_leaves_nothing(own, caplog):
     server = background_loop().run(StoreServer.start("127.0.0.1", 0, stays=True))
-    connected, breaks = threading.Event(), threading.Event()
+    connected, cancelled = threading.Event(), threading.Event()
 
     async def stay():
         client = await AsyncStore.connect("127.0.0.1", server.port, config=Config(store_reconnect=LONG))
@@ -157,7 +150,7 @@ def test_connection_lost_while_the_background_loop_closes_leaves_nothing(own, ca
             connected.set()
             await asyncio.sleep(math.inf)
         finally:
-            breaks.set()
+            cancelled.set()
             while not isinstance(client.connection.reconnecting, asyncio.Task):  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
@@ -165,7 +158,7 @@ def test_connection_lost_while_the_background_loop_closes_leaves_nothing(own, ca
     connected.wait(LONG)
     closing = threading.Thread(target=own.close)
     closing.start()
-    breaks.wait(LONG)
+    cancelled.wait(LONG)
     background_loop().call(server.drop_all)
     closing.join(LONG)
     assert not closing.is_alive()
@@ -177,25 +170,25 @@ def test_connection_lost_while_the_background_loop_closes_leaves_nothing(own, ca
 def test_connection_lost_while_the_users_loop_closes_leaves_nothing(new_loop, caplog):
     """asyncio does not cancel tasks that start while asynchronous generators are closed."""
     server = background_loop().run(StoreServer.start("127.0.0.1", 0, stays=True))
-    lines, generators = [], []
+    connections, generators = [], []
 
-    async def last_of_all():
+    async def lose_connection_at_shutdown():
         try:
             yield
         finally:
             background_loop().submit(asyncio.sleep(0)).add_done_callback(lambda _: server.drop_all())
-            while lines[0].link is not None:  # noqa: ASYNC110
+            while connections[0].link is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
     async def program():
         client = await AsyncStore.connect("127.0.0.1", server.port, config=Config(store_reconnect=LONG))
-        lines.append(client.connection)
-        generators.append(last_of_all())
+        connections.append(client.connection)
+        generators.append(lose_connection_at_shutdown())
         await anext(generators[0])
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(program())
-    lines.clear()
+    connections.clear()
     generators.clear()
     background_loop().run(server.close())
     gc.collect()
@@ -208,36 +201,38 @@ import atexit, sys, threading, time
 def last():
     print("ended", [thread.name for thread in threading.enumerate() if "asyncdist" in thread.name], flush=True)
 
-atexit.register(last)  # the first to be registered is the last to be called
+atexit.register(last)  # registered first, called last
 
 import asyncdist.sync as dist
 import torch
 from asyncdist.base.background_loop import background_loop
 
 dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-if sys.argv[1] == "held":
-    held = threading.Event()
-    background_loop().loop.call_soon_threadsafe(lambda: (held.set(), time.sleep(60)))
-    held.wait()
-elif sys.argv[1] == "mistaken":
+if sys.argv[1] == "blocked":
+    blocked = threading.Event()
+    background_loop().loop.call_soon_threadsafe(lambda: (blocked.set(), time.sleep(60)))
+    blocked.wait()
+else:
     raise KeyError("a mistake")
 """
 
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-@pytest.mark.parametrize(("how", "status"), [("mistaken", 1), ("held", 0)])
-def test_process_exits_silently_with_and_without_its_loop(how, status):
+@pytest.mark.parametrize(
+    ("loop", "status", "threads", "error"),
+    [("free", 1, [], ["KeyError: 'a mistake'"]), ("blocked", 0, ["asyncdist-runtime"], [])],
+)
+def test_process_exits_also_if_its_loop_is_blocked(loop, status, threads, error):
     ended = subprocess.run(
-        [sys.executable, "-W", "error::ResourceWarning", "-c", PROGRAM, how],
+        [sys.executable, "-W", "error::ResourceWarning", "-c", PROGRAM, loop],
         capture_output=True,
         text=True,
-        timeout=2 * LONG,  # less than the loop is held
+        timeout=2 * LONG,  # less than the loop is blocked
     )
     assert ended.returncode == status, ended.stderr
-    assert ended.stdout == ("ended ['asyncdist-runtime']\n" if how == "held" else "ended []\n")
-    said = ended.stderr.splitlines()
-    assert (said[-1:] == ["KeyError: 'a mistake'"]) if status else (said == []), ended.stderr
+    assert ended.stdout == f"ended {threads}\n"
+    assert ended.stderr.splitlines()[-1:] == error
 
 
 def test_failed_thread_start_raises_except_at_exit(monkeypatch):

@@ -23,7 +23,7 @@ def test_pause_does_not_exceed_the_time_left_until_the_deadline():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only sleeping moves."""
+    """A clock that advances only while something sleeps."""
 
     class Clock:
         now = 0.0
@@ -41,9 +41,9 @@ def clock(monkeypatch):
 
 
 def test_for_loop_attempts_at_once_and_a_last_time_at_the_deadline(clock):
-    begun = [clock.now for _ in Backoff(0.1, 1.0, Deadline.after(5))]
-    assert (begun[0], begun[-1]) == (0, 5)
-    assert len(begun) >= 6
+    times = [clock.now for _ in Backoff(0.1, 1.0, Deadline.after(5))]
+    assert (times[0], times[-1]) == (0, 5)
+    assert len(times) >= 6
 
 
 def test_async_for_loop_makes_the_same_attempts(clock, monkeypatch):

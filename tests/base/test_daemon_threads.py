@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import multiprocessing
 import os
@@ -38,13 +37,13 @@ def test_pool_call_returns_its_value_or_raises(pool):
 
 
 def test_pool_runs_as_many_calls_at_once_as_it_has_threads(pool):
-    together, last = threading.Barrier(4), threading.Event()
-    calls = [pool.submit(together.wait, LONG) for _ in range(3)]
-    late = pool.submit(last.set)
-    together.wait(LONG)  # three calls are running: the fourth waits for a thread
+    barrier, fourth_ran = threading.Barrier(4), threading.Event()
+    calls = [pool.submit(barrier.wait, LONG) for _ in range(3)]
+    fourth = pool.submit(fourth_ran.set)
+    barrier.wait(LONG)  # three calls are running, and the fourth waits for a thread
     assert len({call.result(LONG) for call in calls}) == 3
-    late.result(LONG)
-    assert last.is_set()
+    fourth.result(LONG)
+    assert fourth_ran.is_set()
 
 
 def test_pool_reuses_an_idle_thread(pool, until):
@@ -94,14 +93,13 @@ def test_pool_shutdown_cancels_waiting_calls_on_request(pool):
 
 
 def test_pool_does_not_run_a_cancelled_call(pool):
-    proceed, made = threading.Event(), []
-    busy = [pool.submit(proceed.wait, LONG) for _ in range(3)]
-    waiting = pool.submit(made.append, 1)
-    assert waiting.cancel()
+    proceed, called = threading.Event(), []
+    for _ in range(3):
+        pool.submit(proceed.wait, LONG)
+    assert pool.submit(called.append, 1).cancel()
     proceed.set()
-    concurrent.futures.wait(busy, LONG)
     pool.shutdown()
-    assert made == []
+    assert called == []
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
@@ -131,7 +129,7 @@ def test_forked_child_drops_the_parents_calls_and_runs_its_own(pool):
 
 @pytest.fixture
 def executor():
-    """An executor whose thread stays, so that references that it holds show."""
+    """An executor whose idle thread does not end, and so could keep references."""
     executor = SerialExecutor("serial", idle_timeout=1000.0)
     yield executor
     executor.close(lambda: None)

@@ -11,9 +11,11 @@ import pytest
 LONG = 20.0
 
 pytestmark = pytest.mark.processes
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 
-def said_by(program, *args):
+def run(program, *args):
+    """Run a program; return the words that it printed, and its standard error."""
     ended = subprocess.run([sys.executable, "-c", program, *args], capture_output=True, text=True, timeout=2 * LONG)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.split(), ended.stderr
@@ -23,27 +25,27 @@ STAGES = """
 import atexit
 from asyncdist.base.lifecycle import Stage, at_exit, ending
 
-def say(what):
-    print(what, flush=True)
+def log(text):
+    print(text, flush=True)
 
 def fail():
-    say("fails")
+    log("fails")
     raise ValueError("a mistake")
 
-atexit.register(say, f"ends:{ending()}")
-at_exit(Stage.LOOP, lambda: say("loop"))
-at_exit(Stage.PEERS, lambda: say(f"peers:{ending()}"))
-at_exit(Stage.COMMUNICATORS, lambda: say("communicators"))
-at_exit(Stage.SERVERS, lambda: say("server"))
+atexit.register(log, f"ends:{ending()}")
+at_exit(Stage.LOOP, lambda: log("loop"))
+at_exit(Stage.PEERS, lambda: log(f"peers:{ending()}"))
+at_exit(Stage.COMMUNICATORS, lambda: log("communicators"))
+at_exit(Stage.SERVERS, lambda: log("server"))
 at_exit(Stage.SERVERS, fail)
-at_exit(Stage.THREADS, lambda: say("threads"))
-at_exit(Stage.SERVERS, lambda: say("later-server"))
+at_exit(Stage.THREADS, lambda: log("threads"))
+at_exit(Stage.SERVERS, lambda: log("later-server"))
 """
 
 
 def test_exit_stages_run_in_order_also_after_a_failure():
-    said, errors = said_by(STAGES)
-    assert said == """ends:False communicators later-server fails server peers:True threads loop""".split()
+    calls, errors = run(STAGES)
+    assert calls == """ends:False communicators later-server fails server peers:True threads loop""".split()
     assert errors.count("ValueError: a mistake") == 1
 
 
@@ -51,25 +53,25 @@ IMPORTS = """
 import importlib, sys
 from asyncdist.base import lifecycle
 
-class Holder:
+class Hooked:
     def end_with_process(self):
-        print("mesh")
+        print("peers")
 
-register, holder = lifecycle.at_exit, Holder()
-lifecycle.register_hooks(holder)
+register, hooked = lifecycle.at_exit, Hooked()
+lifecycle.register_hooks(hooked)
 lifecycle.at_exit = lambda stage, call: register(stage, lambda: (print(call.__module__), call()))
 for module in sys.argv[1:]:
     importlib.import_module(module)
 """
 
-IN_ORDER = ["asyncdist_transports.nccl.communicator", "asyncdist.store.server.embedded", "mesh",
+IN_ORDER = ["asyncdist_transports.nccl.communicator", "asyncdist.store.server.embedded", "peers",
             "asyncdist.base.daemon_threads", "asyncdist.base.background_loop"]  # fmt: skip
 
 
-@pytest.mark.parametrize("turned", [1, -1])
-def test_exit_order_does_not_depend_on_import_order(turned):
-    said, errors = said_by(IMPORTS, *[name for name in IN_ORDER[::turned] if name != "mesh"])
-    assert said == IN_ORDER
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.exhaustive), -1])
+def test_exit_order_does_not_depend_on_import_order(step):
+    calls, errors = run(IMPORTS, *[name for name in IN_ORDER[::step] if name != "peers"])
+    assert calls == IN_ORDER
     assert errors == ""
 
 
@@ -78,7 +80,7 @@ import asyncdist.store
 import multiprocessing, sys
 from asyncdist.base import lifecycle
 
-class Holder:
+class Hooked:
     def end_with_process(self):
         goodbye.set()
 
@@ -87,15 +89,15 @@ class Holder:
 
 if __name__ == "__main__":
     processes = multiprocessing.get_context("fork")
-    goodbye, holder = processes.Event(), Holder()
-    lifecycle.register_hooks(holder)
+    goodbye, hooked = processes.Event(), Hooked()
+    lifecycle.register_hooks(hooked)
     processes.Process(target=lambda: print(goodbye.wait(float(sys.argv[1])), flush=True)).start()
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
+@needs_fork
 def test_peers_are_notified_before_children_are_joined():
-    assert said_by(CHILDREN, str(LONG))[0] == ["True"]
+    assert run(CHILDREN, str(LONG))[0] == ["True"]
 
 
 FORK = """
@@ -106,24 +108,24 @@ def fail():
     print("fails", flush=True)
     raise ValueError("a mistake")
 
-class Holder:
+class Hooked:
     def after_fork_in_child(self):
-        print("left", flush=True)
+        print("hook", flush=True)
 
-holder = Holder()
+hooked = Hooked()
 lifecycle.after_fork(fail)
 lifecycle.after_fork(lambda: print("last", flush=True))
-lifecycle.register_hooks(holder)
+lifecycle.register_hooks(hooked)
 child = os.fork()
 if not child:
     os._exit(0)
 os.waitpid(child, 0)
-lifecycle.unregister_hooks(holder)
+lifecycle.unregister_hooks(hooked)
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
+@needs_fork
 def test_after_fork_calls_run_in_order_in_the_child_only():
-    said, errors = said_by(FORK)
-    assert said == ["left", "fails", "last"]
+    calls, errors = run(FORK)
+    assert calls == ["hook", "fails", "last"]
     assert errors.count("ValueError: a mistake") == 1

@@ -9,8 +9,6 @@ import asyncio
 import contextlib
 import re
 import socket
-import ssl
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,20 +23,18 @@ from asyncdist.store.protocol.c10d import Code
 from asyncdist.testing.cluster import world_of
 from tests.support.c10d_peer import Peer
 
-pytestmark = pytest.mark.each_loop
-
 FILES = Path(__file__).parents[1] / "tls"
 TOKEN = "a token for tests"
 LONG = 10.0
 
 
-def config(name: str | None = "member", ca: str | None = "ca", **more) -> Config:
+def config(name: str | None = "member", ca: str | None = "ca", **options) -> Config:
     files = {
         "tls_cert": str(FILES / f"{name}.crt") if name else None,
         "tls_key": str(FILES / f"{name}.key") if name else None,
         "tls_ca": str(FILES / f"{ca}.crt") if ca else None,
     }
-    return Config(**files, **{"token": TOKEN, "store_reconnect": 0.0, **more})
+    return Config(**files, **{"token": TOKEN, "store_reconnect": 0.0, **options})
 
 
 # -- the store --------------------------------------------------------------------------------------
@@ -48,6 +44,7 @@ async def connect(server: StoreServer, settings: Config, timeout: float = LONG) 
     return await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=timeout, config=settings)
 
 
+@pytest.mark.each_loop
 async def test_store_over_tls():
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
         async with await connect(server, config()) as store:
@@ -83,34 +80,36 @@ async def test_threads_share_a_tls_connection():
         await asyncio.to_thread(shared)
 
 
-STRANGERS = {
+UNTRUSTED = {
     "no certificate": (config(None), "required|unknown|handshake|did.not.return"),
-    "one of another authority": (config("stranger"), "unknown|verify|CA"),
-    "another authority believed": (config(ca="other-ca"), "verif|certificate"),
+    "certificate of another authority": (config("stranger"), "unknown|verify|CA"),
+    "trusts another authority": (config(ca="other-ca"), "verif|certificate"),
 }
 
 
+@pytest.mark.each_loop
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("who", STRANGERS)
-async def test_client_without_a_valid_certificate_is_refused(who, caplog, eventually):
-    settings, why = STRANGERS[who]
+@pytest.mark.parametrize("client", UNTRUSTED)
+async def test_client_without_a_valid_certificate_is_refused(client, caplog, eventually):
+    settings, reason = UNTRUSTED[client]
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
-        # Where it is the store that refuses, its log says why; the other side may see no more than that it hung up.
-        with pytest.raises((AuthenticationError, StoreError)) as turned_away:
+        # If the store refuses, its log has the reason; the client may see only that the connection was closed.
+        with pytest.raises((AuthenticationError, StoreError)) as refused:
             await connect(server, settings, timeout=1.0)
-        said = re.compile(f"(?i)the TLS handshake with the other side failed .*({why})")
-        await eventually(lambda: said.search(f"{caplog.text} {turned_away.value}"))
+        expected = re.compile(f"(?i)the TLS handshake with the other side failed .*({reason})")
+        await eventually(lambda: expected.search(f"{caplog.text} {refused.value}"))
         with pytest.raises((AuthenticationError, StoreError)):
             await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=0.5, config=settings)
-        async with await connect(server, config()) as store:  # others are served
+        async with await connect(server, config()) as store:  # other clients are served
             await store.set("k", b"v")
 
 
+@pytest.mark.each_loop
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("who", ["no certificate", "one of another authority"])
-async def test_untrusted_client_stops_retrying(who):
-    """Its own side of the handshake was over before the store had seen its certificate."""
-    settings, _ = STRANGERS[who]
+@pytest.mark.parametrize("client", ["no certificate", "certificate of another authority"])
+async def test_untrusted_client_stops_retrying(client):
+    """The client's side of the handshake is complete before the store has seen its certificate."""
+    settings, _ = UNTRUSTED[client]
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
         with pytest.raises(CertificateError, match="hung up after the handshake, 8 times in a row"):
             await connect(server, settings, timeout=60.0)
@@ -119,16 +118,16 @@ async def test_untrusted_client_stops_retrying(who):
 
 
 async def test_closed_connections_are_retried(monkeypatch):
-    """As one does that ends, before another takes its place."""
+    """A store closes its connections when it ends, and another store may take its place."""
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config()) as server:
         dialled = 0
+        original_admit = server.admission.admit
 
         def admit(connection):
             nonlocal dialled
             dialled += 1
-            return dialled % 4 == 0 and admitted(connection)
+            return dialled % 4 == 0 and original_admit(connection)
 
-        admitted = server.admission.admit
         monkeypatch.setattr(server.admission, "admit", admit)
         async with await connect(server, config()) as store:
             await store.set("k", b"v")
@@ -136,6 +135,7 @@ async def test_closed_connections_are_retried(monkeypatch):
         assert dialled == 8
 
 
+@pytest.mark.each_loop
 async def test_certificate_for_another_name_is_refused():
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config("elsewhere", None)) as server:
         with pytest.raises(AuthenticationError, match="IP address mismatch"):
@@ -144,6 +144,7 @@ async def test_certificate_for_another_name_is_refused():
             await store.set("k", b"v")
 
 
+@pytest.mark.each_loop
 async def test_plain_clients_are_refused_except_local_c10d_clients(caplog):
     settings = config(store_c10d="loopback")
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=settings) as server:
@@ -155,14 +156,15 @@ async def test_plain_clients_are_refused_except_local_c10d_clients(caplog):
         assert "a connection without TLS: set ASYNCDIST_TLS_CA in its process" in caplog.text
         assert "ASYNCDIST_TOKEN" not in caplog.text
 
-        def torchs() -> None:
+        def c10d_client() -> None:
             with Peer(server.port) as peer:
                 assert peer.ask(Code.ADD, b"/n", 2) == 2
 
-        await asyncio.to_thread(torchs)
+        await asyncio.to_thread(c10d_client)
         assert server.state.keys.peek("n") == b"2"
 
 
+@pytest.mark.each_loop
 async def test_silent_connections_block_no_client_and_are_dropped():
     settings = config(handshake_timeout=0.3)
     async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=settings) as server:
@@ -199,78 +201,51 @@ def test_unusable_certificate_files_raise_usage_error(tmp_path):
 # -- ranks ------------------------------------------------------------------------------------------
 
 
+async def all_reduce(groups, count: int) -> None:
+    size = len(groups)
+    tensors = [torch.full((count,), float(rank + 1)) for rank in range(size)]
+    await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
+    assert all(torch.equal(tensor, torch.full((count,), size * (size + 1) / 2)) for tensor in tensors)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 async def test_ranks_over_tls(size):
     async with world_of(size, transport="tcp", config=config()) as groups:
         for count in (0, 1, 1000, 3_000_000):
-            tensors = [torch.full((count,), float(rank + 1)) for rank in range(size)]
-            await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
-            for tensor in tensors:
-                assert torch.equal(tensor, torch.full((count,), size * (size + 1) / 2))
+            await all_reduce(groups, count)
 
 
-async def test_tls_check_ranks_accepts_matching_addresses():
-    async with world_of(2, transport="tcp", config=config(tls_check_ranks=True)) as groups:
-        tensors = [torch.full((4,), rank + 1.0) for rank in range(2)]
-        await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
-        assert [tensor[0].item() for tensor in tensors] == [3.0, 3.0]
-
-
-@pytest.mark.parametrize("checks", [False, True])
-async def test_rank_certificate_for_another_address(checks):
-    settings = config("elsewhere", tls_check_hostname=False, tls_check_ranks=checks)
-
-    async def reduce() -> None:
+@pytest.mark.parametrize(("name", "checks"), [("member", True), ("elsewhere", False), ("elsewhere", True)])
+async def test_tls_check_ranks_refuses_a_certificate_for_another_address(name, checks):
+    settings = config(name, tls_check_hostname=False, tls_check_ranks=checks)
+    refused = pytest.raises(PeerLostError, match="IP address mismatch")
+    with refused if (name, checks) == ("elsewhere", True) else contextlib.nullcontext():
         async with world_of(2, transport="tcp", config=settings) as groups:
-            tensors = [torch.ones(4) for _ in range(2)]
-            await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
-            assert [tensor[0].item() for tensor in tensors] == [2.0, 2.0]
-
-    if not checks:
-        await reduce()
-        return
-    with pytest.raises(PeerLostError, match="IP address mismatch"):
-        await reduce()
+            await all_reduce(groups, 4)
 
 
-async def test_large_messages_in_both_directions_over_tls():
-    async with world_of(2, transport="tcp", config=config()) as groups:
-        count = 2_000_000
-        sent = [torch.arange(count) + rank for rank in range(2)]
-        got = [torch.empty(count, dtype=torch.int64) for _ in range(2)]
-        await asyncio.gather(
-            *(groups[rank].send(sent[rank], 1 - rank) for rank in range(2)),
-            *(groups[rank].recv(got[rank], 1 - rank) for rank in range(2)),
-        )
-        assert torch.equal(got[0], sent[1])
-        assert torch.equal(got[1], sent[0])
-
-
-def test_kept_bytes_are_sent_when_the_socket_is_writable():
-    ours, theirs = socket.socketpair()
-    contexts = rank_contexts(config())
-    dialler = TlsSocket(ours, contexts[1], serves=False)
-    ours.setblocking(False)
-    theirs.setblocking(True)
-    served: list[ssl.SSLSocket] = []
-    thread = threading.Thread(target=lambda: served.append(contexts[0].wrap_socket(theirs, server_side=True)))
-    thread.start()
-    while not dialler.secured:
-        with contextlib.suppress(BlockingIOError):
-            dialler.secure()
-    thread.join()
+def test_unsent_bytes_are_sent_when_the_socket_is_writable():
+    near, far = socket.socketpair()
+    near.setblocking(False)
+    accepting, dialling = rank_contexts(config())
+    dialler = TlsSocket(near, dialling, serves=False)
+    with ThreadPoolExecutor(1) as thread:
+        accepted = thread.submit(accepting.wrap_socket, far, server_side=True)
+        while not dialler.secured:
+            with contextlib.suppress(BlockingIOError):
+                dialler.secure()
+        reader = accepted.result()
     data, sent = bytes(range(256)) * 40_000, 0
     while not dialler.unsent:
         sent += dialler.send(memoryview(data)[sent:])
     with pytest.raises(BlockingIOError):
         dialler.send(b"more")
-    (reader,) = served
-    got = b""
-    while len(got) < sent:
-        got += reader.recv(1 << 20)
+    received = b""
+    while len(received) < sent:
+        received += reader.recv(1 << 20)
         if dialler.unsent:
             with contextlib.suppress(BlockingIOError):
                 dialler.flush()
-    assert got == data[:sent]
+    assert received == data[:sent]
     dialler.close()
     reader.close()

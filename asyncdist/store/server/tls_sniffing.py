@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Callable
 
 from asyncdist.base import lifecycle
-from asyncdist.base.descriptors import is_gone
+from asyncdist.base.descriptors import is_transient
 from asyncdist.base.tls import handshake_error
 from asyncdist.store.server.accept import Admission
 from asyncdist.store.server.connection import peer_name
@@ -66,7 +66,7 @@ class SniffingListener:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                if is_gone(error):
+                if is_transient(error):
                     continue
                 logger.error("store: cannot accept a connection: %s", error.strerror)
                 # The process may have too many open descriptors for the moment.

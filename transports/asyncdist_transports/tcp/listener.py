@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from time import monotonic
 
 from asyncdist.base import lifecycle
-from asyncdist.base.descriptors import is_exhausted, is_gone
+from asyncdist.base.descriptors import is_exhausted, is_transient
 from asyncdist.errors import AddressError
 from asyncdist.transport.base import Host
 
@@ -59,7 +59,7 @@ class Listener:
             except BlockingIOError:
                 return
             except OSError as cause:
-                if is_gone(cause):
+                if is_transient(cause):
                     continue
                 if not (is_exhausted(cause) and self._turn_away()):
                     self._pause(host, cause)
