@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -17,7 +16,7 @@ from asyncdist.base.bounded_cache import BoundedCache
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.collectives import data_movement, reductions, sparse
-from asyncdist.collectives.prepared import PreparedCollective, cache_key, converted, finish_call
+from asyncdist.collectives.prepared import PreparedCollective, Result, cache_key, converted
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
 from asyncdist.errors import UnsupportedError, UsageError
@@ -113,13 +112,12 @@ class CollectiveOps(ABC):
                 prepared = self._prepared.get(key)
             # An argument is not hashable: `prepare` refuses it with a proper message.
             except TypeError:
-                prepared = prepare(self.context, *values, *arguments)
+                prepared = key = None
             if prepared is None:
                 prepared = prepare(self.context, *values, *arguments)
                 if key is not None:
                     self._prepared.add(key, prepared)
-            finish = partial(finish_call, tensors[0] if tensors else None, outputs, writes)
-            return self._run(name, prepared, values, finish, options)
+            return self._run(name, prepared, values, (tensors[0] if tensors else None, outputs, writes), options)
         except UsageError as error:
             self.refused(name, error)
             raise
@@ -130,10 +128,10 @@ class CollectiveOps(ABC):
         name: str,
         prepared: PreparedCollective,
         tensors: Sequence[Any],
-        finish: Callable[[], Any],
+        result: Result,
         options: CallOptions,
     ) -> Work:
-        """Start a prepared collective with contiguous tensors; ``finish()`` ends it and returns its value."""
+        """Start a prepared collective with contiguous tensors; ``finish_call(*result)`` ends it and returns its value."""
 
     def _run_plan(self, name: str, make: Callable[..., Plan], arguments: tuple[Any, ...], options: CallOptions) -> Work:
         """Start the collective over links that ``make(context, *arguments)`` plans."""

@@ -13,11 +13,12 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.errors import UsageError
-from asyncdist.memory.buffers import OutputTensor, in_order, increment_versions, input_memory
+from asyncdist.memory.buffers import OutputTensor, increment_versions, input_memory
 from asyncdist.memory.reduce_kernels import Fold
 from asyncdist.transport.native import PreparedCall
 
 _Tensor = torch.Tensor
+_STRIDED = torch.strided
 
 
 class PreparedCollective(NamedTuple):
@@ -49,15 +50,21 @@ def cache_key(key: tuple[Hashable, ...], values: Sequence[Any], *, contiguous: b
     for value in values:
         kind = type(value)
         if kind is _Tensor:
-            if not (contiguous or in_order(value)):
+            dtype = value.dtype
+            if not contiguous and not (
+                value.is_cpu
+                and value.layout is _STRIDED
+                and value.is_contiguous()
+                and not (value.requires_grad or value.is_inference() or value.is_neg())
+                and not (dtype.is_complex and value.is_conj())
+            ):
                 return None
-            key += (value.dtype, value.shape)
+            key += (dtype, value.shape)
         elif kind is list:
-            for tensor in value:
-                if type(tensor) is not _Tensor or not (contiguous or in_order(tensor)):
-                    return None
-                key += (tensor.dtype, tensor.shape)
-            key += (len(value),)
+            within = cache_key((), value, contiguous=contiguous)
+            if within is None:
+                return None
+            key += (within,)
         elif value is None:
             key += (None,)
         else:
@@ -109,8 +116,18 @@ def _input(value: Any) -> torch.Tensor:
     return tensor.view(tuple(value.shape))
 
 
+Result = tuple[Any, Sequence[OutputTensor], bool]
+"""The arguments of `finish_call` for one call."""
+
+
 def finish_call(value: Any, outputs: Sequence[OutputTensor], writes: bool) -> Any:
-    """Store the outputs of a call, tell autograd which tensors have changed, and return the call's value."""
+    """Store the outputs of a call, tell autograd which tensors have changed, and return the call's value.
+
+    Args:
+        value: The first argument of the call: a tensor, a list of tensors, or None.
+        outputs: The converted tensors that the call has written; empty if it has written ``value`` itself.
+        writes: Whether this rank writes ``value``.
+    """
     if outputs:
         for output in outputs:
             output.store()

@@ -22,7 +22,7 @@ from asyncdist.base.daemon_threads import SerialExecutor
 from asyncdist.base.deadline import seconds
 from asyncdist.collectives import p2p
 from asyncdist.collectives.operations import CallOptions, CollectiveOps
-from asyncdist.collectives.prepared import PreparedCollective
+from asyncdist.collectives.prepared import PreparedCollective, Result, finish_call
 from asyncdist.devices.completion_watcher import CompletionWatcher, Pending
 from asyncdist.devices.cpu_group import CpuGroup
 from asyncdist.devices.desync_detector import DesyncDetector
@@ -140,10 +140,11 @@ class DeviceGroup(CollectiveOps):
         name: str,
         prepared: PreparedCollective,
         tensors: Sequence[Any],
-        finish: Callable[[], Any],
+        result: Result,
         options: CallOptions,
     ) -> Work:
         inline = self._backend is not None and not self._backend.blocks
+        finish = functools.partial(finish_call, *result)
         plan = Plan(fingerprint=prepared.fingerprint, finish=finish, nbytes=prepared.nbytes)
         assert prepared.native is not None
         do = functools.partial(self._run_collective, prepared.native, tensors)

@@ -175,7 +175,8 @@ class Endpoint:
         if self._checker.early_calls:
             self._checker.begin(operation)
         channel = operation.channel
-        channel.started, channel.highest = channel.started + 1, max(channel.highest, operation.sequence)
+        channel.started += 1
+        channel.highest = max(channel.highest, operation.sequence)
         self._executor.start(operation)
 
     def _discard(self, prefix: bytes) -> None:

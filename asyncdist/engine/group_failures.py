@@ -83,7 +83,7 @@ class GroupFailures:
         """Accept operations and messages of a group from now on."""
         self.channels[channel.prefix] = channel
         if not channel.point_to_point:
-            self._recorder.add_group(channel.name, channel.members, lambda: channel.last_number)
+            self._recorder.add_group(channel.name, channel.members, lambda: channel.highest)
         early = self.ended.pop(channel.prefix, None)
         if early is not None:  # a peer that made the group before this rank has failed it already
             self.fail(channel, early)

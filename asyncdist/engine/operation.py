@@ -71,10 +71,10 @@ class Channel:
         """The group's other channel, which fails with this one."""
         self.operations: dict[bytes, Operation] = {}
         self.numbers = itertools.count(1)
-        self.last_number = 0
-        """The number of the last collective; 0 before the first."""
-        # The number of started operations, and the highest of their sequence numbers.
-        self.started = self.highest = 0
+        self.started = 0
+        """The number of started operations."""
+        self.highest = 0
+        """The highest sequence number of a started collective; 0 before the first."""
 
     def has_ended(self, key: bytes) -> bool:
         """Return whether the collective of a message's key is complete; False if that is unknown.

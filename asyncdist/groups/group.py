@@ -9,6 +9,7 @@ All ranks issue the operations of one group in the same order, from any thread. 
 
 from __future__ import annotations
 
+import functools
 import threading
 from asyncio import _get_running_loop
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,7 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.collectives import data_movement, p2p
 from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
-from asyncdist.collectives.prepared import PreparedCollective, device_of
+from asyncdist.collectives.prepared import PreparedCollective, Result, device_of, finish_call
 from asyncdist.engine.endpoint import Endpoint
 from asyncdist.engine.operation import Channel, Operation, Plan
 from asyncdist.engine.work import Work, completed
@@ -193,16 +194,17 @@ class Group(CollectiveOps):
         name: str,
         prepared: PreparedCollective,
         tensors: Sequence[Any],
-        finish: Callable[[], Any],
+        result: Result,
         options: CallOptions,
     ) -> Work:
         fingerprint, nbytes, native, parts, fold, window = prepared
+        value, outputs, writes = result
         channel, background, timeout = self._channel, options.get("background", True), options.get("timeout")
         limit = self.timeout
         if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
             limit = self._limit(name, background, timeout)
         # The number is taken last: a call that one rank refuses must not shift the numbers of that rank.
-        number = channel.last_number = next(channel.numbers)
+        number = next(channel.numbers)
         entry = Entry(self.name, name, number, fingerprint, nbytes)
         self._record(entry)
         schedules: Iterable[Schedule]
@@ -215,16 +217,17 @@ class Group(CollectiveOps):
                 schedules = (schedule := native(number, *tensors),)
                 wait = not background or (self.patient and _get_running_loop() is None)
                 if self.mesh.progress.attempt(schedule, channel, wait=wait):
-                    channel.started, channel.highest = channel.started + 1, max(channel.highest, number)
-                    value = finish()
+                    channel.started += 1
+                    if number > channel.highest:
+                        channel.highest = number
+                    value = finish_call(value, outputs, writes)
                     entry.finish()
                     return completed(value)
         # An operation that raises the error makes the group fail and notifies the peers.
         except Exception as cause:
             schedules = (raising(cause),)
-        return self._start(
-            channel, Plan(schedules, fingerprint, fold, finish, window, nbytes), entry, background, limit
-        )
+        plan = Plan(schedules, fingerprint, fold, functools.partial(finish_call, *result), window, nbytes)
+        return self._start(channel, plan, entry, background, limit)
 
     def _limit(self, name: str, background: bool, timeout: Timeout) -> float:
         """Return the timeout of a call in seconds; raise if the group is destroyed or the call may not block here."""
@@ -243,10 +246,7 @@ class Group(CollectiveOps):
     def _start_plan(self, name: str, plan: Plan, tag: int | None, background: bool, limit: float) -> Work:
         """Start a planned collective, or a message if there is a ``tag``."""
         channel = self._channel if tag is None else self._messages
-        if tag is None:
-            number = channel.last_number = next(channel.numbers)
-        else:
-            number = tag
+        number = next(channel.numbers) if tag is None else tag
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         entry.peer = plan.peer
         self._record(entry)

@@ -28,7 +28,6 @@ DTYPE_NUMBERS: dict[torch.dtype, int] = {
 DTYPES: dict[int, torch.dtype] = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 
 _EMPTY = memoryview(bytearray())
-_STRIDED = torch.strided
 # Bytes that a `Scratch` keeps for reuse.
 _SCRATCH_NBYTES = 8 << 20
 
@@ -256,16 +255,6 @@ def _unsupported(dtype: torch.dtype) -> UnsupportedError:
 def input_memory(value: Any) -> Memory:
     """Return the memory of a tensor or numpy array; of a copy if it is not contiguous, conjugated or negated."""
     return flat_memory(_contiguous(tensor_of(value)))
-
-
-def in_order(tensor: torch.Tensor) -> bool:
-    """Return whether an operation may read and write the memory of a tensor without a conversion."""
-    return (
-        tensor.is_cpu
-        and tensor.layout is _STRIDED
-        and tensor.is_contiguous()
-        and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj() or tensor.is_inference())
-    )
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
