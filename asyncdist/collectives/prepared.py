@@ -60,7 +60,8 @@ def cache_key(key: tuple[Hashable, ...], values: Sequence[Any], *, contiguous: b
             ):
                 return None
             key += (dtype, value.shape)
-        elif kind is list:
+        # `finish_call` takes no nested lists.
+        elif kind is list and not (value and type(value[0]) is list):
             within = cache_key((), value, contiguous=contiguous)
             if within is None:
                 return None
