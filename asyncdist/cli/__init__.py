@@ -1,4 +1,4 @@
-"""The command line ``asyncdist``. Its modules import torch inside the commands that need it, so that it starts fast."""
+"""The command line ``asyncdist``. Only the commands that need torch import it, so that the others start fast."""
 
 from __future__ import annotations
 

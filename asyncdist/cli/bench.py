@@ -34,7 +34,7 @@ _SIZE_LIST = ListOf("sizes such as 4,64K,25M", whole_number)
 
 
 def _rivals(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
-    """Replace "available" by every installed rival, and report those that are not installed."""
+    """Replace "available" by every installed rival; report on stderr which are not installed."""
     if _AVAILABLE not in value:
         return value
     from asyncdist.bench.contenders.mpi import mpi_missing
@@ -46,10 +46,10 @@ def _rivals(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
 
 
 def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
-    """Refuse names that are keys of other contenders. The name of each further transport is its key in the results."""
-    taken = [name for name in value[1:] if name in CONTENDERS]
-    if taken:
-        raise click.BadParameter(f"{taken[0]!r} is not a transport")
+    """Refuse further transports with the name of a contender, because the name of each is a key of the results."""
+    for name in value[1:]:
+        if name in CONTENDERS:
+            raise click.BadParameter(f"{name!r} is not a transport")
     return value
 
 
@@ -183,9 +183,9 @@ def _cpu_plan(
     ddp: bool,
     **options: Any,
 ) -> BenchPlan:
-    unknown = [name for name in collectives if name not in COLLECTIVES]
-    if unknown:
-        raise click.BadParameter(f"{unknown[0]} is measured only with --device cuda")
+    for name in collectives:
+        if name not in COLLECTIVES:
+            raise click.BadParameter(f"{name} is measured only with --device cuda")
     if ranks < 2:
         raise click.BadParameter("a collective needs at least 2 ranks on the CPU", param_hint="--ranks")
     return BenchPlan(
@@ -205,15 +205,15 @@ def _device_plan(
     """Return the plan for CUDA tensors; raise UnsupportedError if there is no device."""
     from asyncdist.transport.device_streams import cuda_missing
 
-    others = [name for name in collectives if name not in ON_DEVICES]
-    if others:
-        raise click.BadParameter(f"--device cuda measures only {', '.join(ON_DEVICES)}, not {others[0]}")
+    for name in collectives:
+        if name not in ON_DEVICES:
+            raise click.BadParameter(f"--device cuda measures only {', '.join(ON_DEVICES)}, not {name}")
     missing = cuda_missing()
     if missing is not None:
         raise UnsupportedError(f"nothing was measured, as there is no CUDA device: {missing}")
-    possible = tuple(name for name in ON_DEVICES if name != "send" or ranks > 1)
-    wanted = tuple(dict.fromkeys(collectives)) or possible
-    return BenchPlan(wanted, sizes or _SIZE_LIST.read(_SIZES_ON_DEVICES), ranks, repeat=repeat, device="cuda")
+    default = tuple(name for name in ON_DEVICES if name != "send" or ranks > 1)
+    measured = tuple(dict.fromkeys(collectives)) or default
+    return BenchPlan(measured, sizes or _SIZE_LIST.read(_SIZES_ON_DEVICES), ranks, repeat=repeat, device="cuda")
 
 
 def _steps(ranks: int) -> tuple[str, ...]:
@@ -226,7 +226,7 @@ def _steps(ranks: int) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _progress_bar() -> Iterator[Callable[[float, ResultRow | None], None]]:
-    """Show a progress bar on stderr, if that is a terminal; yield a function that draws the share and a new result."""
+    """Show a progress bar if stderr is a terminal. Yield the function that draws the completed share and a new row."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from asyncdist.bench.report.page import duration, size

@@ -26,7 +26,7 @@ _COUNTS = ListOf("positive numbers such as 1,8", lambda word: int(word) if word.
     default=1000,
     show_default=True,
     type=click.IntRange(1),
-    help="Number of concurrent calls of one client.",
+    help="Number of concurrent calls of one asyncdist client.",
 )
 @click.option(
     "--clients",

@@ -1,4 +1,4 @@
-"""The console and the files that commands write to, and the configuration that they read. Every command uses it."""
+"""The console, the output files and the configuration of the commands. Every command uses it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from asyncdist.bench.report.page import Page
 
 _WIDTH = 150
-"""Columns of output that does not go to a terminal: wide enough that no table is folded."""
+"""Columns of output that does not go to a terminal. No table is wider."""
 
 
 def screen(*, stderr: bool = False) -> Console:
@@ -30,7 +30,7 @@ def screen(*, stderr: bool = False) -> Console:
 
 
 def configured() -> Config:
-    """Return the configuration from the environment; UsageError names the variable that cannot be read."""
+    """Return the configuration from the environment; raise UsageError with the name of an invalid variable."""
     try:
         return Config.from_environment()
     except ValueError as error:
@@ -38,7 +38,7 @@ def configured() -> Config:
 
 
 def print_page(console: Console, page: Page) -> None:
-    """Print the lines about the run, and the tables."""
+    """Print a page's lines about the run and its tables."""
     for line in page.about:
         console.print(line, style="dim", soft_wrap=True, markup=False)
     for grid in page.grids:

@@ -1,7 +1,4 @@
-"""Log output of the store daemon: text lines for people, or one JSON object per line for machines.
-
-Called by `store`.
-"""
+"""Log output of the store daemon: text lines for people, or one JSON object per line for machines. Called by `store`."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr(form: str, level: str) -> None:
-    """Write every record that asyncdist logs at ``level`` or above to the standard error."""
+    """Write the records that asyncdist logs at ``level`` or above to the standard error, in a format of `FORMATS`."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(_TEXT))
     logger = logging.getLogger("asyncdist")

@@ -1,4 +1,4 @@
-"""Option types of the command line: lists, seconds, socket files, and output files and folders. The commands use them."""
+"""Option types of the command line: lists, seconds, socket files, and output files and folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ListOf(click.ParamType, Generic[T]):  # type: ignore[type-arg]
 
     Args:
         what: A name for the values, with an example, for the error message.
-        read_one: Reads a value; returns None or raises ValueError if it cannot.
+        read_one: Converts a text to a value; returns None or raises ValueError if the text is not valid.
         allow_empty: Whether the list may be empty.
     """
 
@@ -31,7 +31,7 @@ class ListOf(click.ParamType, Generic[T]):  # type: ignore[type-arg]
         self.what, self.read_one, self.allow_empty = what, read_one, allow_empty
 
     def read(self, text: str) -> tuple[T, ...]:
-        """Read the values; raise ValueError if one cannot be read."""
+        """Return the values of a list; raise ValueError if one is not valid."""
         words = dict.fromkeys(word.strip() for word in text.split(",") if word.strip())
         values = tuple(value for word in words if (value := self.read_one(word)) is not None)
         if len(values) < len(words) or not (values or self.allow_empty):
@@ -77,14 +77,14 @@ class Seconds(click.FloatRange):
 
 
 class SocketFile(click.Path):
-    """An absolute path, which distinguishes a socket file from a host name."""
+    """A socket file. Its path is made absolute, because a store takes an absolute path for a socket file, not a host."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         return Path(os.fsdecode(super().convert(value, param, ctx))).absolute()
 
 
 class NewFile(click.Path):
-    """An output file in an existing folder. A path that cannot be written is refused before the work starts."""
+    """An output file in an existing folder. Checks before the work starts that the file can be written."""
 
     def __init__(self, *, allow_dash: bool = False) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path, allow_dash=allow_dash)
@@ -99,7 +99,7 @@ class NewFile(click.Path):
 
 
 class NewFolder(click.Path):
-    """An output folder, created if it does not exist. Make the option eager where other options name files in it."""
+    """An output folder, created if it does not exist. Make the option eager if other options may name files in it."""
 
     def __init__(self) -> None:
         super().__init__(file_okay=False, path_type=Path)

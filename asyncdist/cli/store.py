@@ -109,7 +109,7 @@ def store(ctx: click.Context, /, **given: Any) -> None:
     data is damaged. It exits with 1 if it can no longer write its data.
     """
     if ctx.invoked_subcommand is not None:
-        _check_is_an_address(ctx)
+        _refuse_server_options(ctx)
         ctx.obj = StoreTarget(given["host"], given["port"], given["unix"], _tls(given))
         return
     log_to_stderr(given["log_format"], given["log_level"])
@@ -120,8 +120,8 @@ for _command in STORE_COMMANDS:
     store.add_command(_command)
 
 
-def _check_is_an_address(ctx: click.Context) -> None:
-    """Refuse options of the daemon before a command that queries one."""
+def _refuse_server_options(ctx: click.Context) -> None:
+    """Refuse options that configure a daemon if a command follows that queries one."""
     for name in _explicit(ctx) - {"host", "port", "unix", "tls_cert", "tls_key", "tls_ca"}:
         option = "--" + name.replace("_", "-")
         raise click.UsageError(
@@ -130,6 +130,7 @@ def _check_is_an_address(ctx: click.Context) -> None:
 
 
 def _explicit(ctx: click.Context) -> set[str]:
+    """Return the names of the options that are on the command line."""
     return {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
 
 
@@ -143,9 +144,9 @@ def _settings(given: dict[str, Any]) -> Config:
     config = configured().with_(**_tls(given))
     if given["allow_unauthenticated_c10d"]:
         logging.getLogger("asyncdist").warning("--allow-unauthenticated-c10d is deprecated: write --c10d any")
-    allowed = given["c10d"] or ("any" if given["allow_unauthenticated_c10d"] else None)
-    if allowed is not None:
-        config = config.with_(store_c10d=allowed)
+        config = config.with_(store_c10d="any")
+    if given["c10d"] is not None:
+        config = config.with_(store_c10d=given["c10d"])
     if given["max_memory"] is not None:
         config = config.with_(store_max_nbytes=given["max_memory"])
     return config
@@ -161,13 +162,13 @@ def _serve(ctx: click.Context, given: dict[str, Any]) -> None:
     from asyncdist.store.server.daemon import Options, serve
 
     config = _settings(given)
-    begun = False
+    is_ready = False
 
-    def ready(at: str, chosen: int) -> None:
-        nonlocal begun
-        begun = True
-        guard = "token wanted" if config.token else "no token wanted"
-        click.echo(f"asyncdist store is ready at {_shown(at, chosen)} ({guard})")
+    def ready(host: str, port: int) -> None:
+        nonlocal is_ready
+        is_ready = True
+        token = "token required" if config.token else "no token required"
+        click.echo(f"asyncdist store is ready at {_url(host, port)} ({token})")
 
     options = Options(
         unix=given["unix"],
@@ -178,18 +179,19 @@ def _serve(ctx: click.Context, given: dict[str, Any]) -> None:
         service=Service.from_environment(),
         own_process=True,
     )
-    alone = given["unix"] is not None and not _explicit(ctx) & {"host", "port"}
-    host = None if alone else given["host"]
+    only_unix = given["unix"] is not None and not _explicit(ctx) & {"host", "port"}
+    host = None if only_unix else given["host"]
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(serve(host, given["port"], token=config.token, config=config, ready=ready, options=options))
     except JournalError as error:
-        if not begun:
+        if not is_ready:
             raise
         raise click.ClickException(str(error)) from error  # exits with 1
 
 
-def _shown(at: str, port: int) -> str:
+def _url(host: str, port: int) -> str:
+    """Return the URL of a listening socket; with port 0, ``host`` is the path of a Unix socket."""
     if not port:
-        return f"unix://{at}"
-    return f"tcp://[{at}]:{port}" if ":" in at else f"tcp://{at or '*'}:{port}"
+        return f"unix://{host}"
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host or '*'}:{port}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,30 +42,31 @@ def _address(command: Callable[..., None]) -> Callable[..., Any]:
 
 def _run(ctx: click.Context, given: dict[str, Any], ask: Callable[[AsyncStore], Coroutine[Any, Any, None]]) -> None:
     """Connect, run ``ask``, and disconnect."""
+    from asyncdist.cli.console import configured
+    from asyncdist.store import AsyncStore
+
     target: StoreTarget = ctx.obj
     host, port = given["host"] or target.host, given["port"] or target.port
     unix = given["unix"] or (None if given["host"] or given["port"] else target.unix)
+    if unix is not None:
+        host, port = str(unix), 0
+    config = configured().with_(**target.tls)
+
+    async def connect_and_ask() -> None:
+        opening = AsyncStore.connect(host, port, token=config.token, timeout=given["timeout"], config=config)
+        async with await opening as store:
+            await ask(store)
+
     try:
-        asyncio.run(_asked(str(unix) if unix else host, 0 if unix else port, given["timeout"], target.tls, ask))
+        asyncio.run(connect_and_ask())
     except KeyboardInterrupt:
         ctx.exit(130)
 
 
-async def _asked(
-    host: str, port: int, timeout: float, tls: dict[str, str], ask: Callable[[AsyncStore], Awaitable[None]]
-) -> None:
-    from asyncdist.cli.console import configured
-    from asyncdist.store import AsyncStore
-
-    config = configured().with_(**tls)
-    async with await AsyncStore.connect(host, port, token=config.token, timeout=timeout, config=config) as store:
-        await ask(store)
-
-
-def _say(what: str | bytes, *, nl: bool = True) -> None:
-    """Write to the standard output. A closed pipe is not an error: click ends the program quietly."""
+def _print(text: str | bytes, *, nl: bool = True) -> None:
+    """Write to the standard output. If the pipe is closed, click ends the program without a message."""
     try:
-        click.echo(what, nl=nl)
+        click.echo(text, nl=nl)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -90,9 +91,9 @@ def _shown(value: bytes) -> str:
         return repr(value)
 
 
-def _line(text: str, what: object) -> str:
-    """Return ``text`` if a terminal shows it unchanged on one line, else ``what`` as a Python literal."""
-    return text if text.isprintable() else repr(what)
+def _line(text: str, value: object) -> str:
+    """Return ``text`` if a terminal shows it unchanged on one line, else ``value`` as a Python literal."""
+    return text if text.isprintable() else repr(value)
 
 
 @click.command("status", short_help="Show the store's state.")
@@ -107,11 +108,11 @@ def show_status(ctx: click.Context, as_json: bool, **given: Any) -> None:
     async def ask(store: AsyncStore) -> None:
         found = await store.request(operations.status())
         if as_json:
-            _say(json.dumps(found))
+            _print(json.dumps(found))
             return
         for name, value in found.items():
             shown = f"{value:,.0f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
-            _say(f"{name:20} {shown}")
+            _print(f"{name:20} {shown}")
 
     _run(ctx, given, ask)
 
@@ -128,7 +129,7 @@ def print_value(ctx: click.Context, key: str, wait: bool, raw: bool, **given: An
         if not wait and key not in await store.list_keys(key):
             raise click.ClickException(f"the store has no key {key!r}; --wait waits for it")
         value = await store.get(key)
-        _say(value if raw else _shown(value), nl=not raw)
+        _print(value if raw else _shown(value), nl=not raw)
 
     _run(ctx, given, ask)
 
@@ -155,7 +156,7 @@ def print_keys(ctx: click.Context, prefix: str, **given: Any) -> None:
 
     async def ask(store: AsyncStore) -> None:
         for key in sorted(await store.list_keys(prefix)):
-            _say(_line(key, key))
+            _print(_line(key, key))
 
     _run(ctx, given, ask)
 
@@ -173,7 +174,7 @@ def print_changes(ctx: click.Context, prefix: str, channel: bool, **given: Any) 
     async def keys_under(store: AsyncStore) -> None:
         async for key, value in store.watch_keys(prefix):
             shown = _line(key, key)
-            _say(f"{shown} is gone" if value is None else f"{shown} = {_shown(value)}")
+            _print(f"{shown} is gone" if value is None else f"{shown} = {_shown(value)}")
 
     async def messages(store: AsyncStore) -> None:
         from asyncdist.errors import StoreConnectionError
@@ -182,9 +183,9 @@ def print_changes(ctx: click.Context, prefix: str, channel: bool, **given: Any) 
             async with store.subscribe(prefix) as published:
                 try:
                     async for message in published:
-                        _say(_shown(message))
+                        _print(_shown(message))
                 except StoreConnectionError as error:
-                    # Subscribing again raises if the store cannot be reached any more.
+                    # Subscribing again raises an error if the store cannot be reached.
                     click.echo(error, err=True)
 
     _run(ctx, given, messages if channel else keys_under)

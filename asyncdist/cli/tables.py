@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -39,7 +39,7 @@ def show_versions(console: Console) -> None:
 
 def show_transports(console: Console) -> None:
     """Show every registered transport and whether this machine can use it."""
-    _announced(console, "Transports (the preferred first)", registry.TRANSPORTS)
+    _show_registered(console, "Transports (the preferred first)", registry.TRANSPORTS)
 
 
 def show_devices(console: Console) -> None:
@@ -47,12 +47,13 @@ def show_devices(console: Console) -> None:
     from asyncdist.transport.device_streams import cuda_missing
 
     title = "Device back ends (in order of preference; ranks use the first one that all of them support)"
-    _announced(console, title, registry.DEVICE_BACKENDS)
+    _show_registered(console, title, registry.DEVICE_BACKENDS)
     if cuda_missing() is None:
-        _seen_devices(console)
+        _show_cuda_devices(console)
 
 
-def _announced(console: Console, title: str, group: str) -> None:
+def _show_registered(console: Console, title: str, group: str) -> None:
+    """Show the transports or back ends of an entry point group, in order of preference."""
     table = _table(title, "name", "usable here", "from")
     rows = []
     for name in registry.names(group):
@@ -69,48 +70,43 @@ def _announced(console: Console, title: str, group: str) -> None:
     console.print(table)
 
 
-def _seen_devices(console: Console) -> None:
+def _show_cuda_devices(console: Console) -> None:
     import torch
 
     table = _table(f"CUDA devices (CUDA {torch.version.cuda})", "device", "name", "UUID", "memory")
     for index in range(torch.cuda.device_count()):
-        it = torch.cuda.get_device_properties(index)
-        table.add_row(f"cuda:{index}", escape(it.name), str(it.uuid), f"{it.total_memory / (1 << 30):.1f} GiB")
+        device = torch.cuda.get_device_properties(index)
+        memory = f"{device.total_memory / (1 << 30):.1f} GiB"
+        table.add_row(f"cuda:{index}", escape(device.name), str(device.uuid), memory)
     console.print(table)
 
 
 def show_addresses(console: Console, config: Config) -> None:
     """Show the addresses of this machine, and the one that it advertises to other hosts."""
     try:
-        told, complaint = outward(config), ""
+        advertised, problem = outward(config), ""
     except AddressError as error:
-        told, complaint = "", str(error)
+        advertised, problem = "", str(error)
     table = _table("Addresses", "interface", "address", "advertised")
     for each in interface_addresses():
-        table.add_row(escape(each.interface), each.host, "[green]yes[/]" if each.host == told else "")
+        table.add_row(escape(each.interface), each.host, "[green]yes[/]" if each.host == advertised else "")
     console.print(table)
-    if complaint:
-        console.print(complaint, style="red", markup=False)
+    if problem:
+        console.print(problem, style="red", markup=False)
 
 
 def show_settings(console: Console, config: Config) -> None:
-    """Show every setting: variable, value, default, meaning."""
+    """Show every setting, and the errors that init_process_group would raise for settings with unknown names."""
     table = _table("Settings", "variable", "value", "default", "meaning")
     for variable, meaning, value, default in settings(config):
         mark = "bold" if value != default else ""
         table.add_row(variable, f"[{mark}]{_text(value)}[/]" if mark else _text(value), _text(default), escape(meaning))
     console.print(table)
-    for complaint in _complaints(config):
-        console.print(complaint, style="red", markup=False)
-
-
-def _complaints(config: Config) -> Iterator[str]:
-    """Yield the errors that init_process_group would raise for settings that name something unavailable."""
-    for look in (selection.forced_by, registry.set_by):
+    for resolve in (selection.forced_by, registry.set_by):
         try:
-            look(config)
+            resolve(config)
         except (UsageError, TransportUnavailableError) as error:
-            yield str(error)
+            console.print(str(error), style="red", markup=False)
 
 
 def _text(value: object) -> str:
@@ -120,7 +116,11 @@ def _text(value: object) -> str:
 
 
 def show_choice(console: Console, config: Config, collective: str, ranks: int, sizes: Sequence[int]) -> None:
-    """Show the cost model's prediction for every algorithm of a collective; UsageError for a bad ASYNCDIST_ALGORITHM."""
+    """Show the cost model's prediction for every algorithm of a collective.
+
+    Raises:
+        UsageError: ASYNCDIST_ALGORITHM is not valid.
+    """
     forced = selection.forced_by(config)
     model = selection.Model(segment_nbytes=config.segment_nbytes)
     rows = selection.explain(collective, ranks, sizes, model=model, forced=forced)

@@ -1,9 +1,9 @@
-"""Timelines of the calls of all ranks: a plot, and a file in Chrome's trace event format. Called by ``asyncdist trace``."""
+"""Timelines of the calls of all ranks: a plot, and a file in Chrome's trace event format. Used by ``asyncdist trace``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,19 +35,19 @@ _BAR = 0.7
 
 
 def draw_timeline(worlds: Worlds, path: Path, seconds: float = 0.0) -> None:
-    """Plot one row per rank into a png, svg or pdf file; only the last ``seconds``, unless that is 0."""
+    """Plot the last ``seconds``, or all if that is 0, into a png, svg or pdf file with one row per rank."""
     timeline_figure(worlds, seconds).savefig(path, dpi=150)
 
 
 def timeline_figure(worlds: Worlds, seconds: float = 0.0) -> Figure:
-    """Return the plot with one panel per world. Calls that had not completed when their rank wrote its dump are red."""
+    """Return the plot, with one panel per world. Calls that had not completed when their rank wrote its dump are red."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     sizes = [len(records) for records in worlds]
     end = max(record.written for records in worlds for record in records)
-    first = min((call.issued for records in worlds for _, call in _all(records)), default=end)
+    first = min((call.issued for records in worlds for record in records for call in record.calls), default=end)
     begin = max(end - seconds if seconds else 0.0, first)
     figure = Figure(figsize=(12, 0.7 + 0.9 * len(worlds) + 0.45 * sum(sizes)), layout="constrained")
     FigureCanvasAgg(figure)
@@ -59,13 +59,13 @@ def timeline_figure(worlds: Worlds, seconds: float = 0.0) -> Figure:
         axes.set_title(f"{name_of(records)}: {title}" if len(worlds) > 1 else title, loc="left", weight="bold")
     axes.set_xlim(0, max(end - begin, 1e-6))
     axes.set_xlabel("seconds")
-    handles = [Patch(color=colour, label=name) for name, colour in sorted(shown.items(), key=_place_of)]
+    handles = [Patch(color=colour, label=name) for name, colour in sorted(shown.items(), key=_legend_order)]
     panels[0].legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return figure
 
 
 def _draw_world(axes: Axes, records: Sequence[TraceRecord], begin: float, end: float) -> dict[str, str]:
-    """Draw the operations of one world between two times; return the colour of each kind that is drawn."""
+    """Draw the operations of one world between two times; return the colours of the legend by label."""
     shown: dict[str, str] = {}
     for row, record in enumerate(records):
         bars: dict[str, list[tuple[float, float]]] = {}
@@ -73,7 +73,7 @@ def _draw_world(axes: Axes, records: Sequence[TraceRecord], begin: float, end: f
             until = record.written if call.finished is None else call.finished
             if until < begin:
                 continue
-            name, colour = _look_of(call)
+            name, colour = _label_and_colour(call)
             shown[name] = colour
             start = max(call.issued, begin)
             bars.setdefault(colour, []).append((start - begin, max(until - start, (end - begin) / 2000)))
@@ -87,20 +87,15 @@ def _draw_world(axes: Axes, records: Sequence[TraceRecord], begin: float, end: f
     return shown
 
 
-def _all(records: Sequence[TraceRecord]) -> Iterator[tuple[TraceRecord, TracedCall]]:
-    return ((record, call) for record in records for call in record.calls)
-
-
-def _look_of(call: TracedCall) -> tuple[str, str]:
-    """Return a call's label in the legend and its colour."""
+def _label_and_colour(call: TracedCall) -> tuple[str, str]:
     if call.finished is None:
         return "not completed", _STUCK
     kind = next((kind for kind in _COLOURS if call.op.startswith(kind)), None)
     return (kind, _COLOURS[kind]) if kind else ("others", _OTHER)
 
 
-def _place_of(shown: tuple[str, str]) -> tuple[bool, bool, str]:
-    """Return the sort key of a legend entry: operations by name, then others, then "not completed"."""
+def _legend_order(shown: tuple[str, str]) -> tuple[bool, bool, str]:
+    """Sort operations by name, then "others", then "not completed"."""
     name, colour = shown
     return colour == _STUCK, colour == _OTHER, name
 
@@ -108,17 +103,17 @@ def _place_of(shown: tuple[str, str]) -> tuple[bool, bool, str]:
 def export_trace_events(worlds: Worlds, path: Path) -> None:
     """Write the calls in Chrome's trace event format: one process per rank, one row per group, times in microseconds.
 
-    A process's number is its rank plus the sizes of all worlds before its own.
+    The process number of a rank is the rank plus the sizes of the worlds before its own.
     """
     events: list[dict[str, Any]] = []
-    first = min((call.issued for records in worlds for _, call in _all(records)), default=0.0)
+    first = min((call.issued for records in worlds for record in records for call in record.calls), default=0.0)
     offset = 0
     for records in worlds:
         world = f"{name_of(records)}, " if len(worlds) > 1 else ""
         for record in records:
             name = f"{world}rank {record.rank}, {record.host}"
             events.append({"ph": "M", "name": "process_name", "pid": offset + record.rank, "args": {"name": name}})
-        events += [_event(offset + record.rank, record, call, first) for record, call in _all(records)]
+            events += [_event(offset + record.rank, record, call, first) for call in record.calls]
         offset += records[0].world_size
     path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
 

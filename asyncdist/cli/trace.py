@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from asyncdist.tracing.desync_report import RankPace, RankPosition, TracedCall, TraceRecord
 
 _GROUPS = 8
-"""Largest number of groups that get a table; blocked groups come first."""
+"""The largest number of groups with a table. Blocked groups come first."""
 
 
 @click.command(short_help="Find in flight recorder dumps which rank is stuck in which call; plot a timeline.")
@@ -42,7 +42,7 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
     FOLDER defaults to ASYNCDIST_DUMP_DIR, or else to the current folder. Ranks write their dumps there when a group
     fails. With ASYNCDIST_DUMP_SIGNAL=USR2 they also write them on that signal, which shows where a hanging job is.
     Copy the files of all hosts into one folder first. Latencies between ranks rely on the hosts' wall clocks.
-    If the folder has dumps of several worlds, the report covers those that wrote within 30 seconds of the last one.
+    If the folder has dumps of several worlds, the report covers those written within 30 seconds of the latest one.
 
     \b
     ASYNCDIST_DUMP_DIR=/tmp/dumps ASYNCDIST_DUMP_SIGNAL=USR2 torchrun --nproc-per-node=8 train.py
@@ -60,8 +60,8 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
     for records in worlds:
         if len(worlds) > 1:
             size = records[0].world_size
-            ranks = f"{size} rank{'s' * (size > 1)}"
-            console.print(f"{desync_report.name_of(records)} of {ranks}", style="bold", markup=False)
+            title = f"{desync_report.name_of(records)} of {size} rank{'s' * (size > 1)}"
+            console.print(title, style="bold", markup=False)
         _show(records, calls, console)
     if older := sum(map(len, found[len(worlds) :])):
         console.print(f"{older} file{'s' * (older > 1)} of older worlds in {folder} left out", markup=False)
@@ -101,14 +101,14 @@ def _table(standing: RankPosition, records: Sequence[TraceRecord], paces: dict[i
         table.add_column(name, justify="right")
     table.add_column("last completed")
     table.add_column("pending")
-    for name in ("came last", "after the first", "a call took"):
-        table.add_column(name, justify="right", footer=f"of {counted}" if name == "came last" else "median")
+    for name in ("arrived last", "behind first", "call time"):
+        table.add_column(name, justify="right", footer=f"of {counted}" if name == "arrived last" else "median")
     table.show_footer = bool(counted)
     by_rank = {record.rank: record for record in records}
     for rank in standing.ranks:
         record = by_rank.get(rank)
         if record is None:
-            table.add_row(str(rank), "[red]no recorder[/]")
+            table.add_row(str(rank), "[red]no dump[/]")
             continue
         mine = record.collectives(standing.group)
         pending = [number for number, call in mine.items() if call.finished is None]
@@ -116,7 +116,7 @@ def _table(standing: RankPosition, records: Sequence[TraceRecord], paces: dict[i
             (number for number in range(record.last(standing.group), 0, -1) if number not in pending), None
         )
         oldest = min(pending, default=None)
-        since = f" for {record.written - mine[oldest].issued:.1f} s" if oldest else ""
+        pending_for = f" for {record.written - mine[oldest].issued:.1f} s" if oldest else ""
         pace = paces.get(rank)
         cells = (f"{pace.last:.0%}", duration(pace.lateness), duration(pace.duration)) if pace else ()
         table.add_row(
@@ -124,7 +124,7 @@ def _table(standing: RankPosition, records: Sequence[TraceRecord], paces: dict[i
             escape(record.host),
             str(record.pid),
             _named(completed, mine),
-            f"[yellow]{_named(oldest, mine)}{since}[/]",
+            f"[yellow]{_named(oldest, mine)}{pending_for}[/]",
             *cells,
         )
     return table
@@ -152,7 +152,7 @@ def _last_calls(standing: RankPosition, records: Sequence[TraceRecord], count: i
 
 def _cell(number: int, call: TracedCall | None, record: TraceRecord, group: str) -> str:
     if call is None:
-        return "[red]not called[/]" if record.last(group) < number else "forgotten"
+        return "[red]not called[/]" if record.last(group) < number else "overwritten"
     if call.finished is None:
         return f"[yellow]{'failed' if call.error else 'pending'} for {record.written - call.issued:.1f} s[/]"
     return duration(call.finished - call.issued)

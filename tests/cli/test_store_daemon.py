@@ -43,7 +43,7 @@ def test_told_again_and_again_it_ends_as_if_told_once(daemon: Daemon, number: in
 
 def test_it_wants_the_token():
     with started("--port", "0", ASYNCDIST_TOKEN="secret") as guarded:
-        assert guarded.ready.endswith("(token wanted)\n")
+        assert guarded.ready.endswith("(token required)\n")
         for token in (None, "guess"):
             with pytest.raises(AuthenticationError):
                 guarded.client(token).get("key")

@@ -203,7 +203,7 @@ def test_a_socket_file(short_folder):
     path = short_folder / "store.sock"
     for _ in range(2):  # the second finds the file of one that was killed
         with started("--unix", str(path)) as daemon:
-            assert daemon.ready == f"asyncdist store is ready at unix://{path} (no token wanted)\n"
+            assert daemon.ready == f"asyncdist store is ready at unix://{path} (no token required)\n"
             assert path.stat().st_mode & 0o777 == 0o600
             asked("--unix", str(path), "set", "k", "v")
             assert asked("get", "k", "--unix", str(path)) == "v\n"
@@ -218,7 +218,7 @@ def test_a_socket_file(short_folder):
 def test_a_socket_file_of_this_folder(short_folder, monkeypatch):
     monkeypatch.chdir(short_folder)
     with started("--unix", "store.sock") as daemon:
-        assert daemon.ready == f"asyncdist store is ready at unix://{short_folder}/store.sock (no token wanted)\n"
+        assert daemon.ready == f"asyncdist store is ready at unix://{short_folder}/store.sock (no token required)\n"
         asked("--unix", "store.sock", "set", "k", "v")
         assert asked("get", "k", "--unix", "./store.sock") == "v\n"
 
