@@ -23,10 +23,10 @@ log = logging.getLogger("asyncdist")
 
 # Polling interval in seconds; it doubles while nothing completes.
 _SHORTEST, _LONGEST = 20e-6, 2e-3
-# Seconds after which the group checks that the peers are still there.
+# Seconds after which an operation is slow: the group then checks that its peers are still there.
 _SLOW = 0.05
 # Seconds for which the idle thread waits for another operation.
-_LINGER = 5.0
+_IDLE_TIMEOUT = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,7 @@ class CompletionWatcher:
         late: Callable[[Pending], None],
         broken: Callable[[Pending, Exception], None],
     ) -> None:
-        self._thread = DaemonThreadPool(name, max_threads=1, idle_timeout=_LINGER)
+        self._thread = DaemonThreadPool(name, max_threads=1, idle_timeout=_IDLE_TIMEOUT)
         self._slow, self._late, self._broken = slow, late, broken
         self._pending: list[Pending] = []
         self._steps: list[tuple[DeviceEvent, Work]] = []
@@ -127,14 +127,14 @@ class CompletionWatcher:
                 log.exception("polling %r failed", pending[0].entry.op)
 
     def _still_pending(self) -> list[Pending]:
-        """Return the pending operations; without one, the next `add` starts the polling again."""
+        """Return the pending operations. If there are none, the thread stops, and the next `add` starts it again."""
         with self._changed:
             self._polling = bool(self._pending)
             return list(self._pending)
 
     def _poll(self, pending: list[Pending]) -> None:
-        over = [self._poll_one(one) for one in pending]
-        if self._finish_steps() or any(over):
+        have_ended = [self._poll_one(one) for one in pending]
+        if self._finish_steps() or any(have_ended):
             self._pause = _SHORTEST
             return
         oldest = dict.fromkeys([*pending[:1], *[one for one in pending if one.numbered][:1]])
@@ -146,7 +146,7 @@ class CompletionWatcher:
             self._changed.wait(pause)
 
     def _finish_steps(self) -> bool:
-        """Finish the steps that the device has passed; return whether there was one."""
+        """Finish the intermediate steps that the device has passed; return whether there was one."""
         with self._changed:
             steps = list(self._steps)
         done = [one for one in steps if _step_ended(*one)]
@@ -159,11 +159,11 @@ class CompletionWatcher:
     def _poll_one(self, pending: Pending) -> bool:
         """Return whether an operation has completed or failed."""
         try:
-            over = pending.event is not None and pending.event.query()
+            has_passed = pending.event is not None and pending.event.query()
         except Exception as cause:
             self._broken(pending, cause)
             return True
-        if over:
+        if has_passed:
             with self._changed:
                 if pending not in self._pending:
                     # Another thread has seen its completion and removed it.

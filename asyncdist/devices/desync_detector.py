@@ -5,7 +5,7 @@ its sequence number and fingerprint to its two ring neighbours, which compare th
 differ, two neighbours differ. Calls that complete in time cost nothing.
 
 The reports use a side group of their own. It has a receive from any source pending, so it fails when all other ranks
-have left in order. That failure must not affect operations which those ranks have completed.
+have left in order. That failure must not affect operations that those ranks have completed.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class DesyncDetector:
         self._context, self._on_mismatch = context, on_mismatch
         self._lock = threading.Lock()
         self.calls: dict[int, int] = {}
-        """The fingerprints of this rank's last calls by sequence number, the oldest first."""
+        """The fingerprints of this rank's last calls by sequence number, in issue order."""
         self.early_reports: dict[int, tuple[int, int]] = {}
-        """Peer and fingerprint by sequence number, of calls that this rank has not made yet."""
+        """Reports of calls that this rank has not made yet: peer and fingerprint by sequence number."""
         self.last_reported = 0
         self._side_group = SideGroup(context.host, "desync detector")
         self._posted_receive: HostWork | None = None
@@ -106,12 +106,12 @@ class DesyncDetector:
         self.listen()
         self._compare(number, work.result(), fingerprint)
 
-    def _compare(self, number: int, peer: int, theirs: int) -> None:
+    def _compare(self, number: int, peer: int, reported: int) -> None:
         with self._lock:
-            ours = self.calls.get(number)
-            if ours is None:
+            own = self.calls.get(number)
+            if own is None:
                 if number > next(reversed(self.calls), 0):
-                    self.early_reports[number] = peer, theirs
+                    self.early_reports[number] = peer, reported
                 return
-        if ours != theirs:
-            self._on_mismatch(self._context.host.mesh.difference(peer, ours, theirs))
+        if own != reported:
+            self._on_mismatch(self._context.host.mesh.difference(peer, own, reported))

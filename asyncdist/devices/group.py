@@ -1,7 +1,7 @@
 """The ranks of a group, for tensors on one device.
 
-`Group.on` creates it for the first tensor on a device; the ranks agree on a backend in its first operation. Each operation
-then is a plan as on the host, but its native collective comes from a `DeviceCollectives`.
+`Group.on` creates a `DeviceGroup` for the first tensor on a device. The ranks agree on a backend in its first collective.
+A collective is prepared as on the host, but a `DeviceCollectives` runs it.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class DeviceGroup(CollectiveOps):
             tag: Tag of a message; None for a collective.
             options: Options of the call.
             executor: Executor that runs ``do``.
-            do: Enqueues the device work.
+            do: Called as ``do(pending, before)`` in the executor; enqueues the device work, after the event ``before``.
             held: Objects to keep alive until the device is done.
             inline: Whether ``do`` may run in the calling thread, because it never waits for peers.
         """
@@ -182,7 +182,7 @@ class DeviceGroup(CollectiveOps):
                 "the call cannot be captured into a CUDA graph, because the ranks communicate on the host: "
                 "call it outside of the graph"
             )
-        # A call that was refused above must not use up a sequence number.
+        # A call that is refused above must not use up a sequence number: the peers may not refuse it.
         if tag is None:
             number = self._last_number = next(self._sequence)
             self.desync_detector.record_call(number, plan.fingerprint)
@@ -191,15 +191,16 @@ class DeviceGroup(CollectiveOps):
         entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         entry.peer = plan.peer
         self.host.mesh.recorder.add(entry)
-        limit = seconds(options.get("timeout"), self.timeout)
         now = monotonic()
+        deadline = now + seconds(options.get("timeout"), self.timeout)
         work = DeviceWork(self._streams, self.host.mesh.progress)
-        pending = Pending(work, plan, entry, now, now + limit, numbered=tag is None, held=held)
+        pending = Pending(work, plan, entry, now, deadline, numbered=tag is None, held=held)
         before = self._streams.record_event()
         self._watcher.add(pending)
         call = functools.partial(self._run_call, pending, functools.partial(do, pending, before))
         executor.put(call, inline=blocking or inline)
         if blocking:
+            # The caller gets the error from the work.
             with contextlib.suppress(GroupError):
                 work.wait()
         return work
@@ -231,7 +232,7 @@ class DeviceGroup(CollectiveOps):
             pending.enqueued(value, self._streams.record_event())
 
     def _connected_backend(self) -> DeviceCollectives:
-        """Return the backend; the first call agrees on it with the other ranks. Only in the executor."""
+        """Return the backend; the first call negotiates it with the other ranks. Runs in the executor."""
         if self._backend is None:
             if self._pending_split is not None:
                 self._pending_split._wait_until_enqueued(self._context.remaining)
@@ -239,9 +240,9 @@ class DeviceGroup(CollectiveOps):
         return self._backend
 
     def split(self, part: DeviceGroup | None, number: int) -> None:
-        """Share with subgroup ``number`` what the backend can share. Called on all ranks in issue order.
+        """Let the backend share its resources with subgroup ``number``. Called on all ranks in issue order.
 
-        Does nothing if no collective has run here yet, which is the same on all ranks as they make the same calls.
+        Does nothing if this group has issued no collective yet, which is the same on all ranks: they make the same calls.
         """
         if not self._last_number:
             return
@@ -260,20 +261,15 @@ class DeviceGroup(CollectiveOps):
 
     def _send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Work:
         memory = input_memory(self._checked(tensor))
-        plan = Plan((), p2p.send(self.context, memory.tensor, peer).fingerprint, nbytes=memory.nbytes, peer=peer)
-        begin = functools.partial(self.messages.send, memory, peer, tag, plan.fingerprint)
-        return self._start("send", tag, plan, options, self.messages.executor, begin, held=memory)
+        plan = p2p.send(self.context, memory.tensor, peer)
+        do = functools.partial(self.messages.send, memory, peer, tag, plan.fingerprint)
+        return self._start("send", tag, plan, options, self.messages.executor, do, held=memory)
 
     def _receive(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Work:
         target = OutputTensor(self._checked(tensor))
-        plan = Plan(
-            (),
-            p2p.receive(self.context, target.memory.tensor, peer, self.ranks).fingerprint,
-            nbytes=target.memory.nbytes,
-            peer=peer,
-        )
-        begin = functools.partial(self.messages.receive, target, peer, tag, plan.fingerprint)
-        return self._start("recv", tag, plan, options, self.messages.executor, begin, held=target)
+        plan = p2p.receive(self.context, target.memory.tensor, peer, self.ranks)
+        do = functools.partial(self.messages.receive, target, peer, tag, plan.fingerprint)
+        return self._start("recv", tag, plan, options, self.messages.executor, do, held=target)
 
     def _checked(self, tensor: Any) -> Any:
         """Return a tensor; raise UsageError if it is on another device."""
@@ -295,7 +291,7 @@ class DeviceGroup(CollectiveOps):
         if cause is not None and pending.event is None:
             self._fail(pending, cause)
         elif cause := cause or self.desync_detector.error:
-            # Enqueued work may still complete without a peer that has left in order.
+            # Enqueued work can complete without a peer that has left in order.
             pending.problem_since = pending.problem_since or monotonic()
             if monotonic() - pending.problem_since > _DRAIN_TIMEOUT:
                 self._fail(pending, cause)
@@ -318,8 +314,8 @@ class DeviceGroup(CollectiveOps):
             if isinstance(cause, GroupError):
                 self.error = cause.with_traceback(None)
             else:
-                ours = self.ranks[self._rank]
-                self.error = GroupAbortedError(f"rank {ours} failed: {cause}", peer=ours)
+                rank = self.ranks[self._rank]
+                self.error = GroupAbortedError(f"rank {rank} failed: {cause}", peer=rank)
                 self.error.__cause__ = cause
             self.host.abort(str(self.error.reason))
             self.messages.abort(str(self.error.reason))
@@ -333,9 +329,9 @@ class DeviceGroup(CollectiveOps):
     def _fail_one(self, pending: Pending, error: GroupError) -> None:
         entry, rank = pending.entry, self.ranks[self._rank]
         elapsed = monotonic() - pending.issued
-        seen = error.during(group=self.name, rank=rank, op=entry.op, seq=entry.seq, elapsed=elapsed)
-        entry.finish(seen)
-        pending.work.finish(error=seen)
+        detailed = error.during(group=self.name, rank=rank, op=entry.op, seq=entry.seq, elapsed=elapsed)
+        entry.finish(detailed)
+        pending.work.finish(error=detailed)
 
     def close(self) -> None:
         """Destroy this group on this rank; pending operations fail. Idempotent."""
@@ -350,11 +346,11 @@ class DeviceGroup(CollectiveOps):
         self.host.close()
         self.messages.close()
         self.desync_detector.close()
-        self._executor.close(self._leave)
+        self._executor.close(self._close_backend)
 
-    def _leave(self) -> None:
-        """Close the backend, in the executor: a running call ends first."""
+    def _close_backend(self) -> None:
+        """Close the backend. Runs in the executor, so a running call ends first."""
         if self._backend is not None:
             self._backend.close()
-        for left in self._context.inherited.values():
-            left.close()
+        for unused in self._context.inherited.values():
+            unused.close()

@@ -1,8 +1,8 @@
 """Agreement of all ranks of a group on one device backend.
 
-It takes two exchanges on the host. First, all ranks publish the capabilities of every backend, and each rank strikes out
-the backends that the ranks cannot use together. Then the ranks start the best remaining backend and exchange whether that
-worked everywhere. If it did not, they try the next one. `DeviceGroup` calls this in its first collective.
+First, all ranks exchange the capabilities of every backend on the host, and each rank removes the backends that the ranks
+cannot use together. Then the ranks start the best remaining backend, and exchange whether it has started everywhere. If it
+has not, they try the next one. `DeviceGroup` calls `negotiate_backend` in its first collective.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ def negotiate_backend(
         for backend, _, _ in offers.values():
             if backend is not None and backend is not chosen:
                 backend.close()
-    words = "; ".join(f"not {name}: {reason}" for name, reason in reasons.items())
+    refused = "; ".join(f"not {name}: {reason}" for name, reason in reasons.items())
     if chosen is None:
-        raise TransportUnavailableError(f"no backend connects the ranks' {device} tensors: {words}")
-    log.info(
-        "group %r carries %s tensors by %s%s", context.host.name, device, chosen.name, f" ({words})" if words else ""
-    )
+        raise TransportUnavailableError(f"no backend connects the ranks' {device} tensors: {refused}")
+    suffix = f" ({refused})" if refused else ""
+    log.info("group %r carries %s tensors by %s%s", context.host.name, device, chosen.name, suffix)
     return chosen
 
 
@@ -99,7 +98,5 @@ def _start_failure(
         reason = None
     except Exception as cause:
         reason = str(cause) or type(cause).__name__
-    for rank, theirs in enumerate(context.all_gather_object(reason)):
-        if theirs is not None:
-            return f"rank {rank}: {theirs}"
-    return None
+    reasons = enumerate(context.all_gather_object(reason))
+    return next((f"rank {rank}: {each}" for rank, each in reasons if each is not None), None)

@@ -1,8 +1,8 @@
 """Point-to-point operations of a device group, over the best backend that both ranks support.
 
 The operations use an executor and a stream of their own, so that the ranks need not order them relative to collectives. No
-call in that executor blocks for a peer, so two ranks that send to each other at once do not deadlock. The host's matching
-rules apply, so different sizes or dtypes are detected there. The last backend goes through pinned host memory.
+call in that executor blocks for a peer, so two ranks that send to each other at once do not deadlock. The CPU group matches
+the messages and detects different sizes or dtypes. The last resort is a transfer through pinned host memory.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from asyncdist.transport.host_group import HostWork
 log = logging.getLogger("asyncdist")
 
 _BY_HOST = "host"
-# Pieces in flight, where a message goes through the host.
+# Pieces in flight of a message that goes through the host.
 _PIPELINE_DEPTH = 3
+# Seconds for which a small copy is polled: that costs less than a wake-up.
 _SPIN_SECONDS = 50e-6
 
 
@@ -84,27 +85,30 @@ class DevicePointToPoint:
         # Carries the control messages, so that they cannot match the user's tags.
         self._control_group = SideGroup(context.host, "control_group")
 
-    # -- one step after the other --------------------------------------------------------------
+    # -- transfers -----------------------------------------------------------------------------
 
-    def resume(self, transfer: Transfer[TransferResult], pending: Pending, over: HostWork | None = None) -> None:
-        """Run a transfer until it has to wait; the completion of what it waits for resumes it. Runs in the executor."""
+    def resume(self, transfer: Transfer[TransferResult], pending: Pending, awaited: HostWork | None = None) -> None:
+        """Run a transfer until it waits for a work, whose completion resumes it. Runs in the executor.
+
+        ``awaited`` is the completed work that the transfer has waited for; None starts the transfer.
+        """
         if pending.work.failed:
             transfer.close()
             return
         with self._context.streams.on_comm_stream():
             try:
-                while over is None or over.is_completed():
-                    if over is not None:
-                        over.result()
-                    over = next(transfer)
+                while awaited is None or awaited.is_completed():
+                    if awaited is not None:
+                        awaited.result()
+                    awaited = next(transfer)
             except StopIteration as end:
                 pending.enqueued(*end.value)
                 return
             except BaseException:
                 transfer.close()
                 raise
-        again = functools.partial(self.resume, transfer, pending, over)
-        over.add_done_callback(lambda _: self.executor.put(functools.partial(self._guarded, pending, again)))
+        again = functools.partial(self.resume, transfer, pending, awaited)
+        awaited.add_done_callback(lambda _: self.executor.put(functools.partial(self._guarded, pending, again)))
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -119,13 +123,15 @@ class DevicePointToPoint:
     ) -> Transfer[TransferResult]:
         host, data = self._host, memory.raw
 
-        def first(message: torch.Tensor) -> Work:
+        def send_first(message: torch.Tensor) -> Work:
             plan = p2p.send(host.context, message, peer)
             plan.fingerprint = fingerprint
             return host.start_message("send", tag, plan, timeout=max(0.0, deadline - monotonic()))
 
         number = next(self._numbers) % MAX_CONCURRENT_MESSAGES
-        channel = ControlChannel(self._control_group.group(), peer, number, data.numel(), deadline, first, sends=True)
+        channel = ControlChannel(
+            self._control_group.group(), peer, number, data.numel(), deadline, send_first, sends=True
+        )
         for backend in self._candidates(peer, data.numel()):
             try:
                 return None, (yield from backend.send(data, channel, before))
@@ -177,9 +183,9 @@ class DevicePointToPoint:
         received = host.start_message("recv", tag, plan, timeout=max(0.0, deadline - monotonic()))
         yield received
         source, message = received.result(), ControlMessage.unpacked(buffer)
-        if message.nbytes != data.numel():  # the fingerprint holds the size modulo 2**n
-            words = f"rank {source} sent {message.nbytes} bytes where {data.numel()} were expected"
-            raise MismatchError(source, words)
+        # The fingerprint holds the number of elements modulo 2**24.
+        if message.nbytes != data.numel():
+            raise MismatchError(source, f"rank {source} sent {message.nbytes} bytes where {data.numel()} were expected")
         channel = ControlChannel(
             self._control_group.group(), host.ranks.index(source), message.number, message.nbytes, deadline, sends=False
         )
@@ -210,10 +216,10 @@ class DevicePointToPoint:
         streams = self._context.streams
         streams.wait_event(before)
         incoming: deque[tuple[torch.Tensor, torch.Tensor, HostWork]] = deque()
-        left = deque(data.split(self._piece_nbytes))
-        while left or incoming:
-            while left and len(incoming) < _PIPELINE_DEPTH:
-                piece = left.popleft()
+        not_posted = deque(data.split(self._piece_nbytes))
+        while not_posted or incoming:
+            while not_posted and len(incoming) < _PIPELINE_DEPTH:
+                piece = not_posted.popleft()
                 pinned = streams.pinned(piece.numel(), piece.dtype)
                 incoming.append((piece, pinned, channel.recv_data(pinned)))
             piece, pinned, received = incoming.popleft()
@@ -257,7 +263,7 @@ class DevicePointToPoint:
         return self._control_group.error
 
     def async_error(self) -> Exception | None:
-        """Return a failure that no message has reported yet, else None."""
+        """Return a failure that no message has reported yet; None if there is none."""
         async_errors = (backend.async_error() for backend in list((self._backends or {}).values()))
         return self.error or next((one for one in async_errors if one is not None), None)
 
@@ -270,15 +276,15 @@ class DevicePointToPoint:
     def close(self) -> None:
         """Destroy the control group; pending operations must have failed. The backends are closed in the executor."""
         self._control_group.close()
-        self.executor.close(self._leave)
+        self.executor.close(self._close_backends)
 
-    def _leave(self) -> None:
+    def _close_backends(self) -> None:
         for backend in (self._backends or {}).values():
             backend.close()
 
 
 def _completes_soon(event: DeviceEvent) -> bool:
-    """Return whether the device passes an event within 50 us: polling for a small copy costs less than a wake-up."""
+    """Return whether the device passes an event within 50 us."""
     until = monotonic() + _SPIN_SECONDS
     while not event.query():
         if monotonic() > until:

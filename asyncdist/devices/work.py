@@ -1,6 +1,6 @@
-"""The handle of a device operation: enqueued first, and complete when the device has passed its event.
+"""The handle of a device operation. The operation is enqueued first, and complete when the device has passed its event.
 
-`DeviceGroup` creates it; the user waits for it.
+`DeviceGroup` creates a `DeviceWork` for each operation; the user waits for it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DeviceWork(Work):
         for call in due:
             call()
 
-    # -- the queue -----------------------------------------------------------------------------
+    # -- order of streams ----------------------------------------------------------------------
 
     def when_enqueued(self, call: Callable[[], object]) -> None:
         """Call ``call`` once, when the operation is enqueued or has failed. The callback must be short."""
@@ -76,16 +76,16 @@ class DeviceWork(Work):
         call()
 
     def ordered_after(self) -> AbstractContextManager[object]:
-        """Return a context whose torch calls run after the operation, if it is enqueued, and after nothing else."""
+        """Return a context in which this thread's torch calls run after the operation only, if it is enqueued."""
         return contextlib.nullcontext() if self._event is None else self._streams.ordered_after(self._event)
 
     # -- state ---------------------------------------------------------------------------------
 
     def is_completed(self) -> bool:
         """Return whether the device has completed the operation, or it has failed."""
-        return self._done or self._is_passed()
+        return self._done or self._has_passed()
 
-    def _is_passed(self) -> bool:
+    def _has_passed(self) -> bool:
         try:
             return self._event is not None and self._event.query()
         # The completion watcher reports the device's failure.
@@ -130,7 +130,7 @@ class DeviceWork(Work):
         return True
 
     def synchronize(self, timeout: Timeout = None) -> None:
-        """Block until the data is there. ``timeout`` (seconds) limits only the time until the operation is enqueued."""
+        """Block until the operation is complete. ``timeout`` (seconds) limits only the wait until it is enqueued."""
         self._wait_until_enqueued(timeout)
         self._outcome()
         if self._event is not None:

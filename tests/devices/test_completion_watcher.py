@@ -22,7 +22,7 @@ from tests.support.devices import PretendStreams
 @pytest.fixture(autouse=True)
 def _lingering_thread(monkeypatch):
     """Keep the idle thread, so that references that it holds show."""
-    monkeypatch.setattr(watch_module, "_LINGER", 1000.0)
+    monkeypatch.setattr(watch_module, "_IDLE_TIMEOUT", 1000.0)
 
 
 class Told(list):

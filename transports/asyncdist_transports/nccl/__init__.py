@@ -1,9 +1,9 @@
-"""CUDA tensors between ranks with a device each, on one host or many: NCCL, through cupy.
+"""CUDA tensors between ranks with a device each, on one or several hosts, over NCCL by way of cupy.
 
-bindings       NCCL by way of cupy: unique ids, communicators, numbers of dtypes and operations
+bindings       unique ids, communicators, NCCL's numbers of dtypes and operations
 communicator   life cycle of one rank's communicator
 collectives    the collectives
-p2p            the messages: one communicator per pair of ranks that exchange any
+p2p            the messages: one communicator for each pair of ranks that exchange messages
 """
 
 from asyncdist_transports.nccl.collectives import Nccl

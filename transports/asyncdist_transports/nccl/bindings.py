@@ -18,7 +18,7 @@ from asyncdist.transport.device_streams import cuda_missing
 
 UNIQUE_ID_NBYTES = 128
 
-# The numbers of NCCL's types and operations are part of its interface: they never change.
+# NCCL's numbers of types and operations are part of its binary interface, so they never change.
 BYTES = 1
 _TYPES = {
     torch.int8: 0,
@@ -63,10 +63,11 @@ def numbers_of(op: ReduceOp, dtype: torch.dtype, size: int) -> Numbers | None:
     divides = op is ReduceOp.AVG and bool(size & (size - 1))
     operation = _OPERATIONS.get(ReduceOp.SUM if divides else op)
     parts = 2 if dtype.is_complex and operation in (SUM, AVERAGE) else 1
-    kind = _TYPES.get(_PARTS.get(dtype, dtype) if parts == 2 else dtype)
+    kind = _TYPES.get(_PARTS[dtype] if parts == 2 else dtype)
     return None if kind is None or operation is None else Numbers(kind, parts, operation, divides)
 
 
+# The first version of NCCL with ncclCommSplit.
 _SPLITS_SINCE = 21800
 
 
@@ -80,7 +81,7 @@ class Bindings:
 
     def __init__(self, nccl: Any) -> None:
         self._nccl = nccl
-        # cupy does not know the status "in progress": its NcclError constructor raises KeyError.
+        # cupy does not know the status "in progress": the constructor of its NcclError raises KeyError.
         self.errors: tuple[type[Exception], ...] = (nccl.NcclError, KeyError)
         self.version = int(nccl.get_version())
         self.splits = self.version >= _SPLITS_SINCE and hasattr(nccl.NcclCommunicator, "commSplit")
@@ -88,27 +89,29 @@ class Bindings:
         self.group_end = nccl.groupEnd
 
     def unique_id(self) -> bytes:
-        """Return a new unique id for one communicator; NCCL then listens for its ranks in this process."""
-        return bytes(number & 0xFF for number in self._nccl.get_unique_id())  # signed with cupy 13
+        """Return a new unique id for one communicator. NCCL then listens for the communicator's ranks in this process."""
+        # cupy 13 returns signed numbers.
+        return bytes(number & 0xFF for number in self._nccl.get_unique_id())
 
     def communicator(self, size: int, unique_id: bytes, rank: int) -> Any:
         """Return a communicator on the thread's current device. Blocks, without the GIL, until every rank has joined."""
         try:
-            return self._made(size, unique_id, rank)
-        except TypeError:  # cupy 13 expects signed numbers
+            return self._create(size, unique_id, rank)
+        # cupy 13 expects signed numbers.
+        except TypeError:
             signed = tuple(number - 256 if number > 127 else number for number in unique_id)
-            return self._made(size, signed, rank)
+            return self._create(size, signed, rank)
 
-    def _made(self, *arguments: Any) -> Any:
-        kind = self._nccl.NcclCommunicator
-        made = kind.__new__(kind)
+    def _create(self, *arguments: Any) -> Any:
+        cls = self._nccl.NcclCommunicator
+        raw = cls.__new__(cls)
         try:
-            made.__init__(*arguments)
+            raw.__init__(*arguments)
         except BaseException:
-            # Otherwise cupy destroys it when it is collected, which may wait for peers.
-            made.abort()
+            # Without the abort, cupy destroys the communicator when it is collected, which may wait for peers.
+            raw.abort()
             raise
-        return made
+        return raw
 
 
 @cache
@@ -121,8 +124,10 @@ def load() -> Bindings:
         raise TransportUnavailableError("NCCL_COMM_BLOCKING=0 is set, which cupy does not support: unset it")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a missing library is checked below
-            from cupy.cuda import nccl  # after torch, so that both use torch's library
+            # cupy warns of a missing library, which is checked below.
+            warnings.simplefilter("ignore")
+            # torch has been imported before, so both use torch's library.
+            from cupy.cuda import nccl
     except ImportError as cause:
         raise TransportUnavailableError(
             f"cupy cannot be imported ({cause}): pip install 'asyncdist[cuda12]' or 'asyncdist[cuda13]'"

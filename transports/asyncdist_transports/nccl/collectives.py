@@ -3,8 +3,8 @@
 Data movement uses byte counts. Reductions that NCCL does not support are gathered, and reduced by torch: bitwise
 operations, bool, 16-bit integers, float8, and products of complex numbers.
 
-All ranks of a collective must make the same NCCL calls. So all decisions here depend on what the ranks have in common: how
-many elements each has, never where they are in memory.
+All ranks of a collective must make the same NCCL calls. So all decisions here depend on properties that are equal on all
+ranks, such as the number of elements of each rank, and never on addresses.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from asyncdist_transports.nccl.communicator import Call, Communicator
 from asyncdist_transports.nccl.p2p import NcclP2P
 
 _SCRATCH_NBYTES = 64 << 20
-# Seconds for the creation of a communicator; after that, the ranks choose another backend.
+# Limit for the creation of a communicator, in seconds; the ranks then choose another backend.
 _INIT_TIMEOUT = 120.0
 _POLL_INTERVAL = 1e-3
 
 
 class Nccl(DeviceCollectives):
-    """Ranks with a device each. The calls only enqueue work.
+    """Collectives of ranks with a device each. The calls only enqueue work.
 
-    A call blocks, however, until the peer has made it too if NCCL has not communicated with that peer in this way before.
+    The first call of a kind between two ranks is an exception: NCCL may block until the peer has made it too.
     NCCL does not compare calls: mismatched calls hang, see `asyncdist.devices.desync_detector`.
     """
 
@@ -82,12 +82,12 @@ class Nccl(DeviceCollectives):
     def refusal(self, all_capabilities: Sequence[Mapping[str, Any]]) -> str | None:
         places: dict[tuple[str, str], int] = {}
         for rank, capabilities in enumerate(all_capabilities):
-            ours, theirs = version_text(all_capabilities[0]["version"]), version_text(capabilities["version"])
-            if ours != theirs:
-                return f"NCCL is {ours} on rank 0, but {theirs} on rank {rank}: install the same version for every rank"
-            other = places.setdefault((capabilities["machine"], capabilities["device"]), rank)
-            if other != rank:
-                return f"ranks {other} and {rank} share one device, and NCCL needs a device per rank"
+            first, other = version_text(all_capabilities[0]["version"]), version_text(capabilities["version"])
+            if first != other:
+                return f"NCCL is {first} on rank 0, but {other} on rank {rank}: install the same version for every rank"
+            lowest = places.setdefault((capabilities["machine"], capabilities["device"]), rank)
+            if lowest != rank:
+                return f"ranks {lowest} and {rank} share one device, and NCCL needs a device per rank"
         return None
 
     def start(self, all_capabilities: Sequence[Mapping[str, Any]]) -> None:
@@ -105,7 +105,7 @@ class Nccl(DeviceCollectives):
         self._made = self._create(make, self.context)
 
     def _unique_id(self) -> bytes | str:
-        """Return a new unique id, or the error text: the other ranks wait to receive one of the two."""
+        """Return a new unique id, or the error text. The other ranks wait for one of the two."""
         try:
             return self._bindings.unique_id()
         except Exception as cause:
@@ -115,13 +115,13 @@ class Nccl(DeviceCollectives):
         """Split the communicator (``ncclCommSplit``), which is faster than creating one. Does nothing with cupy 13."""
         if not self._splits:
             return
-        ours = self._made
-        assert ours is not None
+        made = self._made
+        assert made is not None
         if not becomes_idle(self.context.streams, self.context.remaining):
             raise TransportUnavailableError(
                 "the device has not completed the work enqueued before the split of the group"
             )
-        make = functools.partial(ours.split, number, 0 if context is None else context.rank)
+        make = functools.partial(made.split, number, 0 if context is None else context.rank)
         part = self._create(make, context or self.context)
         if context is not None:
             context.inherited[self.name] = part

@@ -1,7 +1,8 @@
-"""Life cycle of one rank's NCCL communicator, without an unbounded wait of any caller.
+"""Life cycle of one rank's NCCL communicator. No caller waits for NCCL without a limit.
 
-NCCL waits for the other ranks while it creates a communicator, cannot be cancelled there, and may wait for them when it
-destroys one. So a daemon thread of the communicator's own does both; it is abandoned if it does not return.
+NCCL waits for the other ranks while it creates a communicator, and this wait cannot be cancelled. NCCL may also wait for
+them when it destroys a communicator. So each communicator has a daemon thread, which makes both calls and is abandoned if
+they do not return.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from asyncdist_transports.nccl.bindings import Bindings
 log = logging.getLogger("asyncdist")
 
 Call = tuple[Any, ...]
-"""A method of cupy's NcclCommunicator, and its arguments but for the stream, which is the last one of all."""
+"""A method of cupy's NcclCommunicator, and its arguments without the last one, the stream."""
 
 # Seconds for which an abort waits for an NCCL call to return.
 _ABORT_TIMEOUT = 0.5
@@ -34,21 +35,21 @@ _CLOSE_TIMEOUT = 10.0
 _EXIT_TIMEOUT = 5.0
 
 communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
-"""The communicators of this process; their threads keep those that have not ended."""
+"""The communicators of this process. Their threads hold references to those that have not ended."""
 
 
 class Communicator:
     """An NCCL communicator, created in the background; its calls go to the communication stream of ``streams``.
 
     One thread at a time may call `enqueue` or `split`. All other methods are thread-safe. ``ready`` completes when the
-    communicator can be used, or its creation has failed; ``ended`` when it is destroyed or aborted. Its thread keeps it
-    until then: cupy destroys a communicator that is collected, which may block.
+    communicator can be used, or its creation has failed; ``ended`` when it is destroyed or aborted. Its thread holds a
+    reference until then, because cupy destroys a communicator that is collected, which may block.
 
     Args:
         bindings: NCCL.
         streams: Device and stream for all calls.
-        make: Creates cupy's communicator; runs in the communicator's thread.
-        first: Calls that check that it works.
+        make: Creates and returns cupy's communicator, or None for a rank in no subgroup. Runs in the communicator's thread.
+        first: Calls that check that the communicator works.
         rank: This rank's global rank, for errors.
     """
 
@@ -109,7 +110,8 @@ class Communicator:
         if self._error is not None:
             return self._error
         if not self.ready.is_completed() or not self._inside.acquire(blocking=False):
-            return None  # the thread in NCCL gets the error
+            # The thread that is in NCCL gets the error.
+            return None
         try:
             if not self._ending.is_set() and self._raw is not None:
                 self._raw.check_async_error()
@@ -120,19 +122,17 @@ class Communicator:
         return None
 
     def _failure(self, cause: Exception) -> GroupAbortedError:
-        words = (
-            "its communicators are nonblocking, which cupy does not support"
-            if isinstance(cause, KeyError)
-            else str(cause)
-        )
-        error = GroupAbortedError(f"NCCL failed: {words}; NCCL_DEBUG=WARN logs more", peer=self._rank)
+        reason = str(cause)
+        if isinstance(cause, KeyError):
+            reason = "its communicators are nonblocking, which cupy does not support"
+        error = GroupAbortedError(f"NCCL failed: {reason}; NCCL_DEBUG=WARN logs more", peer=self._rank)
         error.__cause__ = cause
         return error
 
     # -- the end -------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Cancel the device's work and the NCCL call that a thread is in. Returns at once."""
+        """Cancel the device's work, and the NCCL call in which a thread is. Returns at once."""
         self._aborted = True
         self._ending.set()
 
@@ -142,11 +142,13 @@ class Communicator:
 
     def _run(self, make: Callable[[], Any], first: Sequence[Call]) -> None:
         try:
-            with self._streams.on_comm_stream():  # NCCL uses the current device
+            # The context selects the device, too.
+            with self._streams.on_comm_stream():
                 self._raw = make()
-            del make  # it may reference another communicator
+            # It may reference another communicator.
+            del make
             if self._raw is None:
-                self._ending.set()  # a rank in no subgroup
+                self._ending.set()
             else:
                 self.enqueue(*first)
         except Exception as cause:
@@ -154,7 +156,8 @@ class Communicator:
             self._error = TransportUnavailableError(failure.reason)
             self.abort()
         self.ready.finish(error=self._error)
-        self.ready.exception()  # marks the error as seen: waiting is optional
+        # Retrieves the error, because no caller has to wait for the work.
+        self.ready.exception()
         self.ready.run_callbacks()
         self._ending.wait()
         try:
@@ -168,7 +171,7 @@ class Communicator:
             with self._inside:
                 self._raw.destroy()
             return
-        # An abort should not overlap other calls, but it is the only way to end one that is stuck.
+        # An abort should not overlap another call, but it is the only way to end a call that is stuck.
         held = self._inside.acquire(timeout=_ABORT_TIMEOUT)
         try:
             self._raw.abort()
@@ -176,7 +179,7 @@ class Communicator:
             if held:
                 self._inside.release()
 
-    # -- parts ---------------------------------------------------------------------------------
+    # -- subgroups -----------------------------------------------------------------------------
 
     def split(self, colour: int, key: int) -> Any:
         """Return cupy's communicator for the ranks with the same colour, ordered by key. Collective; blocks.
@@ -190,12 +193,12 @@ class Communicator:
 
 
 def abort_all() -> None:
-    """Abort the communicators that are still open: a process that exits must not wait for a peer."""
-    left = list(communicators)
-    for communicator in left:
+    """Abort all communicators of a process that exits, so that it does not wait for a peer."""
+    still_open = list(communicators)
+    for communicator in still_open:
         communicator.abort()
     # A creation that has not returned cannot be cancelled.
-    wait([communicator.ended for communicator in left if communicator.ready.is_completed()], _EXIT_TIMEOUT)
+    wait([communicator.ended for communicator in still_open if communicator.ready.is_completed()], _EXIT_TIMEOUT)
 
 
 lifecycle.at_exit(lifecycle.Stage.COMMUNICATORS, abort_all)

@@ -63,7 +63,7 @@ class PairCommunicator:
             self._first_bytes = torch.zeros(2, dtype=torch.uint8, device=context.streams.device)
 
     def meet(self, unique_id: bytes) -> None:
-        """Start to create the communicator, which completes when the peer does the same. Idempotent.
+        """Start to create the communicator. It is ready when the peer has called this, too. Idempotent.
 
         Args:
             unique_id: The id that the peer has sent; the lower rank ignores it.
@@ -71,11 +71,11 @@ class PairCommunicator:
         if self.made is not None:
             return
         self.unique_id = self.unique_id if self.decides else unique_id
-        ours, theirs = (0, 1) if self.decides else (1, 0)
-        make = functools.partial(self._bindings.communicator, 2, self.unique_id, ours)
+        own, other = (0, 1) if self.decides else (1, 0)
+        make = functools.partial(self._bindings.communicator, 2, self.unique_id, own)
         # The first call of each direction blocks for the peer, so the communicator's own thread makes these two.
-        out, into = self._first_bytes[0].data_ptr(), self._first_bytes[1].data_ptr()
-        first: list[Call] = [("send", out, 1, BYTES, theirs), ("recv", into, 1, BYTES, theirs)]
+        sent, received = self._first_bytes[0].data_ptr(), self._first_bytes[1].data_ptr()
+        first: list[Call] = [("send", sent, 1, BYTES, other), ("recv", received, 1, BYTES, other)]
         rank = self._context.host.ranks[self._context.rank]
         self.made = Communicator(self._bindings, self.streams, make, first, rank)
 
@@ -99,8 +99,8 @@ class PairCommunicator:
         assert made is not None
         yield made.ready
         if turn != self._current_turn:
-            self._waiting_by_turn[turn] = our_turn = Work()
-            yield our_turn
+            self._waiting_by_turn[turn] = has_come = Work()
+            yield has_come
         with self.streams.on_comm_stream():
             self.streams.wait_event(before)
             made.enqueue((name, data.data_ptr(), data.numel(), BYTES, 1 if self.decides else 0))
@@ -121,9 +121,9 @@ class NcclP2P(DeviceP2P):
 
     def __init__(self, context: DeviceContext, bindings: Bindings) -> None:
         self._context, self._bindings = context, bindings
-        place = f"{context.machine}\0{context.streams.uuid}"
-        # Equal on two ranks that use the same device, which NCCL refuses.
-        self._device = hashlib.blake2b(place.encode(), digest_size=16).digest()
+        # Equal on two ranks that use the same device, which NCCL does not support.
+        identity = f"{context.machine}\0{context.streams.uuid}"
+        self._device = hashlib.blake2b(identity.encode(), digest_size=16).digest()
         self._pairs: dict[int, PairCommunicator] = {}
 
     def send(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent) -> Transfer[DeviceEvent]:
@@ -144,8 +144,8 @@ class NcclP2P(DeviceP2P):
         if device == self._device:
             raise TransferRefused("both ranks share one device, and NCCL needs a device per rank")
         if version != self._bindings.version:
-            ours, theirs = version_text(self._bindings.version), version_text(version)
-            raise TransferRefused(f"NCCL is {theirs} on the sender, but {ours} on the receiver")
+            own_version = version_text(self._bindings.version)
+            raise TransferRefused(f"NCCL is {version_text(version)} on the sender, but {own_version} on the receiver")
         pair = self._pair(channel.peer)
         pair.meet(unique_id)
         assigned = pair.next_turn() if pair.decides else 0
@@ -159,17 +159,18 @@ class NcclP2P(DeviceP2P):
             self._pairs[peer] = PairCommunicator(self._bindings, self._context, peer)
         return self._pairs[peer]
 
+    @property
+    def _communicators(self) -> list[Communicator]:
+        return [pair.made for pair in list(self._pairs.values()) if pair.made is not None]
+
     def async_error(self) -> Exception | None:
-        communicators = [pair.made for pair in list(self._pairs.values()) if pair.made is not None]
-        errors = (communicator.async_error() for communicator in communicators)
+        errors = (communicator.async_error() for communicator in self._communicators)
         return next((error for error in errors if error is not None), None)
 
     def abort(self) -> None:
-        for pair in list(self._pairs.values()):
-            if pair.made is not None:
-                pair.made.abort()
+        for communicator in self._communicators:
+            communicator.abort()
 
     def close(self) -> None:
-        for pair in self._pairs.values():
-            if pair.made is not None:
-                pair.made.close()
+        for communicator in self._communicators:
+            communicator.close()
