@@ -1,8 +1,8 @@
 """Find the addresses on which a rank listens, which it dials, and which it advertises to its peers.
 
-`rendezvous` and `join` call it. A loopback address is advertised only if the meeting point itself is loopback by its
-spelling. A host name that resolves to loopback (Debian's ``127.0.1.1``) means "this host": rank 0 and the other ranks on
-that host use the host's outward address instead.
+`rendezvous` and `join` call it. A rank advertises a loopback address only if the meeting point is spelled as loopback. A
+host name that resolves to loopback (Debian's ``127.0.1.1``) means "this host": rank 0 and the other ranks on that host
+use the host's outward address instead.
 """
 
 from __future__ import annotations
@@ -44,23 +44,21 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
     if is_loopback(host):
         return ["127.0.0.1"] if is_local("127.0.0.1") else ["::1"]
     retry = ConnectRetry(host, 0, deadline.remaining())
-    answer: socket.gaierror | None = None
+    failure: socket.gaierror | None = None
     async for _ in retry:
         try:
             async with asyncio.timeout(deadline.remaining_or_none()) as limit:
-                return sorted(await _look_up(host), key=lambda one: ":" in one)
+                return sorted(await _look_up(host), key=lambda address: ":" in address)
         except (OSError, UnicodeError) as error:
+            if limit.expired() and failure is not None:
+                raise unresolved(host, failure) from None
             if limit.expired():
-                raise (unresolved(host, answer) if answer else _unanswered(host)) from None
-            answer = unknown(error)
-            retry.failed(answer)
+                raise LookUpTimeoutError(
+                    f"the name server did not resolve host {host!r} in time; check that it answers, or give an address"
+                ) from None
+            failure = unknown(error)
+            retry.failed(failure)
     raise retry.overdue()
-
-
-def _unanswered(host: str) -> LookUpTimeoutError:
-    return LookUpTimeoutError(
-        f"the name server did not resolve host {host!r} in time; check that it answers, or give an address"
-    )
 
 
 async def _look_up(name: str) -> list[str]:
@@ -101,10 +99,10 @@ async def to_listen_on(host: str, config: Config, deadline: Deadline) -> tuple[s
     found = _from_outside(host, resolved, config)
     local = [one for one in found if is_local(one)]
     if not local:
-        means = "" if found == [host] else f" ({', '.join(found)})"
+        resolution = "" if found == [host] else f" ({', '.join(found)})"
         raise AddressError(
-            f"rank 0 is to serve the store at {host}{means}, which is not an address of this host: it has {_listed()}; "
-            "start rank 0 on that host, or name this one"
+            f"rank 0 cannot serve the store at {host}{resolution}, which is not an address of this host: it has "
+            f"{_listed()}; start rank 0 on that host, or name this one"
         )
     return local[0], local[0] not in resolved and config.interface is None
 

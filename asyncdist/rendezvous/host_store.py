@@ -36,7 +36,7 @@ _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Servers] = WeakKeyDictio
 
 
 class ServerHandle:
-    """One world's reference to a server. `close` it in any case, also if `open` was cancelled."""
+    """One world's reference to a server. `close` it also if `open` failed or was cancelled."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -64,11 +64,6 @@ class ServerHandle:
             raise
         closing.result()
 
-    @property
-    def shared(self) -> bool:
-        """Whether other worlds use the same server now."""
-        return self._shared is not None and self._shared.users > 1
-
     async def _open(self, host: str, port: int, token: str | None, config: Config) -> StoreServer:
         servers = _servers.setdefault(asyncio.get_running_loop(), _Servers())
         async with servers.lock:
@@ -94,5 +89,5 @@ class ServerHandle:
                 return
             shared.users -= 1
             if shared.users == 0:
-                servers.by_address = {at: other for at, other in servers.by_address.items() if other is not shared}
+                servers.by_address = {key: other for key, other in servers.by_address.items() if other is not shared}
                 await shared.server.close()

@@ -27,9 +27,10 @@ _SPELLINGS = "env://, tcp://host:port, asyncdist://host:port/job, file:///path, 
 
 @dataclass(frozen=True, slots=True)
 class InitMethod:
-    """Where to meet and as whom: ``host`` and ``port`` for kinds direct, agent and daemon.
+    """The meeting point, the rank and the world size.
 
-    ``path`` is that of the file, or the job's name at the daemon.
+    The kinds direct, agent and daemon have a ``host`` and a ``port``. ``path`` is the path of the file, or the job's name
+    at the daemon.
     """
 
     kind: Kind
@@ -43,45 +44,41 @@ class InitMethod:
     def read(
         cls, init_method: str | None, *, rank: int | None, world_size: int | None, has_store: bool, launch: Launch
     ) -> InitMethod:
-        """Put the arguments, the URL and the launcher together; a rank or size of -1 counts as not given.
+        """Combine the arguments, the URL and the launcher's variables; a rank or size of -1 counts as not given.
 
-        Raises UsageError that names what is missing and who usually sets it.
+        Raises UsageError, which names the missing value and the variable that sets it.
         """
         if has_store and init_method is not None:
             raise UsageError("init_method and store exclude each other: pass one of them")
         url = init_method or "env://"
         parts = _split(url)
         query = dict(parse_qsl(parts.query))
-        size = _first(world_size, _whole(query, "world_size", url), launch.world_size)
-        own = _first(rank, _whole(query, "rank", url), launch.rank)
-        if size is None:
+        world_size = _first(world_size, _whole(query, "world_size", url), launch.world_size)
+        rank = _first(rank, _whole(query, "rank", url), launch.rank)
+        if world_size is None:
             raise UsageError(_missing("world_size", "WORLD_SIZE", url))
-        if own is None:
+        if rank is None:
             raise UsageError(_missing("rank", "RANK", url))
-        if size < 1:
-            raise UsageError(f"world_size is {size}; a world has at least one rank")
-        if not 0 <= own < size:
-            raise UsageError(f"rank {own} is outside a world of {size}: ranks go from 0 to {size - 1}")
+        if world_size < 1:
+            raise UsageError(f"world_size is {world_size}; a world has at least one rank")
+        if not 0 <= rank < world_size:
+            raise UsageError(f"rank {rank} is outside a world of {world_size}: ranks go from 0 to {world_size - 1}")
         if has_store:
-            return cls("store", own, size)
+            return cls("store", rank, world_size)
         if parts.scheme == "file":
-            return cls("file", own, size, path=_path(parts, url))
+            return cls("file", rank, world_size, path=_path(parts, url))
         if parts.scheme == "asyncdist":
             host, port = _address(parts, url)
-            return cls("daemon", own, size, host=host, port=port, path=unquote(parts.path.strip("/")))
-        kind: Kind = "direct"
-        if parts.scheme == "env":
-            host, port = _master(launch)
-            kind = "agent" if launch.agent_store else "direct"
-        else:
-            host, port = _address(parts, url)
-        if port == 0 and (own != 0 or (parts.scheme == "env" and size > 1)):
+            return cls("daemon", rank, world_size, host=host, port=port, path=unquote(parts.path.strip("/")))
+        host, port = _master(launch) if parts.scheme == "env" else _address(parts, url)
+        kind: Kind = "agent" if parts.scheme == "env" and launch.agent_store else "direct"
+        if port == 0 and (rank != 0 or (parts.scheme == "env" and world_size > 1)):
             where = "MASTER_PORT is 0" if parts.scheme == "env" else f"the port in init_method {url!r} is 0"
             raise UsageError(
                 f"{where}, so rank 0 would pick a port that no other rank knows: give every rank the same port, "
                 "one that is free on rank 0's host"
             )
-        return cls(kind, own, size, host=host, port=port)
+        return cls(kind, rank, world_size, host=host, port=port)
 
 
 def url_of(host: str, port: int) -> str:
@@ -120,14 +117,16 @@ def _missing(argument: str, variable: str, url: str) -> str:
 
 
 def _master(launch: Launch) -> tuple[str, int]:
-    named = (("MASTER_ADDR", launch.master_addr), ("MASTER_PORT", launch.master_port))
-    absent = [variable for variable, value in named if value is None]
     if launch.master_addr is None or launch.master_port is None:
+        values = {"MASTER_ADDR": launch.master_addr, "MASTER_PORT": launch.master_port}
+        absent = [variable for variable, value in values.items() if value is None]
         raise UsageError(
             f"{' and '.join(absent)} not set: torchrun sets both; without it set MASTER_ADDR to rank 0's host and "
             "MASTER_PORT to a free port there, the same on every rank, or pass init_method='tcp://host:port'"
         )
-    return launch.master_addr.strip("[]"), _checked(launch.master_port, "MASTER_PORT")
+    if not 0 <= launch.master_port <= 65535:
+        raise UsageError(f"MASTER_PORT is {launch.master_port}; ports go from 0 to 65535")
+    return launch.master_addr.strip("[]"), launch.master_port
 
 
 def _address(parts: SplitResult, url: str) -> tuple[str, int]:
@@ -140,12 +139,6 @@ def _address(parts: SplitResult, url: str) -> tuple[str, int]:
             f"init_method {url!r} lacks its {'port' if parts.hostname else 'host'}; use {parts.scheme}://host:port"
         )
     return parts.hostname, port
-
-
-def _checked(port: int, what: str) -> int:
-    if not 0 <= port <= 65535:
-        raise UsageError(f"{what} is {port}; ports go from 0 to 65535")
-    return port
 
 
 def _path(parts: SplitResult, url: str) -> str:

@@ -1,8 +1,8 @@
 """Join a world: rank 0 hosts its store (`host_world`), the other ranks join it (`join_world`).
 
 `rendezvous.meet` calls it. Rank 0 starts a store, claims rank 0 there, and publishes the store's address. Every other rank
-reads the address, connects, and claims its own rank. The address may be stale. It is, if nothing answers there, if the
-store holds another token, or if the store does not know the world, or rank 0 has left it. The rank then reads again.
+reads the address, connects, and claims its own rank. The address is stale if nothing answers there, if the store has
+another token, if the store does not hold the world, or if rank 0 has left the world. The rank then reads it again.
 """
 
 from __future__ import annotations
@@ -95,11 +95,11 @@ class WorldSpec:
 
 
 class RetryLater(Exception):
-    """Rank 0's store was not found this time; a later attempt may locate it.
+    """An attempt did not find rank 0's store; a later one may.
 
     Args:
-        seen: What was found instead, for the message of a timeout.
-        refusal: The error to raise if it is found again for `_REFUSAL_GRACE` seconds.
+        seen: The reason, for the message of a timeout.
+        refusal: The error to raise if all attempts of `_REFUSAL_GRACE` seconds fail with one.
         slow: Whether nothing answered, so that a longer attempt may succeed.
         cut_short: Whether the deadline of the rendezvous ended the attempt.
     """
@@ -131,7 +131,7 @@ async def host_world(
     """Serve the world's store on rank 0, and publish its address.
 
     Args:
-        stack: Receives what is opened, until the returned session owns it.
+        stack: Owns what is opened, until the returned session does.
         world: The world to host.
         host: Address on which to serve.
         port: Port on which to serve; 0 picks a free one.
@@ -145,16 +145,16 @@ async def host_world(
         RendezvousError: Another process hosts the world as rank 0.
         RendezvousTimeoutError: The deadline passed.
     """
-    lease = ServerHandle()
-    stack.push_async_callback(lease.close)
-    server = await lease.open(host, port, token=token, config=world.config)
+    handle = ServerHandle()
+    stack.push_async_callback(handle.close)
+    server = await handle.open(host, port, token=token, config=world.config)
     shown = known_as if known_as not in ("0.0.0.0", "::") else advertised(host, world.config)
     where = records.where if records is not None else url_of(shown, server.port) + note
     try:
         client = await world.connect(host, server.port, token)
         stack.push_async_callback(client.close)
-        passed_on = token if records is not None and world.config.token is None else None
-        record = AddressRecord(host, server.port, passed_on, secrets.token_hex(8), world.world_size)
+        published_token = token if records is not None and world.config.token is None else None
+        record = AddressRecord(host, server.port, published_token, secrets.token_hex(8), world.world_size)
         records = records or OwnedStoreRecords(client, world.key, where)
         session = world.open_session(record, client, token, where, server)
         keys = session.keys
@@ -190,8 +190,8 @@ async def _publish(world: WorldSpec, records: RecordStore, record: AddressRecord
 async def _current_host(world: WorldSpec, old: AddressRecord) -> bytes | None:
     """Return the process that hosts the world of an old record, or None if that world has ended.
 
-    A host that does not answer may be stalled, so there is a second, longer attempt. It may also be gone, so the attempts
-    do not use up the time of this rendezvous.
+    A host that does not answer may be stalled, so there is a second, longer attempt. It may also be dead, so both
+    attempts together take less than the time limit of this rendezvous.
     """
     for longest in _PREDECESSOR_TRIES:
         try:
@@ -302,10 +302,10 @@ async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, wh
     """Join the world that rank 0 hosts; retry until it is found or the deadline passes.
 
     Args:
-        stack: Receives what is opened, until the returned session owns it.
+        stack: Owns what is opened, until the returned session does.
         world: The world to join.
         locate: `by_address` or `by_record`.
-        where: Name of the session point, for error messages.
+        where: Name of the meeting point, for error messages.
 
     Raises:
         RendezvousTimeoutError: Rank 0 was not found in time.
@@ -331,7 +331,7 @@ async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, wh
             failure = failed
         except StoreError as error:  # the store ended during the attempt
             failure = RetryLater(_why(error))
-        # The loop's clock may run ahead of the deadline's by milliseconds, and end an attempt before the deadline.
+        # The loop's clock may be milliseconds ahead of the deadline's, and end an attempt before the deadline.
         cut_short = failure.cut_short or world.limit.deadline.expired()
         if not cut_short or not seen:
             seen = failure.seen
@@ -350,8 +350,7 @@ async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, wh
 
 
 async def _claim(world: WorldSpec, record: AddressRecord, client: AsyncStore, session: RendezvousSession) -> None:
-    """Claim this rank, and check in the same round trip that the store holds the published world and rank 0 has not
-    left."""
+    """Claim this rank. The same round trip checks that the store holds the world and that rank 0 has not left it."""
     keys, rank, process = session.keys, world.rank, _this_process()
     claimed = keys("joined", rank)
     try:

@@ -1,12 +1,12 @@
 """Record stores: where rank 0 publishes the address of its store, as one record under one key that every rank can read.
 
-`sources` opens one; `join` reads and writes it. A record may be stale, left by a run that was killed or by an earlier
-world. This module cannot tell; `join` tries the address and reads again. A record store offers a compare-and-set of one
-value:
+`sources` opens one; `join` reads and writes it. A record may be stale: from a run that was killed, or from an earlier
+world. This module does not detect that; `join` tries the address and reads again. A record store has a compare-and-set
+of one value:
 
     the value is ``expected``, or absent and ``expected`` is empty   →   becomes ``desired``; returns it
     absent and ``expected`` is not empty                             →   stays absent; returns ``expected``
-    anything else                                                    →   stays; returned
+    anything else                                                    →   stays, and is returned
 """
 
 from __future__ import annotations
@@ -56,16 +56,15 @@ class AddressRecord:
             record = cls(**fields)
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
-        words = isinstance(record.host, str) and isinstance(record.world_id, str)
+        texts = isinstance(record.host, str) and isinstance(record.world_id, str)
         numbers = isinstance(record.port, int) and isinstance(record.world_size, int)
-        return record if words and numbers and isinstance(record.token, str | None) else None
+        return record if texts and numbers and isinstance(record.token, str | None) else None
 
 
 class BlockingCaller:
     """Run blocking calls, such as those of torch's stores, in one thread.
 
-    A thread cannot be interrupted: a cancelled caller waits until the call has returned, so that no call continues after
-    it.
+    A thread cannot be interrupted. A cancelled caller therefore waits until its call has returned.
     """
 
     def __init__(self) -> None:
@@ -73,7 +72,7 @@ class BlockingCaller:
 
     async def __call__(self, function: Callable[..., T], *args: Any) -> T:
         future = asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args))
-        # Mark the exception as retrieved: a cancelled caller does not retrieve it.
+        # A cancelled caller does not retrieve the call's exception.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             # asyncio.shield would log an exception of the call after a cancellation.
@@ -181,15 +180,15 @@ class BlockingStoreRecords(RecordStore):
     async def swap(self, expected: bytes, desired: bytes) -> bytes:
         return await self._call(lambda store: store.compare_set(self._key, expected, desired))
 
-    async def _call(self, ask: Callable[[BlockingStore], bytes]) -> bytes:
+    async def _call(self, operation: Callable[[BlockingStore], bytes]) -> bytes:
         assert self._store is not None, "the record store has been closed"
         try:
-            return bytes(await self._caller(ask, self._store))
+            return bytes(await self._caller(operation, self._store))
         except AsyncdistError:
             raise
         except (RuntimeError, OSError) as error:  # torch's stores raise RuntimeError and subclasses
-            said = first_line(error)
-            raise RendezvousError(f"cannot use {self.where}: {said}; check whether it is still running") from error
+            reason = first_line(error)
+            raise RendezvousError(f"cannot use {self.where}: {reason}; check whether it is still running") from error
 
     async def close(self) -> None:
         # torch's client closes its connection when it is collected.

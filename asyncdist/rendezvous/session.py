@@ -6,7 +6,7 @@ Keys of one world in rank 0's store, all under ``world/<id>/``:
 
     size               the number of ranks, as rank 0 knows it; present unless the record is stale
     joined/<rank>      the process that claims the rank; the first claim wins
-    left/<rank>        the rank is done with the store
+    left/<rank>        the rank does not use the store any more
     payload/<n>/<rank> the rank's payload of the n-th exchange, or the reason why it failed
     kv/                the keys of `RendezvousSession.store`
 """
@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -51,9 +51,6 @@ class Keys:
 
     def __call__(self, *parts: object) -> str:
         return "/".join(("world", self.world_id, *map(str, parts)))
-
-    def each(self, what: str, ranks: Sequence[int]) -> list[str]:
-        return [self(what, rank) for rank in ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +102,8 @@ class RendezvousSession:
         self._resources = AsyncExitStack()
         self._records: RecordStore | None = None
         self._exchanges = 0
-        self._promised = [0]
-        """Numbers of the exchanges in which other ranks may wait for this one."""
+        self._pending_exchanges = [0]
+        """Numbers of the exchanges in which other ranks may wait for this rank's payload."""
         self._loop = asyncio.get_running_loop()
         self._closed = False
 
@@ -114,7 +111,7 @@ class RendezvousSession:
         return f"<RendezvousSession rank {self.rank} of {self.world_size} at {self.where}, world {self.world_id}>"
 
     def adopt(self, resources: AsyncExitStack, records: RecordStore | None = None) -> None:
-        """Own what `close` closes, and the record store from which rank 0 withdraws its record."""
+        """Take over the resources that `close` closes, and the record store from which rank 0 withdraws its record."""
         self._resources = resources.pop_all()
         self._records = records
 
@@ -141,13 +138,12 @@ class RendezvousSession:
         """
         limit = self._limit if timeout is None else TimeLimit(timeout, Deadline.after(timeout))
         number, self._exchanges = self._exchanges, self._exchanges + 1
-        self._promised = [number, number + 1] if more else [number]
-        keys = [self.keys("payload", number, rank) for rank in range(self.world_size)]
+        self._pending_exchanges = [number, number + 1] if more else [number]
         try:
-            values = await self._offer_and_wait(keys, _PAYLOAD + payload, limit)
+            values = await self._offer_and_wait(self._payload_keys(number), _PAYLOAD + payload, limit)
         except StoreConnectionError as error:
             raise self._host_lost() from error
-        self._promised = [number + 1] if more else []
+        self._pending_exchanges = [number + 1] if more else []
         for value in values:
             if not value.startswith(_PAYLOAD):
                 raise _error_in(value, self.where)
@@ -173,6 +169,9 @@ class RendezvousSession:
             done.cancel()
             await asyncio.gather(failed, done, return_exceptions=True)
 
+    def _payload_keys(self, exchange: int) -> list[str]:
+        return [self.keys("payload", exchange, rank) for rank in range(self.world_size)]
+
     def _host_lost(self) -> RendezvousError:
         return RendezvousError(
             f"rank 0 left or died before the world was complete: its store (at {self.where}) closed the connection; "
@@ -180,7 +179,7 @@ class RendezvousSession:
         )
 
     async def _offer_and_wait(self, keys: list[str], offer: bytes, limit: TimeLimit) -> list[bytes]:
-        # Not a plain set: a rank that comes after the others gave up has to find their error in place of its payload.
+        # Not a plain set: the other ranks may have written an error in place of the payload of a late rank.
         offering = asyncio.ensure_future(self._client.compare_set(keys[self.rank], b"", offer))
         try:
             return await self._client.multi_get(keys, timeout=limit.deadline.remaining())
@@ -191,33 +190,32 @@ class RendezvousSession:
             await asyncio.gather(offering, return_exceptions=True)
 
     async def _give_up(self, keys: list[str], limit: TimeLimit) -> list[bytes]:
-        """Write a timeout error in place of the missing payloads, so that every waiting rank raises it, and raise it here.
+        """Write a timeout error in place of the missing payloads, so that every waiting rank raises it.
 
         Returns:
-            The payloads, if the last of them arrived just now.
+            The values of ``keys``: only payloads, if the last of them arrived just now.
         """
         present = set(await self._client.list_keys(keys[0].removesuffix("0")))
         joined = [rank for rank, key in enumerate(keys) if key in present]
         missing = [rank for rank, key in enumerate(keys) if key not in present]
-        failure = _ERROR + json.dumps({"joined": joined, "missing": missing, "timeout": limit.timeout}).encode()
+        failure = _failure(joined=joined, missing=missing, timeout=limit.timeout)
         await asyncio.gather(*(self._client.compare_set(keys[rank], b"", failure) for rank in missing))
         return await self._client.multi_get(keys, timeout=_LAST_READ_TIMEOUT)
 
     async def refuse(self, reason: str, rank: int) -> None:
         """Fail the exchange on the ranks that wait for ``rank``, with a reason."""
-        failure = _ERROR + json.dumps({"reason": reason}).encode()
-        await self._client.compare_set(self.keys("payload", self._exchanges, rank), b"", failure)
+        await self._client.compare_set(self.keys("payload", self._exchanges, rank), b"", _failure(reason=reason))
 
     async def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
         """Leave the world and close all connections. Rank 0 first waits for the other ranks, at most ``timeout`` seconds.
 
-        If the loop that created the session is closed, as `asyncio.run` does at its end, it only closes what it can.
+        If the loop that created the session is closed, as after `asyncio.run`, only resources of other loops are closed.
         """
         if self._closed:
             return
         self._closed = True
         if self._loop.is_closed():
-            # A connection can be closed on its own loop only, and has ended with it.
+            # A connection can be closed only on its own loop, and ended with that loop.
             with contextlib.suppress(RuntimeError):
                 await self._resources.aclose()
             return
@@ -234,14 +232,14 @@ class RendezvousSession:
         if not self._exchanges:
             await self._client.delete_key(self.keys("joined", self.rank))
             return
-        await self._fail_promised()
+        await self._fail_pending_exchanges()
         await self._client.set(self.keys("left", self.rank), b"1")
 
     async def _close_as_host(self) -> None:
         if self._records is not None:
             await self._records.withdraw(self._record.encode())
         await self._client.set(self.keys("left", 0), b"1")
-        await self._fail_promised()
+        await self._fail_pending_exchanges()
         prefix = self.keys("joined", "")
         joined = [int(key.removeprefix(prefix)) for key in await self._client.list_keys(prefix)]
         await self._until_alone([rank for rank in joined if rank != 0])
@@ -250,9 +248,8 @@ class RendezvousSession:
             await self._client.delete_key(key)
 
     async def _until_alone(self, ranks: list[int]) -> None:
-        """Wait until all of ``ranks`` have left, or no other client is connected: a dead rank does not announce that
-        it left."""
-        left = self._client.wait(self.keys.each("left", ranks), timeout=math.inf)
+        """Wait until all of ``ranks`` have left, or no other client is connected, because a dead rank writes no key."""
+        left = self._client.wait([self.keys("left", rank) for rank in ranks], timeout=math.inf)
         backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE)
         try:
             while self.server is not None and self.server.num_connections > 1 and not left.done():
@@ -261,20 +258,22 @@ class RendezvousSession:
             left.cancel()
             await asyncio.gather(left, return_exceptions=True)
 
-    async def _fail_promised(self) -> None:
+    async def _fail_pending_exchanges(self) -> None:
         """Fail the exchanges that wait for this rank's payload, on the ranks that wait now or later."""
-        if not self._promised:
-            return
-        reason = f"rank {self.rank} gave up before the world was complete; read its log first"
-        failure = _ERROR + json.dumps({"reason": reason}).encode()
-        for number in self._promised:
-            keys = [self.keys("payload", number, rank) for rank in range(self.world_size)]
+        failure = _failure(reason=f"rank {self.rank} gave up before the world was complete; read its log first")
+        for number in self._pending_exchanges:
+            keys = self._payload_keys(number)
             await self._client.set(keys[self.rank], failure)
             await asyncio.gather(*(self._client.compare_set(key, b"", failure) for key in keys))
 
 
+def _failure(**fields: Any) -> bytes:
+    """Return the value that a rank writes in place of a payload when an exchange fails."""
+    return _ERROR + json.dumps(fields).encode()
+
+
 def _error_in(value: bytes, where: str) -> RendezvousError:
-    said = json.loads(value[len(_ERROR) :])
-    if "missing" in said:
-        return RendezvousTimeoutError(said["joined"], said["missing"], said["timeout"], where)
-    return RendezvousError(said["reason"])
+    fields = json.loads(value[len(_ERROR) :])
+    if "missing" in fields:
+        return RendezvousTimeoutError(fields["joined"], fields["missing"], fields["timeout"], where)
+    return RendezvousError(fields["reason"])

@@ -112,8 +112,8 @@ def _innermost(store: Any) -> Any:
 async def _open_agent_store(method: InitMethod, key: str, config: Config, limit: TimeLimit) -> RecordStore:
     """Connect to the store of torchrun's agent once it listens.
 
-    A store of torch's is used with torch's own client, in a thread. An asyncdist daemon on another host accepts no client
-    of torch's, and is used with asyncdist's client.
+    A store of torch's is accessed by torch's own client, in a thread. An asyncdist daemon on another host accepts no
+    client of torch's, and is accessed by asyncdist's client.
     """
     where = f"torchrun's store at {method.host}:{method.port}"
     await wait_until_listening(method, where, limit)
@@ -149,8 +149,8 @@ async def _open_agent_store(method: InitMethod, key: str, config: Config, limit:
 async def _connect_natively(method: InitMethod, config: Config, limit: TimeLimit) -> AsyncStore | None:
     """Connect with asyncdist's client; return None if the server accepts torch's client and did not answer asyncdist's.
 
-    torch's server does not answer an unknown protocol, so it is probed in torch's protocol too. The probe comes second,
-    because an asyncdist store that accepts no such client logs each one.
+    Torch's server does not answer an unknown protocol, so this function also probes in torch's protocol. The probe comes
+    second, because an asyncdist store that refuses torch's clients logs each of them.
     """
     timeout = min(limit.deadline.remaining(), _AGENT_TIMEOUT)
     connecting = asyncio.ensure_future(
@@ -172,7 +172,7 @@ async def _connect_natively(method: InitMethod, config: Config, limit: TimeLimit
 
 
 async def wait_until_listening(method: InitMethod, where: str, limit: TimeLimit) -> None:
-    """Wait until a server listens there: the wait of torch's own client cannot be cancelled."""
+    """Wait until a server listens there. Torch's client could wait too, but not be cancelled."""
     seen = ""
     async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, limit.deadline):
         try:
