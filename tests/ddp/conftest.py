@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncdist.ddp import direct_gradients
+from asyncdist.ddp import DistributedDataParallel, direct_gradients
 
 SMALL_MB = 1 / 4096
 """A ``bucket_cap_mb`` of 256 bytes: two buckets for `network`."""
@@ -44,6 +44,11 @@ def seeded(module, seed=0):
 
 def network(seed=0):
     return seeded(nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 3)), seed)
+
+
+def wrapped(group, **options):
+    """Return a wrapped `network` with two buckets."""
+    return DistributedDataParallel(network(), process_group=group, bucket_cap_mb=SMALL_MB, **options)
 
 
 def samples(count=12):

@@ -107,12 +107,6 @@ def bypass_after_an_output_thrown_away(case):
     case.bypass()
 
 
-def bypass_after_an_evaluation_with_gradients(case):
-    case.step()
-    case.model.eval()(case.x)
-    case.bypass()
-
-
 def bypass_after_an_output_without_gradients(case):
     case.step()
     case.module.wrap = torch.Tensor.detach
@@ -136,11 +130,11 @@ def outputs_that_hide_their_tensors(case):
         case.see(case.module(case.x).tensor.sum())
 
 
-def outputs_that_hide_some_tensors(case):
-    case.module.wrap = lambda output: (output, Opaque(output))
-    for _ in range(2):
-        case.see(case.model(case.x)[1].tensor.sum())
-        case.see(case.module(case.x)[1].tensor.sum())
+def outputs_that_nest_or_hide_some_tensors(case):
+    for wrap in (lambda output: {"logits": [output]}, lambda output: {"logits": [output], "hidden": Opaque(output)}):
+        case.module.wrap = wrap
+        case.see(case.model(case.x)["logits"][0].sum())
+        case.see(case.module(case.x)["logits"][0].sum())
 
 
 def two_forwards_one_backward(case):

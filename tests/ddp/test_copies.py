@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+import asyncdist.sync as dist
 from asyncdist.ddp import DistributedDataParallel, direct_gradients
 from asyncdist.errors import UsageError
-from asyncdist.testing.processes import Nursery
-
-PROGRAM = Path(__file__).parent / "program_pickled.py"
 
 
 @pytest.mark.parametrize("as_view", [True, False])
 def test_a_deep_copy_averages_over_the_same_group(together, toy, as_view):
     def rank(group):
-        model = DistributedDataParallel(
-            toy.network(), process_group=group, bucket_cap_mb=toy.SMALL_MB, gradient_as_bucket_view=as_view
-        )
+        model = toy.wrapped(group, gradient_as_bucket_view=as_view)
         data = toy.share(group, toy.samples())
         toy.loss_of(model, *data).backward()
         expected = toy.gradients(model)
@@ -64,6 +60,35 @@ def test_one_rank_may_copy_and_evaluate_the_model_alone(together, toy):
     together(2, rank)
 
 
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [saved, lambda model: pickle.loads(pickle.dumps(model))], ids=["file", "pickle"])
+def test_pickle_is_loaded_on_the_default_group(toy, copied):
+    dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(toy.network())
+        toy.loss_of(model, *toy.samples()).backward()
+        loaded = copied(model)
+        loaded.zero_grad()
+        assert type(loaded.module[0]) is direct_gradients.Linear
+        assert loaded.process_group is model.process_group
+        toy.loss_of(loaded, *toy.samples()).backward()
+        assert loaded.last_step is not None
+        toy.assert_equal(toy.gradients(loaded), toy.gradients(model))
+        pickled = pickle.dumps(model)
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(UsageError, match=r"call init_process_group\(\) first, or pickle its attribute `module`"):
+        pickle.loads(pickled)
+    with pytest.raises(UsageError, match="pickle its attribute `module`, and wrap that after loading"):
+        pickle.dumps(model)
+
+
 def test_model_on_another_group_than_the_default_one_is_not_pickled(together):
     def rank(group):
         model = DistributedDataParallel(nn.Linear(1, 1), process_group=group)
@@ -71,14 +96,3 @@ def test_model_on_another_group_than_the_default_one_is_not_pickled(together):
             pickle.dumps(model)
 
     together(1, rank)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.processes
-def test_a_pickle_is_loaded_on_the_default_group(tmp_path):
-    with Nursery(("torch", "asyncdist.sync", "asyncdist.ddp.module")) as nursery:
-        ranks = [nursery.start(PROGRAM, "train", rank, f"file://{tmp_path}/world") for rank in range(2)]
-        for rank in ranks:
-            assert "call init_process_group() first, or pickle its attribute `module`" in rank.hear()
-            assert "pickle its attribute `module`, and wrap that" in rank.hear()
-            assert rank.wait() == 0

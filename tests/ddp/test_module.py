@@ -213,7 +213,7 @@ def test_buckets_follow_the_order_of_rank_0s_gradients(together, toy):
 
 def test_a_bucket_is_sent_before_the_last_gradient_is_ready(together, toy):
     def rank(group):
-        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=toy.SMALL_MB)
+        model = toy.wrapped(group)
         assert model.last_step is None
         for _ in range(2):
             toy.loss_of(model, *toy.share(group, toy.samples())).backward()

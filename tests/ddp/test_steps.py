@@ -40,29 +40,6 @@ def test_no_sync_accumulates_locally_and_the_next_backward_averages_all(together
     toy.assert_equal(results[0][1], results[1][1])
 
 
-def test_two_backwards_of_one_forward_and_one_of_two_forwards(together, toy):
-    def rank(group):
-        module = toy.network()
-        model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=toy.SMALL_MB)
-        inputs, targets = toy.share(group, toy.samples())
-        loss = toy.loss_of(model, inputs, targets)
-        loss.backward(retain_graph=True)
-        once = toy.gradients(module)
-        loss.backward()
-        twice = toy.gradients(module)
-        model.zero_grad()
-        (toy.loss_of(model, inputs, targets) + toy.loss_of(model, inputs, targets)).backward()
-        return once, twice, toy.gradients(module)
-
-    results = together(2, rank)
-    reference = toy.network()
-    toy.loss_of(reference, *toy.samples()).backward()
-    for once, twice, sum_of_two in results:
-        toy.assert_close(once, toy.gradients(reference))
-        toy.assert_close(twice, [2 * gradient for gradient in toy.gradients(reference)])
-        toy.assert_close(sum_of_two, [2 * gradient for gradient in toy.gradients(reference)])
-
-
 def test_evaluation_and_gradients_of_inputs_communicate_nothing(together, toy):
     def rank(group):
         counting = toy.Counting(group)
@@ -102,39 +79,6 @@ def test_parameter_shared_by_reentrant_checkpoints_is_refused(together):
             model(torch.ones(1, 6))
 
     together(2, rank)
-
-
-def test_outputs_may_be_nested_or_opaque(together, toy):
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(6, 3)
-
-        def forward(self, x, *, wrap):
-            return wrap(self.layer(x))
-
-    class Opaque:
-        def __init__(self, tensor):
-            self.tensor = tensor
-
-    def rank(group):
-        module = Named()
-        model = DistributedDataParallel(module, process_group=group)
-        inputs, _ = toy.share(group, toy.samples())
-        found = []
-        for wrap, unwrap in (
-            (lambda t: {"logits": [t]}, lambda o: o["logits"][0]),
-            (lambda t: (t, None, t.detach()), lambda o: o[0]),
-            (Opaque, lambda o: o.tensor),
-        ):
-            model.zero_grad()
-            unwrap(model(inputs, wrap=wrap)).sum().backward()
-            found.append(module.layer.weight.grad.clone())
-        toy.assert_equal(found, [found[0]] * 3)
-        return found[0]
-
-    results = together(2, rank)
-    assert torch.equal(*results)
 
 
 def test_module_can_be_wrapped_again(together, toy):

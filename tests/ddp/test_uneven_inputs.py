@@ -58,12 +58,21 @@ def alone(toy, batches):
 
 
 @pytest.mark.parametrize(("by_all", "as_view"), [(True, True), (False, False)])
-@pytest.mark.parametrize("counts", [[1, 3], [4, 2], [0, 3], [3, 0, 2], [1, 2, 4], [2, 2, 2], [0, 0], [2]], ids=str)
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [1, 3],
+        [3, 0, 2],
+        *(
+            pytest.param(counts, marks=pytest.mark.exhaustive)
+            for counts in ([4, 2], [0, 3], [1, 2, 4], [2, 2, 2], [0, 0], [2])
+        ),
+    ],
+    ids=str,
+)
 def test_training_equals_a_single_process_on_all_inputs(together, toy, batches, alone, counts, by_all, as_view):
     def rank(group):
-        model = DistributedDataParallel(
-            toy.network(), process_group=group, bucket_cap_mb=toy.SMALL_MB, gradient_as_bucket_view=as_view
-        )
+        model = toy.wrapped(group, gradient_as_bucket_view=as_view)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):  # the second time buckets have been dealt by arrival
             with model.join(divide_by_initial_world_size=by_all):
@@ -81,7 +90,7 @@ def test_training_equals_a_single_process_on_all_inputs(together, toy, batches, 
 
 def test_rank_without_inputs_keeps_its_own_gradients(together, toy, batches):
     def rank(group):
-        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=toy.SMALL_MB)
+        model = toy.wrapped(group)
         with model.join():
             for batch in batches(group.rank(), 1 + group.rank()):
                 model.zero_grad()
@@ -125,7 +134,7 @@ def test_join_allows_forwards_without_backward_and_repeated_backwards(together, 
     """Ranks that continue may take every kind of step, including a forward without a backward."""
 
     def rank(group):
-        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=toy.SMALL_MB)
+        model = toy.wrapped(group)
         with model.join():
             for batch in batches(group.rank(), 1 + 2 * group.rank()):
                 model.zero_grad()
@@ -209,7 +218,7 @@ def test_early_termination_raises_on_all_ranks_if_requested(together, toy, batch
     shortest = min(counts)
 
     def rank(group):
-        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=toy.SMALL_MB)
+        model = toy.wrapped(group)
         done = []
 
         def epoch():
@@ -231,7 +240,7 @@ def test_early_termination_raises_on_all_ranks_if_requested(together, toy, batch
 
 def test_even_inputs_raise_nothing(together, toy, batches):
     def rank(group):
-        model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb=toy.SMALL_MB)
+        model = toy.wrapped(group)
         with model.join(throw_on_early_termination=True):
             for batch in batches(group.rank(), 2):
                 toy.loss_of(model, *batch).backward()
