@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from asyncdist.testing.processes import Nursery, RankEndedError
+from tests.support.daemon import started
 
 HERE = Path(__file__).parent
 PRELOAD = (
@@ -46,17 +47,36 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def shut_down():
-    """End agents of program_at_daemon.py in order."""
+def daemon():
+    """A store daemon in a process of its own."""
+    with started("--port", "0") as daemon:
+        yield daemon
+        assert daemon.stop() == (0, "")
 
-    def end(*agents):
+
+@pytest.fixture
+def ended():
+    """Wait until ranks have ended with a status, 0 by default: ``ended(*ranks)``."""
+
+    def ended(*ranks, status=0):
+        for rank in ranks:
+            assert rank.wait() == status, rank.output()
+            rank.close()
+
+    return ended
+
+
+@pytest.fixture
+def shut_down(ended):
+    """Shut down agents of program_at_daemon.py in order."""
+
+    def shut_down(*agents):
         for agent in agents:
             agent.say("shut down")
             assert agent.hear() is True
-            assert agent.wait() == 0
-            agent.close()
+            ended(agent)
 
-    return end
+    return shut_down
 
 
 @pytest.fixture(scope="session")

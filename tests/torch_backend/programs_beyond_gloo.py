@@ -5,8 +5,6 @@ Each program returns pairs of actual and expected results."""
 from __future__ import annotations
 
 import asyncio
-import functools
-import operator
 
 import torch
 import torch.distributed as dist
@@ -30,68 +28,6 @@ def scaled_sums(rank, world):
     tensor = numbers(rank)
     dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5))
     return [(tensor, sum(numbers(peer) for peer in range(world)) * 0.5)]
-
-
-def bits_of_bools(rank, world):
-    tensor = torch.tensor([True, rank == 0, rank > 0])
-    dist.all_reduce(tensor, dist.ReduceOp.BXOR)
-    each = [torch.tensor([True, peer == 0, peer > 0]) for peer in range(world)]
-    return [(tensor, functools.reduce(operator.xor, each))]
-
-
-def overlaps(rank, world):
-    """Inputs may overlap outputs. gloo returns wrong elements in some of these cases."""
-
-    def mine():
-        return torch.cat([numbers(rank * world + peer, 4) for peer in range(world)])
-
-    exchanged = torch.cat([numbers(peer * world + rank, 4) for peer in range(world)])
-    totals = [sum(numbers(peer * world + part, 4) for peer in range(world)) for part in range(world)]
-    single, left, listed, first, second = (mine() for _ in range(5))
-    dist.all_to_all_single(single, single)
-    work = dist.all_to_all_single(left, left, async_op=True)
-    blocks = list(listed.chunk(world))
-    dist.all_to_all(blocks, blocks)
-    work.wait()
-    next_part = second.chunk(world)[(rank + 1) % world]
-    with dist._coalescing_manager():
-        dist.reduce_scatter_tensor(first[:4], first)
-        dist.reduce_scatter_tensor(next_part, second)
-    gathered = numbers(rank, 4).repeat(world)
-    dist.all_gather_into_tensor(gathered, gathered[2:6])
-    parts = [torch.roll(numbers(peer, 4), -2) for peer in range(world)]
-    return [
-        *((tensor, exchanged) for tensor in (single, left, listed)),
-        *((tensor, totals[rank]) for tensor in (first[:4], next_part)),
-        (gathered, torch.cat(parts)),
-    ]
-
-
-def layouts(rank, world):
-    """Tensors need not be contiguous. gloo sums wrong elements of such tensors."""
-    right, left = (rank + 1) % world, (rank - 1) % world
-    received = torch.zeros(3, 4).t()
-    receiving = dist.irecv(received, left)
-    dist.send(numbers(rank, 12).view(3, 4).t(), right)
-    receiving.wait()
-    joined = torch.zeros(5, 2 * world).t()
-    dist.all_gather_into_tensor(joined, numbers(rank, 10).view(5, 2).t())
-    share = torch.zeros(5, 2).t()
-    dist.reduce_scatter_tensor(share, numbers(rank, 10 * world).view(5, 2 * world).t())
-    dealt = torch.zeros(6)[::2]
-    dist.scatter(dealt, [numbers(peer, 6)[::2] for peer in range(world)] if rank == 0 else None, src=0)
-    grid = numbers(rank, 24).view(4, 6)
-    strided = grid[::2, ::3]
-    dist.all_reduce(strided)
-    total = sum(numbers(peer, 10 * world).view(5, 2 * world).t() for peer in range(world))
-    return [
-        (received, numbers(left, 12).view(3, 4).t()),
-        (joined, torch.cat([numbers(peer, 10).view(5, 2).t() for peer in range(world)])),
-        (share, total[2 * rank : 2 * rank + 2]),
-        (dealt, numbers(rank, 6)[::2]),
-        (strided, sum(numbers(peer, 24).view(4, 6)[::2, ::3] for peer in range(world))),
-        (grid[:, 1], numbers(rank, 24).view(4, 6)[:, 1]),
-    ]
 
 
 def together_with_gloo(rank, world):

@@ -47,18 +47,6 @@ def all_reduce(rank, world, kind):
     return results
 
 
-def all_reduce_layouts(rank, world):
-    """Tensors that are transposed, without dimensions, empty, part of another tensor, and large."""
-    grid = numbers(rank, 24).view(4, 6)
-    transposed, part = grid.clone().t(), grid.clone()[1:3]
-    scalar, empty, large = torch.tensor(rank + 1.0), torch.empty(0, 3), numbers(rank, 300_007)
-    channels_last = numbers(rank, 2 * 3 * 4 * 5).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    results = [transposed, part, scalar, empty, large, channels_last]
-    for tensor in results:
-        dist.all_reduce(tensor)
-    return {"sums": results, "around": part._base}
-
-
 def all_reduce_sparse(rank, world):
     overlapping = torch.sparse_coo_tensor([[rank, 5]], [1.0, 2.0], (7,))
     rows = torch.sparse_coo_tensor([[rank, rank + 1]], numbers(rank, 6).view(2, 3), (world + 1, 3))

@@ -35,17 +35,6 @@ def tags(rank, world):
     return received
 
 
-def same_tag_in_order(rank, world):
-    if rank == 0:
-        for number in range(20):
-            dist.send(numbers(number), 1)
-    received = [torch.zeros(5) for _ in range(20)]
-    if rank == 1:
-        for tensor in received:
-            dist.recv(tensor, 0)
-    return received
-
-
 def from_any_source(rank, world):
     """Rank 0 receives from any source and learns the sender."""
     if rank:
@@ -161,12 +150,6 @@ def outside_a_group(rank, world):
     return tensor
 
 
-def groups_of_one(rank, world):
-    """Each rank uses a group of its own, which all ranks create."""
-    groups = [dist.new_group([member]) for member in range(world)]
-    return _everything(groups[rank], [rank], rank)
-
-
 def subgroups(rank, world):
     mine, made = dist.new_subgroups(2)
     first = _everything(mine, dist.get_process_group_ranks(mine), rank)
@@ -179,17 +162,6 @@ def groups_made_locally(rank, world):
     members = [world - 2, world - 1] if rank >= world - 2 else [rank]
     group = dist.new_group(members, use_local_synchronization=True)
     return _everything(group, members, rank)
-
-
-def operations_of_several_groups(rank, world):
-    """Operations of several groups run at a time; each rank starts them in another order."""
-    groups = [dist.new_group() for _ in range(3)]
-    tensors = [numbers(rank + 10 * number, 2000) for number in range(3)]
-    order = [(rank + number) % 3 for number in range(3)]
-    works = [dist.all_reduce(tensors[number], group=groups[number], async_op=True) for number in order]
-    for work in works:
-        work.wait()
-    return tensors
 
 
 def destroyed_in_any_order(rank, world):

@@ -49,54 +49,20 @@ def devices(rank, world):
 
 
 def counts(rank, world):
-    """Lists of the wrong length, tensors of the wrong size, and splits that do not add up."""
+    """Wrong numbers of entries and elements, under torch's names of the operations."""
     ones, few = torch.ones(4), [torch.zeros(4) for _ in range(world - 1)]
-    group = dist.group.WORLD
+    short, group = torch.zeros(5), dist.group.WORLD
+    listed = "a tensor or numpy array is needed here, not list"
     return [
         _refused("all_gather", lambda: dist.all_gather(few, ones), f"{world - 1} entries", f"{world} ranks"),
-        _refused("reduce_scatter", lambda: dist.reduce_scatter(ones, few), f"{world - 1} entries"),
-        _refused("all_to_all", lambda: dist.all_to_all(few, few), f"{world - 1} entries"),
-        _refused(
-            "all_gather_into_tensor",
-            lambda: dist.all_gather_into_tensor(torch.zeros(4 * world + 1), ones),
-            str(4 * world + 1),
-        ),
-        _refused(
-            "reduce_scatter_tensor", lambda: dist.reduce_scatter_tensor(torch.zeros(5), torch.ones(4 * world)), "5"
-        ),
-        _refused(
-            "all_to_all_single",
-            lambda: dist.all_to_all_single(torch.zeros(world), torch.ones(world), [1] * world, [2] * world),
-            "2",
-        ),
-        _refused(
-            "all_to_all_single",
-            lambda: dist.all_to_all_single(torch.zeros(world + 1), torch.ones(world + 1)),
-            f"{world} ranks",
-        ),
-        _refused(
-            "all_reduce", lambda: group.allreduce([ones, ones]), "a tensor or numpy array is needed here, not list"
-        ),
+        _refused("all_gather_into_tensor", lambda: dist.all_gather_into_tensor(short, ones), "5"),
+        _refused("reduce_scatter_tensor", lambda: dist.reduce_scatter_tensor(short, torch.ones(4 * world)), "5"),
+        _refused("all_to_all_single", lambda: dist.all_to_all_single(short, short), f"{world} ranks"),
+        _refused("all_reduce", lambda: group.allreduce([ones, ones]), listed),
         _refused("all_gather", lambda: group.allgather([few, few], [ones]), "2 entries" if world != 2 else "not list"),
         _refused("recv", lambda: group.recv([ones], world, 0), f"src={world} is not a rank"),
         _still_works(rank, world),
     ]
-
-
-def unequal(rank, world):
-    """Only the rank with the list can detect a wrong size; the others wait until it makes a correct call."""
-    ones = torch.ones(2)
-    wrong = [torch.zeros(peer + 1) for peer in range(world)]
-    right = [torch.full((2,), float(peer)) for peer in range(world)]
-    pairs = []
-    if rank == 0:
-        pairs = [
-            _refused("gather", lambda: dist.gather(ones, wrong, dst=0), "gather_list[0]", "1 x"),
-            _refused("scatter", lambda: dist.scatter(ones, wrong, src=0), "scatter_list[0]", "1 x"),
-            _refused("scatter", lambda: dist.scatter(ones, right[1:], src=0), f"{world - 1} entries"),
-        ]
-    dist.scatter(ones, right if rank == 0 else None, src=0)
-    return [*pairs, (ones, right[rank]), _still_works(rank, world)]
 
 
 def by_cpp(rank, world):

@@ -70,7 +70,7 @@ def test_waiting_agent_is_found_by_the_next_agent_after_reconnect(place, nursery
         until(lambda: store.num_keys() == 0)
 
 
-def test_idle_ranks_reconnect_and_keep_their_ephemeral_keys(place, nursery, until):
+def test_idle_ranks_reconnect_and_keep_their_ephemeral_keys(place, nursery, until, ended):
     """The daemon deletes the ephemeral keys of a session that does not reconnect within its lease."""
     url = f"asyncdist://{place.endpoint}/job"
     ranks = [nursery.start(PROGRAM, "compute", url, rank, 2) for rank in range(2)]
@@ -84,9 +84,7 @@ def test_idle_ranks_reconnect_and_keep_their_ephemeral_keys(place, nursery, unti
     for rank in ranks:
         rank.say("tell")
     assert [rank.hear() for rank in ranks] == [True] * 2
-    for rank in ranks:
-        rank.wait()
-        rank.close()
+    ended(*ranks)
 
 
 def as_a_rank(endpoint):

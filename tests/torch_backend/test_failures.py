@@ -173,7 +173,7 @@ def test_mismatched_calls_raise_on_every_rank(start):
 # -- mistakes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("program", ["devices", "counts", "unequal", "by_cpp", "features_of_later_releases"])
+@pytest.mark.parametrize("program", ["devices", "counts", "by_cpp", "features_of_later_releases"])
 def test_user_mistake_is_refused(as_it_should_be, program):
     as_it_should_be("programs_refusals", program)
 

@@ -15,40 +15,23 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 from asyncdist.base.network import is_loopback
 from asyncdist.config import Config
 from asyncdist.rendezvous.addresses import outward
-from asyncdist.store import TCPStore
 from asyncdist.torchrun import handler
 from tests.support.daemon import started
 
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
+AT_DAEMON = HERE / "program_at_daemon.py"
 LIMIT = 90
-
-
-@pytest.fixture
-def daemon():
-    """Return the ``host:port`` of a store daemon."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "asyncdist.cli", "store", "--port", "0"], stdout=subprocess.PIPE, text=True
-    )
-    ready = process.stdout.readline()
-    yield re.search(r"tcp://(\S+)", ready)[1]
-    process.terminate()
-    process.communicate(timeout=LIMIT)
-    assert process.returncode == 0
+ELASTIC = ("--nnodes=1:4", "--nproc-per-node=1", "--rdzv-id=job", "--monitor-interval=0.2")
 
 
 class Job:
     """A torchrun agent and the output of the agent and its workers."""
 
     def __init__(self, daemon, backend, ending, *options):
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--rdzv-backend=asyncdist",
-            f"--rdzv-endpoint={daemon}",
-        ]
-        command += [*options, str(HERE / "program_under_torchrun.py"), backend, ending]
+        rendezvous = ["--rdzv-backend=asyncdist", f"--rdzv-endpoint=127.0.0.1:{daemon.port}"]
+        program = [str(HERE / "program_under_torchrun.py"), backend, ending]
+        command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *options, *program]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.lines = []
         self.changed = threading.Condition()
@@ -91,25 +74,24 @@ def job(*arguments):
         started.process.communicate()
 
 
-@pytest.mark.parametrize("backend", ["asyncdist", "gloo"])
+@pytest.fixture
+def nothing_is_kept(daemon, until):
+    """Return a function that waits until the daemon holds no key."""
+
+    def nothing_is_kept():
+        with daemon.client() as store:
+            until(lambda: store.num_keys() == 0)
+
+    return nothing_is_kept
+
+
+@pytest.mark.parametrize("backend", ["asyncdist", pytest.param("gloo", marks=pytest.mark.exhaustive)])
 def test_workers_restarted_by_torchrun_find_an_empty_store(daemon, backend):
     """gloo needs it as well: its ranks read stale addresses from a store that was used before."""
     with job(daemon, backend, "fails once", "--nproc-per-node=2", "--max-restarts=1") as agent:
         assert agent.said() == [
             f"{backend}: rank {rank} of 2, attempt {attempt}, sum 2" for rank in range(2) for attempt in range(2)
         ]
-
-
-@pytest.fixture
-def nothing_is_kept(daemon, until):
-    """Return a function that waits until the daemon holds no key."""
-
-    def nothing_is_kept():
-        host, _, port = daemon.rpartition(":")
-        with TCPStore(host, int(port)) as store:
-            until(lambda: store.num_keys() == 0)
-
-    return nothing_is_kept
 
 
 @pytest.mark.exhaustive
@@ -122,16 +104,10 @@ def test_job_runs_again_under_the_same_name(daemon, nothing_is_kept):
 
 @pytest.mark.exhaustive
 def test_late_node_joins_an_elastic_job(daemon, nothing_is_kept):
-    options = (
-        "--nnodes=1:4",
-        "--nproc-per-node=1",
-        "--rdzv-id=job",
-        "--rdzv-conf=last_call_timeout=1",
-        "--monitor-interval=0.2",
-    )
-    with job(daemon, "asyncdist", "needs two", *options) as first:
+    elastic = [*ELASTIC, "--rdzv-conf=last_call_timeout=1"]
+    with job(daemon, "asyncdist", "needs two", *elastic) as first:
         first.hears("rank 0 of 1")
-        with job(daemon, "asyncdist", "needs two", *options) as second:
+        with job(daemon, "asyncdist", "needs two", *elastic) as second:
             said = first.said() + second.said()
     assert sorted(line.partition(", ")[0] for line in said) == [
         "asyncdist: rank 0 of 1", "asyncdist: rank 0 of 2", "asyncdist: rank 1 of 2"
@@ -141,17 +117,11 @@ def test_late_node_joins_an_elastic_job(daemon, nothing_is_kept):
 
 @pytest.mark.exhaustive
 def test_elastic_job_continues_without_a_lost_node(daemon, nothing_is_kept):
-    options = (
-        "--nnodes=1:4",
-        "--nproc-per-node=1",
-        "--rdzv-id=job",
-        "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3",
-        "--monitor-interval=0.2",
-        "--max-restarts=3",
-    )
+    brief = "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    elastic = [*ELASTIC, brief, "--max-restarts=3"]
     with (
-        job(daemon, "asyncdist", "loses one", *options) as first,
-        job(daemon, "asyncdist", "loses one", *options) as lost,
+        job(daemon, "asyncdist", "loses one", *elastic) as first,
+        job(daemon, "asyncdist", "loses one", *elastic) as lost,
     ):
         for agent in (first, lost):
             agent.hears("of 2, attempt 0")
@@ -161,41 +131,24 @@ def test_elastic_job_continues_without_a_lost_node(daemon, nothing_is_kept):
     nothing_is_kept()
 
 
-def test_url_initializes_one_world_after_another(daemon, nursery):
+def test_url_initializes_one_world_after_another(daemon, nursery, ended, nothing_is_kept):
+    """Two jobs share the daemon. Their keys are deleted when their last rank has left."""
     backends = ("asyncdist", "gloo", "asyncdist")
     ranks = [
-        nursery.start(HERE / "program_at_daemon.py", "meet", f"asyncdist://{daemon}/{job}", rank, 2, backends)
+        nursery.start(AT_DAEMON, "meet", f"asyncdist://127.0.0.1:{daemon.port}/{job}", rank, 2, backends)
         for job in ("one", "other")
         for rank in range(2)
     ]
     for rank in ranks:
         assert [rank.hear() for _ in backends] == [(backend, 2.0) for backend in backends]
-        assert rank.wait() == 0
-        rank.close()
+    ended(*ranks)
+    nothing_is_kept()
 
 
-def test_torch_rpc_runs_together_with_asyncdist_groups(daemon, nursery):
-    """The trainers use DistributedDataParallel and reach a parameter server through torch's RPC."""
-    ranks = [nursery.start(HERE / "program_rpc.py", "train", f"asyncdist://{daemon}", rank) for rank in range(3)]
-    for rank in range(2):
-        weight, bias, rows = ranks[rank].hear(LIMIT)
-        # Sums of 20 and 25, then of 17.5 and 22.5, and their averages:
-        first, second = 22.5, 22.5 - 2.5
-        assert weight == [1 - 0.5 * (first + second)] * 4
-        assert bias == -1.0
-        # Each trainer has embeddings of its own; the gradient of its words is the layer's weight.
-        step = 0.5 * 1 + 0.5 * (1 - 0.5 * first)
-        assert rows == [row - step * (row % 2 == rank) for row in range(10)]
-    for rank in ranks:
-        assert rank.wait() == 0
-        rank.close()
-
-
-def test_url_without_a_port_is_refused(nursery):
-    rank = nursery.start(HERE / "program_at_daemon.py", "meet", "asyncdist://somewhere/job", 0, 1, ("asyncdist",))
+def test_url_without_a_port_is_refused(nursery, ended):
+    rank = nursery.start(AT_DAEMON, "meet", "asyncdist://somewhere/job", 0, 1, ("asyncdist",))
     assert "lacks its port; use asyncdist://host:port" in rank.hear()
-    rank.wait()
-    rank.close()
+    ended(rank)
 
 
 def test_import_of_torch_elastic_does_not_import_asyncdist():

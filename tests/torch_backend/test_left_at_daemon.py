@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,59 +16,55 @@ PROGRAM = Path(__file__).parent / "program_at_daemon.py"
 
 
 @pytest.fixture
-def daemon():
+def server():
     server = background_loop().run(StoreServer.start("127.0.0.1", 0, stays=True))
     yield server
     background_loop().run(server.close())
 
 
-def waited_for(lease):
-    return {"ASYNCDIST_STORE_LEASE": lease, "ASYNCDIST_STORE_RECONNECT": lease}
+SHORT_LEASE = {"ASYNCDIST_STORE_LEASE": "0.3", "ASYNCDIST_STORE_RECONNECT": "0.3"}
 
 
-def test_keys_are_deleted_after_the_last_rank_is_killed(daemon, nursery, until):
-    with TCPStore("127.0.0.1", daemon.port) as store:
+@pytest.fixture
+def kill(ended):
+    """Kill ranks or agents, one after the other."""
+
+    def kill(*processes):
+        for process in processes:
+            process.kill()
+            ended(process, status=-signal.SIGKILL)
+
+    return kill
+
+
+def test_keys_are_deleted_after_the_last_rank_is_killed(server, nursery, until, kill):
+    with TCPStore("127.0.0.1", server.port) as store:
         store.set("job of others", b"")
-        url = f"asyncdist://127.0.0.1:{daemon.port}/job"
-        short = waited_for("0.3")
-        ranks = [nursery.start(PROGRAM, "stay", url, rank, 2, environment=short) for rank in range(2)]
+        url = f"asyncdist://127.0.0.1:{server.port}/job"
+        ranks = [nursery.start(PROGRAM, "stay", url, rank, 2, environment=SHORT_LEASE) for rank in range(2)]
         assert [rank.hear() for rank in ranks] == ["there"] * 2
-        ranks[0].kill()
+        kill(ranks[0])
         # The session of the killed rank expires; the other rank still keeps the lease.
         until(lambda: store.request(operations.status())["clients"] == 2)
         assert any(key.startswith("job/") for key in store.list_keys())
-        ranks[1].kill()
+        kill(ranks[1])
         until(lambda: store.list_keys() == ["job of others"])
-        for rank in ranks:
-            rank.wait()
-            rank.close()
-
-
-def test_keys_are_deleted_after_the_last_rank_leaves(daemon, nursery, until):
-    url = f"asyncdist://127.0.0.1:{daemon.port}/job"
-    ranks = [nursery.start(PROGRAM, "meet", url, rank, 2, ("gloo", "asyncdist")) for rank in range(2)]
-    for rank in ranks:
-        assert [rank.hear() for _ in range(2)] == [("gloo", 2.0), ("asyncdist", 2.0)]
-        assert rank.wait() == 0
-        rank.close()
-    with TCPStore("127.0.0.1", daemon.port) as store:
-        until(lambda: store.num_keys() == 0)
 
 
 THERE = [b"there", b"there"]
 
 
-def start_agents(nursery, daemon, run_id, lease="30"):
-    endpoint, waiting = f"127.0.0.1:{daemon.port}", waited_for(lease)
-    agents = [nursery.start(PROGRAM, "agent", endpoint, run_id, 2, environment=waiting) for _ in range(2)]
+def start_agents(nursery, server, run_id):
+    endpoint = f"127.0.0.1:{server.port}"
+    agents = [nursery.start(PROGRAM, "agent", endpoint, run_id, 2, environment=SHORT_LEASE) for _ in range(2)]
     assert [agent.hear() for agent in agents] == [THERE] * 2
     return agents
 
 
-def test_keys_of_agents_are_deleted_with_the_last_agent_of_the_job(daemon, nursery, until, shut_down):
-    with TCPStore("127.0.0.1", daemon.port) as store:
-        first = start_agents(nursery, daemon, "a")
-        other = start_agents(nursery, daemon, "a/b")
+def test_keys_of_agents_are_deleted_with_the_last_agent_of_the_job(server, nursery, until, shut_down):
+    with TCPStore("127.0.0.1", server.port) as store:
+        first = start_agents(nursery, server, "a")
+        other = start_agents(nursery, server, "a/b")
         shut_down(first[0])
         assert any(key.startswith("torchrun/a/") for key in store.list_keys())
         shut_down(first[1])
@@ -77,25 +74,12 @@ def test_keys_of_agents_are_deleted_with_the_last_agent_of_the_job(daemon, nurse
         until(lambda: store.num_keys() == 0)
 
 
-def test_killed_job_runs_again_and_its_keys_are_deleted_after_that(daemon, nursery, until, shut_down):
-    with TCPStore("127.0.0.1", daemon.port) as store:
-        killed = start_agents(nursery, daemon, "job", lease="0.3")
-        for agent in killed:
-            agent.kill()
-            agent.wait()
-            agent.close()
-        again = start_agents(nursery, daemon, "job")
+def test_killed_job_runs_again_and_its_keys_are_deleted_with_its_leases(server, nursery, until, kill):
+    with TCPStore("127.0.0.1", server.port) as store:
+        kill(*start_agents(nursery, server, "job"))
+        again = start_agents(nursery, server, "job")
         # The sessions of the killed agents expire.
-        until(lambda: len(daemon.state.contents().shared["torchrun/job/"]) == 2)
+        until(lambda: len(server.state.contents().shared["torchrun/job/"]) == 2)
         assert any(key.startswith("torchrun/job/") for key in store.list_keys())
-        shut_down(*again)
-        until(lambda: store.num_keys() == 0)
-
-
-def test_keys_of_a_killed_job_are_deleted_with_its_leases(daemon, nursery, until):
-    with TCPStore("127.0.0.1", daemon.port) as store:
-        for agent in start_agents(nursery, daemon, "job", lease="0.3"):
-            agent.kill()
-            agent.wait()
-            agent.close()
+        kill(*again)
         until(lambda: store.num_keys() == 0)

@@ -16,17 +16,14 @@ def test_mesh(same_over_gloo, program):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "program", ["redistribute", "redistribute_in_two_dimensions", "redistribute_asynchronously_and_backward",
-                "multiply", "distributed_from_rank_0"],
+                "distributed_from_rank_0"],
 )  # fmt: skip
 def test_distributed_tensor(same_over_gloo, program):
     same_over_gloo("programs_mesh", program)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "program", ["operators", "module_distributed", "columns_then_rows", "sequence_parallel", "sharded_embeddings",
-                "sharded_losses"],
-)  # fmt: skip
+@pytest.mark.parametrize("program", ["sequence_parallel", "sharded_losses"])
 def test_tensor_parallel(same_over_gloo, world, program):
     same_over_gloo("programs_mesh", program, close=world > 2)
 
@@ -46,8 +43,7 @@ def test_variants_of_fsdp2(same_over_gloo, world, name):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "program", ["in_memory_of_the_group", "hybrid", "other_reductions", "accumulated", "clipped_norm", "whole_state",
-                "above_tensor_parallel"],
+    "program", ["in_memory_of_the_group", "hybrid", "other_reductions", "whole_state", "above_tensor_parallel"],
 )  # fmt: skip
 def test_fsdp2(same_over_gloo, world, program):
     same_over_gloo("programs_sharded", program, close=world > 2)
@@ -58,13 +54,6 @@ def test_fsdp2(same_over_gloo, world, program):
 )
 def test_variants_of_fsdp1(same_over_gloo, world, name):
     same_over_gloo("programs_sharded", "first_version", name, close=world > 2)
-
-
-@pytest.mark.parametrize(
-    "program", ["first_version_hybrid", "first_version_sharded_state", "first_version_clipped_norm"]
-)
-def test_fsdp1(same_over_gloo, world, program):
-    same_over_gloo("programs_sharded", program, close=world > 2)
 
 
 def test_fsdp2_half_precision_sums(same_over_gloo):
