@@ -1,4 +1,1 @@
-"""Collective algorithms as generators without I/O, tensors or clocks, their costs, and the choice between them.
-
-`collectives` runs them through the engine; imports `base` alone.
-"""
+"""Collective algorithms as generators without I/O, tensors or clocks, their costs, and the choice between them."""

@@ -1,8 +1,7 @@
 """The cost of a schedule. Each algorithm has a formula next to it, which tests compare with a simulation in lock step.
 
-`selection` compares costs; the tests' simulator measures them. Time is counted in *rounds*: in one round every rank
-that can proceed completes one step. Each field sums, over the rounds, the maximum over the ranks in that round, so the
-fields add up along the critical path.
+Time is counted in *rounds*: in one round every rank that can proceed completes one step. Each field is the sum over the
+rounds of the maximum over the ranks, so costs add up along the critical path.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 class Cost:
     """The cost of one collective; ``cost_a + cost_b`` is the cost of one after the other.
 
-    Bytes are exact for a tensor that divides evenly into its blocks. For any other they hold for the next larger one.
+    Bytes are exact if the tensor divides evenly into its blocks. Otherwise they are those of the next larger such tensor.
 
     Attributes:
         rounds: Number of sequential rounds.

@@ -1,7 +1,5 @@
 """The layout of two-level collectives: nodes, whose ranks share memory, and rails between the nodes.
 
-`collectives.hierarchical` calls it. It imports no tensors and performs no I/O.
-
 A *node* is a set of members that share memory pairwise: the ranks of one host. A *rail* takes one member of each node,
 its rail leader; there are as many rails as the smallest node has members. Data is reduced inside each node first, crosses
 between nodes in slices, one per rail, and is broadcast inside each node last. So the bytes between hosts fall by the
@@ -18,17 +16,19 @@ heterogeneous network hierarchy", MLSys (2019).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from asyncdist.algorithms import recursive_doubling, ring
-from asyncdist.algorithms.cost import Cost
 from asyncdist.algorithms.schedule import Action, Combine, Place, Recv, Schedule, Send, Step
 from asyncdist.algorithms.selection import Model
 
-_FEWEST_PARTS = 8
-_LEAST_SLICE_NBYTES = 256 << 10
-_SYNCHRONIZATION = 10e-6  # seconds for one synchronization inside a node
-_COPY = 0.2e-9  # seconds per byte that is copied through shared memory
+# Data is cut into this many parts, unless the slices would be smaller than the minimum.
+_MIN_PARTS = 8
+_MIN_SLICE_NBYTES = 256 << 10
+# Seconds for one synchronization inside a node, and per byte copied through shared memory.
+_SYNCHRONIZATION = 10e-6
+_COPY = 0.2e-9
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,21 @@ class NodeLayout:
 
     nodes: tuple[tuple[int, ...], ...]
     rank: int
-    node: int = field(init=False)
-    place: int = field(init=False)
-    """Index of this rank in its node; also the number of its rail, if it is a rail leader."""
-    rails: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        node = next(number for number, members in enumerate(self.nodes) if self.rank in members)
-        object.__setattr__(self, "node", node)
-        object.__setattr__(self, "place", self.nodes[node].index(self.rank))
-        object.__setattr__(self, "rails", min(len(members) for members in self.nodes))
+    @cached_property
+    def node(self) -> int:
+        """Index of this rank's node."""
+        return next(number for number, members in enumerate(self.nodes) if self.rank in members)
+
+    @cached_property
+    def place(self) -> int:
+        """Index of this rank in its node; also the number of its rail, if it is a rail leader."""
+        return self.members.index(self.rank)
+
+    @cached_property
+    def rails(self) -> int:
+        """Number of rails."""
+        return min(len(members) for members in self.nodes)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -68,7 +73,7 @@ class NodeLayout:
         return tuple(members[number] for members in self.nodes)
 
     def rail_leader(self, node: int, rank: int) -> int:
-        """Return the member of a node that sends to and receives from a member of another node."""
+        """Return the member of ``node`` on the rail that carries the blocks of ``rank``, which is on another node."""
         home = next(members for members in self.nodes if rank in members)
         return self.nodes[node][home.index(rank) % self.rails]
 
@@ -86,8 +91,8 @@ class NodeLayout:
 def layout(members: Sequence[int], own: int, shares: Callable[[int, int], bool]) -> NodeLayout | None:
     """Return the layout of a group, or None if it has no hierarchy.
 
-    It has none if all ranks share memory, if no two do, or if sharing is not transitive. Ranks whose ``shares`` agree get
-    the same nodes.
+    A group has no hierarchy if all ranks share memory, if no two do, or if sharing is not transitive. Ranks with equal
+    ``shares`` get the same nodes.
 
     Args:
         members: Global ranks, in order of the group rank.
@@ -109,12 +114,13 @@ def layout(members: Sequence[int], own: int, shares: Callable[[int, int], bool])
 
 
 def among(members: Sequence[int], schedule: Schedule) -> Schedule:
-    """Run the schedule of a subset of a group, whose peers are indices into ``members``, in the whole group."""
+    """Run in a group the schedule of a subset of its ranks, whose peers are indices into ``members``."""
     try:
         for step in schedule:
             yield members[step] if isinstance(step, int) else tuple(_renamed(action, members) for action in step)
+    # The schedule may hold resources, so it is closed now and not by the garbage collector.
     finally:
-        schedule.close()  # at once: it may have to release resources
+        schedule.close()
 
 
 def _renamed(action: Action, members: Sequence[int]) -> Action:
@@ -136,29 +142,23 @@ def gather_runs(place: int, size: int, runs: Sequence[Sequence[Place]]) -> Sched
 
 
 def part_count(nbytes: int, rails: int, segment_nbytes: int) -> int:
-    """Return into how many parts to split the data on the rails, so that the links are busy while nodes reduce."""
-    return max(
-        1,
-        -(-nbytes // (rails * max(1, segment_nbytes))),
-        min(_FEWEST_PARTS, nbytes // (rails * _LEAST_SLICE_NBYTES)),
-    )
+    """Return the number of parts of the data on the rails, so that the links are busy while nodes reduce."""
+    segments = -(-nbytes // (rails * max(1, segment_nbytes)))
+    return max(1, segments, min(_MIN_PARTS, nbytes // (rails * _MIN_SLICE_NBYTES)))
 
 
 def slices_pay(nbytes: int, layout: NodeLayout, model: Model) -> bool:
     """Return whether an all-reduce is faster with one slice per rail than with the whole tensor on every rail.
 
-    With the whole tensor every rail leader holds the result, so there is no broadcast inside the node: one synchronization
-    less, for as many times the bytes as there are rails. The arguments must be equal on every rank.
+    With the whole tensor every rail leader holds the result, so the node needs no broadcast. This saves one synchronization
+    and multiplies the bytes by the number of rails. The arguments must be equal on every rank.
     """
     if not layout.even:
         return True
     hosts, rails = len(layout.nodes), layout.rails
 
     def exchange(nbytes: float) -> float:
-        costs: list[Cost] = [
-            recursive_doubling.all_reduce_cost(hosts, int(nbytes)),
-            ring.all_reduce_cost(hosts, int(nbytes)),
-        ]
+        costs = [cost(hosts, int(nbytes)) for cost in (recursive_doubling.all_reduce_cost, ring.all_reduce_cost)]
         return min(model.seconds(cost) + model.beta * cost.nbytes * (rails - 1) for cost in costs)
 
     whole = exchange(nbytes)

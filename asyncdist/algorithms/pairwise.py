@@ -1,10 +1,9 @@
 """Pairwise exchange: every block goes directly from its source rank to its destination.
 
-`selection` compares its cost; `collectives` runs it. The path is the shortest if every block has one
-destination, and small blocks can all be sent at once. In round k, rank r sends to rank r + k and receives from
-rank r - k (modulo the size), so that no rank receives two blocks in one round.
+This path is the shortest if every block has one destination, and small blocks can all be sent at once. In round k, rank r
+sends to rank r + k and receives from rank r - k (modulo the size), so that no rank receives two blocks in one round.
 
-A place that is ``None`` has no bytes and is neither sent nor received: both ends know.
+A place that is ``None`` has no bytes, on both ranks. It is neither sent nor received.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", Int. J. High
 Perform. Comput. Appl. 19 (2005).
@@ -29,7 +28,7 @@ def all_to_all(rank: int, size: int, outgoing: Blocks, incoming: Blocks) -> Sche
 
 
 def all_to_all_cost(size: int, nbytes: int) -> Cost:
-    """Price `all_to_all` of ``nbytes``, all outgoing blocks of one rank together."""
+    """Return the cost of `all_to_all` of ``nbytes``, all outgoing blocks of one rank together."""
     return Cost(rounds=size - 1, messages=size - 1, nbytes=(size - 1) * nbytes / size)
 
 
@@ -44,7 +43,7 @@ def reduce_scatter(rank: int, size: int, blocks: Blocks, own: Place) -> Schedule
 
 
 def reduce_scatter_cost(size: int, nbytes: int) -> Cost:
-    """Price `reduce_scatter` over ``nbytes``, all blocks together."""
+    """Return the cost of `reduce_scatter` over ``nbytes``, all blocks together."""
     return Cost(
         rounds=size - 1, messages=size - 1, nbytes=(size - 1) * nbytes / size, reduced=(size - 1) * nbytes / size
     )
@@ -62,7 +61,7 @@ def all_gather(rank: int, size: int, blocks: Blocks) -> Schedule:
 
 
 def all_gather_cost(size: int, nbytes: int) -> Cost:
-    """Price `all_gather` of ``nbytes``, all blocks together."""
+    """Return the cost of `all_gather` of ``nbytes``, all blocks together."""
     return _one_round(size, nbytes)
 
 
@@ -80,12 +79,12 @@ def gather(rank: int, size: int, root: int, own: Place, blocks: Blocks) -> Sched
 
 
 def gather_cost(size: int, nbytes: int) -> Cost:
-    """Price `gather` of ``nbytes``, all blocks together."""
+    """Return the cost of `gather` of ``nbytes``, all blocks together."""
     return _one_round(size, nbytes)
 
 
 def reduce_cost(size: int, nbytes: int) -> Cost:
-    """Price `reduce_scatter` followed by `gather` of the reduced blocks, which together reduce to a root."""
+    """Return the cost of `reduce_scatter` followed by `gather` of the reduced blocks, which together reduce to a root."""
     return reduce_scatter_cost(size, nbytes) + gather_cost(size, nbytes)
 
 
@@ -103,7 +102,7 @@ def scatter(rank: int, size: int, root: int, own: Place, blocks: Blocks) -> Sche
 
 
 def scatter_cost(size: int, nbytes: int) -> Cost:
-    """Price `scatter` of ``nbytes``, all blocks together."""
+    """Return the cost of `scatter` of ``nbytes``, all blocks together."""
     return _one_round(size, nbytes)
 
 

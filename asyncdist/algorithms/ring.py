@@ -1,9 +1,8 @@
 """Ring algorithms: each rank sends one of P blocks to its right neighbour and receives one from its left.
 
-`selection` compares its cost; `collectives` runs it. The tensor is cut into P blocks. A block that travels once
-around the ring and is added to at every stop arrives complete (`reduce_scatter`); a complete block that travels once
-more reaches all ranks (`all_gather`). No algorithm moves fewer bytes, and all of them go between neighbours; the price
-is a number of rounds that grows with P.
+The tensor is cut into P blocks. A block that travels once around the ring, and is added to at every rank, arrives complete
+(`reduce_scatter`). A complete block that travels once more reaches all ranks (`all_gather`). No algorithm moves fewer
+bytes, and all of them go between neighbours. The number of rounds grows with P.
 
 Three ranks, blocks a b c, and the ranks that have been added to them; each line follows one round:
 
@@ -35,7 +34,7 @@ def reduce_scatter(rank: int, size: int, blocks: Blocks) -> Schedule:
 
 
 def reduce_scatter_cost(size: int, nbytes: int) -> Cost:
-    """Price `reduce_scatter` over ``nbytes``, all blocks together."""
+    """Return the cost of `reduce_scatter` over ``nbytes``, all blocks together."""
     return Cost(
         rounds=size - 1, messages=size - 1, nbytes=(size - 1) * nbytes / size, reduced=(size - 1) * nbytes / size
     )
@@ -52,7 +51,7 @@ def all_gather(rank: int, size: int, blocks: Blocks) -> Schedule:
 
 
 def all_gather_cost(size: int, nbytes: int) -> Cost:
-    """Price `all_gather` of ``nbytes``, all blocks together."""
+    """Return the cost of `all_gather` of ``nbytes``, all blocks together."""
     return Cost(rounds=size - 1, messages=size - 1, nbytes=(size - 1) * nbytes / size)
 
 
@@ -66,5 +65,5 @@ def all_reduce(rank: int, size: int, blocks: Blocks) -> Schedule:
 
 
 def all_reduce_cost(size: int, nbytes: int) -> Cost:
-    """Price `all_reduce` over ``nbytes``, all blocks together."""
+    """Return the cost of `all_reduce` over ``nbytes``, all blocks together."""
     return reduce_scatter_cost(size, nbytes) + all_gather_cost(size, nbytes)

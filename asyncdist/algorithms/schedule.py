@@ -4,16 +4,16 @@ The modules of `algorithms` write schedules; the engine's executor runs them. A 
 tensors. It yields *steps*, and the executor completes each step before it resumes the generator. A step is a tuple of
 actions that run concurrently; it is complete when all of them are.
 
-A *place* is a piece of memory, opaque to the schedule. *Blocks* are places numbered like ranks: ``blocks[i]`` is one, and
-``blocks[lo:hi]``, where a schedule requires it, is the contiguous run of them as one place. Peers are group ranks. Between
+A *place* is a piece of memory, opaque to the schedule. *Blocks* are places numbered like ranks: ``blocks[i]`` is one block.
+If the schedule requires contiguous blocks, ``blocks[lo:hi]`` is a run of them as one place. Peers are group ranks. Between
 two ranks, messages of one generator are matched in the order in which both yield them.
 
-A schedule that moves data itself (`asyncdist.transport.native`) yields steps without
-actions: ``()`` after a piece of its work, or the group rank for which it waits. It is resumed to check again.
+A native schedule (`asyncdist.transport.native`) moves data itself. It yields steps without actions: ``()`` after a part of
+its work, or the group rank for which it waits. The executor resumes it to check again.
 
-The rules that make a step safe, which the simulator in `asyncdist.testing` checks:
+A step must satisfy these rules, which the simulator in `asyncdist.testing` checks:
 
-* no place of a step overlaps another one of it, except that several ``Send`` may share theirs;
+* no place of a step overlaps another place of it, except that several ``Send`` may have the same place;
 * every ``Send`` has its ``Recv`` or ``Reduce`` of equal size at the peer.
 """
 
@@ -26,7 +26,7 @@ Place = Any
 
 
 class Send(NamedTuple):
-    """Send ``place`` to ``peer``; done when the memory may be written again."""
+    """Send ``place`` to ``peer``; complete when the memory may be written again."""
 
     peer: int
     place: Place
@@ -40,7 +40,7 @@ class Recv(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Receive from ``peer`` and fold what comes into ``place``, piece by piece as it arrives."""
+    """Receive from ``peer`` and fold the data into ``place``, piece by piece as it arrives."""
 
     peer: int
     place: Place
@@ -49,8 +49,8 @@ class Reduce(NamedTuple):
 class Combine(NamedTuple):
     """Fold ``other`` into ``place``, both local; ``swapped`` makes ``other`` the first operand.
 
-    Floating-point reductions are commutative but for signed zeros and NaN payloads; two ranks that compute the same
-    result name the lower rank's operand first, and so agree bit for bit.
+    Floating-point reductions commute except for signed zeros and NaN payloads. Two ranks that compute the same result
+    name the lower rank's operand first, and so agree bit for bit.
     """
 
     place: Place
@@ -61,12 +61,12 @@ class Combine(NamedTuple):
 Action = Send | Recv | Reduce | Combine
 Step = tuple[Action, ...]
 Wait = int
-"""The group rank for which a schedule that moves data itself waits."""
+"""The group rank for which a native schedule waits."""
 
 Schedule = Generator[Step | Wait, None, Any]
 
 
 class Blocks(Protocol):
-    """Places by number; runs of them where the memory is contiguous."""
+    """Places by number; runs of them if the memory is contiguous."""
 
     def __getitem__(self, which: int | slice, /) -> Place: ...

@@ -1,14 +1,13 @@
-"""Select the schedule of a collective by size: the cheapest one by a small performance model.
+"""Select the schedule of a collective by size: the cheapest one in a small performance model.
 
-The plans of `collectives` call it, and ``asyncdist info --collective`` shows its table. The model (Hockney's latency
-and bandwidth, with Thakur, Rabenseifner and Gropp's term for reduction and LogP's overhead per message) prices what
-each schedule promises in its `Cost`:
+The model (Hockney's latency and bandwidth, with Thakur, Rabenseifner and Gropp's term for reduction and LogP's overhead
+per message) predicts the time of a schedule from its `Cost`:
 
     seconds = alpha * rounds + overhead * messages + beta * nbytes + gamma * reduced
 
-Each rank chooses for itself and all must agree, so the inputs are equal on all ranks. ``nbytes`` is the size of all
-blocks of a rank together: of the tensor in all_reduce, reduce and broadcast, of what is gathered,
-of what is scattered, of one side of an all_to_all.
+Each rank chooses for itself and all ranks must agree, so the inputs are equal on all ranks. ``nbytes`` is the size of all
+blocks of a rank together: of the tensor in all_reduce, reduce and broadcast, of the gathered or scattered tensors, of
+one side of an all_to_all.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from asyncdist.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Seconds per round, per byte moved, per byte reduced and per message; bytes of a segment in a chain.
+    """Seconds per round (alpha), byte moved (beta), byte reduced (gamma) and message; bytes of a segment of a chain.
 
     The defaults were fitted to two processes and non-blocking sockets over loopback TCP: k messages each way in a round
     take 4 + 6 k microseconds (plus the framing of asyncdist), a byte each way 0.3 to 0.4 ns, a byte of float32 added
-    in cache 0.02 to 0.05 ns. The choice between schedules depends on the ratios, which vary less between machines.
+    in cache 0.02 to 0.05 ns. The choice depends on the ratios of these values, which vary less between machines.
     """
 
     alpha: float = 5e-6
@@ -39,7 +38,7 @@ class Model:
     segment_nbytes: int = 1 << 20
 
     def seconds(self, cost: Cost) -> float:
-        """Return the predicted time of what ``cost`` says."""
+        """Return the predicted time of a schedule."""
         return (
             self.alpha * cost.rounds
             + self.overhead * cost.messages
@@ -53,9 +52,9 @@ DEFAULT = Model()
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One schedule for a collective, its price, and what it asks for.
+    """One schedule for a collective, with its cost for a size, a number of bytes and a model, and its requirements.
 
-    ``contiguous`` means that it uses runs of blocks as one place, so the blocks must be contiguous in memory.
+    ``contiguous`` says that it uses runs of blocks as one place, so the blocks must be contiguous in memory.
     """
 
     name: str
@@ -64,13 +63,13 @@ class Candidate:
     power_of_two: bool = False
 
     def applies(self, size: int, contiguous: bool) -> bool:
-        """Say whether it can run among ``size`` ranks over such blocks."""
+        """Return whether the schedule can run among ``size`` ranks, over contiguous or separate blocks."""
         if self.contiguous and not contiguous:
             return False
         return not self.power_of_two or size == recursive_doubling.floor_power_of_two(size)
 
 
-def _priced(cost: Callable[[int, int], Cost]) -> Callable[[int, int, Model], Cost]:
+def _without_model(cost: Callable[[int, int], Cost]) -> Callable[[int, int, Model], Cost]:
     return lambda size, nbytes, model: cost(size, nbytes)
 
 
@@ -81,22 +80,25 @@ def _chain_cost(size: int, nbytes: int, model: Model) -> Cost:
 # Among equal costs the first is chosen. The first schedule of each collective always applies.
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "all_reduce": (
-        Candidate("doubling", _priced(recursive_doubling.all_reduce_cost)),
-        Candidate("ring", _priced(ring.all_reduce_cost)),
-        Candidate("halving", _priced(recursive_doubling.halving_all_reduce_cost), contiguous=True),
+        Candidate("doubling", _without_model(recursive_doubling.all_reduce_cost)),
+        Candidate("ring", _without_model(ring.all_reduce_cost)),
+        Candidate("halving", _without_model(recursive_doubling.halving_all_reduce_cost), contiguous=True),
     ),
-    "broadcast": (Candidate("tree", _priced(tree.broadcast_cost)), Candidate("chain", _chain_cost)),
-    "reduce": (Candidate("tree", _priced(tree.reduce_cost)), Candidate("pairwise", _priced(pairwise.reduce_cost))),
+    "broadcast": (Candidate("tree", _without_model(tree.broadcast_cost)), Candidate("chain", _chain_cost)),
+    "reduce": (
+        Candidate("tree", _without_model(tree.reduce_cost)),
+        Candidate("pairwise", _without_model(pairwise.reduce_cost)),
+    ),
     "all_gather": (
-        Candidate("direct", _priced(pairwise.all_gather_cost)),
-        Candidate("ring", _priced(ring.all_gather_cost)),
-        Candidate("doubling", _priced(recursive_doubling.all_gather_cost), contiguous=True, power_of_two=True),
+        Candidate("direct", _without_model(pairwise.all_gather_cost)),
+        Candidate("ring", _without_model(ring.all_gather_cost)),
+        Candidate("doubling", _without_model(recursive_doubling.all_gather_cost), contiguous=True, power_of_two=True),
     ),
-    "reduce_scatter": (Candidate("pairwise", _priced(pairwise.reduce_scatter_cost)),),
-    "all_to_all": (Candidate("pairwise", _priced(pairwise.all_to_all_cost)),),
-    "gather": (Candidate("star", _priced(pairwise.gather_cost)),),
-    "scatter": (Candidate("star", _priced(pairwise.scatter_cost)),),
-    "barrier": (Candidate("dissemination", _priced(recursive_doubling.barrier_cost)),),
+    "reduce_scatter": (Candidate("pairwise", _without_model(pairwise.reduce_scatter_cost)),),
+    "all_to_all": (Candidate("pairwise", _without_model(pairwise.all_to_all_cost)),),
+    "gather": (Candidate("star", _without_model(pairwise.gather_cost)),),
+    "scatter": (Candidate("star", _without_model(pairwise.scatter_cost)),),
+    "barrier": (Candidate("dissemination", _without_model(recursive_doubling.barrier_cost)),),
 }
 
 
@@ -111,9 +113,8 @@ def choose(
 ) -> str:
     """Return the name of the schedule to run.
 
-    A forced schedule (`parse_forced`) is used if it can run. It cannot run if it needs a power of two of ranks or
-    contiguous blocks and the call has neither; then the model chooses. Raises ValueError for a collective that is not in
-    `CANDIDATES`. Arguments must be equal on all ranks.
+    A forced schedule (`forced_by`) is used if its `Candidate` applies; otherwise the model chooses. Raises ValueError for a
+    collective that is not in `CANDIDATES`. Arguments must be equal on all ranks.
     """
     name = forced.get(collective) if forced else None
     if name is not None and _candidate(collective, name).applies(size, contiguous):
@@ -123,8 +124,7 @@ def choose(
 
 
 def candidates(collective: str) -> tuple[Candidate, ...]:
-    """Return the schedules that there are for a collective; an unknown name raises ValueError, which lists the
-    collectives."""
+    """Return the schedules for a collective. Raises ValueError, which lists the collectives, for an unknown one."""
     try:
         return CANDIDATES[collective]
     except KeyError:
@@ -139,25 +139,23 @@ def _candidate(collective: str, name: str) -> Candidate:
     raise ValueError(f"there is no schedule {name!r} for {collective}; there are {names}")
 
 
-def parse_forced(text: str) -> dict[str, str]:
-    """Read ``all_reduce=ring,broadcast=tree``; ValueError names what there is instead of what was written."""
-    forced: dict[str, str] = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        collective, equals, name = (part.strip() for part in entry.partition("="))
-        if not equals:
-            raise ValueError(f"{entry!r} is not of the form collective=schedule, as in all_reduce=ring,broadcast=tree")
-        if collective in forced:
-            raise ValueError(f"{collective} is given twice, as {forced[collective]} and as {name}")
-        forced[collective] = _candidate(collective, name).name
-    return forced
-
-
 def forced_by(config: Config) -> dict[str, str]:
-    """Return the schedules that ASYNCDIST_ALGORITHM forces; UsageError says what it could have been."""
+    """Return the schedules that ASYNCDIST_ALGORITHM forces, as in ``all_reduce=ring,broadcast=tree``, by collective.
+
+    Raises UsageError, which names the possible values, for an unknown collective or schedule.
+    """
+    forced: dict[str, str] = {}
     try:
-        return parse_forced(config.algorithm)
+        for entry in filter(None, (part.strip() for part in config.algorithm.split(","))):
+            collective, equals, name = (part.strip() for part in entry.partition("="))
+            if not equals:
+                raise ValueError(f"{entry!r} is not of the form collective=schedule, as in all_reduce=ring")
+            if collective in forced:
+                raise ValueError(f"{collective} is given twice, as {forced[collective]} and as {name}")
+            forced[collective] = _candidate(collective, name).name
     except ValueError as error:
         raise UsageError(f"ASYNCDIST_ALGORITHM={config.algorithm!r}: {error}") from None
+    return forced
 
 
 class SelectionRow(NamedTuple):
@@ -176,7 +174,7 @@ def explain(
     model: Model = DEFAULT,
     forced: Mapping[str, str] | None = None,
 ) -> list[SelectionRow]:
-    """Return what `choose` would say, and why, for each of ``sizes`` in bytes."""
+    """Return the choice of `choose`, and the predictions behind it, for each of ``sizes`` in bytes."""
     return [
         SelectionRow(
             nbytes,

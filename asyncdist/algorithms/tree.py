@@ -1,9 +1,9 @@
 """Trees: broadcast from one rank to all, and reduce from all to one.
 
-`selection` compares the costs; `collectives` runs the schedules. In a binomial tree the number of ranks that have the
-tensor doubles in each round. No algorithm has fewer rounds, but the root sends the whole tensor in each. In a chain
-every rank sends the tensor once, to the next rank. A chain is fast if the tensor is cut into segments, because
-different ranks then send different segments at the same time. Ranks are numbered relative to the root, which is 0:
+In a binomial tree the number of ranks that have the tensor doubles in each round. No algorithm has fewer rounds, but the
+root sends the whole tensor in each. In a chain every rank sends the tensor once, to the next rank. A chain is fast if the
+tensor is cut into segments, because different ranks then send different segments at the same time. Ranks are numbered
+relative to the root, which is 0:
 
     broadcast, 8 ranks     round 1   0-4
                            round 2   0-2   4-6
@@ -80,7 +80,7 @@ def chain_broadcast_cost(size: int, nbytes: int, segments: int = 1) -> Cost:
 
 
 def segment_count(nbytes: int, segment_nbytes: int) -> int:
-    """Return into how many segments of at most ``segment_nbytes`` a chain cuts a tensor; at least one."""
+    """Return the number of segments, each of at most ``segment_nbytes``, into which a chain cuts a tensor; at least one."""
     return max(1, -(-nbytes // segment_nbytes))
 
 

@@ -1,4 +1,4 @@
-"""The choice: cheapest by the model, forced where possible, explained, and the same wherever it is made."""
+"""The selection of schedules: the cheapest in the model, or the forced one if it can run; and the explanation."""
 
 import pytest
 from hypothesis import given
@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 
 from asyncdist.algorithms import recursive_doubling, ring
 from asyncdist.algorithms.cost import Cost
-from asyncdist.algorithms.selection import CANDIDATES, DEFAULT, Model, candidates, choose, explain, parse_forced
+from asyncdist.algorithms.selection import CANDIDATES, DEFAULT, Model, candidates, choose, explain, forced_by
+from asyncdist.config import Config
+from asyncdist.errors import UsageError
 
 collectives = st.sampled_from(sorted(CANDIDATES))
 world_sizes = st.integers(1, 64)
@@ -27,9 +29,7 @@ def test_small_tensors_take_few_rounds_and_large_ones_few_bytes() -> None:
 
 
 @given(collective=collectives, nbytes=byte_counts, size=world_sizes, contiguous=st.booleans())
-def test_the_choice_can_run_and_none_that_can_is_cheaper(
-    collective: str, nbytes: int, size: int, contiguous: bool
-) -> None:
+def test_chosen_schedule_applies_and_is_the_cheapest(collective: str, nbytes: int, size: int, contiguous: bool) -> None:
     chosen = choose(collective, nbytes, size, contiguous=contiguous)
     price = {
         candidate.name: DEFAULT.seconds(candidate.cost(size, nbytes, DEFAULT))
@@ -40,7 +40,7 @@ def test_the_choice_can_run_and_none_that_can_is_cheaper(
 
 
 @given(collective=collectives, nbytes=byte_counts, size=world_sizes, data=st.data(), contiguous=st.booleans())
-def test_a_forced_schedule_is_taken_where_it_can_run(
+def test_forced_schedule_is_used_if_it_applies(
     collective: str, nbytes: int, size: int, data: st.DataObject, contiguous: bool
 ) -> None:
     wanted = data.draw(st.sampled_from(candidates(collective)))
@@ -65,7 +65,7 @@ def test_one_rank_costs_nothing_and_some_schedule_always_applies(collective: str
     assert all(candidates(collective)[0].applies(size, contiguous=False) for size in range(1, 65))
 
 
-def test_the_model_weighs_what_it_is_given() -> None:
+def test_choice_depends_on_the_weights_of_the_model() -> None:
     far = Model(alpha=1.0, beta=0.0, gamma=0.0, overhead=0.0)
     thin = Model(alpha=0.0, beta=1.0, gamma=0.0, overhead=0.0)
     assert choose("all_gather", 1 << 20, 16, model=far) == "direct"
@@ -75,7 +75,7 @@ def test_the_model_weighs_what_it_is_given() -> None:
     assert choose("broadcast", 1 << 20, 8, model=Model(segment_nbytes=64 << 10)) == "chain"
 
 
-def test_seconds_are_the_sum_of_what_a_schedule_promises() -> None:
+def test_seconds_are_the_weighted_sum_of_the_cost() -> None:
     model = Model(alpha=1, beta=10, gamma=100, overhead=1000)
     assert model.seconds(Cost(rounds=1, messages=2, nbytes=3, reduced=4)) == 1 + 2000 + 30 + 400
     assert recursive_doubling.all_reduce_cost(4, 100) == Cost(rounds=2, messages=2, nbytes=200, reduced=200)
@@ -87,9 +87,10 @@ def test_seconds_are_the_sum_of_what_a_schedule_promises() -> None:
 # -- forcing ---------------------------------------------------------------------------------------
 
 
-def test_parse_forced() -> None:
-    assert parse_forced("") == {}
-    assert parse_forced(" all_reduce = ring , broadcast=tree, ") == {"all_reduce": "ring", "broadcast": "tree"}
+def test_forced_schedules_are_parsed() -> None:
+    assert forced_by(Config()) == {}
+    config = Config(algorithm=" all_reduce = ring , broadcast=tree, ")
+    assert forced_by(config) == {"all_reduce": "ring", "broadcast": "tree"}
 
 
 @pytest.mark.parametrize(
@@ -102,9 +103,9 @@ def test_parse_forced() -> None:
         ("all_reduce=ring,all_reduce=halving", "all_reduce is given twice, as ring and as halving"),
     ],
 )
-def test_parse_forced_says_what_there_is(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_forced(text)
+def test_error_of_an_invalid_forced_schedule_names_the_valid_ones(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=f"^ASYNCDIST_ALGORITHM='{text}': .*{message}"):
+        forced_by(Config(algorithm=text))
 
 
 def test_unknown_names_are_refused_by_choose_too() -> None:
@@ -127,6 +128,6 @@ def test_explain_prices_each_candidate_that_can_run() -> None:
     assert small.microseconds["direct"] == pytest.approx(5 + 5 * 7 + 5 / 6 * 1024 * 0.35e-3)
 
 
-def test_explain_shows_what_was_forced() -> None:
+def test_explain_shows_the_forced_schedule() -> None:
     (row,) = explain("all_reduce", 4, [4], forced={"all_reduce": "ring"})
     assert row.chosen == "ring"
