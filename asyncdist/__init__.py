@@ -19,17 +19,19 @@ from asyncdist.base.version import VERSION
 
 __version__ = VERSION
 
-_FACE = """all_gather all_gather_coalesced all_gather_object all_gather_single all_reduce all_reduce_coalesced all_to_all
-all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather gather_object gather_single irecv isend
-monitored_barrier recv recv_object_list reduce reduce_scatter reduce_scatter_single scatter scatter_object_list send
-send_object_list""".split()
+_COLLECTIVES = """
+all_gather all_gather_coalesced all_gather_object all_gather_single all_reduce all_reduce_coalesced all_to_all
+all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather gather_object gather_single
+irecv isend monitored_barrier recv recv_object_list reduce reduce_scatter reduce_scatter_single scatter
+scatter_object_list send send_object_list
+""".split()
 
 # Where each public name lives: (module, attribute).
 _NAMES: dict[str, tuple[str, str]] = {
-    **{name: ("asyncdist.groups.aio", f"face.{name}") for name in _FACE},
-    "all_gather_into_tensor": ("asyncdist.groups.aio", "face.all_gather_single"),
-    "gather_into_tensor": ("asyncdist.groups.aio", "face.gather_single"),
-    "reduce_scatter_tensor": ("asyncdist.groups.aio", "face.reduce_scatter_single"),
+    **{name: ("asyncdist.groups.aio", f"api.{name}") for name in _COLLECTIVES},
+    "all_gather_into_tensor": ("asyncdist.groups.aio", "api.all_gather_single"),
+    "gather_into_tensor": ("asyncdist.groups.aio", "api.gather_single"),
+    "reduce_scatter_tensor": ("asyncdist.groups.aio", "api.reduce_scatter_single"),
     **{
         name: ("asyncdist.groups.aio", name)
         for name in ("destroy_process_group", "init_process_group", "process_group")
@@ -79,8 +81,8 @@ if TYPE_CHECKING:
     from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
     from asyncdist.ddp.sampler import DistributedSampler as DistributedSampler
     from asyncdist.engine.work import Work as Work
+    from asyncdist.groups.aio import api
     from asyncdist.groups.aio import destroy_process_group as destroy_process_group
-    from asyncdist.groups.aio import face
     from asyncdist.groups.aio import init_process_group as init_process_group
     from asyncdist.groups.aio import process_group as process_group
     from asyncdist.groups.collectives_api import P2POp as P2POp
@@ -114,33 +116,33 @@ if TYPE_CHECKING:
 
     ProcessGroup = Group
 
-    all_gather = face.all_gather
-    all_gather_coalesced = face.all_gather_coalesced
-    all_gather_into_tensor = face.all_gather_single
-    all_gather_object = face.all_gather_object
-    all_gather_single = face.all_gather_single
-    all_reduce = face.all_reduce
-    all_reduce_coalesced = face.all_reduce_coalesced
-    all_to_all = face.all_to_all
-    all_to_all_single = face.all_to_all_single
-    barrier = face.barrier
-    batch_isend_irecv = face.batch_isend_irecv
-    broadcast = face.broadcast
-    broadcast_object_list = face.broadcast_object_list
-    gather = face.gather
-    gather_into_tensor = face.gather_single
-    gather_object = face.gather_object
-    gather_single = face.gather_single
-    irecv = face.irecv
-    isend = face.isend
-    monitored_barrier = face.monitored_barrier
-    recv = face.recv
-    recv_object_list = face.recv_object_list
-    reduce = face.reduce
-    reduce_scatter = face.reduce_scatter
-    reduce_scatter_single = face.reduce_scatter_single
-    reduce_scatter_tensor = face.reduce_scatter_single
-    scatter = face.scatter
-    scatter_object_list = face.scatter_object_list
-    send = face.send
-    send_object_list = face.send_object_list
+    all_gather = api.all_gather
+    all_gather_coalesced = api.all_gather_coalesced
+    all_gather_into_tensor = api.all_gather_single
+    all_gather_object = api.all_gather_object
+    all_gather_single = api.all_gather_single
+    all_reduce = api.all_reduce
+    all_reduce_coalesced = api.all_reduce_coalesced
+    all_to_all = api.all_to_all
+    all_to_all_single = api.all_to_all_single
+    barrier = api.barrier
+    batch_isend_irecv = api.batch_isend_irecv
+    broadcast = api.broadcast
+    broadcast_object_list = api.broadcast_object_list
+    gather = api.gather
+    gather_into_tensor = api.gather_single
+    gather_object = api.gather_object
+    gather_single = api.gather_single
+    irecv = api.irecv
+    isend = api.isend
+    monitored_barrier = api.monitored_barrier
+    recv = api.recv
+    recv_object_list = api.recv_object_list
+    reduce = api.reduce
+    reduce_scatter = api.reduce_scatter
+    reduce_scatter_single = api.reduce_scatter_single
+    reduce_scatter_tensor = api.reduce_scatter_single
+    scatter = api.scatter
+    scatter_object_list = api.scatter_object_list
+    send = api.send
+    send_object_list = api.send_object_list

@@ -1,17 +1,18 @@
 """Settings from the environment. No other module reads the environment.
 
-Every folder may import this module; it imports the standard library alone. A `Config` is immutable:
-`Config.from_environment` makes one, and a world keeps the one with which it was started. `settings` yields the table
-that ``asyncdist info`` prints. `Launch`, `Service` and `NcclSettings` hold what launchers, systemd and NCCL define.
+This module imports only the standard library. A `Config` is immutable, and a world keeps the one with which it was
+started. `settings` yields the table that ``asyncdist info`` prints. `Launch`, `Service` and `NcclSettings` hold the
+variables of launchers, systemd and NCCL.
 """
 
 from __future__ import annotations
 
 import difflib
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 log = logging.getLogger("asyncdist")
@@ -201,7 +202,7 @@ class Config:
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Read every setting.
 
-        Logs once, with the setting that is probably meant, each variable that resembles a setting and is not one.
+        Logs once each variable that resembles a setting and is not one, with that setting.
 
         Args:
             environ: The variables; by default those of the process.
@@ -211,12 +212,11 @@ class Config:
         """
         source = _translated(os.environ if environ is None else environ)
         _warn_of_misspelt(source)
-        given: dict[str, Any] = {
-            f.name: _parse(f.default, f.metadata["variable"], source, f.metadata["least"], f.metadata["choices"])
-            for f in fields(cls)
-            if _is_set(f, source)
-        }
-        return cls(**given)
+        values: dict[str, Any] = {}
+        for setting in fields(cls):
+            if text := source.get(setting.metadata["variable"], "").strip():
+                values[setting.name] = _parse(setting, text)
+        return cls(**values)
 
     def with_(self, **changes: Any) -> Config:
         """Return a copy with some settings changed."""
@@ -235,7 +235,7 @@ def _translated(source: Mapping[str, str]) -> Mapping[str, str]:
     if _FORMER_C10D not in _warned:
         _warned.add(_FORMER_C10D)
         log.warning("%s is deprecated: set ASYNCDIST_STORE_C10D=any instead of 1", _FORMER_C10D)
-    any_host = _parse(False, _FORMER_C10D, source, 0)
+    any_host = _parse_bool(_FORMER_C10D, source[_FORMER_C10D].strip())
     translated = {name: text for name, text in source.items() if name != _FORMER_C10D}
     return {"ASYNCDIST_STORE_C10D": "any", **translated} if any_host else translated
 
@@ -249,34 +249,33 @@ def _warn_of_misspelt(source: Mapping[str, str]) -> None:
             log.warning("%s is not a setting; did you mean %s? `asyncdist info` lists all settings", variable, meant)
 
 
-def _is_set(setting: Any, source: Mapping[str, str]) -> bool:
-    return bool(source.get(setting.metadata["variable"], "").strip())
-
-
-def _parse(
-    default: object, variable: str, source: Mapping[str, str], least: float, choices: tuple[str, ...] = ()
-) -> object:
-    text = source[variable].strip()
+def _parse(setting: Field[Any], text: str) -> object:
+    variable, least, choices = (setting.metadata[name] for name in ("variable", "least", "choices"))
     if choices and text.lower() not in choices:
         raise ValueError(f"{variable}={text!r} is not one of {', '.join(choices)}")
+    if isinstance(setting.default, bool):
+        return _parse_bool(variable, text)
+    if not isinstance(setting.default, (int, float)):
+        return text.lower() if choices else text
+    parse, kind, note = (
+        (float, "number", "")
+        if isinstance(setting.default, float)
+        else (whole_number, "whole number", " (K, M, G allowed)")
+    )
     try:
-        if isinstance(default, bool):
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
-        if isinstance(default, int):
-            return _at_least(least, whole_number(text))
-        if isinstance(default, float):
-            return _at_least(least, float(text))
-    except (KeyError, ValueError):
-        numbers = {int: f"a whole number from {least} up (K, M, G allowed)", float: f"a number from {least} up"}
-        kind = numbers.get(type(default), "0 or 1")
-        raise ValueError(f"{variable}={text!r} is not {kind}") from None
-    return text.lower() if choices else text
+        value = parse(text)
+    except ValueError:
+        value = math.nan
+    if value >= least:
+        return value
+    raise ValueError(f"{variable}={text!r} is not a {kind} from {least} up{note}")
 
 
-def _at_least(least: float, value: float) -> float:
-    if not value >= least:  # also true for NaN
-        raise ValueError(value)
-    return value
+def _parse_bool(variable: str, text: str) -> bool:
+    try:
+        return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
+    except KeyError:
+        raise ValueError(f"{variable}={text!r} is not 0 or 1") from None
 
 
 def whole_number(text: str) -> int:
@@ -305,9 +304,9 @@ def shared_settings(config: Config) -> dict[str, Any]:
 class Launch:
     """What a launcher (torchrun, srun, mpirun, or a user) defines in the environment.
 
-    A field is None if the launcher does not define it: srun and mpirun define the rank, and not the address of rank 0.
-    torchrun's variables take precedence. ``agent_store`` is true if torchrun's agent serves its own TCPStore at the
-    master's address.
+    A field is None if the launcher does not define it: srun and mpirun define the rank, but not the address of rank 0.
+    torchrun's variables take precedence. ``agent_store`` says that torchrun's agent serves its own TCPStore at the address
+    of rank 0.
     """
 
     rank: int | None = None
@@ -342,7 +341,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What systemd defines for a service: the sockets that it opened, and the socket for notifications of readiness."""
+    """What systemd defines for a service: the sockets that it opened, and its socket for notifications."""
 
     listen_pid: int | None = None
     listen_fds: int = 0
@@ -359,7 +358,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class NcclSettings:
-    """The variables of NCCL that this package has to know: whether NCCL's calls block until they are complete."""
+    """The variables of NCCL that this package reads: whether NCCL's calls block until they are complete."""
 
     blocking: bool = True
 
@@ -370,8 +369,8 @@ class NcclSettings:
         return cls(source.get("NCCL_COMM_BLOCKING", "").strip() != "0")
 
 
-# A variable by which a launcher is recognised, and its names for torchrun's variables. An inner launcher comes first:
-# in a Slurm allocation MPICH's mpirun starts its proxies with srun, and the ranks inherit the proxies' variables.
+# The variable that identifies each launcher, and its names for torchrun's variables. Inner launchers come first: in a
+# Slurm allocation MPICH's mpirun starts its proxies with srun, and the ranks inherit the proxies' variables.
 _LAUNCHERS = {
     "OMPI_COMM_WORLD_RANK": {  # Open MPI
         "RANK": "OMPI_COMM_WORLD_RANK",
@@ -394,7 +393,7 @@ _LAUNCHERS = {
 
 
 def _launcher_number(source: Mapping[str, str], variable: str) -> int | None:
-    """Return a number under torchrun's name, or else under the name of the first launcher that defines it."""
+    """Return a number under torchrun's name; if there is none, under the name of the first launcher that defines it."""
     other_names = [names[variable] for mark, names in _LAUNCHERS.items() if source.get(mark) and variable in names]
     numbers = (_number(source, name) for name in (variable, *other_names))
     return next((number for number in numbers if number is not None), None)

@@ -35,6 +35,7 @@ The classes hold fields and build their message in ``__str__``. A message says w
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 from asyncdist.base.ops import is_message
@@ -141,12 +142,10 @@ class GroupError(AsyncdistError):
 
     def during(self, *, group: str, rank: int, op: str, seq: int, elapsed: float) -> GroupError:
         """Return a copy of this failure for one operation that it ended."""
-        seen = _blank(type(self))
-        seen.__dict__.update(self.__dict__)
-        seen.args = self.args
-        seen.group, seen.rank, seen.op, seen.seq, seen.elapsed = group, rank, op, seq, elapsed
-        seen.__cause__ = self.__cause__
-        return seen
+        error = copy.copy(self)
+        error.group, error.rank, error.op, error.seq, error.elapsed = group, rank, op, seq, elapsed
+        error.__cause__ = self.__cause__
+        return error
 
     def explain(self, cause: str) -> None:
         """Add why the ranks that the operation waited for cannot be reached; an empty ``cause`` adds nothing."""
@@ -170,14 +169,10 @@ class GroupError(AsyncdistError):
         return (_rebuild, (type(self), self.args, self.__dict__))
 
 
-def _blank(kind: type[GroupError]) -> GroupError:
-    """Return an instance without running its constructor. Subclasses of OSError have their own memory layout."""
-    maker = OSError.__new__ if issubclass(kind, OSError) else RuntimeError.__new__
-    return maker(kind)
-
-
 def _rebuild(kind: type[GroupError], args: tuple[object, ...], fields: dict[str, object]) -> GroupError:
-    error = _blank(kind)
+    """Return an instance without running its constructor, which has other arguments."""
+    # Subclasses of OSError have their own memory layout.
+    error = (OSError if issubclass(kind, OSError) else RuntimeError).__new__(kind)
     error.args = args
     error.__dict__.update(fields)
     return error
@@ -325,7 +320,7 @@ class StoreTimeoutError(StoreError, TimeoutError):
         self.reason = reason
 
     def __str__(self) -> str:
-        names = ", ".join(repr(key) for key in self.keys[:8]) + (", …" if len(self.keys) > 8 else "")
+        names = _first(self.keys)
         after = f" after {self.timeout:g} s" if self.timeout is not None else ""
         return f"store {self.operation}({names}) timed out{after}: {self.reason}"
 
@@ -346,8 +341,8 @@ class AuthenticationError(AsyncdistError):
     """One side of a connection does not hold the job's token."""
 
     def __str__(self) -> str:
-        said = self.args[0] if self.args else "the other side refused the token of this process"
-        return f"{said}; set ASYNCDIST_TOKEN to the same value on every rank and on the store"
+        reason = self.args[0] if self.args else "the other side refused the token of this process"
+        return f"{reason}; set ASYNCDIST_TOKEN to the same value on every rank and on the store"
 
 
 class CertificateError(AuthenticationError):
@@ -372,8 +367,7 @@ class GradientError(AsyncdistError):
         self.parameters = tuple(parameters)
 
     def __str__(self) -> str:
-        names = ", ".join(repr(name) for name in self.parameters[:8]) + (", …" if len(self.parameters) > 8 else "")
-        return self.reason.format(parameters=names)
+        return self.reason.format(parameters=_first(self.parameters))
 
 
 class UnevenInputsError(AsyncdistError):
@@ -411,8 +405,13 @@ class TransportUnavailableError(AsyncdistError):
     """A transport that was requested by name cannot be used here. The message says why and which transports exist."""
 
 
+def _first(names: Sequence[str]) -> str:
+    """Return the first eight names as a short text."""
+    return ", ".join(map(repr, names[:8])) + (", …" if len(names) > 8 else "")
+
+
 def ranks(numbers: Sequence[int]) -> str:
-    """Return ranks as a short text: ``[0, 1, 2, 5]`` becomes ``"0-2, 5"``, an empty list ``"none"``."""
+    """Return ranks as a short text: ``"0-2, 5"`` for ``[0, 1, 2, 5]``, ``"none"`` for an empty list."""
     runs: list[list[int]] = []
     for rank in sorted(numbers):
         if runs and rank == runs[-1][1] + 1:

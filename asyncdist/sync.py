@@ -168,45 +168,41 @@ def _finish(work: Work, async_op: bool) -> Work | None:
     return None
 
 
-def _value(work: Work) -> Any:
-    return work.result()
-
-
-# torch's name of the class, for annotations
+# The name of torch.distributed, for annotations.
 ProcessGroup = Group
 
-_face: CollectivesApi[Work | None, Any] = CollectivesApi(_finish, _value, blocking=True)
+_api: CollectivesApi[Work | None, Any] = CollectivesApi(_finish, Work.result, blocking=True)
 
-all_gather = _face.all_gather
-all_gather_coalesced = _face.all_gather_coalesced
-all_gather_into_tensor = _face.all_gather_single
-all_gather_object = _face.all_gather_object
-all_gather_single = _face.all_gather_single
-all_reduce = _face.all_reduce
-all_reduce_coalesced = _face.all_reduce_coalesced
-all_to_all = _face.all_to_all
-all_to_all_single = _face.all_to_all_single
-barrier = _face.barrier
-batch_isend_irecv = _face.batch_isend_irecv
-broadcast = _face.broadcast
-broadcast_object_list = _face.broadcast_object_list
-gather = _face.gather
-gather_into_tensor = _face.gather_single
-gather_object = _face.gather_object
-gather_single = _face.gather_single
-irecv = _face.irecv
-isend = _face.isend
-monitored_barrier = _face.monitored_barrier
-recv = _face.recv
-recv_object_list = _face.recv_object_list
-reduce = _face.reduce
-reduce_scatter = _face.reduce_scatter
-reduce_scatter_single = _face.reduce_scatter_single
-reduce_scatter_tensor = _face.reduce_scatter_single
-scatter = _face.scatter
-scatter_object_list = _face.scatter_object_list
-send = _face.send
-send_object_list = _face.send_object_list
+all_gather = _api.all_gather
+all_gather_coalesced = _api.all_gather_coalesced
+all_gather_into_tensor = _api.all_gather_single
+all_gather_object = _api.all_gather_object
+all_gather_single = _api.all_gather_single
+all_reduce = _api.all_reduce
+all_reduce_coalesced = _api.all_reduce_coalesced
+all_to_all = _api.all_to_all
+all_to_all_single = _api.all_to_all_single
+barrier = _api.barrier
+batch_isend_irecv = _api.batch_isend_irecv
+broadcast = _api.broadcast
+broadcast_object_list = _api.broadcast_object_list
+gather = _api.gather
+gather_into_tensor = _api.gather_single
+gather_object = _api.gather_object
+gather_single = _api.gather_single
+irecv = _api.irecv
+isend = _api.isend
+monitored_barrier = _api.monitored_barrier
+recv = _api.recv
+recv_object_list = _api.recv_object_list
+reduce = _api.reduce
+reduce_scatter = _api.reduce_scatter
+reduce_scatter_single = _api.reduce_scatter_single
+reduce_scatter_tensor = _api.reduce_scatter_single
+scatter = _api.scatter
+scatter_object_list = _api.scatter_object_list
+send = _api.send
+send_object_list = _api.send_object_list
 
 __all__ = [
     "FileStore", "Group", "GroupMember", "HashStore", "P2POp", "PrefixStore", "ProcessGroup", "ReduceOp",

@@ -1,11 +1,10 @@
-"""Plans of collectives: from the arguments of a call to schedules that the engine runs. `asyncdist.groups` calls them.
+"""Plans of collectives: from the arguments of a call to schedules that the engine runs.
 
-The algorithms are in `asyncdist.algorithms`: pure generators without I/O, tensors or clocks.
-`asyncdist.testing.simulator` runs them over arrays, in lock step or in adversarial orders. This folder applies them to
-tensors:
+The algorithms are in `asyncdist.algorithms`. This folder applies them to tensors:
 
 `operations`     the collectives as methods of a group
-`validation`     checks the arguments of users
+`prepared`       the part of a call that is done once for tensors of the same dtypes and shapes
+`validation`     checks of the users' arguments
 `reductions`     plans of reductions
 `data_movement`  plans of collectives that move data
 `sparse`         the plan of an all-reduce of sparse tensors

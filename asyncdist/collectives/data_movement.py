@@ -1,9 +1,9 @@
 """Prepares the collectives that move data: which schedule, over which memory, with which fingerprint.
 
-Each function takes the caller (`GroupContext`) and the arguments of a call, with contiguous tensors and peers as ranks in
-the group. It checks the arguments and returns a `PreparedCollective`, which also runs later calls with tensors of the same
-dtypes and shapes. Large tensors are cut into parts: one for each lane, or segments where a part needs memory of its own.
-`operations` and `groups` call this module; it imports neither.
+Each function takes the `GroupContext` of the calling rank and the arguments of a call, with contiguous tensors and peers as
+ranks in the group. It checks the arguments and returns a `PreparedCollective`, which also runs later calls with tensors of
+the same dtypes and shapes. Large tensors are cut into parts: one for each lane, or segments if a part needs separate
+memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from asyncdist.transport.native import CallSignature, Native
 from asyncdist.transport.wire_format import Fingerprint, shape_checksum
 
 Cut = Callable[[Any], Sequence[Memory] | TensorBlocks]
-"""``cut(value)`` returns the blocks of a list of tensors, or of one tensor that holds them all."""
+"""``cut(value)`` returns the blocks of a list of tensors, or of one tensor that holds all blocks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,11 +76,11 @@ class GroupContext:
         return rank
 
     def native_for(self, collective: str) -> Native | None:
-        """Return the native collectives; None if the collective uses links, as one with a forced algorithm does."""
+        """Return the native collectives; None if the collective uses links. A forced algorithm uses links."""
         return None if collective in self.forced else self.native
 
     def hierarchical_for(self, collective: str) -> HierarchicalCollectives | None:
-        """Return the hierarchical collectives; None if the collective uses links alone."""
+        """Return the hierarchical collectives; None if the collective uses links only. A forced algorithm does."""
         return None if collective in self.forced else self.hierarchical
 
     def is_striped(self, nbytes: int) -> bool:
@@ -108,7 +108,7 @@ def fingerprint(
     root: int | None,
     layout: tuple[int, ...] = (),
 ) -> int:
-    """Return the fingerprint of this rank's call; ``layout`` is how the elements are cut, where the shape does not say."""
+    """Return the fingerprint of this rank's call; ``layout`` describes the blocks if the shape does not."""
     count = shape if isinstance(shape, int) else torch.Size(shape).numel()
     form = layout or (None if isinstance(shape, int) else shape)
     return Fingerprint(
@@ -137,10 +137,17 @@ def segments(memory: Memory, count: int) -> Iterator[Memory]:
 def striped_blocks(
     group: GroupContext, blocks: Sequence[Memory] | TensorBlocks
 ) -> Iterable[list[Memory] | TensorBlocks]:
-    """Cut every block into one part per lane; block ``i`` of each part still belongs to rank ``i``."""
-    lanes = group.config.lanes
+    """Cut every block into one part per lane if all together are large enough.
+
+    Block ``i`` of each part belongs to rank ``i``, like block ``i`` of the whole.
+    """
     if not group.is_striped(sum(blocks[rank].nbytes for rank in range(group.size))):
         return (blocks,) if isinstance(blocks, TensorBlocks) else (list(blocks),)
+    return _cut_each(group, blocks)
+
+
+def _cut_each(group: GroupContext, blocks: Sequence[Memory] | TensorBlocks) -> list[list[Memory]]:
+    lanes = group.config.lanes
     cut = [TensorBlocks.split(blocks[rank], lanes) for rank in range(group.size)]
     return [[block[lane] for block in cut] for lane in range(lanes)]
 
@@ -230,14 +237,14 @@ def _all_gather(
     *,
     contiguous: bool = False,
 ) -> PreparedCollective:
-    """Gather every rank's input into the blocks of every rank; pairs of (blocks, own input), several when coalesced."""
+    """Gather every rank's input into the blocks of every rank, for each row (blocks, own input)."""
     counts: list[list[int]] = []
     layout: list[int] = []
     for blocks, own in rows:
-        count, dtype, place = validation.single(own).numel(), own.dtype, blocks[group.rank]
-        if place.numel() != count or place.dtype is not dtype:
+        count, dtype, block = validation.single(own).numel(), own.dtype, blocks[group.rank]
+        if block.numel() != count or block.dtype is not dtype:
             raise UsageError(
-                f"this rank gives {count} x {dtype}, but its place in the output has {place.numel()} x {place.dtype}"
+                f"this rank gives {count} x {dtype}, but its block of the output has {block.numel()} x {block.dtype}"
             )
         counts.append([block.numel() for block in blocks])
         layout += [dtype_number(dtype), *counts[-1]]
@@ -246,8 +253,8 @@ def _all_gather(
     call, nbytes = fingerprint(collective, dtype, total, None, None, tuple(layout)), total * dtype.itemsize
     native = group.native_for("all_gather")
     if native is not None:
-        alike = len(rows) == 1 and len(set(counts[0])) == 1
-        sizes = () if alike else tuple(count for row in counts for count in row)
+        equal = len(rows) == 1 and len(set(counts[0])) == 1
+        sizes = () if equal else tuple(count for row in counts for count in row)
         signature = CallSignature(collective, call, dtype, (counts[0][group.rank],), sizes=sizes)
         return PreparedCollective(call, nbytes, native.prepare(signature))
     hierarchical = group.hierarchical_for("all_gather")
@@ -268,7 +275,7 @@ def _all_gather(
 
 
 def _all_gather_row(group: GroupContext, nbytes: int, contiguous: bool) -> Callable[[Any], Iterator[Schedule]]:
-    """Return what gathers the blocks of one row over links, in one part for each lane."""
+    """Return a function that gathers the blocks of one row over links, in one part for each lane."""
     algorithm = group.choose("all_gather", nbytes, contiguous=contiguous and not group.is_striped(nbytes))
     run = {"ring": ring.all_gather, "doubling": recursive_doubling.all_gather, "direct": pairwise.all_gather}[algorithm]
     return lambda blocks: (run(group.rank, group.size, stripe) for stripe in striped_blocks(group, blocks))
@@ -354,9 +361,8 @@ def all_to_all_single(
     """Exchange parts of one tensor, cut along the first dimension."""
     incoming = validation.split_counts(output, output_sizes, group.size, "output")
     outgoing = validation.split_counts(tensor, input_sizes, group.size, "input")
-    prepared = _all_to_all(
-        group, output.dtype, tensor.dtype, incoming, outgoing, _cut_by(incoming), _cut_by(outgoing)
-    )  # fmt: skip
+    cuts = _cut_by(incoming), _cut_by(outgoing)
+    prepared = _all_to_all(group, output.dtype, tensor.dtype, incoming, outgoing, *cuts)
     call = prepared.native
     if call is None or len({*incoming, *outgoing}) == 1:
         return prepared
@@ -384,13 +390,15 @@ def _all_to_all(
     """Send block ``i`` of the input to rank ``i``, and receive its block for this rank into block ``i`` of the output."""
     own_in, own_out = incoming_counts[group.rank], outgoing_counts[group.rank]
     if own_in != own_out or incoming_dtype is not dtype:
-        raise UsageError(f"this rank sends itself {own_out} x {dtype}, but has room for {own_in} x {incoming_dtype}")
+        raise UsageError(
+            f"this rank sends itself {own_out} x {dtype}, but its block of the output has {own_in} x {incoming_dtype}"
+        )
     call = fingerprint(Collective.all_to_all, dtype, 0, None, None)
     nbytes = sum(outgoing_counts) * dtype.itemsize
     native = group.native_for("all_to_all")
     if native is not None:
-        alike = len({*incoming_counts, *outgoing_counts}) == 1
-        sizes = () if alike else (*incoming_counts, *outgoing_counts)
+        equal = len({*incoming_counts, *outgoing_counts}) == 1
+        sizes = () if equal else (*incoming_counts, *outgoing_counts)
         signature = CallSignature(Collective.all_to_all, call, dtype, (own_out,), sizes=sizes)
         return PreparedCollective(call, nbytes, native.prepare(signature))
 
@@ -398,19 +406,13 @@ def _all_to_all(
         incoming, own = cut_incoming(output), {group.rank: group.rank}
         outgoing = copy_overlapping_inputs(cut_outgoing(tensor), incoming, own)
         incoming[group.rank].tensor.copy_(outgoing[group.rank].tensor)
+        # Sizes differ between ranks, so the cut does not depend on them.
         return [
             pairwise.all_to_all(group.rank, group.size, sent, received)
-            for sent, received in zip(_split_each(group, outgoing), _split_each(group, incoming), strict=True)
+            for sent, received in zip(_cut_each(group, outgoing), _cut_each(group, incoming), strict=True)
         ]
 
-    return PreparedCollective(call, nbytes, parts=parts, window=max(1, group.config.lanes))
-
-
-def _split_each(group: GroupContext, blocks: Sequence[Memory] | TensorBlocks) -> list[list[Memory]]:
-    """Cut blocks of any sizes into one part a lane; sizes differ between ranks, so the cut must not depend on them."""
-    lanes = max(1, group.config.lanes)
-    cut = [TensorBlocks.split(blocks[rank], lanes) for rank in range(group.size)]
-    return [[block[lane] for block in cut] for lane in range(lanes)]
+    return PreparedCollective(call, nbytes, parts=parts, window=group.config.lanes)
 
 
 def barrier(group: GroupContext) -> PreparedCollective:

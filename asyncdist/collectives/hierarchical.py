@@ -7,12 +7,12 @@ generator, so that the links carry one part while the nodes process others:
                       inside                     along each rail                 inside
 ====================  =========================  ==============================  ======================
 all_reduce            reduce-scatter to a slice  all-reduce of the slice         all-gather of slices
-all_reduce, small     all-reduce                 all-reduce, the same on each
-reduce_scatter        reduce-scatter, once for   each partial result straight
-                      what each node wants       to the rank that wants it
-all_gather            (all-gather, if uneven)    all-gather of what it carries   all-gather of the rest
+all_reduce, small     all-reduce                 all-reduce of the whole
+reduce_scatter        reduce-scatter of the      partial results to their
+                      blocks of each node        destination ranks
+all_gather            (all-gather, if uneven)    all-gather of its blocks        all-gather of the rest
 broadcast             broadcast (root's node)    broadcast of a slice            all-gather of slices
-reduce                reduce to one member       tree among these
+reduce                reduce to one member       tree among these members
 barrier               barrier                    barrier                         (barrier, if uneven)
 ====================  =========================  ==============================  ======================
 
@@ -33,6 +33,7 @@ completes. By induction all parts complete.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.algorithms.hierarchy import NodeLayout, among, gather_runs, part_count, slices_pay
@@ -47,7 +48,7 @@ from asyncdist.transport.native import CallSignature, Native, PreparedCall
 _CACHED_CALLS = 512
 
 Part = Callable[[int], Schedule]
-"""Makes the schedule of a part, given the first of its numbers."""
+"""``part(number)`` is the schedule of a part whose native collectives have the numbers from ``number`` on."""
 
 Sources = Sequence[Memory] | TensorBlocks
 
@@ -88,13 +89,13 @@ class HierarchicalCollectives:
             self._native.close()
 
     def _numbered(self, parts: Iterable[tuple[int, Part]]) -> Iterator[Schedule]:
-        """Number the parts; each is given with the count of its numbers. The first part reserves the numbers of all."""
+        """Reserve the numbers of all parts, each of which comes with its count of native collectives; yield schedules."""
         counted = list(parts)
         number = self._last_number + 1
-        self._last_number += sum(meetings for meetings, _ in counted)
-        for meetings, part in counted:
+        self._last_number += sum(natives for natives, _ in counted)
+        for natives, part in counted:
             yield part(number)
-            number += meetings
+            number += natives
 
     def _cut(self, nbytes: int) -> int:
         return part_count(nbytes, self._layout.rails, self._model.segment_nbytes)
@@ -107,14 +108,14 @@ class HierarchicalCollectives:
         def parts() -> Iterator[tuple[int, Part]]:
             for memory in memories:
                 sliced = slices_pay(memory.nbytes, self._layout, self._model)
-                run, meetings = (self._all_reduce_slices, 2) if sliced else (self._all_reduce_whole, 1)
+                run, natives = (self._all_reduce_slices, 2) if sliced else (self._all_reduce_whole, 1)
                 blocks = TensorBlocks.split(memory, self._cut(memory.nbytes))
                 for part in range(len(blocks)):
-                    yield meetings, _bound(run, call, blocks[part], kernels)
+                    yield natives, partial(run, call, blocks[part], kernels)
 
         return self._numbered(parts())
 
-    def _all_reduce_slices(self, number: int, call: int, memory: Memory, kernels: Arithmetic) -> Schedule:
+    def _all_reduce_slices(self, call: int, memory: Memory, kernels: Arithmetic, number: int) -> Schedule:
         layout = self._layout
         narrow, wide = self._slices(memory), self._slices(self._widened(memory, kernels))
         own, result = wide[layout.place], narrow[layout.place]
@@ -124,7 +125,7 @@ class HierarchicalCollectives:
             yield from among(layout.rail(layout.place), rail)
         yield from self._all_gather(number + 1, call, [narrow])
 
-    def _all_reduce_whole(self, number: int, call: int, memory: Memory, kernels: Arithmetic) -> Schedule:
+    def _all_reduce_whole(self, call: int, memory: Memory, kernels: Arithmetic, number: int) -> Schedule:
         layout, own = self._layout, self._widened(memory, kernels)
         if self._native is not None:
             run = self._prepared(Collective.all_reduce, call, own, _plain(kernels))
@@ -155,35 +156,34 @@ class HierarchicalCollectives:
     def reduce(self, memory: Memory, root: int, kernels: Arithmetic, call: int) -> Iterator[Schedule]:
         """Store the reduction in the memory of the root. The memory of the other ranks is only read."""
         at_root = self._layout.rank == root
-        agents = [root if root in members else members[0] for members in self._layout.nodes]
+        leaders = [root if root in members else members[0] for members in self._layout.nodes]
 
-        def part(number: int, piece: Memory) -> Schedule:
-            layout, node = self._layout, agents.index(root)
-            ours = agents[layout.node]
+        def part(piece: Memory, number: int) -> Schedule:
+            layout, leader = self._layout, leaders[self._layout.node]
             own = piece
-            if kernels.widens or (layout.rank == ours and not at_root):
+            if kernels.widens or (layout.rank == leader and not at_root):
                 own = Memory(piece.tensor.to(kernels.accumulator, copy=True))
             if self._native is not None:
-                place = layout.members.index(ours)
+                place = layout.members.index(leader)
                 run = self._prepared(Collective.reduce, call, own, _plain(kernels), root=place)
                 yield from among(layout.members, run(number, own.tensor))
-            if layout.rank == ours:
-                yield from among(agents, tree.reduce(layout.node, self._hosts, node, own))
+            if layout.rank == leader:
+                yield from among(leaders, tree.reduce(layout.node, self._hosts, leaders.index(root), own))
             if at_root:
                 self._store_result(own, piece, kernels)
 
         # A single rail carries all parts, because the root receives all of them.
         blocks = TensorBlocks.split(memory, part_count(memory.nbytes, 1, self._model.segment_nbytes))
-        return self._numbered((1, _bound(part, blocks[place])) for place in range(len(blocks)))
+        return self._numbered((1, partial(part, blocks[place])) for place in range(len(blocks)))
 
     def reduce_scatter(self, inputs: Sources, own: Memory, kernels: Arithmetic, call: int) -> Iterator[Schedule]:
         """Store in ``own`` the reduction of ``inputs[rank]`` over all members. The inputs are only read."""
         count = self._cut(sum(inputs[rank].nbytes for rank in range(self._size)))
         cut = [TensorBlocks.split(inputs[rank], count) for rank in range(self._size)]
         owns, layout = TensorBlocks.split(own, count), self._layout
-        meetings = 1 + sum(len(list(layout.turns(other))) for other in range(self._hosts) if other != layout.node)
+        natives = 1 + sum(len(list(layout.turns(other))) for other in range(self._hosts) if other != layout.node)
 
-        def part(number: int, which: int) -> Schedule:
+        def part(which: int, number: int) -> Schedule:
             wanted = [self._widened(blocks[which], kernels) for blocks in cut]
             result = owns[which]
             total = self._scratch.take(result.count, kernels.accumulator) if kernels.widens else result
@@ -193,7 +193,7 @@ class HierarchicalCollectives:
             if kernels.widens:
                 self._scratch.give(total)
 
-        return self._numbered((meetings, _bound(part, which)) for which in range(count))
+        return self._numbered((natives, partial(part, which)) for which in range(count))
 
     def _give_partial_sums(
         self, number: int, call: int, wanted: Sequence[Memory], total: Memory, kernels: Arithmetic
@@ -206,7 +206,7 @@ class HierarchicalCollectives:
             for turn in layout.turns(there):
                 blocks = self._on_rails([wanted[rank] for rank in turn])
                 out = blocks[layout.place]
-                # An empty block is a view of an input too, and the version of an input must not change.
+                # Without a block of its own, `out` is an empty view of an input, whose version must not change.
                 if self._native is not None:
                     out = self._scratch.take(out.count, out.dtype)
                 if layout.place < len(turn):
@@ -222,24 +222,24 @@ class HierarchicalCollectives:
 
     def all_gather(self, rows: Sequence[Sources], call: int) -> Iterator[Schedule]:
         """Copy, for each row, each rank's ``row[rank]`` to all ranks."""
-        meetings = 1 if len(self._layout.members) == self._layout.rails else 2
+        natives = 1 if len(self._layout.members) == self._layout.rails else 2
 
         def parts() -> Iterator[tuple[int, Part]]:
             for row in rows:
                 count = self._cut(sum(row[rank].nbytes for rank in range(self._size)))
                 cut = [TensorBlocks.split(row[rank], count) for rank in range(self._size)]
                 for which in range(count):
-                    yield meetings, _bound(self._gather_row, call, [blocks[which] for blocks in cut])
+                    yield natives, partial(self._gather_row, call, [blocks[which] for blocks in cut])
 
         return self._numbered(parts())
 
-    def _gather_row(self, number: int, call: int, row: Sequence[Memory]) -> Schedule:
+    def _gather_row(self, call: int, row: Sequence[Memory], number: int) -> Schedule:
         layout = self._layout
         all_carry = len(layout.members) == layout.rails
-        ours = [row[rank] for rank in layout.members]
+        own_row = [row[rank] for rank in layout.members]
         # Members outside the rails pass their blocks to the members on rails.
         if not all_carry:
-            yield from self._all_gather(number, call, [ours])
+            yield from self._all_gather(number, call, [own_row])
             number += 1
         if layout.carries:
             rail = layout.rail(layout.place)
@@ -255,43 +255,43 @@ class HierarchicalCollectives:
             if node != layout.node
             for turn in layout.turns(node)
         ]
-        yield from self._all_gather(number, call, [ours, *rows] if all_carry else rows)
+        yield from self._all_gather(number, call, [own_row, *rows] if all_carry else rows)
 
     def broadcast(self, memory: Memory, root: int, call: int) -> Iterator[Schedule]:
         """Copy the root's memory to all ranks."""
         layout = self._layout
-        home = next(number for number, members in enumerate(layout.nodes) if root in members)
+        root_node = next(number for number, members in enumerate(layout.nodes) if root in members)
         chosen = choose("broadcast", memory.nbytes // layout.rails, self._hosts, model=self._model)
         along: Callable[[int, int, int, Memory], Schedule]
         along = tree.broadcast if chosen == "tree" else tree.chain_broadcast
 
-        def part(number: int, piece: Memory) -> Schedule:
+        def part(piece: Memory, number: int) -> Schedule:
             slices = self._slices(piece)
-            if layout.node == home and self._native is not None:
+            if layout.node == root_node and self._native is not None:
                 place = layout.members.index(root)
                 run = self._prepared(Collective.broadcast, call, piece, root=place)
                 yield from among(layout.members, run(number, piece.tensor))
             if layout.carries:
-                rail = along(layout.node, self._hosts, home, slices[layout.place])
+                rail = along(layout.node, self._hosts, root_node, slices[layout.place])
                 yield from among(layout.rail(layout.place), rail)
-            if layout.node != home:
+            if layout.node != root_node:
                 yield from self._all_gather(number, call, [slices])
 
         blocks = TensorBlocks.split(memory, self._cut(memory.nbytes))
-        return self._numbered((1, _bound(part, blocks[place])) for place in range(len(blocks)))
+        return self._numbered((1, partial(part, blocks[place])) for place in range(len(blocks)))
 
     def barrier(self, call: int) -> Iterator[Schedule]:
         """Yield the single part of a barrier."""
         layout, all_carry = self._layout, len(self._layout.members) == self._layout.rails
 
         def part(number: int) -> Schedule:
-            alone = self._native is None
-            run = _nothing if alone else self._prepared(Collective.barrier, call, NOTHING)
-            yield from among(layout.members, run(number))
+            run = None if self._native is None else self._prepared(Collective.barrier, call, NOTHING)
+            if run is not None:
+                yield from among(layout.members, run(number))
             if layout.carries:
                 rail = recursive_doubling.barrier(layout.node, self._hosts, NOTHING, NOTHING)
                 yield from among(layout.rail(layout.place), rail)
-            if not all_carry:
+            if run is not None and not all_carry:
                 yield from among(layout.members, run(number + 1))
 
         return self._numbered([(1 if all_carry else 2, part)])
@@ -351,20 +351,11 @@ class HierarchicalCollectives:
 
 
 def _sizes(blocks: Sequence[Memory]) -> tuple[int, ...]:
-    """Return the element counts of blocks; nothing if all are alike."""
+    """Return the element counts of blocks; an empty tuple if all are equal."""
     counts = tuple(block.count for block in blocks)
     return () if len(set(counts)) == 1 else counts
-
-
-def _nothing(number: int) -> Schedule:
-    yield from ()
 
 
 def _plain(kernels: Arithmetic) -> Arithmetic:
     """Return the arithmetic of partial results, in the dtype of the accumulator and without division."""
     return kernels._replace(widens=False, averages=False)
-
-
-def _bound(run: Callable[..., Schedule], *arguments: object) -> Part:
-    """Return a function of a number that runs a part with this number and ``arguments``."""
-    return lambda number: run(number, *arguments)

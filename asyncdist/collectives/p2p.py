@@ -1,7 +1,7 @@
 """Plans of point-to-point operations on tensors, and of all operations on Python objects.
 
-The receiver of an object does not know its size. A plan therefore runs two schedules: one for the sizes of the serialized
-objects and one for their bytes.
+The receiver of an object does not know its size. A plan therefore exchanges the sizes of the serialized objects first, and
+then their bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncdist.memory.buffers import Memory, OutputTensor, TensorBlocks, dtype_n
 from asyncdist.memory.serialization import pack, unpack
 from asyncdist.transport.wire_format import Fingerprint
 
-Conversation = Generator[Any, Any, None]
+ReceivingSchedule = Generator[Any, Any, None]
 """A schedule that may also yield `RecvAny`; the engine sends the global rank of the sender into the generator."""
 
 # -- tensors between two ranks --------------------------------------------------------------------
@@ -50,17 +50,18 @@ def receive(group: GroupContext, tensor: Any, source: int | None, members: Seque
         group.other(source, "src")
     target = OutputTensor(tensor)
     memory = target.memory
-    found: list[Any] = [None if source is None else members[source]]
+    sender: int | None = None if source is None else members[source]
 
-    def part() -> Conversation:
+    def part() -> ReceivingSchedule:
+        nonlocal sender
         if source is None:
-            found[0] = yield (RecvAny(memory),)
+            sender = yield (RecvAny(memory),)
         else:
             yield (Recv(source, memory),)
 
-    def finish() -> Any:
+    def finish() -> int | None:
         target.store()
-        return found[0]
+        return sender
 
     return Plan((part(),), _transfer(memory.dtype, memory.count), None, finish, nbytes=memory.nbytes, peer=source)
 
@@ -86,7 +87,7 @@ def _unpacked(group: GroupContext, memory: Memory, weights_only: bool) -> Any:
 
 
 def _object_plan(
-    collective: Collective, part: Conversation, finish: Callable[[], Any], root: int | None = None
+    collective: Collective, part: ReceivingSchedule, finish: Callable[[], Any], root: int | None = None
 ) -> Plan:
     fingerprint = Fingerprint(collective, root=0 if root is None else root + 1).pack()
     return Plan((part,), fingerprint, None, finish)
@@ -149,18 +150,19 @@ def scatter_objects(
     if group.rank == root:
         check_length(values, group.size, "scatter_object_input_list on the source rank")
         blobs = [_packed(group, value, weights_only) for value in values or ()]
-    received: list[Memory] = []
+    own = blobs[root] if blobs else _blob(0)
 
     def part() -> Schedule:
+        nonlocal own
         sizes = Memory(torch.tensor([blob.count for blob in blobs], dtype=torch.int64, device="cpu"))
         size = _number()
         yield from pairwise.scatter(group.rank, group.size, root, size, TensorBlocks.split(sizes, group.size))
-        own = blobs[root] if group.rank == root else _blob(int(size.tensor[0]))
-        received.append(own)
+        if group.rank != root:
+            own = _blob(int(size.tensor[0]))
         yield from pairwise.scatter(group.rank, group.size, root, own, blobs)
 
     def finish() -> Any:
-        output[0] = _unpacked(group, received[0], weights_only)
+        output[0] = _unpacked(group, own, weights_only)
         return output
 
     return _object_plan(Collective.scatter_object_list, part(), finish, root)
@@ -169,19 +171,19 @@ def scatter_objects(
 def broadcast_objects(group: GroupContext, values: list[Any], root: int, weights_only: bool) -> Plan:
     """Replace every rank's list of objects by the root's; all lists have one length."""
     group.peer(root, "src")
-    own = _packed(group, list(values), weights_only) if group.rank == root else None
-    received: list[Memory] = []
+    blob = _packed(group, list(values), weights_only) if group.rank == root else _blob(0)
 
     def part() -> Schedule:
-        size = _number(own.count if own is not None else 0)
+        nonlocal blob
+        size = _number(blob.count)
         yield from tree.broadcast(group.rank, group.size, root, size)
-        blob = own if own is not None else _blob(int(size.tensor[0]))
-        received.append(blob)
+        if group.rank != root:
+            blob = _blob(int(size.tensor[0]))
         yield from tree.broadcast(group.rank, group.size, root, blob)
 
     def finish() -> Any:
         if group.rank != root:
-            objects = _unpacked(group, received[0], weights_only)
+            objects = _unpacked(group, blob, weights_only)
             if len(objects) != len(values):
                 raise UsageError(
                     f"rank {root} broadcasts {len(objects)} objects, but this rank's list has {len(values)}"
@@ -192,7 +194,7 @@ def broadcast_objects(group: GroupContext, values: list[Any], root: int, weights
     return _object_plan(Collective.broadcast_object_list, part(), finish, root)
 
 
-# Sizes and bytes are two parts, so that messages under one tag keep their order when several are under way at once.
+# Sizes and bytes are two parts, so that concurrent messages with one tag keep their order.
 _MESSAGE = Fingerprint(Collective.send).pack()
 
 
@@ -213,26 +215,28 @@ def receive_objects(
     """Receive a list of objects from a member, or from any; the result is the sender's global rank."""
     if source is not None:
         group.other(source, "src")
-    received: list[Memory] = []
-    found: list[Any] = [None if source is None else members[source]]
+    size, blob = _number(), _blob(0)
+    sender = -1 if source is None else members[source]
 
-    size = _number()
-
-    def size_part() -> Conversation:
+    def size_part() -> ReceivingSchedule:
+        nonlocal sender
         if source is None:
-            found[0] = yield (RecvAny(size),)
+            sender = yield (RecvAny(size),)
         else:
             yield (Recv(source, size),)
 
     def blob_part() -> Schedule:
-        received.append(_blob(int(size.tensor[0])))
-        yield (Recv(members.index(found[0]), received[0]),)
+        nonlocal blob
+        blob = _blob(int(size.tensor[0]))
+        yield (Recv(members.index(sender), blob),)
 
-    def finish() -> Any:
-        objects = _unpacked(group, received[0], weights_only)
+    def finish() -> int:
+        objects = _unpacked(group, blob, weights_only)
         if len(objects) != len(values):
-            raise UsageError(f"{len(objects)} objects came, but the list to receive into has {len(values)}")
+            raise UsageError(
+                f"rank {sender} sent {len(objects)} objects, but the list to receive into has {len(values)}"
+            )
         values[:] = objects
-        return found[0]
+        return sender
 
     return Plan((size_part(), blob_part()), _MESSAGE, None, finish, window=1, peer=source)

@@ -1,8 +1,8 @@
 """Prepares the reductions: all_reduce, reduce, reduce_scatter.
 
-Narrow floats (float16, bfloat16, float8) are accumulated in float32. Where a schedule passes partial sums on, they travel
-as float32; where each rank receives the contributions themselves, those travel narrow and are widened on arrival.
-See `data_movement` for what the functions take and return; `sparse` plans the all-reduce of sparse tensors.
+Narrow floats (float16, bfloat16, float8) are accumulated in float32. Schedules that send partial sums send float32.
+Schedules that send the contributions themselves send them narrow, and the receiver widens them. `data_movement` describes
+the arguments and results of these functions; `sparse` plans the all-reduce of sparse tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncdist.memory.buffers import Memory, TensorBlocks, copy_overlapping_inpu
 from asyncdist.memory.reduce_kernels import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
 from asyncdist.transport.native import CallSignature, PreparedCall
 
-# Number of elements of a segment that is accumulated in separate memory.
+# Elements of a segment that is accumulated in separate memory.
 _SEGMENT_COUNT = 1 << 20
 
 OverLinks = Callable[[torch.Tensor], Iterable[Schedule]]
@@ -52,7 +52,7 @@ def _prescale(memory: Memory, op: Reduction) -> None:
 
 
 def _prescaling(call: PreparedCall, op: Reduction, *, in_place: bool) -> PreparedCall:
-    """Return a call that first scales its tensor, in place or into a copy, if the reduction asks for that."""
+    """Return a call that first scales its tensor, in place or into a copy, if the reduction is PREMUL_SUM."""
     if type(op) is not PremulSum:
         return call
 
@@ -143,7 +143,7 @@ def _native_coalesced(
 
 
 def _all_reduce_over_links(group: GroupContext, nbytes: int, op: Reduction, kernels: Arithmetic) -> OverLinks:
-    """Return what makes the schedules of an all-reduce of ``nbytes`` bytes over links."""
+    """Return a function that makes the schedules of an all-reduce of ``nbytes`` bytes over links."""
     algorithm = group.choose("all_reduce", nbytes)
     run = {"doubling": _all_reduce_doubling, "halving": _all_reduce_halving, "ring": _all_reduce_ring}[algorithm]
     small, whole = algorithm == "doubling", type(op) is not PremulSum and not group.is_striped(nbytes)
@@ -189,9 +189,9 @@ def _all_reduce_ring(group: GroupContext, memory: Memory, kernels: Arithmetic) -
 
 
 def _all_reduce_wide(group: GroupContext, memory: Memory, kernels: Arithmetic, small: bool) -> Schedule:
-    """All-reduce narrow floats with every sum accumulated in float32 and rounded once.
+    """All-reduce narrow floats; every sum is accumulated in float32 and rounded once.
 
-    Small ones travel as float32. Large ones travel narrow: each rank receives all contributions to its own block.
+    Small tensors are sent as float32. Of large ones each rank receives all contributions to its block, which are narrow.
     """
     rank, size = group.rank, group.size
     blocks = TensorBlocks.split(memory, 1 if small else size)
@@ -254,7 +254,7 @@ def _reduce_tree(group: GroupContext, memory: Memory, root: int, op: Reduction, 
 
 
 def _reduce_scattered(group: GroupContext, memory: Memory, root: int, op: Reduction, kernels: Arithmetic) -> Schedule:
-    """Each rank reduces a block of its own, and the root collects them: twice the bytes of a leaf, no hot spot."""
+    """Reduce one block on each rank and gather the blocks on the root; no rank receives more than twice the tensor."""
     rank, size = group.rank, group.size
     blocks = TensorBlocks.split(Memory(_scaled(memory.tensor, op)), size)
     own = Memory(blocks[rank].tensor.to(kernels.accumulator, copy=True), wire=memory.dtype)

@@ -1,7 +1,4 @@
-"""The plan of an all-reduce of sparse tensors, whose numbers of elements differ between ranks.
-
-Called by `reductions`.
-"""
+"""The plan of an all-reduce of sparse tensors, whose numbers of elements differ between ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from asyncdist.memory.reduce_kernels import check, divide
 
 
 def all_reduce(group: GroupContext, tensor: torch.Tensor, op: Reduction) -> Plan:
-    """Sum (or average) a sparse COO tensor over the ranks, in place; it ends up coalesced, the same bits on every rank.
+    """Sum or average a sparse COO tensor over the ranks, in place; all ranks get the same bits, coalesced.
 
-    Each rank's indices and values are gathered everywhere, and added up in the order of ranks.
+    Every rank gathers the indices and values of all ranks and adds them up in the order of ranks.
     """
     own = _checked(tensor, op)
     indices, values = input_memory(own.indices()), input_memory(own.values())
@@ -33,18 +30,17 @@ def all_reduce(group: GroupContext, tensor: torch.Tensor, op: Reduction) -> Plan
         counts.tensor[group.rank] = own._nnz()
         yield from pairwise.all_gather(group.rank, group.size, TensorBlocks.split(counts, group.size))
         for rank, n in enumerate(counts.tensor.tolist()):
-            ours = rank == group.rank
-            gathered.append(
-                (
-                    indices if ours else Memory(torch.empty(n * per_index, dtype=torch.int64, device="cpu")),
-                    values if ours else Memory(torch.empty(n * per_value, dtype=values.dtype, device="cpu")),
-                )
-            )
+            if rank == group.rank:
+                gathered.append((indices, values))
+                continue
+            places = torch.empty(n * per_index, dtype=torch.int64, device="cpu")
+            numbers = torch.empty(n * per_value, dtype=values.dtype, device="cpu")
+            gathered.append((Memory(places), Memory(numbers)))
         yield from ring.all_gather(group.rank, group.size, [places for places, _ in gathered])
         yield from ring.all_gather(group.rank, group.size, [numbers for _, numbers in gathered])
 
     def finish() -> torch.Tensor:
-        # What a copy puts into a sparse tensor stays in it: it has to be made in the mode that the tensor was made in.
+        # `copy_` replaces the indices and values of a sparse tensor, so these must be made in the tensor's own mode.
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             places = torch.cat([each.tensor.view(per_index, -1) for each, _ in gathered], dim=1)
             numbers = torch.cat([each.tensor.view(-1, *dense_shape) for _, each in gathered])
@@ -60,7 +56,7 @@ def all_reduce(group: GroupContext, tensor: torch.Tensor, op: Reduction) -> Plan
 
 
 def _checked(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
-    """Return the tensor coalesced and without its gradient; UnsupportedError for what cannot be summed so."""
+    """Return the tensor coalesced and detached. Raises UnsupportedError if it cannot be all-reduced."""
     if tensor.layout is not torch.sparse_coo or not tensor.is_cpu or tensor.dtype not in DTYPE_NUMBERS:
         raise UnsupportedError(
             f"a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be all-reduced: "

@@ -1,4 +1,4 @@
-"""Checks the arguments of collectives. Tensors are contiguous here: see `prepared`."""
+"""Checks of the arguments of collectives, whose tensors `prepared` has made contiguous."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def single(value: Any) -> torch.Tensor:
 
 
 def listed(tensors: Sequence[Any] | None, size: int, what: str) -> list[torch.Tensor]:
-    """Return a list of tensors, one a rank, all of one dtype."""
+    """Return a list of tensors. Raises UsageError unless there is one for each rank, all of one dtype."""
     check_length(tensors, size, what)
     return one_dtype([single(tensor) for tensor in tensors or ()], what)
 
 
 def one_dtype(tensors: list[torch.Tensor], what: str) -> list[torch.Tensor]:
-    """Return tensors; raise UsageError unless all are of one dtype."""
+    """Return the tensors; raise UsageError unless all have one dtype."""
     for rank, tensor in enumerate(tensors):
         if tensor.dtype is not tensors[0].dtype:
             raise UsageError(f"{what}[{rank}] is {tensor.dtype}, but {what}[0] is {tensors[0].dtype}: use one dtype")
@@ -55,7 +55,7 @@ def one_dtype(tensors: list[torch.Tensor], what: str) -> list[torch.Tensor]:
 
 
 def same_sizes(tensors: Sequence[torch.Tensor], own: Any, what: str) -> None:
-    """Raise UsageError unless every entry of a list is like the rank's own tensor."""
+    """Raise UsageError unless every tensor has the size and dtype of the rank's own tensor."""
     count, dtype = single(own).numel(), own.dtype
     for rank, tensor in enumerate(tensors):
         if tensor.numel() != count or tensor.dtype is not dtype:
@@ -65,7 +65,7 @@ def same_sizes(tensors: Sequence[torch.Tensor], own: Any, what: str) -> None:
 
 
 def even(value: Any, size: int, what: str) -> Sequence[torch.Tensor]:
-    """Return the elements of a tensor in ``size`` equal blocks."""
+    """Return the elements of a tensor as ``size`` equal blocks. Raises UsageError if they cannot be divided."""
     tensor = single(value)
     if tensor.numel() % size:
         raise UsageError(f"{what} has {tensor.numel()} elements, which {size} ranks cannot share equally")
@@ -73,7 +73,7 @@ def even(value: Any, size: int, what: str) -> Sequence[torch.Tensor]:
 
 
 def split_counts(value: Any, sizes: Sequence[int] | None, ranks: int, what: str) -> list[int]:
-    """Return the element counts of blocks of ``sizes`` rows of a tensor; of equal blocks without ``sizes``."""
+    """Return the element counts of the blocks of a tensor that have ``sizes`` rows; of equal blocks if not given."""
     tensor = single(value)
     rows = tensor.shape[0] if tensor.shape else 1
     if not sizes:

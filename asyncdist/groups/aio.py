@@ -105,12 +105,4 @@ async def process_group(
         await world.close()
 
 
-def _finish(work: Work, async_op: bool) -> Work:
-    return work
-
-
-def _value(work: Work) -> Work:
-    return work
-
-
-face: CollectivesApi[Work, Work] = CollectivesApi(_finish, _value, blocking=False)
+api: CollectivesApi[Work, Work] = CollectivesApi(lambda work, _: work, lambda work: work, blocking=False)

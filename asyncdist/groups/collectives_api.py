@@ -50,18 +50,16 @@ class P2POp:
         tag: int = 0,
         group_peer: int | None = None,
     ) -> None:
-        name = getattr(op, "__name__", "")
-        if name not in ("isend", "irecv"):
+        self._name = getattr(op, "__name__", "")
+        if self._name not in ("isend", "irecv"):
             raise UsageError(f"P2POp takes isend or irecv, not {op!r}")
         self.op, self.tensor, self.group, self.tag = op, tensor, group, tag
-        self.peer = _member(resolve_group(group), name, peer, group_peer, "peer")
+        self.peer = _member(resolve_group(group), self._name, peer, group_peer, "peer")
 
     def start(self) -> Work:
         """Start the operation and return its work."""
         of = resolve_group(self.group)
-        if getattr(self.op, "__name__", "") == "isend":
-            return of.send(self.tensor, self.peer, self.tag)
-        return of.recv(self.tensor, self.peer, self.tag)
+        return (of.send if self._name == "isend" else of.recv)(self.tensor, self.peer, self.tag)
 
 
 def _member(of: Group, op: str, global_rank: int | None, group_rank: int | None, what: str) -> int:
@@ -80,7 +78,7 @@ def _member(of: Group, op: str, global_rank: int | None, group_rank: int | None,
 
 
 def _root(of: Group, op: str, global_rank: int | None, group_rank: int | None, what: str) -> int:
-    """Return the group rank like `_member`; the default is group rank 0."""
+    """Return the group rank as `_member` does; the default is group rank 0."""
     return 0 if global_rank is None and group_rank is None else _member(of, op, global_rank, group_rank, what)
 
 
@@ -108,10 +106,7 @@ class CollectivesApi(Generic[R, V]):
     def __init__(self, finish: Callable[[Work, bool], R], value: Callable[[Work], V], *, blocking: bool) -> None:
         self._finish = finish
         self._value = value
-        self._blocking = blocking
-
-    def _runs(self, async_op: bool) -> bool:
-        return async_op or not self._blocking
+        self._background = not blocking
 
     def all_reduce(
         self, tensor: Any, op: Reduction = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
@@ -128,7 +123,7 @@ class CollectivesApi(Generic[R, V]):
             >>> gradients = torch.ones(1000)
             >>> await dist.all_reduce(gradients)  # each element is the number of ranks
         """
-        work = resolve_group(group).all_reduce(tensor, op, background=async_op or not self._blocking)
+        work = resolve_group(group).all_reduce(tensor, op, background=async_op or self._background)
         return self._finish(work, async_op)
 
     def all_reduce_coalesced(
@@ -136,7 +131,7 @@ class CollectivesApi(Generic[R, V]):
     ) -> R:
         """Reduce several tensors of one dtype over the group, in place, as one operation."""
         return self._finish(
-            resolve_group(group).all_reduce_coalesced(tensors, op, background=self._runs(async_op)), async_op
+            resolve_group(group).all_reduce_coalesced(tensors, op, background=async_op or self._background), async_op
         )
 
     def reduce(
@@ -151,7 +146,7 @@ class CollectivesApi(Generic[R, V]):
         """Reduce ``tensor``, of equal shape on all ranks, into the tensor of ``dst``; other tensors do not change."""
         of = resolve_group(group)
         to = _member(of, "reduce", dst, group_dst, "dst")
-        return self._finish(of.reduce(tensor, to, op, background=self._runs(async_op)), async_op)
+        return self._finish(of.reduce(tensor, to, op, background=async_op or self._background), async_op)
 
     def broadcast(
         self,
@@ -164,12 +159,12 @@ class CollectivesApi(Generic[R, V]):
         """Copy the ``tensor`` of ``src`` into the tensor of every rank; shapes are equal on all ranks."""
         of = resolve_group(group)
         root = _member(of, "broadcast", src, group_src, "src")
-        return self._finish(of.broadcast(tensor, root, background=self._runs(async_op)), async_op)
+        return self._finish(of.broadcast(tensor, root, background=async_op or self._background), async_op)
 
     def all_gather(self, tensor_list: Sequence[Any], tensor: Any, group: AnyGroup = None, async_op: bool = False) -> R:
         """Gather every rank's ``tensor`` into ``tensor_list``, in group order; shapes may differ between ranks."""
         return self._finish(
-            resolve_group(group).all_gather(tensor_list, tensor, background=self._runs(async_op)), async_op
+            resolve_group(group).all_gather(tensor_list, tensor, background=async_op or self._background), async_op
         )
 
     def all_gather_single(
@@ -184,7 +179,9 @@ class CollectivesApi(Generic[R, V]):
             async_op: Return a work instead of blocking.
         """
         return self._finish(
-            resolve_group(group).all_gather_single(output_tensor, input_tensor, background=self._runs(async_op)),
+            resolve_group(group).all_gather_single(
+                output_tensor, input_tensor, background=async_op or self._background
+            ),
             async_op,
         )
 
@@ -197,7 +194,7 @@ class CollectivesApi(Generic[R, V]):
     ) -> R:
         """Gather several tensors as one operation: rank ``r``'s ``i``-th into ``output_tensor_lists[r][i]``."""
         of = resolve_group(group)
-        work = of.all_gather_coalesced(output_tensor_lists, input_tensor_list, background=self._runs(async_op))
+        work = of.all_gather_coalesced(output_tensor_lists, input_tensor_list, background=async_op or self._background)
         return self._finish(work, async_op)
 
     def gather(
@@ -212,7 +209,7 @@ class CollectivesApi(Generic[R, V]):
         """Gather every rank's ``tensor`` into ``gather_list`` on ``dst`` (default: rank 0); pass None on other ranks."""
         of = resolve_group(group)
         to = _root(of, "gather", dst, group_dst, "dst")
-        return self._finish(of.gather(tensor, gather_list, to, background=self._runs(async_op)), async_op)
+        return self._finish(of.gather(tensor, gather_list, to, background=async_op or self._background), async_op)
 
     def gather_single(
         self,
@@ -226,7 +223,9 @@ class CollectivesApi(Generic[R, V]):
         """Gather every rank's ``tensor`` into ``gather_tensor`` on ``dst`` (default: rank 0), concatenated."""
         of = resolve_group(group)
         to = _root(of, "gather_into_tensor", dst, group_dst, "dst")
-        return self._finish(of.gather_single(tensor, gather_tensor, to, background=self._runs(async_op)), async_op)
+        return self._finish(
+            of.gather_single(tensor, gather_tensor, to, background=async_op or self._background), async_op
+        )
 
     def scatter(
         self,
@@ -240,7 +239,7 @@ class CollectivesApi(Generic[R, V]):
         """Copy the ``i``-th tensor of the ``scatter_list`` on ``src`` (default: rank 0) into rank ``i``'s ``tensor``."""
         of = resolve_group(group)
         root = _root(of, "scatter", src, group_src, "src")
-        return self._finish(of.scatter(tensor, scatter_list, root, background=self._runs(async_op)), async_op)
+        return self._finish(of.scatter(tensor, scatter_list, root, background=async_op or self._background), async_op)
 
     def reduce_scatter(
         self,
@@ -252,7 +251,8 @@ class CollectivesApi(Generic[R, V]):
     ) -> R:
         """Reduce ``input_list[i]`` over the group into rank ``i``'s ``output``; shapes may differ between ranks."""
         return self._finish(
-            resolve_group(group).reduce_scatter(output, input_list, op, background=self._runs(async_op)), async_op
+            resolve_group(group).reduce_scatter(output, input_list, op, background=async_op or self._background),
+            async_op,
         )
 
     def reduce_scatter_single(
@@ -273,7 +273,8 @@ class CollectivesApi(Generic[R, V]):
             async_op: Return a work instead of blocking.
         """
         return self._finish(
-            resolve_group(group).reduce_scatter_single(output, input, op, background=self._runs(async_op)), async_op
+            resolve_group(group).reduce_scatter_single(output, input, op, background=async_op or self._background),
+            async_op,
         )
 
     def all_to_all(
@@ -284,7 +285,9 @@ class CollectivesApi(Generic[R, V]):
         async_op: bool = False,
     ) -> R:
         """Send ``input_tensor_list[i]`` to rank ``i``, receive from it into ``output_tensor_list[i]``; any shapes."""
-        work = resolve_group(group).all_to_all(output_tensor_list, input_tensor_list, background=self._runs(async_op))
+        work = resolve_group(group).all_to_all(
+            output_tensor_list, input_tensor_list, background=async_op or self._background
+        )
         return self._finish(work, async_op)
 
     def all_to_all_single(
@@ -307,7 +310,7 @@ class CollectivesApi(Generic[R, V]):
             async_op: Return a work instead of blocking.
         """
         work = resolve_group(group).all_to_all_single(
-            output, input, output_split_sizes, input_split_sizes, background=self._runs(async_op)
+            output, input, output_split_sizes, input_split_sizes, background=async_op or self._background
         )
         return self._finish(work, async_op)
 
@@ -322,7 +325,9 @@ class CollectivesApi(Generic[R, V]):
             device_ids: Accepted for compatibility; has no effect.
             timeout: Limit in seconds or as a timedelta; None takes the group's.
         """
-        return self._finish(resolve_group(group).barrier(timeout=timeout, background=self._runs(async_op)), async_op)
+        return self._finish(
+            resolve_group(group).barrier(timeout=timeout, background=async_op or self._background), async_op
+        )
 
     def monitored_barrier(self, group: AnyGroup = None, timeout: Timeout = None, wait_all_ranks: bool = False) -> R:
         """Synchronize like `barrier`. On a timeout, the error of rank 0 names every missing rank.
@@ -332,9 +337,7 @@ class CollectivesApi(Generic[R, V]):
             timeout: Limit in seconds or as a timedelta; None takes the group's.
             wait_all_ranks: Accepted for compatibility; the error always names all missing ranks.
         """
-        return self._finish(
-            resolve_group(group).monitored_barrier(timeout=timeout, background=self._runs(False)), False
-        )
+        return self._finish(resolve_group(group).monitored_barrier(timeout=timeout, background=self._background), False)
 
     # -- objects -------------------------------------------------------------------------------
 
@@ -350,7 +353,7 @@ class CollectivesApi(Generic[R, V]):
             weights_only: Also accept the types that ``torch.load(weights_only=True)`` reads, and refuse pickles even if
                 ASYNCDIST_ALLOW_PICKLE allows them. Give the same value on every rank.
         """
-        work = resolve_group(group).all_gather_object(object_list, obj, weights_only, background=self._runs(False))
+        work = resolve_group(group).all_gather_object(object_list, obj, weights_only, background=self._background)
         return self._finish(work, False)
 
     def gather_object(
@@ -365,7 +368,7 @@ class CollectivesApi(Generic[R, V]):
         """Gather every rank's object into the list on ``dst`` (default: rank 0); pass None on other ranks."""
         of = resolve_group(group)
         to = _root(of, "gather_object", dst, group_dst, "dst")
-        work = of.gather_object(obj, object_gather_list, to, weights_only, background=self._runs(False))
+        work = of.gather_object(obj, object_gather_list, to, weights_only, background=self._background)
         return self._finish(work, False)
 
     def scatter_object_list(
@@ -381,7 +384,7 @@ class CollectivesApi(Generic[R, V]):
         of = resolve_group(group)
         root = _root(of, "scatter_object_list", src, group_src, "src")
         lists = scatter_object_output_list, scatter_object_input_list
-        return self._finish(of.scatter_object_list(*lists, root, weights_only, background=self._runs(False)), False)
+        return self._finish(of.scatter_object_list(*lists, root, weights_only, background=self._background), False)
 
     def broadcast_object_list(
         self,
@@ -395,7 +398,7 @@ class CollectivesApi(Generic[R, V]):
         """Replace every rank's list by the list of ``src`` (default: rank 0), which has the same length."""
         of = resolve_group(group)
         root = _root(of, "broadcast_object_list", src, group_src, "src")
-        work = of.broadcast_object_list(object_list, root, weights_only, background=self._runs(False))
+        work = of.broadcast_object_list(object_list, root, weights_only, background=self._background)
         return self._finish(work, False)
 
     # -- between two ranks ---------------------------------------------------------------------
@@ -406,7 +409,7 @@ class CollectivesApi(Generic[R, V]):
         """Send ``tensor`` to ``dst`` with a tag from 0 to 2^32 - 1; complete when the caller may change ``tensor``."""
         of = resolve_group(group)
         to = _member(of, "send", dst, group_dst, "dst")
-        return self._finish(of.send(tensor, to, tag, background=self._runs(False)), False)
+        return self._finish(of.send(tensor, to, tag, background=self._background), False)
 
     def recv(
         self,
@@ -428,7 +431,7 @@ class CollectivesApi(Generic[R, V]):
         Returns:
             The sender's global rank.
         """
-        return self._value(self._receive(tensor, src, group, tag, group_src, self._runs(False)))
+        return self._value(self._receive(tensor, src, group, tag, group_src, self._background))
 
     def isend(
         self, tensor: Any, dst: int | None = None, group: AnyGroup = None, tag: int = 0, group_dst: int | None = None
@@ -474,7 +477,7 @@ class CollectivesApi(Generic[R, V]):
         """Send a list of objects to ``dst``; ``device`` and ``use_batch`` are ignored."""
         of = resolve_group(group)
         to = _member(of, "send_object_list", dst, group_dst, "dst")
-        work = of.send_object_list(object_list, to, weights_only=weights_only, background=self._runs(False))
+        work = of.send_object_list(object_list, to, weights_only=weights_only, background=self._background)
         return self._finish(work, False)
 
     def recv_object_list(
@@ -490,5 +493,5 @@ class CollectivesApi(Generic[R, V]):
         """Receive a list of objects of the same length from ``src`` or any rank; the result is the sender's global rank."""
         of = resolve_group(group)
         source = None if src is None and group_src is None else _member(of, "recv_object_list", src, group_src, "src")
-        work = of.recv_object_list(object_list, source, weights_only=weights_only, background=self._runs(False))
+        work = of.recv_object_list(object_list, source, weights_only=weights_only, background=self._background)
         return self._value(work)

@@ -21,7 +21,6 @@ from asyncdist.transport import registry
 _world: World | None = None
 _initializing = False
 
-
 SAME_RANKS = (
     "the ranks of a group never change. Leave enable_reconfigure out; when ranks were lost or have "
     "joined, call destroy_process_group() and init_process_group() on those that are there"
@@ -68,8 +67,8 @@ def default_world() -> World:
 
 
 def _no_world() -> NotInitializedError:
-    torchs = _torchs()
-    if torchs is None or not torchs.is_initialized():
+    distributed = _torch_distributed()
+    if distributed is None or not distributed.is_initialized():
         return NotInitializedError()
     return NotInitializedError(
         "asyncdist has no process group, only torch.distributed has one: call asyncdist.sync.init_process_group() too "
@@ -78,8 +77,8 @@ def _no_world() -> NotInitializedError:
     )
 
 
-def _torchs() -> Any:
-    """Return torch.distributed if this process has imported it and torch was built with it, else None."""
+def _torch_distributed() -> Any:
+    """Return torch.distributed; None if this process has not imported it or torch was built without it."""
     module = sys.modules.get("torch.distributed")
     return module if module is not None and module.is_available() else None
 
@@ -131,14 +130,14 @@ def resolve_group(of: AnyGroup) -> Group:
 
 
 def _other_group(of: Any) -> Group:
-    """Return an object that behaves like a group; raise UsageError for a non-member or a group of torch."""
+    """Return any other object as a group; raise UsageError for a non-member or a group of torch.distributed."""
     if isinstance(of, _NonMember):
         raise UsageError("this rank is not in the group: call the collective on its members only")
-    torchs = _torchs()
-    if torchs is not None and isinstance(of, torchs.ProcessGroup):
+    distributed = _torch_distributed()
+    if distributed is not None and isinstance(of, distributed.ProcessGroup):
         raise UsageError(
-            "this is a process group of torch.distributed, not of asyncdist: of one on the back end 'asyncdist' pass the "
-            "attribute `group`, else a group of asyncdist.new_group()"
+            "this is a process group of torch.distributed, not of asyncdist: if it is on the back end 'asyncdist', pass "
+            "its attribute `group`, else a group of asyncdist.new_group()"
         )
     return of  # type: ignore[no-any-return]
 
@@ -189,12 +188,12 @@ def is_initialized() -> bool:
 
 
 def get_rank(group: AnyGroup = None) -> int:
-    """Return this process's rank in the group, -1 if it is not in it."""
+    """Return the rank of this process in the group; -1 if the process is not a member."""
     return -1 if isinstance(group, _NonMember) else resolve_group(group).rank()
 
 
 def get_world_size(group: AnyGroup = None) -> int:
-    """Return the number of ranks in the group, -1 if this process is not in it."""
+    """Return the number of ranks in the group; -1 if this process is not a member."""
     return -1 if isinstance(group, _NonMember) else resolve_group(group).size()
 
 
@@ -208,9 +207,11 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
         UsageError: ``LOCAL_RANK`` is not set and ``fallback_rank`` is None.
     """
     local = Launch.from_environment().local_rank
-    if local is None and fallback_rank is None:
-        raise UsageError("LOCAL_RANK is not set (torchrun sets it): set it, or pass fallback_rank=")
-    return int(fallback_rank) if local is None and fallback_rank is not None else int(local or 0)
+    if local is None:
+        if fallback_rank is None:
+            raise UsageError("LOCAL_RANK is not set (torchrun sets it): set it, or pass fallback_rank=")
+        return int(fallback_rank)
+    return local
 
 
 def get_backend(group: AnyGroup = None) -> str:
@@ -325,18 +326,18 @@ def new_subgroups_by_enumeration(
     Raises:
         UsageError: Two lists contain the same rank.
     """
-    return _parts(ranks_per_subgroup_list, timeout, group_desc, sort_ranks=True)
+    return _subgroups(ranks_per_subgroup_list, timeout, group_desc, sort_ranks=True)
 
 
-def _parts(
+def _subgroups(
     lists: Sequence[Sequence[int]], timeout: Timeout, name: str | None, *, sort_ranks: bool
 ) -> tuple[Group | _NonMember, list[Group | _NonMember]]:
     named = [rank for ranks in lists for rank in ranks]
     if len(set(named)) != len(named):
         raise UsageError("the subgroups overlap: a rank may be in one of them only")
-    made = [new_group(ranks, timeout, group_desc=name, sort_ranks=sort_ranks) for ranks in lists]
-    ours = next((one for one in made if isinstance(one, Group)), GroupMember.NON_GROUP_MEMBER)
-    return ours, made
+    groups = [new_group(ranks, timeout, group_desc=name, sort_ranks=sort_ranks) for ranks in lists]
+    own = next((group for group in groups if isinstance(group, Group)), GroupMember.NON_GROUP_MEMBER)
+    return own, groups
 
 
 def split_group(
@@ -370,8 +371,7 @@ def split_group(
     if not split_ranks:
         raise UsageError("split_ranks needs at least one list of ranks")
     parts = [[get_global_rank(parent, rank) for rank in sorted(ranks)] for ranks in split_ranks]
-    ours, _ = _parts(parts, timeout, group_desc, sort_ranks=False)
-    part = ours if isinstance(ours, Group) else None
-    own = get_global_rank(parent, parent.rank())
-    parent.pass_on(part, next((number for number, ranks in enumerate(parts) if own in ranks), -1))
+    own, groups = _subgroups(parts, timeout, group_desc, sort_ranks=False)
+    part = own if isinstance(own, Group) else None
+    parent.pass_on(part, -1 if part is None else groups.index(part))
     return part

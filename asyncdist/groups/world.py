@@ -1,7 +1,6 @@
 """A world: the ranks of one job after the rendezvous, their connections, and the group of all ranks.
 
-`open_world` performs every step from an init method to a usable group. `asyncdist.sync` and `asyncdist.groups.aio` call
-it. A process may hold several worlds, which are independent of each other.
+`open_world` performs every step from an init method to a usable group. A process may hold several independent worlds.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class World:
         self.groups: list[Group] = []
         self._left = False
         self._made: dict[tuple[Any, ...], itertools.count[int]] = {}
-        everyone = self.new_group(range(mesh.world_size), name or "world")
-        assert everyone is not None
-        self.group = everyone
+        group = self.new_group(range(mesh.world_size), name or "world")
+        assert group is not None
+        self.group = group
 
     def new_group(self, ranks: Sequence[int] | None, name: str | None = None, timeout: Timeout = None) -> Group | None:
         """Make a group of some of the world's ranks, without communication.
@@ -107,9 +106,9 @@ class World:
     async def close(self) -> None:
         """Disconnect from the peers and then from the store. Idempotent; runs on the loop that opened the world."""
         try:
-            told = self.mesh.notices_flushed()
+            flushed = self.mesh.notices_flushed()
             async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, Deadline.after(LAST_WORDS)):
-                if told.is_completed():
+                if flushed.is_completed():
                     break
         finally:
             self.leave()
@@ -188,12 +187,15 @@ async def _open(
         )
         dump_signal.offer(mesh.recorder, config)
         try:
-            runs = {"version": VERSION, "settings": shared_settings(config)}
-            ours = {"addresses": mesh.listen(meeting.listen_host), **runs}
-            everyone = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(ours), more=True)]
-            _compare(everyone, meeting.rank)
-            settling = mesh.probe_peers([one["addresses"] for one in everyone], meeting.remaining())
-            reached = await meeting.before_exchange(settling)
+            own = {
+                "addresses": mesh.listen(meeting.listen_host),
+                "version": VERSION,
+                "settings": shared_settings(config),
+            }
+            ranks = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(own), more=True)]
+            _compare(ranks, meeting.rank)
+            probes = mesh.probe_peers([rank["addresses"] for rank in ranks], meeting.remaining())
+            reached = await meeting.before_exchange(probes)
             mesh.finalize([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(reached))])
             return World(meeting, mesh, name, limit)
         except BaseException:
@@ -204,18 +206,18 @@ async def _open(
         raise
 
 
-def _compare(everyone: Sequence[dict[str, Any]], rank: int) -> None:
+def _compare(ranks: Sequence[dict[str, Any]], rank: int) -> None:
     """Raise RendezvousError if the version or settings of a rank differ from this rank's: schedules would not match."""
-    ours = everyone[rank]
-    for peer, theirs in enumerate(everyone):
-        if theirs["version"] != ours["version"]:
+    own = ranks[rank]
+    for peer, other in enumerate(ranks):
+        if other["version"] != own["version"]:
             raise RendezvousError(
-                f"rank {peer} runs asyncdist {theirs['version']}, but rank {rank} asyncdist {ours['version']}; "
+                f"rank {peer} runs asyncdist {other['version']}, but rank {rank} asyncdist {own['version']}; "
                 "install the same version for every rank"
             )
-        for variable, value in theirs["settings"].items():
-            if value != ours["settings"][variable]:
+        for variable, value in other["settings"].items():
+            if value != own["settings"][variable]:
                 raise RendezvousError(
-                    f"rank {peer} runs with {variable}={value!r}, but rank {rank} with {ours['settings'][variable]!r}; "
+                    f"rank {peer} runs with {variable}={value!r}, but rank {rank} with {own['settings'][variable]!r}; "
                     "start every rank with the same ASYNCDIST_ settings"
                 )
