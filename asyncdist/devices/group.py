@@ -27,7 +27,7 @@ from asyncdist.devices.completion_watcher import CompletionWatcher, Pending
 from asyncdist.devices.cpu_group import CpuGroup
 from asyncdist.devices.desync_detector import DesyncDetector
 from asyncdist.devices.negotiate import negotiate_backend
-from asyncdist.devices.p2p import DevicePointToPoint
+from asyncdist.devices.p2p import DevicePointToPoint, TransferResult
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
@@ -42,6 +42,7 @@ from asyncdist.errors import (
 from asyncdist.memory.buffers import OutputTensor, input_memory
 from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
+from asyncdist.transport.device_p2p import Transfer
 from asyncdist.transport.device_streams import CudaStreams, DeviceEvent, Streams
 from asyncdist.transport.native import CallSignature, Native, PreparedCall
 
@@ -262,14 +263,28 @@ class DeviceGroup(CollectiveOps):
     def _send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Work:
         memory = input_memory(self._checked(tensor))
         plan = p2p.send(self.context, memory.tensor, peer)
-        do = functools.partial(self.messages.send, memory, peer, tag, plan.fingerprint)
-        return self._start("send", tag, plan, options, self.messages.executor, do, held=memory)
+        transfer = functools.partial(self.messages.send, memory, peer, tag, plan.fingerprint)
+        return self._start_message("send", tag, plan, transfer, memory, options)
 
     def _receive(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Work:
         target = OutputTensor(self._checked(tensor))
         plan = p2p.receive(self.context, target.memory.tensor, peer, self.ranks)
-        do = functools.partial(self.messages.receive, target, peer, tag, plan.fingerprint)
-        return self._start("recv", tag, plan, options, self.messages.executor, do, held=target)
+        transfer = functools.partial(self.messages.receive, target, peer, tag, plan.fingerprint)
+        return self._start_message("recv", tag, plan, transfer, target, options)
+
+    def _start_message(
+        self,
+        name: str,
+        tag: int,
+        plan: Plan,
+        transfer: Callable[[float, DeviceEvent], Transfer[TransferResult]],
+        held: Any,
+        options: CallOptions,
+    ) -> DeviceWork:
+        def do(pending: Pending, before: DeviceEvent) -> None:
+            self.messages.resume(transfer(pending.deadline, before), pending)
+
+        return self._start(name, tag, plan, options, self.messages.executor, do, held=held)
 
     def _checked(self, tensor: Any) -> Any:
         """Return a tensor; raise UsageError if it is on another device."""

@@ -113,14 +113,9 @@ class DevicePointToPoint:
     # -- sending -------------------------------------------------------------------------------
 
     def send(
-        self, memory: Memory, peer: int, tag: int, fingerprint: int, pending: Pending, before: DeviceEvent
-    ) -> None:
-        """Send a tensor's elements, which are ready after the event ``before``. Runs in the executor."""
-        self.resume(self._sending(memory, peer, tag, fingerprint, pending.deadline, before), pending)
-
-    def _sending(
         self, memory: Memory, peer: int, tag: int, fingerprint: int, deadline: float, before: DeviceEvent
     ) -> Transfer[TransferResult]:
+        """Send a tensor's elements, which are ready after the event ``before``; ``deadline`` is in monotonic seconds."""
         host, data = self._host, memory.raw
 
         def send_first(message: torch.Tensor) -> Work:
@@ -159,23 +154,12 @@ class DevicePointToPoint:
     # -- receiving -----------------------------------------------------------------------------
 
     def receive(
-        self,
-        target: OutputTensor,
-        peer: int | None,
-        tag: int,
-        fingerprint: int,
-        pending: Pending,
-        before: DeviceEvent,
-    ) -> None:
-        """Receive into a tensor after the event ``before``. Runs in the executor.
-
-        The work's value is the sender's global rank. ``peer`` None receives from any rank.
-        """
-        self.resume(self._receiving(target, peer, tag, fingerprint, pending.deadline, before), pending)
-
-    def _receiving(
         self, target: OutputTensor, peer: int | None, tag: int, fingerprint: int, deadline: float, before: DeviceEvent
     ) -> Transfer[TransferResult]:
+        """Receive into a tensor after the event ``before``. The value is the sender's global rank.
+
+        ``peer`` None receives from any rank; ``deadline`` is in monotonic seconds.
+        """
         host, data = self._host, target.memory.raw
         buffer = torch.empty(CONTROL_MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
         plan = p2p.receive(host.context, buffer, peer, host.ranks)

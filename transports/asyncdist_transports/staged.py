@@ -8,7 +8,7 @@ device and the last is copied back. The CPU group applies the same collective to
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -22,35 +22,6 @@ from asyncdist.transport.host_group import HostWork
 
 # Pieces in flight: one is copied to the host, one is with the peers, one is copied back.
 _PIPELINE_DEPTH = 3
-_MAX_POOL_NBYTES = 64 << 20
-
-
-class PinnedPool:
-    """A pool of pinned buffers. A released buffer may still be in use by queued copies, up to an event."""
-
-    def __init__(self, context: DeviceContext) -> None:
-        self._streams = context.streams
-        self._free: dict[tuple[int, torch.dtype], deque[tuple[torch.Tensor, DeviceEvent]]] = defaultdict(deque)
-        self._nbytes = 0
-
-    def acquire(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer of ``count`` elements; blocks until the copies that used it before have completed."""
-        free = self._free[count, dtype]
-        if not free:
-            return self._streams.pinned(count, dtype)
-        tensor, event = free.popleft()
-        self._nbytes -= tensor.nbytes
-        event.synchronize()
-        return tensor
-
-    def release(self, tensor: torch.Tensor, event: DeviceEvent) -> None:
-        """Return a buffer to the pool; it may be reused after ``event`` has passed."""
-        if self._nbytes + tensor.nbytes > _MAX_POOL_NBYTES:
-            event.synchronize()
-            self._free.clear()
-            self._nbytes = 0
-        self._nbytes += tensor.nbytes
-        self._free[tensor.numel(), tensor.dtype].append((tensor, event))
 
 
 class Staged(DeviceCollectives):
@@ -61,7 +32,6 @@ class Staged(DeviceCollectives):
 
     def __init__(self, context: DeviceContext) -> None:
         super().__init__(context)
-        self._pinned = PinnedPool(context)
         self._piece_nbytes = context.host.mesh.config.device_piece_nbytes
 
     @classmethod
@@ -84,36 +54,28 @@ class Staged(DeviceCollectives):
         pass
 
     # -- between device and host ---------------------------------------------------------------
+    # torch caches pinned memory, and does not reuse a buffer before the queued copies from and to it have completed.
 
     def _copy_to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, DeviceEvent]:
         """Enqueue a copy of a flat tensor into a pinned buffer; return the buffer and the event after the copy."""
-        pinned = self._pinned.acquire(tensor.numel(), tensor.dtype)
+        pinned = self.context.streams.pinned(tensor.numel(), tensor.dtype)
         pinned.copy_(tensor, non_blocking=True)
         return pinned, self.context.streams.record_event()
 
-    def _copy_to_device(self, pinned: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Enqueue a copy of a pinned buffer into a flat tensor, and release the buffer."""
-        tensor.copy_(pinned, non_blocking=True)
-        self._pinned.release(pinned, self.context.streams.record_event())
-
-    def _staged(
+    def _run_on_host(
         self,
         start: Callable[[list[torch.Tensor], list[torch.Tensor]], HostWork],
         inputs: Sequence[Memory],
         outputs: Sequence[Memory],
     ) -> None:
-        """Run ``start(pinned_inputs, pinned_outputs)``, a collective of the CPU group, on pinned copies of the memories."""
+        """Run ``start(host_inputs, host_outputs)``, a collective of the CPU group, on pinned copies of the memories."""
         copies = [self._copy_to_host(memory.tensor) for memory in inputs]
         for _, event in copies:
             event.synchronize()
-        read = [pinned for pinned, _ in copies]
-        written = [self._pinned.acquire(memory.count, memory.dtype) for memory in outputs]
-        start(read, written).result()
-        event = self.context.streams.record_event()
-        for pinned in read:
-            self._pinned.release(pinned, event)
-        for pinned, memory in zip(written, outputs, strict=True):
-            self._copy_to_device(pinned, memory.tensor)
+        host_outputs = [self.context.streams.pinned(memory.count, memory.dtype) for memory in outputs]
+        start([pinned for pinned, _ in copies], host_outputs).result()
+        for pinned, memory in zip(host_outputs, outputs, strict=True):
+            memory.tensor.copy_(pinned, non_blocking=True)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -138,7 +100,7 @@ class Staged(DeviceCollectives):
         for step in range(len(pieces) + _PIPELINE_DEPTH - 1):
             if step < len(pieces):
                 piece = pieces[step]
-                empty = None if to_host else self._pinned.acquire(piece.numel(), piece.dtype)
+                empty = None if to_host else self.context.streams.pinned(piece.numel(), piece.dtype)
                 copied.append(self._copy_to_host(piece) if empty is None else (empty, None))
             if 1 <= step <= len(pieces):
                 pinned, event = copied.popleft()
@@ -149,9 +111,7 @@ class Staged(DeviceCollectives):
                 pinned, work = with_peers.popleft()
                 work.wait()
                 if to_device:
-                    self._copy_to_device(pinned, pieces[step - 2])
-                else:
-                    self._pinned.release(pinned, self.context.streams.record_event())
+                    pieces[step - 2].copy_(pinned, non_blocking=True)
 
     # -- collectives ---------------------------------------------------------------------------
 
@@ -170,14 +130,14 @@ class Staged(DeviceCollectives):
         def start(read: list[torch.Tensor], written: list[torch.Tensor]) -> HostWork:
             return self.context.host.reduce_scatter(written[0], read, kernels.op, **self._options)
 
-        self._staged(start, inputs, [own])
+        self._run_on_host(start, inputs, [own])
 
     def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> None:
         def start(read: list[torch.Tensor], written: list[torch.Tensor]) -> HostWork:
             return self.context.host.all_gather(written, read[0], **self._options)
 
         for blocks, own in rows:
-            self._staged(start, [own], blocks)
+            self._run_on_host(start, [own], blocks)
 
     def gather(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
         # The root's own block is on the device already.
@@ -187,7 +147,7 @@ class Staged(DeviceCollectives):
             output = [*written[:root], read[0], *written[root:]] if self.context.rank == root else None
             return self.context.host.gather(read[0], output, root, **self._options)
 
-        self._staged(start, [own], others)
+        self._run_on_host(start, [own], others)
 
     def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
         # The root's own block is on the device already.
@@ -197,13 +157,13 @@ class Staged(DeviceCollectives):
             output, source = (read[root], read) if is_root else (written[0], None)
             return self.context.host.scatter(output, source, root, **self._options)
 
-        self._staged(start, blocks if is_root else [], [] if is_root else [own])
+        self._run_on_host(start, blocks if is_root else [], [] if is_root else [own])
 
     def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> None:
         def start(read: list[torch.Tensor], written: list[torch.Tensor]) -> HostWork:
             return self.context.host.all_to_all(written, read, **self._options)
 
-        self._staged(start, outgoing, incoming)
+        self._run_on_host(start, outgoing, incoming)
 
     def barrier(self, fingerprint: int) -> None:
         """Return when every rank has called this, and the device has completed all earlier work of the stream."""
