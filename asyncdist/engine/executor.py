@@ -268,7 +268,7 @@ class Executor:
         receive = AnyReceive(task, operation.plan.fingerprint, action.place.view)
         others = [peer for peer in operation.channel.members if peer != operation.channel.world_rank]
         for peer in others:
-            if self._peers.inbox(peer).first_early(task.key) is not None:
+            if self._peers.inbox(peer).has_arrived(task.key):
                 receive.peer = peer
                 self._post(task, receive)
                 if receive.done:

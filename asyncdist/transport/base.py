@@ -1,22 +1,22 @@
-"""The contract of a transport: how messages get from one rank to another, and how they find their receives.
+"""The contract of a transport: how messages get from one rank to another, and how they are matched with receives.
 
 A world has one `Transport` of each usable kind. A transport listens, and makes a `Link` to each peer that this rank
 sends to. Links carry *messages*: a header (`wire_format`) and a body, read directly from the sender's memory. The
-receiving rank has one `MatchingQueue` for each peer, shared by all connections of that peer. There messages meet the
-*receives* posted for them:
+receiving rank has one `MatchingQueue` for each peer, shared by all connections of that peer. It matches each message with
+the *receive* that is posted for it:
 
 * A receive is posted before the message arrives: the bytes go directly into the posted memory.
-* No receive is posted and the message is small: it is kept as an `UnexpectedMessage` and copied when a receive is posted.
-* No receive is posted and the message is large, or too many bytes are kept already: the body stays on the wire, which is
-  back-pressure on the sender. If another receive is posted whose message may be behind it, the message is kept after all,
-  because waiting would be a deadlock.
+* No receive is posted and the message is small: it is stored as an `UnexpectedMessage` and copied when a receive is posted.
+* No receive is posted and the message is large, or too many bytes are stored already: the body stays on the wire, which is
+  back-pressure on the sender. If another receive is posted whose message may be behind it, the message is stored after
+  all, because waiting would be a deadlock.
 
 Every method here is called under the lock of the world's `Progress`; no method blocks. A transport reports to its
 `Host`, the rank's endpoint. To write a transport, implement `Transport` and `Link`, announce the class under the
 entry-point group ``asyncdist.transports``, and run the conformance tests of `asyncdist.testing` over it.
 
-A transport that must try which peers it reaches (shared memory) implements `Transport.probe_peers`, which runs before
-the world is complete. A transport that can do better than messages within a whole group offers a `native.Native`.
+A transport that must probe which peers it reaches (shared memory) implements `Transport.probe_peers`, which runs before
+the world is complete. A transport with faster collectives for a whole group than messages offers a `native.Native`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Transport(ABC):
         return (0.0 if crowded or self.same_thread else self.host.config.spin_us * 1e-6), crowded
 
     def rebalance_cores(self) -> None:  # noqa: B027 - optional
-        """Move this thread to another core if too many ranks share its core. A spinning thread calls this now and then."""
+        """Move this thread to another core if too many ranks share its core. Spinning threads call this repeatedly."""
 
     @abstractmethod
     def link(self, peer: int, address: Address) -> Link:
@@ -184,7 +184,7 @@ class Transport(ABC):
 
     @abstractmethod
     def may_receive_from(self, peer: int) -> bool:
-        """Return whether data from the peer may still arrive, including data it sent before it left."""
+        """Return whether data from the peer may still arrive, including data that it sent before it left."""
 
     @abstractmethod
     def disconnect(self, peer: int) -> None:

@@ -1,13 +1,13 @@
 """The contract of device point-to-point backends, and the control protocol of one message.
 
-A message begins with a control message on the host, under the user's tag. So it is matched there with its receive by the
-host's rules, whatever backend carries the data. The first control message offers a backend; the receiver accepts or
-refuses it, and the sender then offers the next one. Further control messages use tags derived from the message's number.
-The last backend, through the host, needs no answer: the data follow. The transfer ends on both sides with the last control
-message. Its sender waits until it has been sent, so either rank may leave when its own half is done.
+A message begins with a control message on the host, under the user's tag. The host therefore matches it with its receive
+by the same rules for every backend. The first control message offers a backend; the receiver accepts or refuses it, and
+the sender then offers the next one. Further control messages use tags derived from the message's number. The last backend,
+through the host, needs no answer: the data follow. The transfer ends on both sides with the last control message. Its
+sender waits until it has been sent, so either rank may leave when its own half is complete.
 
-`DeviceP2P.send` and `DeviceP2P.receive` are generators: they yield a work and are resumed when it has completed. So a
-message whose peer is late does not block the others. To write a backend, implement `DeviceP2P`, and return it from
+`DeviceP2P.send` and `DeviceP2P.receive` are generators: they yield a work and are resumed when it is complete, so a
+message whose peer is late does not block other messages. To write a backend, implement `DeviceP2P`, and return it from
 `DeviceCollectives.make_p2p`. This module imports no engine and no group.
 """
 
@@ -26,14 +26,14 @@ from asyncdist.transport.host_group import HostGroup, HostWork
 
 T = TypeVar("T")
 Transfer = Generator[HostWork, None, T]
-"""Yields what it waits for, is resumed when that is over well, and returns what came of it."""
+"""A generator that yields each work that it waits for, is resumed when the work has succeeded, and returns its result."""
 
 CONTROL_MESSAGE_NBYTES = 512
 REFUSED = "refused"
 _HEAD_OF_MESSAGE = struct.Struct("<16sQQH")
 MAX_PAYLOAD_NBYTES = CONTROL_MESSAGE_NBYTES - _HEAD_OF_MESSAGE.size
 MAX_CONCURRENT_MESSAGES = 1 << 31
-"""How many messages there may be between two ranks at a time: each has two tags among the control_group."""
+"""The most messages between two ranks at a time: each uses two tags of the control group."""
 
 
 class TransferRefused(Exception):
@@ -138,7 +138,7 @@ class DeviceP2P(ABC):
 
     name: ClassVar[str]
     min_nbytes: ClassVar[int] = 64 << 10
-    """What is not larger than this goes through the host."""
+    """Messages of at most this size go through the host."""
 
     @abstractmethod
     def send(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent) -> Transfer[DeviceEvent]:
@@ -151,7 +151,7 @@ class DeviceP2P(ABC):
     def receive(
         self, data: torch.Tensor, channel: ControlChannel, offer: bytes, before: DeviceEvent
     ) -> Transfer[DeviceEvent]:
-        """Receive what was offered into ``data``, after the event ``before``.
+        """Receive the offered message into ``data``, after the event ``before``.
 
         Returns an event that the device passes when the data has arrived.
         Raises `TransferRefused`, before it sends anything.
@@ -163,7 +163,7 @@ class DeviceP2P(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Cancel what the device waits for, as the group has failed. Never blocks. Thread-safe."""
+        """End the device's waits for peers, because the group has failed. Never blocks. Thread-safe."""
 
     @abstractmethod
     def close(self) -> None:

@@ -54,11 +54,11 @@ def becomes_idle(streams: Streams, timeout: float, is_cancelled: Callable[[], bo
 
 
 def cuda_missing() -> str | None:
-    """Return why this process has no CUDA device, None if it has one."""
+    """Return why this process has no CUDA device; None if it has one."""
     if torch.cuda.is_available():
         return None
-    why = "sees no CUDA device" if torch.backends.cuda.is_built() else "is built without CUDA"
-    return f"torch {torch.__version__} {why}"
+    reason = "sees no CUDA device" if torch.backends.cuda.is_built() else "is built without CUDA"
+    return f"torch {torch.__version__} {reason}"
 
 
 class Streams(ABC):
@@ -98,12 +98,12 @@ class Streams(ABC):
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return host memory of ``count`` elements, pinned so that copies do not block the host.
 
-        Falls back to pageable memory, with which copies block the host. Raises RuntimeError if there is not enough memory.
+        Falls back to pageable memory, with which copies block the host. Raises RuntimeError if memory runs out.
         """
 
     @abstractmethod
     def record_stream(self, tensor: torch.Tensor) -> None:
-        """Tell the allocator that the communication stream uses ``tensor``: it must not reuse the memory earlier."""
+        """Keep the allocator from reusing the memory of ``tensor`` before the communication stream has used it."""
 
     @property
     @abstractmethod
@@ -117,7 +117,7 @@ class Streams(ABC):
 
 
 class CudaStreams(Streams):
-    """A CUDA device, by way of ``torch.cuda``."""
+    """A CUDA device, used through ``torch.cuda``."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -142,7 +142,7 @@ class CudaStreams(Streams):
 
     def ordered_after(self, event: DeviceEvent) -> AbstractContextManager[object]:
         assert isinstance(event, torch.cuda.Event)
-        # torch hands out streams of a fixed pool, so this creates none.
+        # torch takes streams from a fixed pool, so this creates no new stream.
         stream = torch.cuda.Stream(self.device)
         stream.wait_event(event)
         return torch.cuda.stream(stream)

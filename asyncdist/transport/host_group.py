@@ -1,8 +1,7 @@
-"""What device transports need of the group that carries their control traffic on the host.
+"""The CPU group that carries the control traffic of a device transport, as protocols.
 
-A device transport talks to its peers on the host before and beside the device's own transfers. `HostGroup` is the part
-of a process group that it uses for this; `asyncdist.groups.group.Group` implements it. This module imports no engine
-and no group, so that the contract for devices stays below both.
+`HostGroup` is the part of a process group that device transports use; `asyncdist.groups.group.Group` implements it. This
+module imports no engine and no group, so that the contract for devices stays below both.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class HostWork(Protocol):
 
 
 class HostEndpoint(Protocol):
-    """The endpoint of this rank: its configuration, and errors for calls that differ between ranks."""
+    """The part of this rank's endpoint that device transports use: its settings, and errors for differing calls."""
 
     @property
     def config(self) -> Config: ...
@@ -39,7 +38,7 @@ class HostEndpoint(Protocol):
 
 
 class HostGroup(Protocol):
-    """The ranks of a group as seen on the host. Ranks in arguments are ranks in the group; ``ranks`` are global ones."""
+    """The CPU group of a device group. Arguments are ranks in the group; ``ranks`` are global ranks."""
 
     @property
     def name(self) -> str: ...
@@ -86,7 +85,7 @@ class HostGroup(Protocol):
     def all_to_all(self, *args: Any, **options: Any) -> HostWork: ...
 
     def sibling(self, purpose: str) -> HostGroup:
-        """Return another group of the same ranks for control traffic; the same on every rank for one ``purpose``."""
+        """Return another group of the same ranks for control traffic: for one ``purpose`` the same group on every rank."""
 
     def abort(self, reason: str = ...) -> None: ...
 

@@ -1,7 +1,4 @@
-"""Matches messages with posted receives: the posted and unexpected queues of MPI; see `asyncdist.transport.base`.
-
-Each link's receiving side has one queue.
-"""
+"""Matches messages with posted receives, with MPI's posted and unexpected queues; see `asyncdist.transport.base`."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Protocol
 from asyncdist.config import Config
 from asyncdist.transport.wire_format import pack_tail
 
-# -- what is moved --------------------------------------------------------------------------------
+# -- messages and receives ------------------------------------------------------------------------
 
 
 class Owner(Protocol):
@@ -42,10 +39,10 @@ class Outgoing:
 
 
 class Receive:
-    """A posted receive of exactly ``nbytes`` bytes; ``room`` is where the next of them go.
+    """A posted receive of exactly ``nbytes`` bytes; ``room`` is the memory for the next of them.
 
-    When ``room`` has been filled whole, `filled` gives the next room, or None if that was all. This one receives in one
-    piece; `operation.FoldingReceive` folds piece after piece into its accumulator.
+    A transport fills ``room`` and calls `filled`, which returns the memory for the next bytes, or None after the last.
+    This class receives in one piece; `operation.FoldingReceive` folds piece after piece into its accumulator.
     """
 
     __slots__ = ("done", "fingerprint", "key", "nbytes", "owner", "peer", "room")
@@ -69,7 +66,7 @@ class Receive:
 
 
 class UnexpectedMessage(Receive):
-    """A message that arrived before its receive was posted, received into memory of its own."""
+    """A message that arrived before its receive was posted, received into its own memory."""
 
     __slots__ = ("bytes", "claimed")
 
@@ -86,7 +83,7 @@ class UnexpectedMessage(Receive):
 
 
 class DiscardReceive(Receive):
-    """Receives and drops the bytes of a message that has no receive any more."""
+    """Receives and drops the bytes of a message that no receive will match."""
 
     __slots__ = ("_left",)
 
@@ -110,28 +107,28 @@ def copy_into(source: memoryview, receive: Receive) -> None:
         room = receive.filled()
 
 
-# -- where messages meet receives -----------------------------------------------------------------
+# -- matching -------------------------------------------------------------------------------------
 
 
 class StalledMessage(Protocol):
-    """A connection that has read the header of a message without a posted receive, and leaves the body on the wire."""
+    """A connection that has read the header of a message without a posted receive and leaves the body on the wire."""
 
     key: bytes
     fingerprint: int
     nbytes: int
 
     def resume(self, receive: Receive) -> None:
-        """Continue to read, with the body into ``receive``."""
+        """Continue to read, the body into ``receive``."""
 
 
 class MatchingHost(Protocol):
-    """What a `MatchingQueue` needs of the endpoint that owns it; part of `asyncdist.transport.base.Host`."""
+    """The part of the endpoint that its `MatchingQueue` objects use; part of `asyncdist.transport.base.Host`."""
 
     config: Config
 
     @property
     def expects_anybody(self) -> bool:
-        """Whether a receive from any rank is posted, so that no message may hold up the messages behind it."""
+        """Whether a receive from any rank is posted, so that no stalled message may delay the messages behind it."""
 
     def unclaimed(self, peer: int, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
         """Return the receive for a message without a posted receive from this peer; None if there is none.
@@ -140,24 +137,24 @@ class MatchingHost(Protocol):
         """
 
     def mismatch(self, peer: int, receive: Receive, fingerprint: int, nbytes: int) -> None:
-        """Fail the operation of a receive that met a message with another fingerprint or size."""
+        """Fail the operation of a receive whose message has another fingerprint or size."""
 
 
 class MatchingQueue:
     """The unexpected messages from one peer, and the receives posted for messages from it."""
 
-    __slots__ = ("_aside", "_blocked", "_host", "aside_nbytes", "peer", "posted")
+    __slots__ = ("_aside", "_host", "_stalled", "aside_nbytes", "peer", "posted")
 
     def __init__(self, peer: int, host: MatchingHost) -> None:
         self.peer = peer
         self.posted: dict[bytes, deque[Receive]] = {}
         self._aside: dict[bytes, deque[UnexpectedMessage]] = {}
         self.aside_nbytes = 0
-        self._blocked: list[StalledMessage] = []
+        self._stalled: list[StalledMessage] = []
         self._host = host
 
     def first(self) -> Receive | None:
-        """Return the receive that was posted first, which the next message most likely matches."""
+        """Return the oldest posted receive, which the next message most likely matches."""
         for queue in self.posted.values():
             return queue[0]
         return None
@@ -174,25 +171,25 @@ class MatchingQueue:
             early = self._aside.get(key)
             if early:
                 return self._claim(early, receive)
-        for blocked in self._blocked:
-            if blocked.key == key:
-                self._blocked.remove(blocked)
-                blocked.resume(self._checked(receive, blocked.fingerprint, blocked.nbytes))
+        for stalled in self._stalled:
+            if stalled.key == key:
+                self._stalled.remove(stalled)
+                stalled.resume(self._checked(receive, stalled.fingerprint, stalled.nbytes))
                 return False
         queue = self.posted.get(key)
         if queue is None:
             self.posted[key] = deque((receive,))
         else:
             queue.append(receive)
-        if self._blocked:
+        if self._stalled:
             self.unblock()
         return False
 
     def unblock(self) -> None:
-        """Receive stalled messages as unexpected messages: an awaited message may be behind them on the wire."""
-        while self._blocked:
-            blocked = self._blocked.pop(0)  # in their order: several may wait under one key
-            blocked.resume(self._put_aside(blocked.key, blocked.fingerprint, blocked.nbytes))
+        """Receive the stalled messages as unexpected messages: an awaited message may be behind them on the wire."""
+        while self._stalled:
+            stalled = self._stalled.pop(0)  # in order, because several may have the same key
+            stalled.resume(self._put_aside(stalled.key, stalled.fingerprint, stalled.nbytes))
 
     def arrive(self, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
         """Return the receive for a message whose header has arrived; None to leave its body on the wire.
@@ -206,11 +203,11 @@ class MatchingQueue:
                 del self.posted[key]
             matches = receive.nbytes == nbytes and receive.fingerprint == fingerprint
             return receive if matches else self._refuse(receive, fingerprint, nbytes)
-        taken = self._host.unclaimed(self.peer, key, fingerprint, nbytes)
-        if taken is not None:
-            return taken
-        if any(blocked.key == key for blocked in self._blocked):
-            return None  # or it would overtake that one
+        receive_of_host = self._host.unclaimed(self.peer, key, fingerprint, nbytes)
+        if receive_of_host is not None:
+            return receive_of_host
+        if any(stalled.key == key for stalled in self._stalled):
+            return None  # this message must not overtake an earlier one with the same key
         config = self._host.config
         small = nbytes <= config.eager_nbytes and self.aside_nbytes + nbytes <= config.aside_nbytes
         if small or self.posted or self._host.expects_anybody:
@@ -218,23 +215,22 @@ class MatchingQueue:
         return None
 
     def block(self, connection: StalledMessage) -> None:
-        """Remember a connection that is stalled by a message without a posted receive."""
-        self._blocked.append(connection)
+        """Store a connection that is stalled by a message without a posted receive."""
+        self._stalled.append(connection)
 
     def purge(self, channel: bytes) -> None:
-        """Remove everything of the channel (the first 8 bytes of its keys) of a group that has ended."""
+        """Discard the messages and receives of a group that has ended, by the first 8 bytes of their keys."""
         for key in [key for key in self.posted if key.startswith(channel)]:
             del self.posted[key]
         for key in [key for key in self._aside if key.startswith(channel)]:
             self.aside_nbytes -= sum(message.nbytes for message in self._aside.pop(key))
-        for blocked in [blocked for blocked in self._blocked if blocked.key.startswith(channel)]:
-            self._blocked.remove(blocked)
-            blocked.resume(DiscardReceive(self.peer, blocked.key, blocked.nbytes))
+        for stalled in [stalled for stalled in self._stalled if stalled.key.startswith(channel)]:
+            self._stalled.remove(stalled)
+            stalled.resume(DiscardReceive(self.peer, stalled.key, stalled.nbytes))
 
-    def first_early(self, key: bytes) -> UnexpectedMessage | StalledMessage | None:
-        """Return the message that waits under ``key``, if one does."""
-        queue = self._aside.get(key)
-        return queue[0] if queue else next((blocked for blocked in self._blocked if blocked.key == key), None)
+    def has_arrived(self, key: bytes) -> bool:
+        """Return whether a message with ``key`` is stored or stalled."""
+        return key in self._aside or any(stalled.key == key for stalled in self._stalled)
 
     def _put_aside(self, key: bytes, fingerprint: int, nbytes: int) -> UnexpectedMessage:
         message = UnexpectedMessage(self.peer, key, fingerprint, nbytes)
@@ -262,6 +258,6 @@ class MatchingQueue:
         return receive if matches else self._refuse(receive, fingerprint, nbytes)
 
     def _refuse(self, receive: Receive, fingerprint: int, nbytes: int) -> DiscardReceive:
-        """Report a message that does not match its receive, and return what drops its bytes."""
+        """Report a message that does not match its receive; return a receive that drops its bytes."""
         self._host.mismatch(self.peer, receive, fingerprint, nbytes)
         return DiscardReceive(self.peer, receive.key, nbytes)

@@ -1,13 +1,13 @@
 """The contract of native collectives: whole collectives of a group as schedules without messages.
 
-Where all ranks of a group share memory or a device, messages are a detour. A `Native` runs a collective where the data
-is. `Native.prepare` does once what all calls with one `CallSignature` have in common, and returns a `PreparedCall`. This
+If all ranks of a group share memory or a device, a `Native` runs collectives directly on the data, without messages.
+`Native.prepare` does the work that all calls with one `CallSignature` have in common, and returns a `PreparedCall`. That
 makes a schedule that sends nothing: it does a piece of the work and yields ``()``, or it yields the member that it waits
-for and is resumed when something may have changed. It runs under either driver, or in the calling thread without a
-driver, and one driver may continue what another began.
+for and is resumed when that member may have made progress. Either driver may run it, or the calling thread without a
+driver, and one driver may continue a schedule that another began.
 
-Every collective of the group passes through the native, at least by `Native.publish`, so that ranks that call different
-collectives detect it. Members and roots are ranks in the group.
+The native sees every collective of the group, at least by `Native.publish`, so that ranks detect different calls. Members
+and roots are ranks in the group.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from asyncdist.memory.reduce_kernels import Arithmetic
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """What calls of one collective have in common that differ only in their memory.
+    """The properties that calls of one collective share if they differ only in their memory.
 
     Attributes:
         collective: The collective.
         fingerprint: Identifies the call of this rank; members compare their fingerprints.
         dtype: Dtype of the (first) tensor.
-        shape: Shape of the tensor; of one member's block where the call has a block for each member, all alike.
-        kernels: Arithmetic of a reduction; None where nothing is reduced.
-        root: The root; -1 where the collective has none.
-        sizes: Element counts of the blocks where they are not all alike, else empty.
+        shape: Shape of the tensor; if the call has a block of this shape for each member, the shape of a block.
+        kernels: Arithmetic of a reduction; None if the collective reduces nothing.
+        root: The root; -1 if the collective has none.
+        sizes: Element counts of the blocks if they differ, else empty.
     """
 
     collective: Collective
@@ -63,12 +63,12 @@ class CallSignature:
 
 
 PreparedCall = Callable[..., Schedule]
-"""``call(sequence, *tensors)`` is the schedule of one call; ``sequence`` counts the collectives of the group from 1.
+"""``call(sequence, *tensors)`` returns the schedule of one call; ``sequence`` counts the group's collectives from 1.
 
-The tensors are contiguous and may overlap. They are given in the order of the group's method:
+The tensors are contiguous and may overlap. Their order is that of the group's method:
 
 ======================  =====================================  ==========================================
-collective              tensors                                afterwards
+collective              tensors                                result
 ======================  =====================================  ==========================================
 all_reduce              tensor                                 the reduction, with the same bits everywhere
 all_reduce_coalesced    tensors                                as all_reduce, each
@@ -83,12 +83,12 @@ all_to_all              incoming, outgoing                     ``incoming[i]`` i
 barrier                                                        every member has called it
 ======================  =====================================  ==========================================
 
-Blocks are a list with a tensor for each member, or one tensor that holds blocks of equal size.
+Blocks are a list with one tensor for each member, or one tensor that holds blocks of equal size.
 """
 
 
 class Native(ABC):
-    """The collectives of one group, all of whose members its transport reaches. Called under the world's lock."""
+    """The collectives of one group whose members all reach each other. Called under the world's lock."""
 
     @abstractmethod
     def open(self) -> None:
@@ -96,21 +96,21 @@ class Native(ABC):
 
     @abstractmethod
     def publish(self, sequence: int, fingerprint: int) -> Schedule:
-        """Publish the fingerprint of a collective that then runs over links; wait for no data."""
+        """Publish the fingerprint of a collective that then runs over links, without waiting for data."""
 
     @abstractmethod
     def prepare(self, signature: CallSignature) -> PreparedCall:
-        """Return what runs the calls with one signature. Any thread may call this, with and without the lock."""
+        """Return the prepared call of one signature. Any thread may call this, with or without the lock."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release the memory of the group; memory that members still read stays until they are done."""
+        """Release the memory of the group; memory that members still read is released when they have read it."""
 
 
 def all_gather_rows(
     signature: CallSignature, blocks: Any, tensors: Any, size: int, rank: int
 ) -> list[tuple[list[Memory], Memory]]:
-    """Return the memory of an all-gather, coalesced or not, as (blocks, own input); inputs overlap no other block."""
+    """Return the memory of an all-gather, coalesced or not, as (blocks, own input); no input overlaps another block."""
     if signature.collective is Collective.all_gather:
         blocks, tensors = [blocks], [tensors]
     rows = [(block_memories(each, size), flat_memory(own)) for each, own in zip(blocks, tensors, strict=True)]
@@ -118,7 +118,7 @@ def all_gather_rows(
 
 
 def preceded(publication: Schedule, parts: Iterable[Schedule]) -> Iterator[Schedule]:
-    """Yield the parts, the first of them preceded by the publication of its fingerprint."""
+    """Yield the parts; the first one runs ``publication`` before its own steps."""
 
     def first(part: Schedule) -> Schedule:
         yield from publication
@@ -129,6 +129,6 @@ def preceded(publication: Schedule, parts: Iterable[Schedule]) -> Iterator[Sched
 
 
 def raising(cause: Exception) -> Schedule:
-    """Return a schedule that raises the error of a schedule that failed before it had an operation."""
+    """Return a schedule that raises an error: that of a schedule that failed before it had an operation."""
     yield ()
     raise cause

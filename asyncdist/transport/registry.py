@@ -1,8 +1,8 @@
-"""Finds transports: the classes announced under the entry-point group ``asyncdist.transports``.
+"""Finds transports and device back ends by the entry points of installed packages.
 
-Device back ends are announced under ``asyncdist.device_backends``. The built-in ones are announced like those of third
-parties. For a checkout that is on PYTHONPATH but not installed, the registry reads the entry points from the checkout's
-pyproject.toml.
+Transports are registered under the entry-point group ``asyncdist.transports``, device back ends under
+``asyncdist.device_backends``, the built-in ones like those of third parties. For a checkout that is on PYTHONPATH but not
+installed, the entry points of the built-in ones come from the checkout's pyproject.toml.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ log = logging.getLogger("asyncdist")
 
 TRANSPORTS = "asyncdist.transports"
 DEVICE_BACKENDS = "asyncdist.device_backends"
-_WHAT = {TRANSPORTS: "transport", DEVICE_BACKENDS: "device back end"}
-_LAST = "staged"  # the device back end that all ranks can use
+_KINDS = {TRANSPORTS: "transport", DEVICE_BACKENDS: "device back end"}
+_STAGED = "staged"
+"""The device back end that all ranks can use."""
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
-# Back ends of torch.distributed, by which old scripts ask for "whatever suits the device".
+# Scripts written for torch.distributed pass its back-end names; each of them selects automatically.
 _AUTO = frozenset(("auto", "gloo", "mpi", "nccl", "ucc", "xccl", "undefined", "asyncdist"))
 
 
 @cache
-def _announced(group: str) -> dict[str, EntryPoint]:
-    announced = {point.name: point for point in entry_points(group=group)}
-    return {**_in_checkout(group), **announced}
+def _registered(group: str) -> dict[str, EntryPoint]:
+    installed = {point.name: point for point in entry_points(group=group)}
+    return {**_in_checkout(group), **installed}
 
 
 def _in_checkout(group: str) -> dict[str, EntryPoint]:
@@ -46,44 +47,47 @@ def _in_checkout(group: str) -> dict[str, EntryPoint]:
         project = tomllib.loads((_CHECKOUT / "pyproject.toml").read_text(encoding="utf-8")).get("project", {})
     except (OSError, ValueError):
         return {}
-    ours = project.get("entry-points", {}).get(group, {}) if project.get("name") == "asyncdist" else {}
-    return {name: EntryPoint(name, value, group) for name, value in ours.items()}
+    points = project.get("entry-points", {}).get(group, {}) if project.get("name") == "asyncdist" else {}
+    return {name: EntryPoint(name, value, group) for name, value in points.items()}
 
 
 def names(group: str = TRANSPORTS) -> list[str]:
-    """Return the names of all that is announced under a group."""
-    return sorted(_announced(group))
+    """Return the names of all classes that are registered under a group."""
+    return sorted(_registered(group))
 
 
-def is_known(name: str) -> bool:
-    """Return whether a ``backend`` argument may be this."""
+def is_known(backend: str) -> bool:
+    """Return whether a ``backend`` argument names only registered transports and torch's back ends."""
     try:
-        return all(each in _announced(TRANSPORTS) for each in _named(name))
+        return all(name in _registered(TRANSPORTS) for name in _transport_names(backend))
     except UsageError:
         return False
 
 
 @cache
 def load_class(name: str, group: str = TRANSPORTS) -> type[Any]:
-    """Return a class that is announced; TransportUnavailableError if there is none of that name or it cannot load."""
-    what, point = _WHAT[group], _announced(group).get(name)
+    """Return a registered class. Raises TransportUnavailableError if the name is not registered or cannot be loaded."""
+    kind, point = _KINDS[group], _registered(group).get(name)
     if point is None:
-        raise TransportUnavailableError(f"there is no {what} {name!r}; there are {', '.join(names(group)) or 'none'}")
+        raise TransportUnavailableError(f"there is no {kind} {name!r}; there are {', '.join(names(group)) or 'none'}")
     try:
         loaded: type[Any] = point.load()
     except ImportError as cause:
-        raise TransportUnavailableError(f"the {what} {name!r} cannot be loaded: {cause}") from cause
+        raise TransportUnavailableError(f"the {kind} {name!r} cannot be loaded: {cause}") from cause
     return loaded
 
 
 def selected(backend: str | None) -> list[type[Transport]]:
-    """Return the transports that a ``backend`` argument stands for, the preferred first.
+    """Return the transports that a ``backend`` argument selects, the preferred first.
 
-    ``None``, ``"auto"`` and torch's back-end names (also by device, ``"cpu:gloo,cuda:nccl"``) take every transport that
-    can be used here; other names, ``"tcp"`` or ``"shm,tcp"``, take those. TransportUnavailableError says why one cannot be
-    used.
+    ``None``, ``"auto"`` and torch's back-end names (also by device, ``"cpu:gloo,cuda:nccl"``) select every usable
+    transport; other names, ``"tcp"`` or ``"shm,tcp"``, select these transports.
+
+    Raises:
+        TransportUnavailableError: A named transport cannot be used, or none can; the message has the reason.
+        UsageError: The argument is malformed.
     """
-    named = _named(backend)
+    named = _transport_names(backend)
     usable: list[type[Transport]] = []
     for kind in map(load_class, dict.fromkeys(named or names())):
         reason = kind.probe()
@@ -94,12 +98,12 @@ def selected(backend: str | None) -> list[type[Transport]]:
         else:
             log.info("the transport %s cannot be used here: %s", kind.name, reason)
     if not usable:
-        raise TransportUnavailableError("no transport can be used here; `asyncdist info` says why for each")
+        raise TransportUnavailableError("no transport can be used here; `asyncdist info` shows the reason for each")
     return sorted(usable, key=lambda kind: -kind.preference)
 
 
 def set_by(config: Config) -> list[type[Transport]]:
-    """Return the transports that ASYNCDIST_TRANSPORT stands for, as `selected` does."""
+    """Return the transports that ASYNCDIST_TRANSPORT selects, as `selected` does."""
     try:
         return selected(config.transport)
     except (UsageError, TransportUnavailableError) as error:
@@ -107,20 +111,23 @@ def set_by(config: Config) -> list[type[Transport]]:
 
 
 def device_backends(backend: str | None, device: str) -> list[type[DeviceCollectives]]:
-    """Return the back ends for a device type that a ``backend`` argument stands for, the preferred first.
+    """Return the back ends for a device type that a ``backend`` argument selects, the preferred first.
 
-    The last one copies through the host. Back ends that cannot be loaded here are left out. ``"cuda:NAME"`` stands for that
-    one and the last; if it cannot be used, TransportUnavailableError says why.
+    The last one copies through the host. Back ends that cannot be loaded are left out. ``"cuda:NAME"`` selects that one and
+    the last one.
+
+    Raises:
+        TransportUnavailableError: A named back end cannot be used; the message has the reason.
     """
     name = _by_device(backend).get(device, "auto")
-    announced = names(DEVICE_BACKENDS)
-    if name in announced:  # also torch's name of its back end: "cuda:nccl" means this one
-        return [load_class(one, DEVICE_BACKENDS) for one in dict.fromkeys((name, _LAST))]
+    registered = names(DEVICE_BACKENDS)
+    if name in registered:  # before `_AUTO`: "cuda:nccl" selects this package's back end
+        return [load_class(one, DEVICE_BACKENDS) for one in dict.fromkeys((name, _STAGED))]
     if name not in _AUTO:
-        known = ", ".join(announced)
+        known = ", ".join(registered)
         raise TransportUnavailableError(f"there is no back end {name!r} for {device} tensors; there are {known}")
     loaded: list[type[DeviceCollectives]] = []
-    for one in announced:
+    for one in registered:
         try:
             loaded.append(load_class(one, DEVICE_BACKENDS))
         except TransportUnavailableError as cause:
@@ -128,23 +135,17 @@ def device_backends(backend: str | None, device: str) -> list[type[DeviceCollect
     return sorted(loaded, key=lambda kind: -kind.preference)
 
 
-def _named(backend: str | None) -> list[str]:
-    """Return the transports that a ``backend`` argument names; none where it leaves the choice to us."""
-    wanted = _for_cpu(backend)
+def _transport_names(backend: str | None) -> list[str]:
+    """Return the transports that a ``backend`` argument names; none for automatic selection."""
+    wanted = _by_device(backend).get("cpu", "auto")
     return [] if wanted in _AUTO else [name.strip() for name in wanted.split(",")]
 
 
-def _for_cpu(backend: str | None) -> str:
-    """Return the back end for CPU tensors in torch's ``"device:name,device:name"`` notation."""
-    text = (backend or "auto").strip().lower()
-    return _by_device(text).get("cpu", "auto") if ":" in text else text
-
-
 def _by_device(backend: str | None) -> dict[str, str]:
-    """Return the back ends by device; for all of them if the argument names no device."""
+    """Return the back ends by device type, from torch's ``"device:name,device:name"`` notation or a name for the CPU."""
     text = (backend or "auto").strip().lower()
     if ":" not in text:
-        return {}
+        return {"cpu": text}
     by_device: dict[str, str] = {}
     for pair in text.split(","):
         device, colon, name = pair.partition(":")

@@ -1,38 +1,38 @@
-"""The header in front of every message between two ranks: fixed size, little-endian, readable at a glance.
+"""The header of every message between two ranks: fixed size, little-endian.
 
     bytes   field        meaning
-    0-7     channel      which group (and whether it is point-to-point traffic)
-    8-11    sequence     which operation of the group; the tag in point-to-point traffic
-    12-15   part         which generator of that operation (a segment, one tensor of a list)
-    16-23   fingerprint  what operation the sender believes this to be (see `Fingerprint`)
-    24-31   nbytes       length of what follows
+    0-7     channel      the group, and whether this is point-to-point traffic
+    8-11    sequence     the operation of the group; the tag in point-to-point traffic
+    12-15   part         the generator of that operation (a segment, one tensor of a list)
+    16-23   fingerprint  the sender's call (see `Fingerprint`)
+    24-31   nbytes       length of the body
     32      kind         DATA, or a control message: ABORT, GOODBYE, CALLED, PROBE, WAITING
     33-35   zero
 
-Bytes 0-15 are the *key*: a receiver matches a message to what it has posted by that key alone, first come first served,
-so that it never has to unpack them. Parts are spread over lanes by ``part % lanes``; order holds inside a lane.
+Bytes 0-15 are the *key*. A receiver matches a message with the oldest posted receive that has the same key, and never
+unpacks the key. A message is sent on lane ``part % lanes``; messages of one lane stay in order.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-HEADER = struct.Struct("<QIIQQBxxx")
-HEADER_NBYTES = HEADER.size
 KEY = struct.Struct("<QII")
-KEY_NBYTES = KEY.size
 _TAIL = struct.Struct("<QQBxxx")
+KEY_NBYTES = KEY.size
+HEADER_NBYTES = KEY_NBYTES + _TAIL.size
 
 DATA, ABORT, GOODBYE, CALLED, PROBE, WAITING = 1, 2, 3, 4, 5, 6
 KINDS = frozenset((DATA, ABORT, GOODBYE, CALLED, PROBE, WAITING))
 
 
 def pack_key(channel: int, sequence: int, part: int) -> bytes:
-    """Return the 16 bytes by which a message finds its receiver."""
+    """Return the 16 bytes by which a message is matched with its receive."""
     return KEY.pack(channel, sequence & 0xFFFFFFFF, part)
 
 
@@ -42,17 +42,15 @@ def pack_header(key: bytes, fingerprint: int, nbytes: int, kind: int = DATA) -> 
 
 
 pack_tail: Callable[[int, int, int], bytes] = _TAIL.pack
-"""``pack_tail(fingerprint, nbytes, kind)`` returns what follows the key in a header."""
+"""``pack_tail(fingerprint, nbytes, kind)`` returns the part of a header after the key."""
 
 
 unpack_tail: Callable[..., tuple[int, int, int]] = functools.partial(_TAIL.unpack_from, offset=KEY_NBYTES)
-"""``unpack_tail(header)`` returns what follows the key in a whole header: (fingerprint, nbytes, kind)."""
+"""``unpack_tail(header)`` returns the fields of a whole header after the key: (fingerprint, nbytes, kind)."""
 
 
 def channel_of(*names: object) -> int:
     """Return the 64-bit channel number of a name; equal names give equal numbers in every process."""
-    import hashlib
-
     text = "\0".join(map(str, names)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
@@ -64,11 +62,17 @@ _FIELDS = (("collective", 6), ("dtype", 6), ("reduction", 4), ("root", 12), ("co
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A rank's description of a call in 64 bits, which can be decoded for an error message.
+    """A description of a call in 64 bits, which can be decoded for an error message.
 
-    ``root`` is 1 + the root's group rank (0: no root), ``count`` the number of elements modulo 2^24 and
-    ``shape`` a 12-bit checksum of the shape; dtype and reduction are numbers of `buffers` and `ops`. A field that an
-    operation does not compare is zero on every rank.
+    A field that an operation does not compare is zero on every rank.
+
+    Attributes:
+        collective: The number of the `Collective`.
+        dtype: The number of the dtype in `memory.buffers`.
+        reduction: The number of the `ReduceOp`.
+        root: 1 + the root's group rank; 0 without a root.
+        count: The number of elements modulo 2^24.
+        shape: A 12-bit checksum of the shape.
     """
 
     collective: int

@@ -122,7 +122,7 @@ async def test_failed_negotiation_closes_the_created_backends(eventually):
 @pytest.fixture
 def checkout(monkeypatch):
     """Pretend that the package is not installed: no package has metadata."""
-    caches = registry._announced, registry.load_class
+    caches = registry._registered, registry.load_class
     for cached in caches:
         cached.cache_clear()
     monkeypatch.setattr(registry, "entry_points", lambda group: importlib.metadata.EntryPoints())

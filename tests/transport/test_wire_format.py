@@ -1,4 +1,4 @@
-"""The header of every message: what is packed can be read back, and calls that differ are told apart."""
+"""The header of every message: packing and unpacking, and the fingerprints of calls."""
 
 from __future__ import annotations
 
@@ -22,18 +22,12 @@ WIDTHS = {"collective": 6, "dtype": 6, "reduction": 4, "root": 12, "count": 24, 
 fingerprints = st.fixed_dictionaries({name: st.integers(0, (1 << width) - 1) for name, width in WIDTHS.items()})
 
 
-@given(fingerprints)
-def test_a_fingerprint_can_be_read_back(fields):
-    word = Fingerprint(**fields).pack()
+@given(fingerprints, st.sampled_from(list(WIDTHS)), st.integers(0, 1 << 40))
+def test_fingerprint_is_unpacked_also_after_an_overflow_of_one_field(fields, name, excess):
+    overflowing = Fingerprint(**{**fields, name: fields[name] + (excess << WIDTHS[name])})
+    word = overflowing.pack()
     assert 0 <= word < 1 << 64
     assert Fingerprint.unpack(word) == Fingerprint(**fields)
-
-
-@given(fingerprints, st.sampled_from(list(WIDTHS)), st.integers(1, 1 << 40))
-def test_what_has_no_room_in_a_field_spoils_no_other(fields, name, more):
-    width = WIDTHS[name]
-    spoiled = Fingerprint(**{**fields, name: fields[name] + (more << width)})
-    assert Fingerprint.unpack(spoiled.pack()) == Fingerprint(**fields)
 
 
 @given(fingerprints, fingerprints)
@@ -42,8 +36,9 @@ def test_differences_are_named(one, other):
     assert Fingerprint(**one).differences(Fingerprint(**other)) == differing
 
 
-def test_shapes_of_as_many_elements_are_told_apart():
+def test_shapes_with_equal_element_counts_have_different_checksums():
     shapes = [
+        *itertools.permutations((2, 3, 4)),
         (24,),
         (24, 1),
         (1, 24),
@@ -53,23 +48,19 @@ def test_shapes_of_as_many_elements_are_told_apart():
         (8, 3),
         (4, 6),
         (6, 4),
-        (2, 3, 4),
-        (4, 3, 2),
-        (2, 12, 1),
     ]
     checksums = [shape_checksum(shape) for shape in shapes]
     assert len(set(checksums)) == len(shapes)
     assert [shape_checksum(list(shape)) for shape in shapes] == checksums
-    assert shape_checksum(()) == shape_checksum([])
 
 
-def test_a_shapes_checksum_uses_all_its_bits():
+def test_shape_checksum_uses_all_bits():
     checksums = [shape_checksum(shape) for shape in itertools.product(range(1, 65), repeat=2)]
     assert max(checksums) < 1 << WIDTHS["shape"]
-    assert len(set(checksums)) > 2000  # of 4096 thrown at random, 2589 are expected
+    assert len(set(checksums)) > 2000  # 4096 random values would give 2589
 
 
-def test_a_header_can_be_read_back_and_a_sequence_begins_again():
+def test_header_is_unpacked_and_sequence_numbers_wrap_around():
     key = pack_key((1 << 64) - 1, (1 << 32) + 7, (1 << 32) - 1)
     assert key == pack_key((1 << 64) - 1, 7, (1 << 32) - 1)
     header = pack_header(key, (1 << 64) - 1, 1 << 40, ABORT)
