@@ -102,12 +102,6 @@ def test_error_of_an_unknown_interface_lists_the_existing_ones(rule):
         addresses.advertised("10.0.0.1", Config(interface=rule))
 
 
-@pytest.mark.usefixtures("no_such_name")
-async def test_unresolvable_host_raises():
-    with pytest.raises(AddressError, match=r"host 'no-such-host\.invalid' does not resolve"):
-        await addresses.resolve("no-such-host.invalid", Deadline.after(0.1))
-
-
 async def test_name_is_resolved_again_until_it_is_known(monkeypatch, caplog):
     """It is said at once that it does not, and once only."""
     answers = iter([OSError("not known"), OSError("not known"), ["10.0.0.7"]])

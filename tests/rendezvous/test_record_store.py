@@ -95,7 +95,7 @@ async def test_blocked_store_does_not_block_the_loop():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncdist-rendezvous")]
 
 
-async def test_error_names_a_store_that_has_gone(in_thread):
+async def test_store_that_has_ended_raises_a_connection_error(in_thread):
     server = await StoreServer.start("127.0.0.1", 0)
     place = None
     try:
