@@ -76,7 +76,7 @@ async def test_server_that_is_no_agent_is_reported(meet_as, monkeypatch, token):
 
     async def briefly(method, where, limit):
         await until_served(method, where, limit)
-        object.__setattr__(limit, "deadline", Deadline.after(0.3))  # only now, when it has taken a connection
+        object.__setattr__(limit, "deadline", Deadline.after(0.3))  # only after it has accepted a connection
 
     monkeypatch.setattr(sources, "wait_until_listening", briefly)
     listener = await asyncio.start_server(lambda reader, writer: writer.close(), HOST, 0)
@@ -91,7 +91,7 @@ async def test_server_that_is_no_agent_is_reported(meet_as, monkeypatch, token):
 
 async def test_rank_cancelled_while_waiting_for_rank_0(meet_as, agent):
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(meet_as(world_size=None, launch=launched(1, agent.port, "nobody leads")), 0.1)
+        await asyncio.wait_for(meet_as(world_size=None, launch=launched(1, agent.port, "no rank 0")), 0.1)
 
 
 async def test_token_is_not_written_where_other_hosts_can_read_it(meet_as):
@@ -104,7 +104,7 @@ async def test_token_is_not_written_where_other_hosts_can_read_it(meet_as):
 
 @pytest.fixture
 def outside():
-    """This host's address towards the outside, from which a store takes no clients of torch's."""
+    """This host's outward address, from which a store accepts no clients of torch's."""
     address = outward(Config())
     if is_loopback(address):
         pytest.skip("this machine has no address but loopback")
@@ -125,7 +125,7 @@ async def test_asyncdist_store_of_an_agent_on_another_host(meet_as, outside, cap
 
 
 async def test_ranks_with_asyncdist_and_c10d_clients_meet_at_one_agent(meet_as, monkeypatch):
-    """Which of the two a rank takes may be a matter of who answers first, where both are taken."""
+    """If the store accepts both clients, each rank uses the one that connects first."""
     config = Config(token="secret", store_c10d="loopback")
     served = await StoreServer.start(HOST, 0, token="secret", config=config)
     try:

@@ -49,7 +49,7 @@ async def served(
 
 
 class Disk:
-    """Blocks `Journal.sync` between `stop` and `go_on`."""
+    """Blocks `Journal.sync` between `stop` and `resume`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.syncs = 0
@@ -66,7 +66,7 @@ class Disk:
     def stop(self) -> None:
         self.running.clear()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.running.set()
 
 
@@ -169,7 +169,7 @@ async def test_replies_wait_for_one_sync_of_many_changes(tmp_path, disk, eventua
         answers.append(asyncio.ensure_future(other.get("k")))
         await eventually(lambda: server.state.keys.peek("n") == b"50")
         assert not any(answer.done() for answer in answers)
-        disk.go_on()
+        disk.resume()
         assert await asyncio.gather(*answers) == [None, *range(1, 51), b"v"]
         assert disk.syncs == before + 2  # one for the first, one for all fifty
         await other.close()
@@ -181,7 +181,7 @@ async def test_read_of_synced_values_does_not_wait(tmp_path, disk):
         disk.stop()
         assert await store.get("k") == b"v"
         assert await store.check(["absent"]) is False
-        disk.go_on()
+        disk.resume()
 
 
 async def test_policy_never_does_not_sync(tmp_path, disk):
@@ -190,11 +190,11 @@ async def test_policy_never_does_not_sync(tmp_path, disk):
         for number in range(100):
             assert await store.add("n", 1) == number + 1
         assert disk.syncs == 0
-        disk.go_on()
+        disk.resume()
 
 
 def held_in(folder: Path, copy: Path) -> Contents:
-    """Return what a server would find in a folder if the one that uses it were killed now."""
+    """Return the contents that a later server would restore if the present one were killed now."""
     shutil.copytree(folder, copy)
     journal = Journal(copy, compact_nbytes=1 << 30)
     journal.close()
@@ -216,10 +216,10 @@ async def test_changes_during_a_sync_are_written(tmp_path, disk, monkeypatch, re
         for number in range(10):
             assert await store.add("n", 1) == number + 1
             assert held_in(data, tmp_path / str(number)).values["n"] == b"%d" % (number + 1)
-        disk.go_on()
+        disk.resume()
         if reason == "compaction":
             await eventually(lambda: server.durability.num_snapshots == 1)
-            assert disk.syncs == 2  # the second is that of what was written during the first
+            assert disk.syncs == 2  # the second covers the writes during the first
         await store.set("last", b"v")
     assert sorted(held_in(data, tmp_path / "end").values) == ["first", "last", "n"]
 
@@ -240,7 +240,7 @@ async def test_long_value_is_written_in_a_thread(tmp_path, monkeypatch, fsync, e
     async with served(tmp_path, fsync, config) as (server, store):
         answers = [store.set("large", b"v" * (2 << 20))]
         await asyncio.to_thread(begun.wait, LONG)
-        answers += [store.set("k", b"v"), store.get("large")]  # which is written after it, or tells of it
+        answers += [store.set("k", b"v"), store.get("large")]  # written after it, or shows it
         await eventually(lambda: server.state.keys.peek("k") == b"v")
         await eventually(lambda: any(each.waiting_nbytes for each in server.admission.connections))
         assert not any(answer.done() for answer in answers)
@@ -285,8 +285,8 @@ async def test_c10d_replies_keep_their_order_behind_a_slow_disk(tmp_path, disk, 
                 await eventually(lambda before=before: session.waiting_nbytes > before)
             for _ in range(3):
                 peer.send(Code.GET, b"/k2")
-            await eventually(lambda: session.unfinished)  # so much is held that nothing more is executed
-            disk.go_on()
+            await eventually(lambda: session.unfinished)  # too much is held to execute more
+            disk.resume()
             values = [await asyncio.to_thread(peer.vector) for _ in range(5)]
     assert [len(value) for value in values] == [200_000, 100_000, 10, 10, 10]
 
@@ -303,7 +303,7 @@ async def test_replies_that_wait_for_the_disk_are_limited(tmp_path, disk, eventu
         await eventually(lambda: connection.waiting_nbytes)
         assert await asyncio.wait_for(asyncio.sleep(0.05, "the loop turns"), LONG)
         assert connection.waiting_nbytes < 3 << 20  # one reply beyond the limit
-        disk.go_on()
+        disk.resume()
         await first
         assert {len(value) for value in await asyncio.gather(*gets)} == {1 << 20}
 
@@ -319,13 +319,13 @@ async def test_reading_pauses_while_the_disk_cannot_keep_up(tmp_path, disk, monk
 
         def flood() -> bytes:
             for number in range(200):
-                peer.send(Code.SET, b"%d" % number, b"v" * (1 << 18))  # which has no reply
+                peer.send(Code.SET, b"%d" % number, b"v" * (1 << 18))  # a SET has no reply
             return peer.ask(Code.GET, b"199")
 
         flooding = asyncio.ensure_future(asyncio.to_thread(flood))
         await eventually(lambda: server.halted)
         assert not flooding.done()
-        disk.go_on()
+        disk.resume()
         assert await flooding == b"v" * (1 << 18)
         peer.close()
 
@@ -355,7 +355,7 @@ async def test_client_that_connects_after_a_failed_write_gets_no_reply(tmp_path,
             with pytest.raises(StoreConnectionError):
                 await store.set("k", b"in doubt")
         late, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(encode(Code.VALIDATE, MAGIC) + encode(Code.GET, b"/k"))  # which changes nothing at the store
+        writer.write(encode(Code.VALIDATE, MAGIC) + encode(Code.GET, b"/k"))
         await eventually(lambda: any(each.waiting_nbytes for each in server.admission.connections))
         server.drop_all()
         with contextlib.suppress(ConnectionResetError):
@@ -434,7 +434,7 @@ async def test_drain_sends_replies_that_wait_for_the_disk(tmp_path, disk, eventu
         await eventually(lambda: disk.syncs)
         draining = asyncio.ensure_future(server.drain(LONG))
         await eventually(lambda: _refuses(server.port))
-        disk.go_on()
+        disk.resume()
         assert await answer == 7
         await draining
         assert server.num_connections == 0
@@ -449,7 +449,7 @@ async def test_drain_gives_up_on_a_client_that_does_not_read(tmp_path, eventuall
     async with served(tmp_path) as (server, store):
         await store.set("large", b"v" * (1 << 20))
         with await asyncio.to_thread(Peer, server.port) as peer:
-            peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # or the kernel may take it all for it
+            peer.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # or the kernel may buffer all of it
             for _ in range(50):
                 peer.send(Code.GET, b"/large")
             await eventually(lambda: any(each.paused for each in server.admission.connections))
@@ -457,7 +457,7 @@ async def test_drain_gives_up_on_a_client_that_does_not_read(tmp_path, eventuall
             assert server.num_connections == 1
 
 
-# -- clients that come back -------------------------------------------------------------------------
+# -- clients that reconnect -------------------------------------------------------------------------
 
 PATIENT = CONFIG.with_(store_reconnect=LONG, store_lease=LONG)
 
@@ -508,7 +508,7 @@ async def test_change_before_a_restart_is_not_repeated(daemon, disk, eventually:
     answer = asyncio.ensure_future(store.add("n", 1))
     await eventually(lambda: daemon.value("n") == b"2")
     daemon.server.drop_all()  # its reply is lost with the connection
-    disk.go_on()
+    disk.resume()
     await daemon.restart()
     assert await answer == 2
     assert await store.add("n", 1) == 3
@@ -527,7 +527,7 @@ async def test_change_whose_answer_was_dropped_is_not_repeated(
         setting, adding = store.set("k", b"v"), [store.add("n", 1) for _ in range(30)]
         await eventually(lambda: daemon.value("n") == b"30")
         daemon.server.drop_all()
-        disk.go_on()
+        disk.resume()
         if restarted:
             await daemon.restart()
         *forgotten, first = await asyncio.gather(*adding[:21], return_exceptions=True)
@@ -537,7 +537,7 @@ async def test_change_whose_answer_was_dropped_is_not_repeated(
         assert await store.add("n", 1) == 31
         await setting  # may be done twice
     finally:
-        disk.go_on()
+        disk.resume()
 
 
 async def test_late_change_is_not_taken_for_a_repeated_one(daemon, monkeypatch):

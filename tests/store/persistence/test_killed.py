@@ -1,4 +1,4 @@
-"""A server with a journal is killed again and again: while it writes, syncs, writes snapshots, compacts or starts.
+"""A server with a journal is killed repeatedly: while it writes, syncs, writes snapshots, compacts or starts.
 
 Acknowledged changes must be there each time. Other changes may be there, but only whole and in order.
 """

@@ -35,10 +35,10 @@ class File:
 
 
 class Disk:
-    """What a journal's folder may hold after a power failure.
+    """The possible contents of a journal's folder after a power failure.
 
-    A file's content is kept for certain when it has been flushed, and a name when the folder has. Of everything else any
-    part may be kept. ``moment`` is called before each step that changes what that is, and may do with files what it likes.
+    The content of a file is certain once the file has been flushed, and a name once the folder has. Any part of the other
+    changes may be lost. ``moment`` is called before each system call that changes this.
     """
 
     def __init__(self, folder: Path, moment: Callable[[], None]) -> None:
@@ -51,7 +51,7 @@ class Disk:
         self._steps: list[Callable[[Names], object]] = []  # with the names, since the folder was flushed
 
     def remains(self) -> Iterator[dict[str, bytes]]:
-        """Yield all that may be found."""
+        """Yield all possible contents, by file name."""
         for done in itertools.product([False, True], repeat=len(self._steps)):
             names = dict(self._kept)
             for step in itertools.compress(self._steps, done):
@@ -110,13 +110,15 @@ class Disk:
 
 
 class Program:
-    """Commits to a journal, compacts it, and is started again; and after each moment of that, once more."""
+    """Commits to a journal, compacts it and opens it again; at each moment it opens all possible remains of a failure."""
 
     def __init__(self, folder: Path, again: Path, *, sync: bool) -> None:
         self.disk = Disk(folder, self.moment)
         self._sync = sync
         self._again = again
-        self._committed = self._flushed = 0  # the last number that was committed, and that is to be on disk
+        self._committed = self._flushed = (
+            0  # the last number that was committed, and the last that is certainly on disk
+        )
         self._lineage = ""
         self._seen: set[tuple[tuple[str, bytes], ...]] = set()
         self.num_failures = 0
@@ -152,7 +154,7 @@ class Program:
                 file.write(torn)
 
     def moment(self) -> None:
-        """The power fails: what is left is everything that was flushed, and perhaps what was not, or was under way."""
+        """Open what may remain if the power fails now: everything that was flushed, and any part of the rest."""
         for remains in list(self.disk.remains()):
             key = tuple(sorted(remains.items()))
             if key in self._seen:
@@ -167,7 +169,7 @@ class Program:
                 patch.setattr(os, "fsync", lambda fd: None)
                 journal = Journal(folder, compact_nbytes=1 << 30)
             assert self._flushed <= self._number(journal.contents) <= self._committed + 1
-            assert journal.lineage == self._lineage or not self._lineage  # by which clients know it again
+            assert journal.lineage == self._lineage or not self._lineage
             journal.close()
 
     @staticmethod

@@ -8,8 +8,6 @@ from asyncdist.config import Config
 from asyncdist.store.server import busy_poll
 from asyncdist.store.server.busy_poll import AdaptiveBusyPoll
 
-pytestmark = pytest.mark.each_loop
-
 
 class Turns:
     """A loop and its clock."""

@@ -197,6 +197,7 @@ class Process:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("whose", [OURS, pytest.param(TORCHS, marks=pytest.mark.exhaustive)])
 def test_server_is_killed_and_restarted(whose, tmp_path):
     """asyncdist's server has all keys, and its client reconnects. torch's client reconnects to neither server."""
     with contextlib.ExitStack() as stack:
@@ -322,10 +323,11 @@ def sweep(port: int) -> None:
                 pass
 
 
-def test_both_servers_give_equal_replies_to_random_programs():
+@pytest.mark.parametrize("max_examples", [10, pytest.param(60, marks=pytest.mark.exhaustive)])
+def test_both_servers_give_equal_replies_to_random_programs(max_examples):
     with our_server() as ours, torchs_server() as theirs:
 
-        @settings(max_examples=60, deadline=None)
+        @settings(max_examples=max_examples, deadline=None)
         @given(programs)
         def alike(program):
             program = spared(program)

@@ -15,8 +15,6 @@ from asyncdist.store.protocol.c10d import Code
 from asyncdist.store.server.c10d_session import C10dSession
 from tests.support.c10d_peer import Peer, encode
 
-pytestmark = pytest.mark.each_loop
-
 LARGE = bytes(range(256)) * (32 << 10)
 
 

@@ -118,12 +118,6 @@ def test_multi_set_at_the_memory_limit_sets_all_keys_or_none():
         assert store.quota.nbytes == store.held_nbytes == 372 - 104 * less
 
 
-def test_multi_set_of_many_small_values_sets_all_keys_or_none():
-    store, keys = Store(max_nbytes=10_000), [f"k{number}" for number in range(200)]
-    assert store.ask("a", Op.MULTI_SET, keys, [b"v"] * 200) is Reason.FULL
-    assert len(store.state.keys) == 0
-
-
 def test_arriving_chunks_count_against_the_memory_limit():
     store = Store(max_nbytes=1000)
     store.quota.reserve(950)
