@@ -1,8 +1,8 @@
 """Checks that the members of a group call the same collective with the same arguments.
 
-Each message carries the fingerprint of its sender's call. Ranks that wait for each other receive no message, as two ranks
-that each take the other for the root of a broadcast. A rank that has waited for a while therefore sends its peers the
-fingerprint of its call.
+Each message carries the fingerprint of its sender's call. Ranks whose calls differ may also wait for each other without a
+message, for example two ranks that each expect the other to be the root of a broadcast. A rank that has waited for a while
+therefore sends its peers the fingerprint of its call.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from asyncdist.transport.wire_format import Fingerprint
 
 
 class CollectiveChecker:
-    """Compares what one rank has called with what its peers have. Touched under the lock of their world.
+    """Compares the calls of one rank with those of its peers. Called under the lock of the world's `Progress`.
 
-    ``channels`` are the groups that there are, by the first 8 bytes of their messages' keys, and ``operations`` what is
-    pending, by the first 12. A group in which calls differ is handed to ``fail``.
+    Args:
+        recorder: The flight recorder, which has the fingerprints of completed calls.
+        channels: The open groups, by the first 8 bytes of their messages' keys.
+        operations: The pending operations, by the first 12 bytes.
+        fail: Fails a group in which calls differ.
     """
 
     def __init__(
@@ -33,8 +36,8 @@ class CollectiveChecker:
         self._recorder = recorder
         self._channels, self._operations = channels, operations
         self._fail = fail
-        # By operation that this rank has not called: (peer, fingerprint).
         self.early_calls: dict[bytes, set[tuple[int, int]]] = {}
+        """(peer, fingerprint) of calls that peers have made before this rank, by the operation's key."""
 
     def difference(self, peer: int, ours: int, theirs: int) -> MismatchError:
         """Return the error of two ranks whose calls have different fingerprints."""
@@ -42,7 +45,7 @@ class CollectiveChecker:
         return MismatchError(peer, describe_call(Fingerprint.unpack(ours), rank, Fingerprint.unpack(theirs), peer))
 
     def begin(self, operation: Operation) -> None:
-        """Compare a call of this rank with the fingerprints that peers have sent for it before."""
+        """Compare a new call of this rank with the fingerprints that peers have sent for it."""
         ours = operation.plan.fingerprint
         for peer, theirs in self.early_calls.pop(operation.key, ()):
             if theirs != ours:
@@ -59,27 +62,28 @@ class CollectiveChecker:
             ours = self._recorder.fingerprint(channel.name, key)
         else:
             if channel is None or not channel.point_to_point:
-                self._hear(peer, key, theirs)
+                self._record(peer, key, theirs)
             return False
         self._fail(channel, self.difference(peer, ours, theirs))
         return True
 
     def answer(self, peer: int, key: bytes, theirs: int) -> None:
-        """Compare the call of a peer that waits for this rank with this rank's call, which may be over or still to come."""
+        """Compare the call of a peer that waits for this rank with this rank's call: pending, complete or in future."""
         channel, operation = self._channels.get(key[:8]), self._operations.get(key[:12])
         if operation is not None:
             ours = operation.plan.fingerprint
         elif channel is not None and channel.has_ended(key):
-            ours = self._recorder.fingerprint(channel.name, key) or theirs  # what we sent may still be on its way
+            # If the recorder has dropped the call, do not report a mismatch.
+            ours = self._recorder.fingerprint(channel.name, key) or theirs
         else:
-            self._hear(peer, key, theirs)
+            self._record(peer, key, theirs)
             return
         if channel is not None and ours != theirs:
             self._fail(channel, self.difference(peer, ours, theirs))
 
-    def _hear(self, peer: int, key: bytes, theirs: int) -> None:
+    def _record(self, peer: int, key: bytes, theirs: int) -> None:
         self.early_calls.setdefault(key[:12], set()).add((peer, theirs))
 
     def forget(self, prefix: bytes) -> None:
-        """Forget what was heard of a group that has ended."""
-        self.early_calls = {key: heard for key, heard in self.early_calls.items() if not key.startswith(prefix)}
+        """Drop the early calls of a group that has ended, by the first 8 bytes of its keys."""
+        self.early_calls = {key: calls for key, calls in self.early_calls.items() if not key.startswith(prefix)}

@@ -13,83 +13,86 @@ from asyncdist.base.background_loop import background_loop
 
 
 class DriverLoop:
-    """The loop of one machine: ``loop`` until it ends, if there is one, and the runtime's background loop after that.
+    """The loop that drives one machine: the user's loop until it ends, then the background loop.
 
-    ``left(loop)`` is called once, when that loop is about to end or was found to be closed.
+    Args:
+        loop: The user's loop; None for a blocking program.
+        on_left: Called once with the user's loop, when that loop is about to end or is found to be closed.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop | None, left: Callable[[asyncio.AbstractEventLoop], None]
+        self, loop: asyncio.AbstractEventLoop | None, on_left: Callable[[asyncio.AbstractEventLoop], None]
     ) -> None:
-        self._own = loop
-        self._left = left
+        self._user_loop = loop
+        self._on_left = on_left
         self._leaving = threading.Lock()
         self.replaced = False
-        """Whether a thread drives at the moment because the loop is not running."""
+        """Whether a thread drives at the moment because the user's loop is not running."""
         self._shutdown_hook = (
-            LoopShutdownHook(self._end) if loop is not None and asyncio._get_running_loop() is loop else None
+            LoopShutdownHook(self._on_shutdown) if loop is not None and asyncio._get_running_loop() is loop else None
         )
 
     def __bool__(self) -> bool:
-        """Whether the user's loop has not ended."""
-        return self._own is not None
+        """Whether there is a user's loop that has not ended."""
+        return self._user_loop is not None
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        own = self._own
-        if own is not None and own.is_closed():
-            self._leave(own)
-            own = None
-        return own or background_loop().loop
+        user_loop = self._user_loop
+        if user_loop is not None and user_loop.is_closed():
+            self._leave(user_loop)
+            user_loop = None
+        return user_loop or background_loop().loop
 
     @property
     def is_stopped(self) -> bool:
         """Whether no loop drives background operations: the user's loop is not running, but is not closed."""
-        own = self._own
-        return own is not None and not own.is_running() and not own.is_closed()
+        user_loop = self._user_loop
+        return user_loop is not None and not user_loop.is_running() and not user_loop.is_closed()
 
-    def _end(self) -> None:
-        if self._own is not None and self._shutdown_hook is not None:
-            self._leave(self._own)
+    def _on_shutdown(self) -> None:
+        if self._user_loop is not None and self._shutdown_hook is not None:
+            self._leave(self._user_loop)
 
-    def _leave(self, own: asyncio.AbstractEventLoop) -> None:
-        with self._leaving:  # once, also if two threads see it
-            if self._own is own:
-                self._own = None
-                self._left(own)
+    def _leave(self, user_loop: asyncio.AbstractEventLoop) -> None:
+        with self._leaving:  # two threads may find the loop closed at the same time
+            if self._user_loop is user_loop:
+                self._user_loop = None
+                self._on_left(user_loop)
 
     def close(self) -> None:
-        """Stop watching for the end of the loop."""
+        """Remove the shutdown hook."""
         hook, self._shutdown_hook = self._shutdown_hook, None
         if hook is not None:
             hook.end()
 
 
 class LoopShutdownHook:
-    """Calls ``leave`` when the running loop shuts down its asynchronous generators, as `asyncio.run` does at its end.
+    """Calls ``on_shutdown`` when the running loop shuts down its asynchronous generators, as `asyncio.run` does at its end.
 
-    There is no other sign of that end before the loop is closed, when nothing can be taken back from it any more.
+    This is the only signal before the loop is closed, after which no registration can be removed from it.
     """
 
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self._generator = self._wait(leave)
+    def __init__(self, on_shutdown: Callable[[], None]) -> None:
+        self._generator = self._wait(on_shutdown)
         with warnings.catch_warnings():
-            # asyncio warns where a loop goes on after it has shut them down once; our end is then seen when it is closed.
+            # asyncio warns if a loop that has shut down its generators continues. `DriverLoop.loop` then sees its end.
             warnings.simplefilter("ignore", ResourceWarning)
             self._step(self._generator.__anext__())
 
     @staticmethod
-    async def _wait(leave: Callable[[], None]) -> AsyncGenerator[None, None]:
+    async def _wait(on_shutdown: Callable[[], None]) -> AsyncGenerator[None, None]:
         try:
             yield
         finally:
-            leave()
+            on_shutdown()
 
     @staticmethod
     def _step(awaitable: Any) -> None:
-        with contextlib.suppress(StopIteration, RuntimeError):  # it has got there; or is being shut down just now
+        # StopIteration: the step is complete. RuntimeError: the loop is shutting down the generator.
+        with contextlib.suppress(StopIteration, RuntimeError):
             awaitable.send(None)
 
     def end(self) -> None:
-        """Wait no longer: ``leave`` is called now, if it has not been."""
+        """Remove the hook. This calls ``on_shutdown`` if it has not been called."""
         self._step(self._generator.aclose())

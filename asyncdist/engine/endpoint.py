@@ -18,7 +18,7 @@ from asyncdist.base import lifecycle
 from asyncdist.base.timers import TimerTable
 from asyncdist.config import Config
 from asyncdist.engine.call_checker import CollectiveChecker
-from asyncdist.engine.control_messages import called
+from asyncdist.engine.control_messages import call_notice
 from asyncdist.engine.executor import Executor
 from asyncdist.engine.group_failures import GroupFailures
 from asyncdist.engine.machine import Until, Wait
@@ -88,7 +88,7 @@ class Endpoint:
             self.timers,
             self.link,
             self._discard,
-            self._look,
+            self._read_arrived,
         )
         self.lost_peers = failures.lost_peers
         # Bound here, because a forwarding method would cost each call a Python frame.
@@ -111,7 +111,7 @@ class Endpoint:
 
     async def probe_peers(self, addresses: Sequence[Addresses], timeout: float) -> dict[str, list[int]]:
         """Probe the peers with the results of every rank's `listen`, by rank; return the peers reached, by transport."""
-        self.transport_selector.connect(addresses)
+        self.transport_selector.set_addresses(addresses)
         return await self.transport_selector.probe_peers(timeout)
 
     def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
@@ -184,8 +184,8 @@ class Endpoint:
         for inbox in self.inboxes.values():
             inbox.purge(prefix)
 
-    def _look(self, peer: int) -> None:
-        self.transport_selector.look(self.inbox(peer))
+    def _read_arrived(self, peer: int) -> None:
+        self.transport_selector.read_arrived(self.inbox(peer))
 
     # -- what the executor needs: Peers --------------------------------------------------------
 
@@ -209,7 +209,7 @@ class Endpoint:
         return ", ".join(itertools.islice(filter(None, said), _MOST_PROBLEMS))
 
     def query_peers(self, operation: Operation, peers: Iterable[int]) -> None:
-        self.failures.notify(peers, lambda peer: called(peer, operation.key, operation.plan.fingerprint))
+        self.failures.notify(peers, lambda peer: call_notice(peer, operation.key, operation.plan.fingerprint))
 
     def probe_waits(self, operation: Operation) -> None:
         self._probes.begin(operation, operation.deadline - monotonic())
@@ -233,7 +233,7 @@ class Endpoint:
         return operation or next(iter(self.operations.values()), None), False
 
     def _send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
-        if self.failures.hears_notices(peer):
+        if self.failures.accepts_notices(peer):
             with contextlib.suppress(TransportUnavailableError, OSError):
                 self.link(peer).send_unordered(Outgoing(peer, key[:12] + bytes(4), 0, memoryview(body), None, kind))
 
@@ -274,15 +274,15 @@ class Endpoint:
 
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         if kind == GOODBYE:
-            self.failures.leaves(peer, body.decode(errors="replace"))
+            self.failures.on_goodbye(peer, body.decode(errors="replace"))
         elif kind == ABORT:
-            self.failures.told(peer, key, body, self.connectivity_problem)
+            self.failures.on_abort(peer, key, body, self.connectivity_problem)
         elif kind == CALLED and key[:8] not in self.failures.ended:
             self._checker.answer(peer, key, int.from_bytes(body, "little"))
         elif kind == PROBE:
-            self._probes.asked(peer, key, body)
+            self._probes.on_probe(peer, key, body)
         elif kind == WAITING:
-            self._probes.answered(peer, body)
+            self._probes.on_answer(peer, body)
 
     def post(self, action: Callable[[], None]) -> None:
         self.progress.post(action)

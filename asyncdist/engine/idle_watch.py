@@ -17,11 +17,11 @@ LONG_PERIOD = 1.0
 
 
 class IdleWatch:
-    """Has an event loop watch a machine's descriptors while the program makes no calls.
+    """Makes an event loop watch a machine's descriptors while the program makes no calls.
 
-    Without it, a blocking program learns of a lost peer only at its next call. A call has no code for it: the watch
-    compares ``last_call()`` with the answer one period before. The loop watches the descriptors only after a period without
-    a call, and the first event on one of them ends that until the next such period.
+    Without it, a blocking program detects a lost peer only at its next call. To cost a call nothing, the watch compares
+    ``last_call()`` with its value one period before. The loop watches the descriptors only after a period without a call,
+    and stops at the first event on one of them until the next such period.
 
     Args:
         machine: The machine whose descriptors the loop watches.
@@ -30,7 +30,7 @@ class IdleWatch:
         loop_watcher: The watcher of the machine's `Progress`, which drives the machine when a descriptor is ready.
 
     Attributes:
-        last_call: Returns an object that differs from one call to the next. Nothing is watched before it is set.
+        last_call: Returns an object that differs from one call to the next; None until `Endpoint.finalize` sets it.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class IdleWatch:
         return self._timer is not None
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Check for calls from now on. On the loop's thread."""
+        """Start to check for calls. Call it on the loop's thread."""
         if self._timer is None and self.last_call is not None:
             self._seen = self.last_call()
             self._timer = loop.call_later(PERIOD, self._check, loop)
 
     def end(self) -> None:
-        """Stop checking. On the loop's thread, or after the loop has stopped."""
+        """Stop checking. Call it on the loop's thread, or after the loop has stopped."""
         self.last_call = None
         if self._timer is not None:
             self._timer.cancel()
@@ -79,7 +79,7 @@ class IdleWatch:
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         wanted = self._machine.waits()
-        # This takes back the request to be rung for data, which would cost the peers a system call.
+        # Withdraw the request of `waits` that peers signal new data, which would cost them a system call.
         self._machine.advance(())
         if wanted is not None:
             self._loop_watcher.watch(loop, dict(wanted))

@@ -1,4 +1,4 @@
-"""Registers the descriptors and the timer of one machine on an event loop. Used by `progress` and `idle_watch`."""
+"""Registers the descriptors and the timer of one machine on an event loop."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from asyncdist.engine.machine import READ, WRITE
 
 
 class LoopWatcher:
-    """Makes a loop call ``found(descriptor)`` when a watched descriptor is ready, and ``found(None)`` when the timer fires.
+    """Makes a loop call ``on_event(descriptor)`` for a ready descriptor, and ``on_event(None)`` when the timer fires.
 
     Only the loop's thread calls the methods, except `retire`.
     """
 
-    def __init__(self, found: Callable[[int | None], None]) -> None:
-        self._found = found
+    def __init__(self, on_event: Callable[[int | None], None]) -> None:
+        self._on_event = on_event
         self.watched: dict[int, int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         self._retired: list[socket.socket] = []
 
     @property
-    def looks(self) -> bool:
+    def is_registered(self) -> bool:
         """Whether the loop holds a descriptor, a timer or a retired socket of the machine."""
         return bool(self.watched or self._timer or self._retired)
 
     def retire(self, sock: socket.socket) -> bool:
-        """Close a socket, or if it is watched, once it is not; return whether the close is still pending."""
+        """Close a socket, if necessary once it is no longer watched; return whether the close is still pending."""
         if sock.fileno() in self.watched:
             self._retired.append(sock)
             return True
@@ -44,11 +44,11 @@ class LoopWatcher:
             for fd in watched.keys() | wanted.keys():
                 before, after = watched.get(fd, 0), wanted.get(fd, 0)
                 if after & READ and not before & READ:
-                    loop.add_reader(fd, self._found, fd)
+                    loop.add_reader(fd, self._on_event, fd)
                 elif before & READ and not after & READ:
                     loop.remove_reader(fd)
                 if after & WRITE and not before & WRITE:
-                    loop.add_writer(fd, self._found, fd)
+                    loop.add_writer(fd, self._on_event, fd)
                 elif before & WRITE and not after & WRITE:
                     loop.remove_writer(fd)
             self.watched = wanted
@@ -56,7 +56,7 @@ class LoopWatcher:
             self._retired.pop().close()
 
     def set_timer(self, loop: asyncio.AbstractEventLoop, at: float) -> None:
-        """Set the timer to a monotonic time, in place of the previous one; infinity for no timer."""
+        """Set the timer to a monotonic time; infinity removes it."""
         if self._timer is not None:
             if self._timer_at == at:
                 return
@@ -64,11 +64,11 @@ class LoopWatcher:
             self._timer = None
         if at != math.inf:
             self._timer_at = at
-            self._timer = loop.call_later(max(0.0, at - monotonic()), self._timed)
+            self._timer = loop.call_later(max(0.0, at - monotonic()), self._on_timer)
 
-    def _timed(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
-        self._found(None)
+        self._on_event(None)
 
     def forget(self) -> None:
         """Drop all registrations without touching the loop, which is closed."""

@@ -11,7 +11,7 @@ Wait = tuple[int, int]
 
 
 class Finishable(Protocol):
-    """What a driver waits for: a `Work`, or a condition (`Until`)."""
+    """A `Work` or a condition (`Until`) that a driver waits for."""
 
     def is_completed(self) -> bool: ...
 
@@ -41,7 +41,7 @@ class Failing(Protocol):
 
 
 class Machine(Protocol):
-    """Everything that is pending for one rank; its methods are called under the lock of its `Progress`.
+    """The pending operations of one rank. Its `Progress` calls the methods under its lock.
 
     Attributes:
         finished: The callbacks that the next `take_finished` returns.
@@ -54,11 +54,13 @@ class Machine(Protocol):
         """The pending operations, by key."""
 
     def advance(self, ready: Iterable[int] | None) -> bool:
-        """Move what can be moved, of the given descriptors or of all that want to; return whether anything moved."""
+        """Make progress on the given descriptors, or on all; return whether anything moved."""
 
     def waits(self) -> list[Wait] | None:
-        """Return the descriptors and poll events to sleep on; peers signal them from now on. None if something has
-        moved."""
+        """Return the descriptors and poll events to sleep on, or None if something has moved.
+
+        Until the next `advance`, peers signal new data on these descriptors.
+        """
 
     def busy(self) -> bool:
         """Return whether anything is pending that needs a driver."""
@@ -67,7 +69,7 @@ class Machine(Protocol):
         """Return the monotonic time at which `expire` has something to do; infinity for never."""
 
     def expire(self, now: float) -> None:
-        """Fail what has run out of time."""
+        """Fail the operations whose deadline has passed, and run the timers that are due."""
 
     def interrupted(self, cause: BaseException) -> None:
         """Fail everything: ``cause`` interrupted a transfer after an unknown number of bytes, or the process is out of

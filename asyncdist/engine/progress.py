@@ -485,7 +485,7 @@ class Progress:
     def _is_registered_on_loop(self) -> bool:
         """Return whether the loop holds a callback of this machine; if not, close, so that it never gets one."""
         with self.lock:
-            registered = self.loop_watcher.looks or self.state is _SCHEDULED or self.idle_watch.runs
+            registered = self.loop_watcher.is_registered or self.state is _SCHEDULED or self.idle_watch.runs
             if not registered:
                 self.state = _CLOSED
         return registered

@@ -1,8 +1,8 @@
-"""Selects the transport to each peer, and says which groups have native collectives (`transport.native`).
+"""Selects the transport to each peer, and the native collectives of each group (`transport.native`).
 
-`endpoint` owns the selector. Every rank publishes an address for each of its transports. Some transports, such as
-shared memory, then probe which peers they reach. Every rank gets the results of all ranks, so that any two ranks
-select the same transport, and all members of a group agree on who shares memory.
+Every rank publishes an address for each of its transports. Some transports, such as shared memory, then probe which peers
+they reach. Every rank gets the results of all ranks, so that any two ranks select the same transport, and all members of a
+group agree on which ranks share memory.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from asyncdist.errors import TransportUnavailableError
 from asyncdist.transport.base import Link, MatchingQueue, Transport
 from asyncdist.transport.native import Native
 
-_MOST_READS = 64
-"""Limit of `TransportSelector.look`, because a peer may always have more data."""
+_MAX_READS = 64
+"""Limit of `TransportSelector.read_arrived`, because a peer may send without end."""
 
 Addresses = Mapping[str, Mapping[str, Any]]
 
 
 class TransportSelector:
-    """The transports of one rank, the preferred first, and the peers that each reaches."""
+    """The transports of one rank, the preferred first, and the peers that each transport reaches."""
 
     def __init__(self, rank: int, transports: Sequence[Transport]) -> None:
         self._rank = rank
@@ -34,14 +34,14 @@ class TransportSelector:
         self._reached: dict[str, list[set[int]]] = {}
         """The peers that each rank has reached, by transport and rank. A transport that does not probe has no entry."""
 
-    # -- at the start --------------------------------------------------------------------------
+    # -- start ---------------------------------------------------------------------------------
 
-    def connect(self, addresses: Sequence[Addresses]) -> None:
+    def set_addresses(self, addresses: Sequence[Addresses]) -> None:
         """Store every rank's addresses, by rank."""
         self._addresses = addresses
 
     async def probe_peers(self, timeout: float) -> dict[str, list[int]]:
-        """Probe the peers with each transport; return the ranks reached, by transport. Every rank needs this result."""
+        """Probe the peers with each transport; return the ranks reached, by transport."""
         reached = {}
         for transport in self.transports:
             peers = await transport.probe_peers([address.get(transport.name) for address in self._addresses], timeout)
@@ -50,17 +50,17 @@ class TransportSelector:
         return reached
 
     def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Store what every rank's `probe_peers` returned, by rank. Two ranks use a transport if both reach the other.
+        """Store the results of every rank's `probe_peers`, by rank. Two ranks use a transport if both reach the other.
 
-        The results of transports that this rank does not have are stored too: all ranks must see a group alike.
+        The results of transports that this rank does not have are included, so that all ranks select alike.
         """
         for name in dict.fromkeys(name for one in reached for name in one):
             self._reached[name] = [set(one.get(name, ())) for one in reached]
 
     # -- for one peer, or for all --------------------------------------------------------------
 
-    def to(self, peer: int) -> Transport | None:
-        """Return the preferred transport of those that reach a peer; None if there is none."""
+    def _transport_to(self, peer: int) -> Transport | None:
+        """Return the preferred transport of those that reach a peer; None if none does."""
         for transport in self.transports:
             address = self._addresses[peer].get(transport.name)
             if (
@@ -73,13 +73,13 @@ class TransportSelector:
 
     def link(self, peer: int) -> Link:
         """Return a new link to a peer; raise TransportUnavailableError if no transport reaches it."""
-        transport, published = self.to(peer), self._addresses[peer]
+        transport, published = self._transport_to(peer), self._addresses[peer]
         if transport is not None:
             return transport.link(peer, published[transport.name])
-        ours = ", ".join(transport.name for transport in self.transports)
+        own = ", ".join(transport.name for transport in self.transports)
         raise TransportUnavailableError(
             f"no transport reaches rank {peer}: it offers {', '.join(published) or 'none'}, "
-            f"rank {self._rank} has {ours}; start every rank with the same backend"
+            f"rank {self._rank} has {own}; start every rank with the same backend"
         )
 
     def used(self, members: Sequence[int]) -> list[str]:
@@ -88,15 +88,15 @@ class TransportSelector:
         A transport that probes is included if it connects any two members, even if this rank is neither of them, so
         that all members may pass the names to `init_process_group`.
         """
-        ours = {self.to(peer) for peer in members if peer != self._rank}
-        joined = {
+        own = {self._transport_to(peer) for peer in members if peer != self._rank}
+        connecting = {
             name
             for name, reached in self._reached.items()
             if any(
                 self._both_reach(name, rank, peer) for rank in members for peer in reached[rank].intersection(members)
             )
         }
-        return [each.name for each in self.transports if each in ours or each.name in joined]
+        return [each.name for each in self.transports if each in own or each.name in connecting]
 
     @property
     def local_size(self) -> int:
@@ -105,11 +105,11 @@ class TransportSelector:
         return max((len(peers) + 1 for peers in reached), default=len(self._addresses))
 
     def spin_policy(self) -> tuple[float, Callable[[], None] | None]:
-        """Return the seconds to spin before sleeping, and what a spinning thread calls to move to a less loaded core.
+        """Return the seconds to spin before sleeping, and a function that moves a spinning thread to a less loaded core.
 
-        The latter is None unless ranks outnumber cores.
+        The function is None unless ranks outnumber cores.
         """
-        used = {self.to(peer) for peer in range(len(self._addresses)) if peer != self._rank}
+        used = {self._transport_to(peer) for peer in range(len(self._addresses)) if peer != self._rank}
         policies = [transport.spin_policy(self.local_size) for transport in used if transport is not None]
         crowded = any(crowded for _, crowded in policies)
         return min((spin for spin, _ in policies), default=0.0), self._rebalance_cores if crowded else None
@@ -122,13 +122,13 @@ class TransportSelector:
                 return True
         return False
 
-    def look(self, inbox: MatchingQueue) -> None:
-        """Read all that has arrived, including what follows the stalled messages of ``inbox``.
+    def read_arrived(self, inbox: MatchingQueue) -> None:
+        """Read all data that has arrived, including the data behind the stalled messages of ``inbox``.
 
-        A rank calls this before it declares the peer of ``inbox`` lost. Transports get their descriptors, as from a
-        driver that wakes from a sleep.
+        A rank calls this before it declares the peer of ``inbox`` lost. The transports read as after a sleep on their
+        descriptors.
         """
-        for _ in range(_MOST_READS):
+        for _ in range(_MAX_READS):
             inbox.unblock()
             ready = [(each, [descriptor for descriptor, _ in each.waits() or ()]) for each in self.transports]
             if not any(transport.advance(descriptors) for transport, descriptors in ready):
@@ -159,7 +159,7 @@ class TransportSelector:
     def node_layout(self, channel: Channel) -> tuple[NodeLayout, Native | None] | None:
         """Return the layout of a group over several nodes, and the native collectives of this rank's node.
 
-        Return None if the group has no hierarchy; the collectives are None if this rank is alone in its node.
+        Return None if the group has no hierarchy. The collectives are None if this rank is alone on its node.
         """
         members = channel.members
         for name in self._reached:

@@ -1,18 +1,18 @@
-"""Finds out where a stuck operation is stuck: probes along the chain of ranks that wait for each other.
+"""Finds out why an operation is stuck: probes along the chain of ranks that wait for each other.
 
-Shortly before its deadline an operation asks each rank that it waits for where that rank waits. The other rank
-answers at once, asks the ranks that it waits for itself, and answers again when it learns more. The findings thus travel
+Shortly before its deadline an operation asks each rank that it waits for what that rank itself waits for. The other rank
+answers at once, asks the ranks that it waits for in turn, and answers again when it learns more. The findings thus travel
 back along the chain: that ranks do not answer, that they have no pending call, or that a collective and a message wait for
 each other. See K. M. Chandy, J. Misra and L. M. Haas, "Distributed Deadlock Detection", ACM TOCS 1(2), 1983.
 
-`endpoint` owns one `WaitProbes`. This module does no I/O: the clock, the timers and the sending are passed in.
+This module does no I/O: the clock, the timers and the sending are passed in.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgpack
@@ -24,10 +24,10 @@ from asyncdist.errors import GroupError, MismatchError, OperationTimeoutError, r
 from asyncdist.transport.wire_format import PROBE, WAITING, pack_key
 
 SILENT, IDLE, MISMATCH = "does not answer", "has no pending call", "mismatch"
-_MOST_FINDINGS = 32
-_MOST_PEERS = 4096
-"""Ranks in an answer; the message must fit into one packet."""
-_KEEPS = 2.0
+_MAX_FINDINGS = 32
+_MAX_PEERS = 4096
+"""The number of ranks in an answer, which must fit into one packet."""
+_RESTART_AFTER = 2.0
 """Seconds, or twice the time left until the deadline if that is longer, after which a probe asks again."""
 
 
@@ -47,71 +47,78 @@ class Finding(NamedTuple):
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a rank waits: its answer to a probe.
+class Answer(NamedTuple):
+    """A rank's answer to a probe: what it waits for.
 
     Attributes:
         call: The pending call; empty for an idle rank.
         group: The number of the call's group.
-        sequence: The sequence number of a collective, the tag of a message.
+        is_message: Whether the call is point-to-point.
+        sequence: The sequence number of a collective, or the tag of a message.
         peers: The world ranks that it waits for; -1 stands for any rank.
-        over: Whether the rank has completed the collective that the probe asks about.
+        is_complete: Whether the rank has completed the collective that the probe asks about.
         findings: The findings of the rank's own probe.
     """
 
     call: str = ""
     group: int = 0
-    message: bool = False
+    is_message: bool = False
     sequence: int = 0
     peers: tuple[int, ...] = ()
-    over: bool = False
+    is_complete: bool = False
     findings: tuple[Finding, ...] = ()
+
+    @classmethod
+    def of(cls, operation: Operation, findings: tuple[Finding, ...] = ()) -> Answer:
+        """Return the answer of a rank with a pending operation."""
+        channel = operation.channel
+        group = channel.sibling if channel.point_to_point and channel.sibling is not None else channel
+        number = f"with tag {operation.sequence}" if is_message(operation.name) else f"#{operation.sequence}"
+        peers = tuple(awaited(operation))
+        return cls(
+            f"{operation.name} {number}",
+            group.number,
+            channel.point_to_point,
+            operation.sequence,
+            peers,
+            False,
+            findings,
+        )
 
     def pack(self, probe: bytes) -> bytes:
         """Return the answer to ``probe`` as bytes."""
-        fields = (
-            self.call,
-            self.group,
-            self.message,
-            self.sequence,
-            self.peers[:_MOST_PEERS],
-            self.over,
-            self.findings,
-        )
-        packed: bytes = msgpack.packb((probe, *fields))
+        packed: bytes = msgpack.packb((probe, *self._replace(peers=self.peers[:_MAX_PEERS])))
         return packed
 
     @classmethod
-    def unpack(cls, body: bytes) -> tuple[bytes, Standing]:
+    def unpack(cls, body: bytes) -> tuple[bytes, Answer]:
         """Return the probe that was answered, and the answer. Raises ValueError and TypeError."""
-        probe, call, group, message, sequence, peers, over, findings = msgpack.unpackb(body)
+        probe, call, group, is_message, sequence, peers, is_complete, findings = msgpack.unpackb(body)
         return probe, cls(
-            str(call), int(group), bool(message), int(sequence), tuple(peers), bool(over),
+            str(call), int(group), bool(is_message), int(sequence), tuple(peers), bool(is_complete),
             tuple(Finding(str(kind), int(rank), int(other), str(text)) for kind, rank, other, text in findings),
         )  # fmt: skip
 
 
-def standing_of(operation: Operation) -> Standing:
-    """Return where a rank waits that has this operation pending."""
-    channel = operation.channel
-    group = channel.sibling if channel.point_to_point and channel.sibling is not None else channel
-    which = f"with tag {operation.sequence}" if is_message(operation.name) else f"#{operation.sequence}"
-    return Standing(
-        f"{operation.name} {which}", group.number, channel.point_to_point, operation.sequence, tuple(awaited(operation))
-    )
-
-
 @dataclass(slots=True, eq=False)
 class _Probe:
-    """The questions of one pending operation, and the answers."""
+    """The questions of one pending operation, and their answers.
+
+    Attributes:
+        began: The time of the first question.
+        patience: Seconds after which a rank that has not answered is a finding.
+        asked: The times of the questions, by rank.
+        answers: The answers, by rank.
+        askers: The ranks that wait for this rank, each with its own operation.
+        reported: The findings that the askers have got.
+    """
 
     began: float
     patience: float
     asked: dict[int, float] = field(default_factory=dict)
-    answers: dict[int, Standing] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
     askers: set[tuple[int, bytes]] = field(default_factory=set)
-    told: tuple[Finding, ...] = ()
+    reported: tuple[Finding, ...] = ()
 
 
 class WaitProbes:
@@ -120,8 +127,8 @@ class WaitProbes:
     Args:
         rank: This rank.
         operations: The pending operations by key, the oldest first.
-        standing: Returns the pending operation that answers a question about a key, and whether the collective of that key
-            is over; None and False for an idle rank.
+        pending: Returns the pending operation with which to answer a question about a key, and whether the collective of
+            that key is complete; None and False for an idle rank.
         send: Sends a control message: peer, kind, key, body.
         timers: The timers of the endpoint.
         clock: The monotonic clock.
@@ -131,12 +138,12 @@ class WaitProbes:
         self,
         rank: int,
         operations: Mapping[bytes, Operation],
-        standing: Callable[[bytes], tuple[Operation | None, bool]],
+        pending: Callable[[bytes], tuple[Operation | None, bool]],
         send: Callable[[int, int, bytes, bytes], None],
         timers: TimerTable,
         clock: Callable[[], float],
     ) -> None:
-        self._rank, self._operations, self._standing = rank, operations, standing
+        self._rank, self._operations, self._pending = rank, operations, pending
         self._send, self._timers, self._clock = send, timers, clock
         self._probes: dict[bytes, _Probe] = {}
 
@@ -145,62 +152,62 @@ class WaitProbes:
         now, key = self._clock(), operation.key
         self._probes = {key: probe for key, probe in self._probes.items() if key in self._operations}
         probe = self._probes.get(key)
-        if probe is None or now > probe.began + max(_KEEPS, 2 * left):
+        if probe is None or now > probe.began + max(_RESTART_AFTER, 2 * left):
             probe = self._probes[key] = _Probe(now, left / 2)
         question: bytes = msgpack.packb((key, left))
         for peer in awaited(operation):
             if peer >= 0 and peer not in probe.asked:
                 probe.asked[peer] = now
                 self._send(peer, PROBE, key[:12], question)
-        # Ranks that have not answered by then are a finding.
-        self._timers.schedule(probe, now + probe.patience, functools.partial(self._tell, key))
+        # Ranks that have not answered by then are findings.
+        self._timers.schedule(probe, now + probe.patience, functools.partial(self._report, key))
         return probe
 
-    def asked(self, peer: int, key: bytes, body: bytes) -> None:
+    def on_probe(self, peer: int, key: bytes, body: bytes) -> None:
         """Answer the question of a peer whose operation ``key`` waits for this rank."""
         try:
             asker, left = msgpack.unpackb(body)
             asker, left = bytes(asker), float(left)
         except (ValueError, TypeError):
             return
-        operation, over = self._standing(key)
-        answer = Standing(over=over)
-        if operation is not None and not over:
+        operation, is_complete = self._pending(key)
+        answer = Answer(is_complete=is_complete)
+        if operation is not None and not is_complete:
             probe = self.begin(operation, left)
             probe.askers.add((peer, asker))
-            answer = replace(standing_of(operation), findings=self._findings(operation, probe))
+            answer = Answer.of(operation, self._findings(operation, probe))
         self._send(peer, WAITING, key, answer.pack(asker))
 
-    def answered(self, peer: int, body: bytes) -> None:
-        """Take the answer of a peer."""
+    def on_answer(self, peer: int, body: bytes) -> None:
+        """Store the answer of a peer, and report what it changes."""
         try:
-            key, answer = Standing.unpack(body)
+            key, answer = Answer.unpack(body)
         except (ValueError, TypeError):
             return
         probe = self._probes.get(key)
         if probe is not None:
             probe.answers[peer] = answer
-            self._tell(key)
+            self._report(key)
 
     def findings(self, operation: Operation) -> tuple[Finding, ...]:
         """Return the findings so far about the ranks that an operation waits for."""
         probe = self._probes.get(operation.key)
         return () if probe is None else self._findings(operation, probe)
 
-    def _tell(self, key: bytes) -> None:
+    def _report(self, key: bytes) -> None:
         """Send the askers of an operation a new answer if the findings have changed."""
         probe, operation = self._probes.get(key), self._operations.get(key)
         if probe is None or operation is None:
             return
         findings = self._findings(operation, probe)
-        if findings != probe.told:
-            probe.told = findings
-            answer = replace(standing_of(operation), findings=findings)
+        if findings != probe.reported:
+            probe.reported = findings
+            answer = Answer.of(operation, findings)
             for peer, asker in probe.askers:
                 self._send(peer, WAITING, key[:12], answer.pack(asker))
 
     def _findings(self, operation: Operation, probe: _Probe) -> tuple[Finding, ...]:
-        now, own = self._clock(), standing_of(operation)
+        now, own = self._clock(), Answer.of(operation)
         found: dict[Finding, None] = {}
         for peer in own.peers:
             answer = probe.answers.get(peer)
@@ -210,54 +217,57 @@ class WaitProbes:
             elif answer.call:
                 mismatch = self._mismatch(own, peer, answer)
                 found.update(dict.fromkeys(answer.findings if mismatch is None else [mismatch]))
-            elif not answer.over:
+            elif not answer.is_complete:
                 found[Finding(IDLE, peer)] = None
-        return tuple(found)[:_MOST_FINDINGS]
+        return tuple(found)[:_MAX_FINDINGS]
 
-    def _mismatch(self, own: Standing, peer: int, other: Standing) -> Finding | None:
+    def _mismatch(self, own: Answer, peer: int, other: Answer) -> Finding | None:
         """Return the finding that a collective and a message of one group wait for each other, if they do."""
-        if own.group != other.group or own.message == other.message:
+        if own.group != other.group or own.is_message == other.is_message:
             return None
-        message, waits, collective, calls = (
-            (own, self._rank, other, peer) if own.message else (other, peer, own, self._rank)
-        )
-        if calls not in message.peers and -1 not in message.peers:
+        if own.is_message:
+            (message, message_rank), (collective, collective_rank) = (own, self._rank), (other, peer)
+        else:
+            (message, message_rank), (collective, collective_rank) = (other, peer), (own, self._rank)
+        if collective_rank not in message.peers and -1 not in message.peers:
             return None
-        if own.message:
+        if own.is_message:
             key = pack_key(collective.group, collective.sequence, 0)[:12]
-            called, over = self._standing(key)
-            if over or (called is not None and called.key == key):
+            operation, is_complete = self._pending(key)
+            if is_complete or (operation is not None and operation.key == key):
                 return None
-        text = f"rank {waits} waits in {message.call} for rank {calls}, which waits in {collective.call}"
-        return Finding(MISMATCH, waits, calls, text)
+        text = (
+            f"rank {message_rank} waits in {message.call} for rank {collective_rank}, which waits in {collective.call}"
+        )
+        return Finding(MISMATCH, message_rank, collective_rank, text)
 
 
-def timeout_error(operation: Operation, findings: Iterable[Finding], trouble: str) -> GroupError:
+def timeout_error(operation: Operation, findings: Iterable[Finding], problem: str) -> GroupError:
     """Return the error of an operation whose deadline has passed.
 
     Args:
         operation: The operation.
         findings: The findings of its probe.
-        trouble: Why the ranks that it waits for cannot be reached; empty if they can.
+        problem: Why the ranks that it waits for cannot be reached; empty if they can.
     """
     rank = operation.channel.world_rank
     reason, peers = waiting_for(operation)
-    named: dict[str, list[int]] = {}
-    for finding in [] if trouble else findings:
+    ranks_by_kind: dict[str, list[int]] = {}
+    for finding in [] if problem else findings:
         if finding.kind == MISMATCH:
             return MismatchError(finding.other if finding.rank == rank else finding.rank, finding.text)
-        named.setdefault(finding.kind, []).append(finding.rank)
-    if named:
-        peers = sorted({one for group in named.values() for one in group})
-        reason += f" ({', '.join(_said(kind, who) for kind, who in named.items())})"
+        ranks_by_kind.setdefault(finding.kind, []).append(finding.rank)
+    if ranks_by_kind:
+        peers = sorted(set().union(*ranks_by_kind.values()))
+        reason += f" ({', '.join(_describe(kind, numbers) for kind, numbers in ranks_by_kind.items())})"
     error = OperationTimeoutError(
         f"timed out after {operation.timeout:g} s, {reason}", peers=peers, timeout=operation.timeout
     )
-    error.explain(trouble)
+    error.explain(problem)
     return error
 
 
-def _said(kind: str, who: Sequence[int]) -> str:
-    if len(who) == 1:
-        return f"rank {who[0]} {kind}"
-    return f"ranks {ranks(who)} {kind.replace('does', 'do').replace('has', 'have')}"
+def _describe(kind: str, numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"rank {numbers[0]} {kind}"
+    return f"ranks {ranks(numbers)} {kind.replace('does', 'do').replace('has', 'have')}"

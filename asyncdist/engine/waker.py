@@ -1,4 +1,4 @@
-"""Wakes a thread that sleeps in ``poll``. `progress` owns one."""
+"""Wakes a thread that sleeps in ``poll``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Waker:
             os.write(self.writer, b"\1\0\0\0\0\0\0\0")
 
     def sleep(self, waits: Iterable[Wait], seconds: float) -> list[int] | None:
-        """Sleep until a descriptor is ready, it rings, or time is over; return the ready descriptors, None if it rang."""
+        """Sleep until a descriptor is ready, `ring` is called, or time is up; return the ready ones, None after `ring`."""
         poll = select.poll()
         poll.register(self.reader, READ)
         for descriptor, events in waits:
@@ -42,6 +42,6 @@ class Waker:
         with contextlib.suppress(BlockingIOError):
             os.read(self.reader, 64)
 
-    def __del__(self) -> None:  # not sooner: another thread may be about to ring
+    def __del__(self) -> None:  # until then another thread may call `ring`
         for descriptor in {self.reader, self.writer}:
             os.close(descriptor)

@@ -258,7 +258,7 @@ def proxied_world(
             if writer != reader
         }
         for rank, mesh in enumerate(meshes):
-            mesh.transport_selector.connect(
+            mesh.transport_selector.set_addresses(
                 [_behind(proxies.get((rank, peer)), listening[peer]) for peer in range(size)]
             )
             mesh.finalize([{}] * size)

@@ -206,6 +206,8 @@ async def test_await_of_joined_works():
         tensors = [[torch.ones(4), torch.ones(3)] for _ in groups]
         works = [joined([g.all_reduce(one) for one in pair]) for g, pair in zip(groups, tensors, strict=True)]
         await asyncio.gather(*works)
+        for work in works:
+            work.synchronize(20.0)
         assert all(torch.equal(one, torch.full_like(one, 2)) for pair in tensors for one in pair)
 
 

@@ -48,17 +48,17 @@ class WorkingGroup:
 
 
 class IdleMachine:
-    """A machine that never moves, and calls ``end`` at a turn of any thread but the one that made it."""
+    """A machine that never moves, and calls ``complete`` when a thread other than its creator advances it."""
 
-    def __init__(self, end):
+    def __init__(self, complete):
         self.finished = []
-        self.maker = threading.current_thread()
+        self.creator = threading.current_thread()
         self.asked_for_waits = threading.Event()
-        self.end = end
+        self.complete = complete
 
     def advance(self, ready):
-        if threading.current_thread() is not self.maker:
-            self.end()
+        if threading.current_thread() is not self.creator:
+            self.complete()
         return False
 
     def waits(self):
@@ -82,7 +82,7 @@ class IdleMachine:
 
 
 class Gate:
-    """A lock that other threads than the main one request early, and take only once ``opened`` is set."""
+    """A lock that threads other than the main one acquire only after ``opened`` is set."""
 
     def __init__(self, opened):
         self.reached = threading.Event()
@@ -119,14 +119,14 @@ def asleep(monkeypatch):
 
 
 def test_loop_that_completes_the_work_wakes_the_sleeping_inline_driver(asleep):
-    """The loop has found no inline driver and waits for the lock; a thread takes both, finds no progress, and sleeps."""
+    """The loop has found no inline driver and waits for the lock. A thread then becomes inline driver and sleeps."""
     flag = Flag()
 
-    def end():
+    def complete():
         assert asleep.wait(PATIENCE)
         flag.done = True
 
-    machine = IdleMachine(end)
+    machine = IdleMachine(complete)
     progress = Progress(machine)
     progress.lock = gate = Gate(machine.asked_for_waits)
     progress.ensure_driven()
@@ -160,11 +160,9 @@ def test_thread_that_completes_the_work_before_the_first_sleep_wakes_the_driver(
 
 
 async def test_send_of_another_thread_does_not_leave_the_loop_asleep(eventually):
-    """A turn takes back the request to be woken, so a loop that rests with a pending operation is scheduled again."""
-    async with world_of(2, transport="shm", timeout=120) as (
-        first,
-        second,
-    ):  # no timer drives
+    """A turn withdraws the request to be woken, so a loop that rests with a pending operation is scheduled again."""
+    # No timer drives the loop within the timeout of 120 s.
+    async with world_of(2, transport="shm", timeout=120) as (first, second):
         received, into = [], torch.zeros(1)
         second.recv(into, 0).add_done_callback(received.append)
         await eventually(lambda: second.mesh.progress.state is progress_module.LoopState.RESTING)
@@ -176,7 +174,7 @@ async def test_send_of_another_thread_does_not_leave_the_loop_asleep(eventually)
 
 
 class BusyMachine:
-    """A machine that moves at every turn, each of which takes a tenth of a slice."""
+    """A machine that moves at every turn. A turn lasts a tenth of a time slice."""
 
     def __init__(self):
         self.finished = []
@@ -211,15 +209,15 @@ class BusyMachine:
         return []
 
 
-@pytest.mark.parametrize("begins", ["at the call", "awaited", "left to itself"])
-async def test_busy_machine_gets_one_time_slice_per_turn_of_the_loop(monkeypatch, begins):
-    """The call, the await and the loop drive one after the other."""
+@pytest.mark.parametrize("first_driver", ["call", "await", "loop"])
+async def test_busy_machine_gets_one_time_slice_per_turn_of_the_loop(monkeypatch, first_driver):
+    """The call, the await and the loop drive one after another."""
     machine = BusyMachine()
     monkeypatch.setattr(progress_module, "monotonic", lambda: machine.clock)
     progress = Progress(machine, asyncio.get_running_loop())
-    if begins == "at the call":
+    if first_driver == "call":
         assert not progress.attempt(machine.steps(), WorkingGroup(), wait=False)
-    if begins != "awaited":
+    if first_driver != "await":
         progress.ensure_driven()
     progress.try_now(Flag())
     progress.ensure_driven()
@@ -254,7 +252,7 @@ def test_waiting_call_spins_for_a_limited_time_and_yields_its_core_if_ranks_outn
 
 
 class SocketMachine(IdleMachine):
-    """A machine that waits for a socket until it is `left`."""
+    """A machine that waits for a socket until `leave` retires it."""
 
     def __init__(self):
         super().__init__(lambda: None)
@@ -284,7 +282,7 @@ def socket_machine():
 
 
 def test_socket_is_not_closed_while_a_loop_is_about_to_watch_it(socket_machine, monkeypatch, until):
-    """A thread retires the socket after the loop got the list of descriptors, and before it watches: uvloop would abort."""
+    """A thread retires the socket between the loop's calls of `waits` and `watch`. uvloop aborts if it is closed then."""
     machine, progress = socket_machine
     watch, closed = progress.loop_watcher.watch, []
 
@@ -301,38 +299,38 @@ def test_socket_is_not_closed_while_a_loop_is_about_to_watch_it(socket_machine, 
     until(lambda: closed)
     assert closed == [False]
     until(lambda: machine.sock.fileno() < 0)
-    assert not progress.loop_watcher.looks
+    assert not progress.loop_watcher.is_registered
 
 
 def test_close_during_a_turn_of_the_loop_leaves_no_registration(socket_machine, monkeypatch):
-    """The loop is about to watch for the first time; another thread closes and waits for the lock until the turn ends."""
+    """Before the loop watches for the first time, another thread closes, and waits for the lock until the turn ends."""
     machine, progress = socket_machine
-    comes = threading.Event()
+    requested = threading.Event()
 
     class Lock(Gate):
         def __enter__(self):
-            if threading.current_thread() is ending:
-                comes.set()
+            if threading.current_thread() is closing:
+                requested.set()
             self.acquire()
 
-    def end():
+    def close():
         progress.submit(machine.leave)
         progress.close()
 
     def waits():
-        ending.start()
-        assert comes.wait(PATIENCE)
+        closing.start()
+        assert requested.wait(PATIENCE)
         return SocketMachine.waits(machine)
 
-    ending = threading.Thread(target=end)
-    progress.lock = Lock(comes)
+    closing = threading.Thread(target=close)
+    progress.lock = Lock(requested)
     monkeypatch.setattr(machine, "waits", waits)
     progress.ensure_driven()
-    assert comes.wait(PATIENCE)
-    ending.join(PATIENCE)
+    assert requested.wait(PATIENCE)
+    closing.join(PATIENCE)
     background_loop().call(lambda: None)  # after that turn
     assert machine.sock.fileno() < 0
-    assert not progress.loop_watcher.looks
+    assert not progress.loop_watcher.is_registered
 
 
 def test_background_operation_without_descriptors_for_the_loop_fails(monkeypatch):

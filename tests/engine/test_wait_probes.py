@@ -1,4 +1,4 @@
-"""Probes along chains of waiting ranks, with a fake clock and a network that the test runs."""
+"""Probes along chains of waiting ranks, with a fake clock and a simulated network."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ class Rank:
 
     def __init__(self, rank, network):
         self.rank, self.network = rank, network
-        self.operations, self.timers, self.over = {}, TimerTable(), set()
-        self.probes = WaitProbes(
-            rank, self.operations, self.standing, self.send, self.timers, lambda: network.now
-        )  # fmt: skip
+        self.operations, self.timers, self.complete = {}, TimerTable(), set()
+        self.probes = WaitProbes(rank, self.operations, self.pending, self.send, self.timers, lambda: network.now)
 
     def call(self, name, peers, sequence=1, number=GROUP):
         members = range(len(self.network.ranks))
@@ -42,8 +40,8 @@ class Rank:
         self.operations[operation.key] = operation
         return operation
 
-    def standing(self, key):
-        if key[:12] in self.over:
+    def pending(self, key):
+        if key[:12] in self.complete:
             return None, True
         return self.operations.get(key[:12]) or next(iter(self.operations.values()), None), False
 
@@ -52,14 +50,14 @@ class Rank:
 
     def receive(self, peer, kind, key, body):
         if kind == PROBE:
-            self.probes.asked(peer, key, body)
+            self.probes.on_probe(peer, key, body)
         else:
             assert kind == WAITING
-            self.probes.answered(peer, body)
+            self.probes.on_answer(peer, body)
 
 
 class Network:
-    """Ranks that exchange messages in no time; a stopped rank takes none."""
+    """Ranks that exchange messages without delay; a stopped rank receives none."""
 
     def __init__(self, size):
         self.now = 100.0
@@ -67,9 +65,9 @@ class Network:
         self.stopped = set()
         self.ranks = [Rank(rank, self) for rank in range(size)]
 
-    def exchange(self, most=10_000):
-        """Deliver messages until no rank sends one; return how many there were."""
-        for count in range(most):
+    def exchange(self, limit=10_000):
+        """Deliver messages until no rank sends one; return their number."""
+        for count in range(limit):
             if not self.queue:
                 return count
             sender, peer, *message = self.queue.popleft()
@@ -78,7 +76,7 @@ class Network:
         raise AssertionError("the messages do not end")
 
     def wait(self, seconds):
-        """Let time pass: run the timers that become due, and deliver what they send."""
+        """Advance the clock, run the timers that are due, and deliver their messages."""
         self.now += seconds
         for rank in self.ranks:
             if rank.rank not in self.stopped:
@@ -86,7 +84,7 @@ class Network:
         return self.exchange()
 
     def probe_and_wait(self, *askers):
-        """Let some ranks probe all their operations, and wait until just before the deadline."""
+        """Probe all operations of some ranks, and wait until just before the deadline."""
         for rank in askers:
             for operation in list(self.ranks[rank].operations.values()):
                 self.ranks[rank].probes.begin(operation, LEFT)
@@ -95,13 +93,13 @@ class Network:
         self.wait(0.3 * LEFT)
 
     def findings(self, rank):
-        """Return what a rank has found for its only operation."""
+        """Return the findings of a rank for its only operation."""
         (operation,) = self.ranks[rank].operations.values()
         return self.ranks[rank].probes.findings(operation)
 
 
 def ring(size):
-    """Return a network in which each rank waits in the same collective for the rank before it."""
+    """Return a network in which each rank waits in one collective for the previous rank."""
     network = Network(size)
     for rank in network.ranks:
         rank.call("all_reduce", [(rank.rank - 1) % size])
@@ -143,7 +141,7 @@ def test_all_ends_are_found_by_a_rank_that_waits_for_several():
 def test_rank_that_has_completed_the_collective_is_no_finding():
     network = Network(2)
     operation = network.ranks[0].call("broadcast", [1])
-    network.ranks[1].over.add(operation.key)
+    network.ranks[1].complete.add(operation.key)
     network.probe_and_wait(0)
     assert network.findings(0) == ()
 
@@ -208,7 +206,7 @@ def test_message_of_another_group_is_no_mismatch():
     assert network.findings(0) == ()
 
 
-def test_operation_that_goes_on_forgets_the_ranks_that_it_waited_for():
+def test_operation_that_makes_progress_forgets_the_ranks_that_it_waited_for():
     network = Network(3)
     operation = network.ranks[0].call("all_reduce", [1])
     network.probe_and_wait(0)

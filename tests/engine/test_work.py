@@ -6,11 +6,12 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 
-from asyncdist.engine.work import Work, _SequentialWork, completed, joined
+from asyncdist.engine.work import Work, completed, joined
 from asyncdist.errors import GroupAbortedError, GroupError, LoopThreadError, MismatchError, UsageError, WaitTimeoutError
 from asyncdist.testing.cluster import world_of
 
@@ -29,8 +30,8 @@ def threads():
         yield executor
 
 
-async def in_a_loop_of_its_own(executor, new_loop, make_coroutine):
-    """Run a coroutine to its end on another thread's loop."""
+async def in_another_loop(executor, new_loop, make_coroutine):
+    """Run a coroutine to its end on a new loop of another thread."""
 
     def main():
         with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -43,7 +44,7 @@ async def in_a_loop_of_its_own(executor, new_loop, make_coroutine):
 
 
 async def test_await_returns_the_value_of_the_operation(transport):
-    """An awaited operation gives what it wrote; a receive gives the sender, a barrier nothing."""
+    """The value of an operation is its output; that of a receive is the sender, that of a barrier None."""
     async with world_of(2, transport=transport) as (zero, one):
         tensors = ones(), ones()
         works = zero.all_reduce(tensors[0]), one.all_reduce(tensors[1])
@@ -109,8 +110,7 @@ async def _await(work):
 # -- asyncio around it -------------------------------------------------------------------------------
 
 
-async def test_waiter_that_gives_up_does_not_cancel_the_operation(transport):
-    """wait_for, asyncio.timeout and cancellation stop the waiting; the operation and the next ones go on."""
+async def test_cancelled_or_timed_out_waiter_does_not_cancel_the_operation(transport):
     async with world_of(2, transport=transport) as (zero, one):
         for count in (4, LARGE):
             first, second, third = (zero.all_reduce(ones(count)) for _ in range(3))
@@ -133,8 +133,11 @@ async def test_waiter_that_gives_up_does_not_cancel_the_operation(transport):
             assert all(result.eq(2).all() for result in results)
 
 
-async def test_gather_as_completed_and_wait_take_works(transport):
+async def test_asyncio_functions_accept_works(transport):
     async with world_of(3, transport=transport) as groups:
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(_await(group.all_reduce(ones()))) for group in groups]
+        assert all(task.result().eq(3).all() for task in started)
         results = await asyncio.gather(*(group.all_reduce(ones()) for group in groups))
         assert all(result.eq(3).all() for result in results)
         for finished in asyncio.as_completed([_await(group.all_reduce(ones())) for group in groups]):
@@ -149,25 +152,6 @@ async def test_gather_as_completed_and_wait_take_works(transport):
             assert isinstance(work.exception(), MismatchError)
 
 
-async def test_failing_task_group_does_not_cancel_the_operation(transport):
-    async with world_of(2, transport=transport) as (zero, one):
-        async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(_await(group.all_reduce(ones()))) for group in (zero, one)]
-        assert all(task.result().eq(2).all() for task in started)
-        # A task that fails cancels its neighbours' waiting, not what they wait for.
-        pending = zero.all_reduce(ones())
-
-        async def fail():
-            raise ValueError("something else")
-
-        with pytest.raises(ExceptionGroup):  # noqa: PT012
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_await(pending))
-                tasks.create_task(fail())
-        await one.all_reduce(ones())
-        assert (await pending).eq(2).all()
-
-
 # -- other loops, and threads ------------------------------------------------------------------------
 
 
@@ -179,22 +163,22 @@ async def test_work_can_be_awaited_in_another_loop(transport, threads, new_loop)
             async def both(works=works):
                 return await asyncio.gather(*works)
 
-            results = await in_a_loop_of_its_own(threads, new_loop, both)
+            results = await in_another_loop(threads, new_loop, both)
             assert all(result.eq(2).all() for result in results)
 
-            async def started_there(count=count):
+            async def start_both(count=count):
                 return await asyncio.gather(zero.all_reduce(ones(count)), one.all_reduce(ones(count)))
 
-            results = await in_a_loop_of_its_own(threads, new_loop, started_there)
+            results = await in_another_loop(threads, new_loop, start_both)
             assert all(result.eq(2).all() for result in results)
 
             pending = zero.all_reduce(ones(count))
 
-            async def given_up_there(pending=pending):
+            async def time_out(pending=pending):
                 with pytest.raises(TimeoutError):
                     await asyncio.wait_for(_await(pending), 0.01)
 
-            await in_a_loop_of_its_own(threads, new_loop, given_up_there)
+            await in_another_loop(threads, new_loop, time_out)
             await one.all_reduce(ones(count))
             assert (await pending).eq(2).all()
 
@@ -248,13 +232,13 @@ async def test_wait_on_the_thread_of_the_loop_is_refused(transport):
             work.wait()
         with pytest.raises(LoopThreadError, match="all_reduce on the event loop"):
             one.all_reduce(ones(), background=False)
-        await one.all_reduce(ones())  # the refused call has issued nothing
-        assert work.is_completed() or await work is not None
-        assert work.wait(), "a completed work can be waited for in any thread"
+        await one.all_reduce(ones())  # matches the first call, because the refused call has issued nothing
+        await work
+        assert work.wait(), "any thread may wait for a completed work"
 
 
-def test_blocking_program_may_wait_inside_a_loop_that_drives_nothing(together, transport):
-    """The runtime's loop drives a blocking world; another loop's thread may block, at that loop's own cost."""
+def test_blocking_program_may_wait_on_the_thread_of_another_loop(together, transport):
+    """The background loop drives the world of a blocking program, so other loops may be blocked."""
 
     def rank(group):
         async def main():
@@ -271,18 +255,19 @@ def test_synchronize_waits_for_the_result(together, transport):
     def rank(group):
         tensors = [ones(), ones()]
         started = [group.all_reduce(tensor) for tensor in tensors]
-        for work in (started[0], joined(started), _SequentialWork(started)):
+        for work in (started[0], joined(started)):
             assert work.synchronize(timedelta(seconds=20)) is None
         assert all(tensor.eq(2).all() for tensor in tensors)
         if group.rank() == 0:
-            late = group.recv(ones(), 1)
+            late = joined([group.recv(ones(), 1), completed()])
             with pytest.raises(WaitTimeoutError):
-                _SequentialWork([late]).synchronize(0.01)
+                late.synchronize(0.01)
         group.barrier(background=False)
         if group.rank() == 1:
             group.send(ones(), 0, background=False)
         else:
             late.synchronize()
+            assert late.result() == [1, None]
 
     together(2, rank, transport=transport)
 
@@ -302,9 +287,7 @@ def test_many_threads_wait_for_one_work(together, transport):
     assert all(together(3, rank, transport=transport))
 
 
-def test_threads_with_groups_of_their_own(together, transport):
-    """Several threads of a rank, each with its own group, block and wait at the same time."""
-
+def test_threads_of_a_rank_use_groups_at_the_same_time(together, transport):
     def rank(group):
         groups = [group.world.new_group(None) for _ in range(4)]
 
@@ -346,30 +329,26 @@ async def test_callbacks_run_in_order_and_errors_are_logged(transport, caplog):
 
 
 async def test_callback_may_start_the_next_operation(transport):
-    """Callbacks run without the lock of the machine: they may issue, wait for nothing, and start others in turn."""
+    """Callbacks run without the lock of the machine."""
     async with world_of(2, transport=transport) as groups:
         finished = [asyncio.Event() for _ in groups]
 
-        def go_on(group, left):
-            def next_one(work):
-                if left:
-                    group.all_reduce(work.result()).add_done_callback(go_on(group, left - 1))
-                else:
-                    loop.call_soon_threadsafe(finished[group.rank()].set)
-
-            return next_one
+        def start_next(group, left, work):
+            if left:
+                group.all_reduce(work.result()).add_done_callback(partial(start_next, group, left - 1))
+            else:
+                loop.call_soon_threadsafe(finished[group.rank()].set)
 
         loop = asyncio.get_running_loop()
         tensors = [ones() for _ in groups]
-        for group in groups:
-            group.all_reduce(tensors[group.rank()]).add_done_callback(go_on(group, 5))
+        for group, tensor in zip(groups, tensors, strict=True):
+            group.all_reduce(tensor).add_done_callback(partial(start_next, group, 5))
         async with asyncio.timeout(10):
             await asyncio.gather(*(event.wait() for event in finished))
         assert all(tensor.eq(64).all() for tensor in tensors)
 
 
-def test_callbacks_added_while_the_work_ends_are_called_once():
-    """Every callback is called exactly once, in any interleaving of adding and completing."""
+def test_callbacks_added_while_the_work_completes_are_called_once():
     for _ in range(300):
         work, called, start = Work(), [], threading.Barrier(4)
 
@@ -416,7 +395,7 @@ async def test_torch_future_raises_the_error_of_the_work(transport, threads):
         for work in works:
             with pytest.raises(MismatchError):
                 await asyncio.get_running_loop().run_in_executor(threads, work.get_future().wait)
-        for work in works:  # a future hides its error from the garbage collector, and its frames hold the world
+            # The garbage collector does not see the error in a future, and the frames of its traceback hold the world.
             work.exception().with_traceback(None)
 
 
@@ -480,15 +459,9 @@ async def test_abort_fails_pending_operations_on_all_ranks(transport):
 
 
 async def test_awaiting_completed_works_lets_other_tasks_run():
-    """A task that awaits completed works does not keep the loop from other tasks or an interrupt."""
     ran = asyncio.Event()
-    other = asyncio.get_running_loop().create_task(_set(ran))
+    asyncio.get_running_loop().call_soon(ran.set)
     until = asyncio.get_running_loop().time() + 5
     while not ran.is_set() and asyncio.get_running_loop().time() < until:
         await completed("over")
     assert ran.is_set()
-    await other
-
-
-async def _set(event):
-    event.set()
