@@ -132,21 +132,14 @@ class SerialExecutor:
     def __init__(self, name: str, *, idle_timeout: float = 5.0) -> None:
         self._name = name
         self._pool = DaemonThreadPool(name, max_threads=1, idle_timeout=idle_timeout)
-        self._lock = threading.Lock()
         self._running = threading.Lock()
-        self._num_pending = 0
 
     def put(self, call: Callable[[], object], *, inline: bool = False) -> None:
         """Run a call after the earlier calls. With ``inline``, run it before this returns if no call is pending."""
-        with self._lock:
-            inline = inline and self._num_pending == 0
-            if inline:
-                self._running.acquire()  # does not wait, because no call is pending
-            else:
-                self._pool.submit(self._run_queued, call)
-            self._num_pending += 1
-        if inline:
+        if inline and not self._pool.unfinished and self._running.acquire(blocking=False):
             self._run(call)
+        else:
+            self._pool.submit(self._run_queued, call)
 
     def close(self, last: Callable[[], object]) -> None:
         """Run one more call, in this thread if no call is pending. The executor's thread ends after it."""
@@ -164,8 +157,6 @@ class SerialExecutor:
             log.exception("a call in the executor %r failed", self._name)
         finally:
             self._running.release()
-            with self._lock:
-                self._num_pending -= 1
 
 
 def start_daemon_thread(function: Callable[[], T], name: str, *, awaited_at_exit: bool = True) -> Future[T]:

@@ -139,34 +139,6 @@ def test_closed_loop_refuses_coroutines(own):
         own.run(asyncio.sleep(0))
 
 
-def test_connection_lost_while_the_background_loop_closes_leaves_nothing(own, caplog):
-    server = background_loop().run(StoreServer.start("127.0.0.1", 0, stays=True))
-    connected, cancelled = threading.Event(), threading.Event()
-
-    async def stay():
-        client = await AsyncStore.connect("127.0.0.1", server.port, config=Config(store_reconnect=LONG))
-        try:
-            await client.set("k", b"v")
-            connected.set()
-            await asyncio.sleep(math.inf)
-        finally:
-            cancelled.set()
-            while not isinstance(client.connection.reconnecting, asyncio.Task):  # noqa: ASYNC110
-                await asyncio.sleep(0)
-
-    own.submit(stay())
-    connected.wait(LONG)
-    closing = threading.Thread(target=own.close)
-    closing.start()
-    cancelled.wait(LONG)
-    background_loop().call(server.drop_all)
-    closing.join(LONG)
-    assert not closing.is_alive()
-    background_loop().run(server.close())
-    gc.collect()
-    assert caplog.records == []
-
-
 def test_connection_lost_while_the_users_loop_closes_leaves_nothing(new_loop, caplog):
     """asyncio does not cancel tasks that start while asynchronous generators are closed."""
     server = background_loop().run(StoreServer.start("127.0.0.1", 0, stays=True))
