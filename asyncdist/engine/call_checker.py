@@ -39,50 +39,50 @@ class CollectiveChecker:
         self.early_calls: dict[bytes, set[tuple[int, int]]] = {}
         """(peer, fingerprint) of calls that peers have made before this rank, by the operation's key."""
 
-    def difference(self, peer: int, ours: int, theirs: int) -> MismatchError:
+    def difference(self, peer: int, own: int, other: int) -> MismatchError:
         """Return the error of two ranks whose calls have different fingerprints."""
         rank = self._recorder.rank
-        return MismatchError(peer, describe_call(Fingerprint.unpack(ours), rank, Fingerprint.unpack(theirs), peer))
+        return MismatchError(peer, describe_call(Fingerprint.unpack(own), rank, Fingerprint.unpack(other), peer))
 
     def begin(self, operation: Operation) -> None:
         """Compare a new call of this rank with the fingerprints that peers have sent for it."""
-        ours = operation.plan.fingerprint
-        for peer, theirs in self.early_calls.pop(operation.key, ()):
-            if theirs != ours:
-                self._fail(operation.channel, self.difference(peer, ours, theirs))
+        own = operation.plan.fingerprint
+        for peer, other in self.early_calls.pop(operation.key, ()):
+            if other != own:
+                self._fail(operation.channel, self.difference(peer, own, other))
 
-    def refuses(self, peer: int, key: bytes, theirs: int) -> bool:
+    def refuses(self, peer: int, key: bytes, other: int) -> bool:
         """Compare a message without a posted receive with this rank's call; return whether to discard it."""
         channel, operation = self._channels.get(key[:8]), self._operations.get(key[:12])
         if operation is not None:
-            channel, ours = operation.channel, operation.plan.fingerprint
-            if theirs == ours:
+            channel, own = operation.channel, operation.plan.fingerprint
+            if other == own:
                 return False
         elif channel is not None and channel.has_ended(key):  # no receive will be posted for it
-            ours = self._recorder.fingerprint(channel.name, key)
+            own = self._recorder.fingerprint(channel.name, key)
         else:
             if channel is None or not channel.point_to_point:
-                self._record(peer, key, theirs)
+                self._record(peer, key, other)
             return False
-        self._fail(channel, self.difference(peer, ours, theirs))
+        self._fail(channel, self.difference(peer, own, other))
         return True
 
-    def answer(self, peer: int, key: bytes, theirs: int) -> None:
+    def answer(self, peer: int, key: bytes, other: int) -> None:
         """Compare the call of a peer that waits for this rank with this rank's call: pending, complete or in future."""
         channel, operation = self._channels.get(key[:8]), self._operations.get(key[:12])
         if operation is not None:
-            ours = operation.plan.fingerprint
+            own = operation.plan.fingerprint
         elif channel is not None and channel.has_ended(key):
             # If the recorder has dropped the call, do not report a mismatch.
-            ours = self._recorder.fingerprint(channel.name, key) or theirs
+            own = self._recorder.fingerprint(channel.name, key) or other
         else:
-            self._record(peer, key, theirs)
+            self._record(peer, key, other)
             return
-        if channel is not None and ours != theirs:
-            self._fail(channel, self.difference(peer, ours, theirs))
+        if channel is not None and own != other:
+            self._fail(channel, self.difference(peer, own, other))
 
-    def _record(self, peer: int, key: bytes, theirs: int) -> None:
-        self.early_calls.setdefault(key[:12], set()).add((peer, theirs))
+    def _record(self, peer: int, key: bytes, other: int) -> None:
+        self.early_calls.setdefault(key[:12], set()).add((peer, other))
 
     def forget(self, prefix: bytes) -> None:
         """Drop the early calls of a group that has ended, by the first 8 bytes of its keys."""

@@ -207,7 +207,7 @@ class Host(MatchingHost, Protocol):
     def inbox(self, peer: int) -> MatchingQueue:
         """Return the matching queue of a peer."""
 
-    def difference(self, peer: int, ours: int, theirs: int) -> Exception:
+    def difference(self, peer: int, own: int, other: int) -> Exception:
         """Return the error for a collective whose fingerprint differs between this rank and a peer."""
 
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:

@@ -76,14 +76,14 @@ class DeviceContext:
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Gather payloads of equal length from all ranks, and return them by rank. Blocks; raises GroupError."""
-        ours = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         gathered = torch.empty(self.size * len(payload), dtype=torch.uint8, device="cpu")
-        self.host.all_gather_single(gathered, ours, background=False, timeout=self.remaining).result()
+        self.host.all_gather_single(gathered, own, background=False, timeout=self.remaining).result()
         return [bytes(part.numpy()) for part in gathered.split(len(payload))]
 
-    def mismatch_error(self, rank: int, ours: int, theirs: int) -> Exception:
+    def mismatch_error(self, rank: int, own: int, other: int) -> Exception:
         """Return the error to raise if the fingerprint of ``rank``'s call differs from this rank's."""
-        return self.host.mesh.difference(self.host.ranks[rank], ours, theirs)
+        return self.host.mesh.difference(self.host.ranks[rank], own, other)
 
     def barrier(self) -> None:
         """Block until every rank has called this. Raises GroupError."""

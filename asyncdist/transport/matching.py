@@ -253,7 +253,7 @@ class MatchingQueue:
         return True
 
     def _checked(self, receive: Receive, fingerprint: int, nbytes: int) -> Receive:
-        """Return the receive if the message matches it, else what `_refuse` returns."""
+        """Return the receive if the message matches it, else a `DiscardReceive`."""
         matches = receive.nbytes == nbytes and receive.fingerprint == fingerprint
         return receive if matches else self._refuse(receive, fingerprint, nbytes)
 
