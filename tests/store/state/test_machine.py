@@ -128,6 +128,16 @@ def test_wait_counts_a_key_that_was_deleted_again(a, b):
     assert a.answer(waiting) is None
 
 
+def test_multi_get_waits_again_for_a_deleted_value(a, b):
+    waiting = a.ask(Op.MULTI_GET, ["x", "y"])
+    b.do(Op.SET, "x", b"1")
+    b.do(Op.DELETE_KEY, "x")
+    b.do(Op.SET, "y", b"2")
+    assert a.blocked(waiting)
+    b.do(Op.SET, "x", b"3")
+    assert a.answer(waiting) == [b"3", b"2"]
+
+
 def test_empty_list_of_keys_is_present(a):
     assert a.do(Op.WAIT, []) is None
     assert a.do(Op.CHECK, []) is True
@@ -210,6 +220,17 @@ def test_pop_precedes_wait(a, b, c):
     c.do(Op.QUEUE_PUSH, "q", b"1")
     assert b.answer(taking) == b"1"
     assert a.blocked(watching)
+
+
+def test_returned_items_keep_their_order_and_go_to_blocked_pops(a, b, c):
+    for item in (b"1", b"2", b"3"):
+        c.do(Op.QUEUE_PUSH, "q", item)
+    taken = [a.ask(Op.QUEUE_POP, "q", True) for _ in range(3)]
+    a.confirm(taken[1])
+    waiting = [b.ask(Op.QUEUE_POP, "q", True) for _ in range(3)]
+    a.leave()
+    assert [b.answer(waiting[0]), b.answer(waiting[1])] == [b"1", b"3"]
+    assert b.blocked(waiting[2])
 
 
 # -- barriers, channels ----------------------------------------------------------------------------
