@@ -299,7 +299,7 @@ def _is_slow(error: Exception | None) -> bool:
 
 
 async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, where: str) -> RendezvousSession:
-    """Join the world that rank 0 hosts; retry until it is found or the deadline passes.
+    """Join the world that rank 0 hosts; retry until the world is found or the deadline passes.
 
     Args:
         stack: Owns what is opened, until the returned session does.
@@ -312,7 +312,7 @@ async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, wh
         AuthenticationError: The tokens differ.
         RendezvousError: Another process claims the rank, or rank 0 has another world size.
     """
-    patience, refused_until = _FIRST_TRY, Deadline.never()
+    patience, grace = _FIRST_TRY, Deadline.never()
     refusal: AsyncdistError | None = None
     seen = ""
     async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, world.limit.deadline):
@@ -335,13 +335,14 @@ async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, wh
         cut_short = failure.cut_short or world.limit.deadline.expired()
         if not cut_short or not seen:
             seen = failure.seen
-        if failure.refusal is None and not cut_short:
-            refusal, refused_until = None, Deadline.never()
-        elif failure.refusal is not None:
-            refused_until = Deadline.after(_REFUSAL_GRACE) if refusal is None else refused_until
+        if failure.refusal is not None:
+            if refusal is None:
+                grace = Deadline.after(_REFUSAL_GRACE)
+            elif grace.expired():
+                raise failure.refusal
             refusal = failure.refusal
-        if refusal is not None and refused_until.expired():
-            raise refusal
+        elif not cut_short:
+            refusal = None
         if failure.slow:
             patience = min(2 * patience, _LONGEST_TRY)
     if refusal is not None:

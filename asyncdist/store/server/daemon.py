@@ -26,7 +26,7 @@ class Options:
     """Options of a daemon, all of them optional."""
 
     unix: Path | None = None
-    """A socket file to listen at, too. Only users who may write it can connect."""
+    """A socket file on which the daemon also listens. Only users who may write it can connect."""
     data: Path | None = None
     """The folder of the journal."""
     fsync: Fsync = Fsync.ALWAYS
@@ -34,7 +34,7 @@ class Options:
     drain_timeout: float = 5.0
     """Seconds for which the daemon sends pending replies after the first signal."""
     service: Service = field(default_factory=Service)
-    """The environment that systemd set. The server listens on sockets that systemd opened, instead of on the address."""
+    """systemd's variables. If systemd opened sockets, the server listens on these instead of on the address."""
     own_process: bool = False
     """Whether the process ends with the daemon. After the daemon's end it ignores SIGTERM and SIGINT."""
 
@@ -50,25 +50,25 @@ async def serve(
 ) -> None:
     """Serve a store at ``host:port`` until SIGTERM or SIGINT, or until cancelled; then close it and return.
 
-    Without a ``host``, the server listens only where the options say. After the first signal it accepts no connection,
-    sends the pending replies, and returns; after the second it returns at once. Call it on the main thread's loop.
-    ``ready`` is called with the host and the port (the chosen one for port 0) once clients can connect.
+    Without a ``host``, the server listens only on the sockets of the options. After the first signal it accepts no
+    connection, sends the pending replies, and returns; after the second it returns at once. Call this function on the
+    main thread's loop. It calls ``ready`` with the host and the port (the chosen one for port 0) once clients can connect.
 
-    Raises AddressError, UsageError and JournalError as `StoreServer.start` does, and JournalError also later, when the
+    Raises AddressError, UsageError and JournalError as `StoreServer.start` does, and JournalError also later, if the
     data cannot be written any more.
     """
     options = options or Options()
     if options.metrics_port is not None:
         check_available()
     loop = asyncio.get_running_loop()
-    async with contextlib.AsyncExitStack() as ends:
+    async with contextlib.AsyncExitStack() as stack:
         stop = _Stop(loop, ends_process=options.own_process)
-        ends.callback(stop.close)
+        stack.callback(stop.close)
         sockets = systemd.inherited(options.service)
         if sockets:
             host = None
         if options.unix is not None:
-            sockets += _unix_and_tcp(ends, options.unix, host, port)
+            sockets += _unix_and_tcp(stack, options.unix, host, port)
         server = await StoreServer.start(
             host or "",
             port,
@@ -80,11 +80,11 @@ async def serve(
             stays=True,
             polls=True,
         )
-        ends.push_async_callback(server.close)
+        stack.push_async_callback(server.close)
         if options.metrics_port is not None:
-            where = server.host if server.port else "127.0.0.1"  # of socket files alone
-            metrics = await Metrics.start(server, where, options.metrics_port)
-            ends.push_async_callback(metrics.close)
+            metrics_host = server.host if server.port else "127.0.0.1"  # a server of a socket file has no port
+            metrics = await Metrics.start(server, metrics_host, options.metrics_port)
+            stack.push_async_callback(metrics.close)
         ready(server.host, server.port)
         systemd.notify(options.service, "READY=1")
         await stop.first_signal(server)
@@ -93,10 +93,10 @@ async def serve(
         await stop.until_second_signal(server.drain(options.drain_timeout))
 
 
-def _unix_and_tcp(ends: contextlib.AsyncExitStack, unix: Path, host: str | None, port: int) -> list[socket.socket]:
-    """Listen at a socket file, which is removed at the end, and, if there is a host, at its address."""
-    sockets = [ends.enter_context(listener.unix_socket(unix))]
-    ends.callback(unix.unlink, missing_ok=True)
+def _unix_and_tcp(stack: contextlib.AsyncExitStack, unix: Path, host: str | None, port: int) -> list[socket.socket]:
+    """Listen on a socket file, which ``stack`` removes, and at the address of the host, if there is one."""
+    sockets = [stack.enter_context(listener.unix_socket(unix))]
+    stack.callback(unix.unlink, missing_ok=True)
     if host is not None:
         sockets += listener.listening_sockets(host, port, listener.resolve_listen_address(host, port))
     return sockets
@@ -122,7 +122,8 @@ class _Stop:
         """Return on the first signal.
 
         Raises:
-            JournalError: The server's data cannot be written any more."""
+            JournalError: The server's data cannot be written any more.
+        """
         first: asyncio.Future[Any] = asyncio.ensure_future(self._first.wait())
         failed = [server.durability.failure] if server.durability is not None else []
         try:
@@ -143,7 +144,8 @@ class _Stop:
 
     def close(self) -> None:
         """Remove the signal handlers; ignore the signals if the process ends with the daemon."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # the loop restores handlers that end the process
+        # The loop restores handlers that end the process.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         for number in _SIGNALS:
             self._loop.remove_signal_handler(number)
             if self._ends_process:

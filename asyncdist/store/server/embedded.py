@@ -30,8 +30,10 @@ class EmbeddedServer:
     def __init__(self, host: str, port: int, *, token: str | None, config: Config, fd: int | None = None) -> None:
         running = background_loop()
         sockets = [socket.socket(fileno=fd)] if fd is not None else []
-        where = _bind_to(host, port, token, config)
-        server = running.run(StoreServer.start(where, port, token=token, config=for_ranks(config), sockets=sockets))
+        listen_host = _listen_host(host, port, token, config)
+        server = running.run(
+            StoreServer.start(listen_host, port, token=token, config=for_ranks(config), sockets=sockets)
+        )
         self.port = server.port
         self.reachable_host = _reachable(server.address)
         self._running = running
@@ -65,7 +67,7 @@ def _stop(running: BackgroundLoop, server: StoreServer) -> None:
         running.submit(server.close())
 
 
-def _bind_to(host: str, port: int, token: str | None, config: Config) -> str:
+def _listen_host(host: str, port: int, token: str | None, config: Config) -> str:
     """Return the host to listen on for clients that connect to ``host``.
 
     A name that other hosts resolve to this host's network address may resolve to loopback here (by /etc/hosts). With a
@@ -73,7 +75,7 @@ def _bind_to(host: str, port: int, token: str | None, config: Config) -> str:
     """
     if is_loopback(host) or listener.unguarded([host], token, config):
         return host
-    listener.resolve_listen_address(host, port)  # a misspelt name fails here and not at the other ranks
+    listener.resolve_listen_address(host, port)  # a misspelt name fails here, and not on the other ranks
     return ""
 
 

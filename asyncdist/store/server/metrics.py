@@ -17,7 +17,7 @@ from asyncdist.store.server.status import MEANINGS, StatusSource, figures
 
 TIMEOUT = 10.0
 """Seconds that a client has to send its request and to read the response."""
-_END = b"\r\n\r\n"  # of a head
+_END_OF_HEAD = b"\r\n\r\n"
 _REQUEST_NBYTES = 8 << 10
 _CONNECTIONS = 32
 
@@ -31,7 +31,7 @@ class Metrics:
         self._registry = registry
         self._render = render
         self._server: asyncio.Server | None = None
-        self._visits: set[asyncio.Task[None]] = set()
+        self._requests: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def start(cls, store: StatusSource, host: str, port: int) -> Metrics:
@@ -45,7 +45,7 @@ class Metrics:
         sockets = listener.listening_sockets(host, port, listener.resolve_listen_address(host, port))
         lifecycle.close_in_children(sockets[0])
         metrics.port = sockets[0].getsockname()[1]
-        metrics._server = await asyncio.start_server(metrics._visit, sock=sockets[0], limit=_REQUEST_NBYTES)
+        metrics._server = await asyncio.start_server(metrics._handle, sock=sockets[0], limit=_REQUEST_NBYTES)
         for each in sockets[1:]:  # one address is enough
             each.close()
         return metrics
@@ -54,37 +54,37 @@ class Metrics:
         """Stop listening, and drop the connections."""
         if self._server is not None:
             self._server.close()
-        for visit in list(self._visits):
-            visit.cancel()
-        await asyncio.gather(*self._visits, return_exceptions=True)
+        for request in list(self._requests):
+            request.cancel()
+        await asyncio.gather(*self._requests, return_exceptions=True)
         if self._server is not None:
             await self._server.wait_closed()
 
-    async def _visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
-            if len(self._visits) >= _CONNECTIONS:
+            if len(self._requests) >= _CONNECTIONS:
                 return
-            self._visits.add(task)
+            self._requests.add(task)
             async with asyncio.timeout(TIMEOUT):
-                request = await reader.readuntil(_END)
+                request = await reader.readuntil(_END_OF_HEAD)
                 writer.write(self._answer(request))
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
-            pass  # the client is gone
+            pass  # the client has left, or this server closes
         finally:
-            self._visits.discard(task)
+            self._requests.discard(task)
             writer.close()
 
     def _answer(self, request: bytes) -> bytes:
         method, _, rest = request.partition(b" ")
         if method not in (b"GET", b"HEAD"):
             return _response("405 Method Not Allowed", b"only GET and HEAD\n")
-        whole = self._found(rest.partition(b" ")[0].partition(b"?")[0])
-        return whole if method == b"GET" else whole[: whole.index(_END) + len(_END)]
+        response = self._get(rest.partition(b" ")[0].partition(b"?")[0])
+        return response if method == b"GET" else response[: response.index(_END_OF_HEAD) + len(_END_OF_HEAD)]
 
-    def _found(self, path: bytes) -> bytes:
+    def _get(self, path: bytes) -> bytes:
         if path == b"/metrics":
             return _response("200 OK", self._render(self._registry), "text/plain; version=0.0.4; charset=utf-8")
         if path == b"/healthz":

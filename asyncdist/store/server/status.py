@@ -48,13 +48,13 @@ MEANINGS = {
     "commits_total": "times that changes were written since the start (--data)",
     "snapshots_total": "snapshots that were written since the start (--data)",
 }
-"""Every figure by its name, with its meaning; those that end in ``_total`` only grow."""
+"""The meaning of each figure by its name. Figures whose names end in ``_total`` only grow."""
 
 
 def figures(server: StatusSource) -> dict[str, float]:
     """Return the figures of this server."""
     state = server.state
-    found: dict[str, float] = {
+    values: dict[str, float] = {
         "uptime_seconds": time.monotonic() - server.started,
         "connections": len(server.admission.connections),
         "connections_limit": server.config.store_max_connections,
@@ -68,21 +68,21 @@ def figures(server: StatusSource) -> dict[str, float]:
         "stored_bytes": server.quota.nbytes,
     }
     if server.config.store_max_nbytes:
-        found["stored_bytes_limit"] = server.config.store_max_nbytes
+        values["stored_bytes_limit"] = server.config.store_max_nbytes
     if server.durability is not None:
-        found["log_bytes"] = server.durability.journal.nbytes
-        found["commits_total"] = server.durability.num_commits
-        found["snapshots_total"] = server.durability.num_snapshots
-    return found
+        values["log_bytes"] = server.durability.journal.nbytes
+        values["commits_total"] = server.durability.num_commits
+        values["snapshots_total"] = server.durability.num_snapshots
+    return values
 
 
 def status(server: StatusSource) -> dict[str, Any]:
     """Return the figures and the texts."""
     durability = server.durability
-    words = {
+    texts = {
         "version": VERSION,
         "pid": os.getpid(),
         "data": str(durability.journal.folder) if durability is not None else "",
         "fsync": str(durability.policy) if durability is not None else "",
     }
-    return {**words, **figures(server)}
+    return {**texts, **figures(server)}

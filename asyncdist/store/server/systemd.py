@@ -1,4 +1,4 @@
-"""systemd's protocols: inherits the sockets of a .socket unit and sends sd_notify messages. Called by `daemon`."""
+"""systemd's protocols: take over the sockets of a .socket unit, and send sd_notify messages. Called by `daemon`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST_FD = 3
 
 
 def inherited(service: Service) -> list[socket.socket]:
-    """Return the listening sockets that systemd opened for this process, if any. Raises AddressError for others."""
+    """Return the listening sockets that systemd opened for this process. Raises AddressError for other descriptors."""
     if service.listen_pid != os.getpid():
         return []
     sockets = []
@@ -36,9 +36,9 @@ def inherited(service: Service) -> list[socket.socket]:
 
 
 def notify(service: Service, state: str) -> None:
-    """Send systemd a state such as ``READY=1`` if it has asked for it. Errors are ignored."""
-    where = service.notify_socket
-    if not where:
+    """Send systemd a state such as ``READY=1`` if NOTIFY_SOCKET is set. Errors are ignored."""
+    address = service.notify_socket
+    if not address:
         return
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-        sock.sendto(state.encode(), "\0" + where[1:] if where.startswith("@") else where)
+        sock.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
