@@ -34,7 +34,7 @@ from asyncdist.errors import (
 from asyncdist.rendezvous.addresses import advertised, probe, reachable
 from asyncdist.rendezvous.host_store import ServerHandle
 from asyncdist.rendezvous.init_method import url_of
-from asyncdist.rendezvous.record_store import AddressRecord, OwnedStoreRecords, RecordStore
+from asyncdist.rendezvous.record_store import AddressRecord, AsyncStoreRecords, RecordStore
 from asyncdist.rendezvous.session import Keys, RendezvousSession, TimeLimit
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.server.server import StoreServer
@@ -155,7 +155,7 @@ async def host_world(
         stack.push_async_callback(client.close)
         published_token = token if records is not None and world.config.token is None else None
         record = AddressRecord(host, server.port, published_token, secrets.token_hex(8), world.world_size)
-        records = records or OwnedStoreRecords(client, world.key, where)
+        records = records or AsyncStoreRecords(client, world.key, where)
         session = world.open_session(record, client, token, where, server)
         keys = session.keys
         await client.multi_set([keys("size"), keys("joined", 0)], [str(world.world_size), _this_process()])

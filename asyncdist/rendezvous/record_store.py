@@ -133,23 +133,22 @@ class AsyncStoreRecords(RecordStore):
         return await on_loop(self._loop, exchange())
 
 
-class OwnedStoreRecords(AsyncStoreRecords):
-    """A key of rank 0's own store, whose address every rank knows."""
-
-    async def withdraw(self, value: bytes) -> None:
-        if await self.swap(value, b"") == b"":
-            # A rank that reads later waits for the next record.
-            await self._store.delete_key(self._key)
-
-
-class DaemonRecords(OwnedStoreRecords):
+class DaemonRecords(AsyncStoreRecords):
     """A key of a store daemon, over its own connection. The record is ephemeral: it is deleted when rank 0 disconnects."""
+
+    _is_ephemeral = False
 
     async def swap(self, expected: bytes, desired: bytes) -> bytes:
         found = await super().swap(expected, desired)
         if desired and found == desired:
             await self._store.set(self._key, desired, ephemeral=True)
+            self._is_ephemeral = True
         return found
+
+    async def withdraw(self, value: bytes) -> None:
+        # `close` deletes an ephemeral record. To delete the key here could delete the record of a later rank 0.
+        if not self._is_ephemeral and await self.swap(value, b"") == b"":
+            await self._store.delete_key(self._key)
 
     async def close(self) -> None:
         await self._store.close()

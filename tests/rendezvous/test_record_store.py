@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from asyncdist.errors import AddressError, RendezvousError
-from asyncdist.rendezvous.record_store import AddressRecord, BlockingStoreRecords, RecordFile
-from asyncdist.store import FileStore, HashStore, PrefixStore, StoreServer, TCPStore
+from asyncdist.rendezvous.record_store import AddressRecord, BlockingStoreRecords, DaemonRecords, RecordFile
+from asyncdist.store import AsyncStore, FileStore, HashStore, PrefixStore, StoreServer, TCPStore
 
 ONE = AddressRecord("10.0.0.1", 4000, "secret", "aa", 2)
 TWO = AddressRecord("10.0.0.2", 4001, None, "bb", 2)
@@ -119,6 +119,21 @@ async def test_errors_of_other_stores_become_rendezvous_errors():
     with pytest.raises(RendezvousError, match="cannot use torchrun's store at node0:1: Connection reset by peer; "):
         await place.read()
     await place.close()
+
+
+async def test_record_of_a_daemon_is_deleted_by_close_unless_a_later_rank_0_has_replaced_it(eventually):
+    one, two = ONE.encode(), TWO.encode()
+    async with await StoreServer.start("127.0.0.1", 0) as server:
+        clients = [await AsyncStore.connect("127.0.0.1", server.port) for _ in range(2)]
+        first, second = (DaemonRecords(client, "key", "a daemon") for client in clients)
+        assert await first.swap(b"", one) == one
+        await first.withdraw(one)
+        assert await second.swap(await second.read(), two) == two
+        await first.close()
+        await eventually(lambda: server.num_connections == 1)
+        assert await second.read() == two
+        await second.close()
+        await eventually(lambda: len(server.state.keys) == 0)
 
 
 # -- files ----------------------------------------------------------------------------------------
