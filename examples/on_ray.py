@@ -1,16 +1,15 @@
-"""Train on a Ray cluster: each rank is an async actor, which goes on answering while its collectives are under way.
+"""Train on a Ray cluster. Each rank is an async actor, which answers calls while its collectives run.
 
     pip install ray
     python examples/on_ray.py                             # two ranks; starts Ray on this machine
     python examples/on_ray.py --ranks 8 --address auto    # on the cluster whose head this machine can reach
 
-Actors are placed by Ray, wherever there is a free core. The first one serves a store on a port that is free there; the
-others are told where, and all meet in it. Then every rank computes the gradients of its share of each batch of
-handwritten digits (scikit-learn ships them) and awaits their average in its event loop, so that the driver may ask it
-at any time how far it is: that is where the progress bar comes from.
+Ray places each actor on a free core of the cluster. The first actor serves a store on a free port, and all ranks rendezvous
+there. Every rank computes the gradients of its share of each batch of handwritten digits (from scikit-learn) and awaits
+their average in its event loop. It can therefore answer the driver at any time, which asks for the progress of rank 0.
 
-At the end a table says where each rank ran. The program exits with 1 if the accuracy on the held-out digits is
-below 0.95, or the ranks do not agree on the weights.
+At the end a table shows where each rank ran. The program exits with 1 if the accuracy on held-out digits is below 0.95,
+or if the weights of the ranks differ.
 """
 
 from __future__ import annotations
@@ -36,57 +35,57 @@ from asyncdist.store import StoreServer
 try:
     import ray
 except ModuleNotFoundError:
-    ray = None  # `main` says so, once it has read the options
+    ray = None  # `main` reports it after parsing the options
 
-HELD_OUT = 360
-BATCH = 64  # samples a step, all ranks together
+HELD_OUT = 360  # digits for testing
+BATCH = 64  # samples per step on all ranks together
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank has done."""
+    """Results of one rank: where it ran, for how long, the calls it answered, and its correct test digits."""
 
     host: str
     pid: int
     seconds: float
     answered: int
-    right: int
+    correct: int
     checksum: float
 
 
 class Rank:
-    """One rank of the job. Its methods are coroutines: Ray calls the next while one awaits something."""
+    """One rank of the job. Its methods are coroutines: Ray runs another call while one awaits."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         torch.set_num_threads(1)
-        torch.manual_seed(0)  # the same first weights on every rank
+        torch.manual_seed(0)  # the same initial weights on every rank
         self.rank, self.world_size = rank, world_size
         self.model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
         self.server: StoreServer | None = None
         self.steps, self.loss, self.answered = 0, 0.0, 0
 
     async def serve(self) -> str:
-        """Serve the store in which the ranks meet; return where it is."""
+        """Serve the store for the rendezvous; return its URL."""
         host = ray.util.get_node_ip_address()
         config = dist.Config.from_environment()
         self.server = await StoreServer.start(host, 0, token=config.token, config=config)
         return f"asyncdist://{host}:{self.server.port}/digits"
 
-    async def join(self, where: str) -> None:
-        """Meet the other ranks."""
-        await dist.init_process_group(init_method=where, rank=self.rank, world_size=self.world_size)
+    async def join(self, url: str) -> None:
+        """Rendezvous with the other ranks."""
+        await dist.init_process_group(init_method=url, rank=self.rank, world_size=self.world_size)
 
     async def train(self, steps: int) -> Report:
-        """Train, with gradients averaged over all ranks, and look at our share of the digits that were held out."""
+        """Train with gradients averaged over all ranks, then classify this rank's share of the held-out digits."""
         digits = load_digits()
         images, labels = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16, torch.tensor(digits.target)
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
         held_out, training = order[:HELD_OUT], order[HELD_OUT:]
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
-        dice = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(1)
         started = time.perf_counter()
         for self.steps in range(1, steps + 1):
-            batch = training[torch.randint(len(training), (BATCH,), generator=dice)][self.rank :: self.world_size]
+            batch = training[torch.randint(len(training), (BATCH,), generator=generator)][self.rank :: self.world_size]
             loss = nn.functional.cross_entropy(self.model(images[batch]), labels[batch])
             optimizer.zero_grad()
             loss.backward()
@@ -96,28 +95,28 @@ class Rank:
             self.loss = loss.item()
         seconds = time.perf_counter() - started
         share = held_out[self.rank :: self.world_size]
-        right = int((self.model(images[share]).argmax(dim=1) == labels[share]).sum())
+        correct = int((self.model(images[share]).argmax(dim=1) == labels[share]).sum())
         checksum = sum(float(weights.detach().double().sum()) for weights in self.model.parameters())
-        return Report(ray.util.get_node_ip_address(), os.getpid(), seconds, self.answered, right, checksum)
+        return Report(ray.util.get_node_ip_address(), os.getpid(), seconds, self.answered, correct, checksum)
 
     async def progress(self) -> tuple[int, float]:
-        """Return how many steps are done, and the loss."""
+        """Return the number of the current step, and the last loss."""
         self.answered += 1
         return self.steps, self.loss
 
     async def leave(self) -> None:
-        """Leave the others."""
+        """Destroy the process group, and close the store if this rank serves it."""
         await dist.destroy_process_group()
         if self.server is not None:
             await self.server.close()
 
 
 async def run(world_size: int, steps: int, console: Console) -> list[Report]:
-    """Start the ranks, and show how far they are until they are done."""
+    """Start the ranks, and show the progress of rank 0 until all have finished."""
     actor = ray.remote(num_cpus=1)(Rank)
     ranks = [actor.remote(rank, world_size) for rank in range(world_size)]
-    where = await ranks[0].serve.remote()
-    await asyncio.gather(*[rank.join.remote(where) for rank in ranks])
+    url = await ranks[0].serve.remote()
+    await asyncio.gather(*[rank.join.remote(url) for rank in ranks])
     training = asyncio.gather(*[rank.train.remote(steps) for rank in ranks])
     columns = (
         TextColumn("[bold]training"),
@@ -137,15 +136,15 @@ async def run(world_size: int, steps: int, console: Console) -> list[Report]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description="Train on a Ray cluster; see the head of this file.")
+    arguments = argparse.ArgumentParser(description="Train on a Ray cluster; see the first lines of this file.")
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--steps", type=int, default=600)
-    arguments.add_argument("--address", help="of the cluster (auto: the one that this machine belongs to)")
+    arguments.add_argument("--address", help="address of the cluster; auto means the cluster of this machine")
     options = arguments.parse_args()
     if ray is None:
         sys.exit("Ray is not installed: pip install ray")
 
-    # A secret of this job's own: without one, ranks would listen to their own host only.
+    # Without a token the ranks would listen only to their own host.
     variables = {"ASYNCDIST_TOKEN": secrets.token_hex(16)}
     ray.init(address=options.address, runtime_env={"env_vars": variables}, log_to_driver=False)
     console = Console()
@@ -153,15 +152,15 @@ def main() -> None:
     ray.shutdown()
 
     table = Table(title=f"{options.ranks} ranks, {options.steps} steps")
-    for title in ("rank", "host", "process", "seconds", "calls answered during it"):
+    for title in ("rank", "host", "process", "seconds", "calls answered"):
         table.add_column(title, justify="right")
     for rank, report in enumerate(reports):
         table.add_row(str(rank), report.host, str(report.pid), f"{report.seconds:.2f}", str(report.answered))
     console.print(table)
-    accuracy = sum(report.right for report in reports) / HELD_OUT
-    agree = len({report.checksum for report in reports}) == 1
-    print(f"test accuracy {accuracy:.4f}; the ranks {'agree' if agree else 'do NOT agree'} on the weights")
-    sys.exit(0 if agree and accuracy >= 0.95 else 1)
+    accuracy = sum(report.correct for report in reports) / HELD_OUT
+    equal = len({report.checksum for report in reports}) == 1
+    print(f"test accuracy {accuracy:.4f}; the weights of the ranks {'are equal' if equal else 'DIFFER'}")
+    sys.exit(0 if equal and accuracy >= 0.95 else 1)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
-"""Cut a network into stages, one per rank, train it in a pipeline on handwritten digits, and plot the schedule.
+"""Train a network on handwritten digits with pipeline parallelism, one stage per rank, and plot the schedule.
 
     torchrun --nproc-per-node=2 examples/pipeline.py                    # 2 to 4 ranks
     torchrun --nproc-per-node=2 examples/pipeline.py --backend gloo     # the same over gloo, to compare
 
-Only the backend's name belongs to asyncdist; the rest is stock torch. A batch goes through the stages in micro-batches:
-activations are sent to the next rank, gradients back to the one before. GPipe does all forward passes first, then all
-backward passes, and so keeps every micro-batch's activations; 1F1B turns back as soon as it can, and keeps no more than
-there are stages. Either way (stages - 1) of (micro-batches + stages - 1) parts of the time pass idle.
+Only the name of the back end is asyncdist's; the rest is stock torch. A batch passes the stages in micro-batches. Each rank
+sends activations to the next rank and gradients to the previous one. GPipe runs all forward passes first, then all backward
+passes, so a stage holds the activations of every micro-batch. 1F1B starts backward passes as early as possible, so a stage
+holds the activations of at most as many micro-batches as there are stages. With both schedules a rank is idle for
+(stages - 1) / (micro-batches + stages - 1) of the time.
 
-The data are the 1,797 scans of 8×8 pixels that scikit-learn ships. Both schedules train from the same beginning. At the end
-rank 0 compares their weights with those of a single process, prints what a step takes, and draws a step of each as it was
-measured into out/pipeline.png: which rank works at which micro-batch when. It exits with 1 if any weight differs by more
-than 1e-4.
+The data are the 1,797 scans of 8×8 pixels that scikit-learn includes. Both schedules start from the same weights. At the
+end rank 0 compares their weights with those of a single process, prints the times of a step, and plots one measured step of
+each schedule in out/pipeline.png: when which rank computes which micro-batch. It exits with 1 if any weight differs by
+more than 1e-4.
 """
 
 from __future__ import annotations
@@ -39,33 +40,33 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import asyncdist.torch_backend  # noqa: F401  # registers the back end "asyncdist"
 
-arguments = argparse.ArgumentParser(description="Train in a pipeline; see the head of this file.")
-arguments.add_argument("--backend", default="asyncdist", help="of torch.distributed: asyncdist, or gloo to compare")
+arguments = argparse.ArgumentParser(description="Train with pipeline parallelism; see the first lines of this file.")
+arguments.add_argument("--backend", default="asyncdist", help="back end of torch.distributed, for example gloo")
 arguments.add_argument("--steps", type=int, default=100, help="steps with each schedule")
-arguments.add_argument("--batch", type=int, default=256, help="digits a step")
-arguments.add_argument("--micro-batches", type=int, default=8, help="parts of a batch")
+arguments.add_argument("--batch", type=int, default=256, help="digits per step")
+arguments.add_argument("--micro-batches", type=int, default=8, help="micro-batches per batch")
 arguments.add_argument("--width", type=int, default=512, help="features between layers")
 arguments.add_argument("--lr", type=float, default=0.05)
-arguments.add_argument("--seed", type=int, default=0, help="of the first weights and the batches")
-arguments.add_argument("--out", type=Path, default=Path("out/pipeline.png"), help="where the picture goes")
+arguments.add_argument("--seed", type=int, default=0, help="seed of the initial weights and the batches")
+arguments.add_argument("--out", type=Path, default=Path("out/pipeline.png"), help="file of the plot")
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
-LAYERS = 12  # shared out evenly: over 2, 3 or 4 ranks
-HELD_OUT = 360  # digits that are not trained on
+LAYERS = 12  # divisible by 2, 3 and 4 ranks
+HELD_OUT = 360  # digits for testing
 
-# -- the data: every rank draws the same batches, the first uses the scans and the last the labels -------------
+# -- the data: every rank draws the same batches; the first rank uses the scans, the last one the labels ----------
 
 
 def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
     digits = load_digits()
-    mixed = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    return torch.tensor(digits.data, dtype=torch.float32).sub(4.9).div(6.0)[mixed], torch.tensor(digits.target)[mixed]
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(digits.data, dtype=torch.float32).sub(4.9).div(6.0)[order], torch.tensor(digits.target)[order]
 
 
 def batch_of(options: argparse.Namespace, number: int, count: int) -> torch.Tensor:
-    """Return which digits step ``number`` takes."""
-    dice = torch.Generator().manual_seed(1_000_003 * options.seed + number)
-    return torch.randint(HELD_OUT, count, (options.batch,), generator=dice)
+    """Return the indices of the digits in step ``number``."""
+    generator = torch.Generator().manual_seed(1_000_003 * options.seed + number)
+    return torch.randint(HELD_OUT, count, (options.batch,), generator=generator)
 
 
 # -- the model -------------------------------------------------------------------------------------------
@@ -82,14 +83,14 @@ class Layer(nn.Module):
 
 
 def network(options: argparse.Namespace) -> nn.Sequential:
-    """Return the whole network, the same on every rank; a stage is a slice of it."""
+    """Return the whole network, equal on every rank; a stage is a slice of it."""
     torch.manual_seed(options.seed)
     layers = (Layer(options.width) for _ in range(LAYERS))
     return nn.Sequential(nn.Linear(64, options.width), *layers, nn.Linear(options.width, 10))
 
 
 def cut(whole: nn.Sequential, stages: int) -> list[nn.Sequential]:
-    """Cut a network into stages of as many layers each; the first also takes in scans, the last also answers."""
+    """Cut a network into stages of equally many layers; the first also has the input layer, the last the output layer."""
     share = LAYERS // stages
     ends = [0, *(1 + stage * share for stage in range(1, stages)), len(whole)]
     return [nn.Sequential(*list(whole)[first:last]) for first, last in pairwise(ends)]
@@ -99,12 +100,12 @@ def optimizer_of(model: nn.Module, options: argparse.Namespace) -> torch.optim.O
     return torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
 
 
-# -- a stage that notes when it computes ---------------------------------------------------------------------
+# -- a stage that records when it computes -------------------------------------------------------------------
 
 
 @dataclass
 class Span:
-    """A pass of one micro-batch through this rank's stage, in seconds of the machine's clock."""
+    """A forward or backward pass of one micro-batch on this rank, in seconds of the machine's monotonic clock."""
 
     kind: str
     micro_batch: int
@@ -113,7 +114,7 @@ class Span:
 
 
 class TimedStage(PipelineStage):
-    """A stage that remembers the spans of the step that goes on."""
+    """A stage that records the spans of the current step."""
 
     spans: list[Span]
 
@@ -134,7 +135,7 @@ class TimedStage(PipelineStage):
 
 @dataclass
 class Run:
-    """What a rank keeps of its training with one schedule. Only the last stage knows losses."""
+    """One rank's training with one schedule. Only the last stage knows the losses."""
 
     stage: nn.Module
     losses: list[float] = field(default_factory=list)
@@ -142,7 +143,7 @@ class Run:
     timelines: list[list[Span]] = field(default_factory=list)
 
     def most_held(self) -> int:
-        """Return how many micro-batches' activations lay here at once, at most."""
+        """Return the largest number of micro-batches whose activations this rank held at the same time."""
         balance = most = 0
         for span in self.timelines[-1]:
             balance += 1 if span.kind == "forward" else -1
@@ -151,7 +152,7 @@ class Run:
 
 
 def train(name: str, options: argparse.Namespace, console: Console) -> Run:
-    """Train from the beginning with a schedule."""
+    """Train from the initial weights with a schedule."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     run = Run(cut(network(options), ranks)[rank])
     stage = TimedStage(run.stage, rank, ranks, torch.device("cpu"))
@@ -164,7 +165,7 @@ def train(name: str, options: argparse.Namespace, console: Console) -> Run:
             batch = batch_of(options, number, len(scans))
             stage.spans = []
             losses: list[torch.Tensor] = []
-            dist.barrier()  # so that what is measured begins at the same moment everywhere
+            dist.barrier()  # so that all ranks start to measure at the same moment
             started = perf_counter()
             optimizer.zero_grad()
             if stage.is_first:
@@ -182,7 +183,7 @@ def train(name: str, options: argparse.Namespace, console: Console) -> Run:
 
 
 def bar_of(name: str, console: Console) -> Progress:
-    """Return a bar for rank 0's terminal."""
+    """Return a progress bar for rank 0's terminal."""
     return Progress(
         TextColumn(f"[bold]{name:>12}"),
         BarColumn(bar_width=36),
@@ -195,7 +196,7 @@ def bar_of(name: str, console: Console) -> Progress:
 
 
 def train_alone(options: argparse.Namespace, console: Console) -> Run:
-    """Train the whole network in this process, whole batches at once."""
+    """Train the whole network in this process, without micro-batches."""
     run = Run(network(options))
     optimizer = optimizer_of(run.stage, options)
     scans, labels = read_digits()
@@ -213,12 +214,12 @@ def train_alone(options: argparse.Namespace, console: Console) -> Run:
     return run
 
 
-# -- what all ranks have, on rank 0 -----------------------------------------------------------------------------
+# -- the results of all ranks, on rank 0 ------------------------------------------------------------------------
 
 
 @dataclass
 class Result:
-    """A schedule's training, of all ranks."""
+    """The training of all ranks with one schedule."""
 
     name: str
     model: nn.Sequential
@@ -228,7 +229,7 @@ class Result:
     most_held: list[int]
 
     def idle(self) -> float:
-        """Return the share of the ranks' time, from the first pass to the last, in which none was computed."""
+        """Return the share of idle time in all ranks' time, from the first pass to the last."""
         spans = [span for timeline in self.timelines for span in timeline]
         return 1 - sum(span.finished - span.started for span in spans) / (self.length() * len(self.timelines))
 
@@ -238,26 +239,26 @@ class Result:
         return max(span.finished for span in spans) - min(span.started for span in spans)
 
 
-def together(name: str, run: Run, options: argparse.Namespace) -> Result | None:
-    """Bring to rank 0 what the ranks have: weights, losses, and the timeline of the step of median length."""
+def gathered(name: str, run: Run, options: argparse.Namespace) -> Result | None:
+    """Gather weights, losses and the timeline of the median step on rank 0; return None on the other ranks."""
     by_length = sorted(range(len(run.seconds)), key=run.seconds.__getitem__)
     median = [by_length[len(by_length) // 2]]
-    dist.broadcast_object_list(median, 0)  # rank 0 says which
-    mine = (run.stage.state_dict(), run.losses, run.timelines[median[0]], run.most_held())
+    dist.broadcast_object_list(median, 0)  # every rank returns the same step
+    own = (run.stage.state_dict(), run.losses, run.timelines[median[0]], run.most_held())
     ranks = dist.get_world_size()
-    everyones: list[Any] | None = [None] * ranks if dist.get_rank() == 0 else None
-    dist.gather_object(mine, everyones, 0)
-    if everyones is None:
+    of_ranks: list[Any] | None = [None] * ranks if dist.get_rank() == 0 else None
+    dist.gather_object(own, of_ranks, 0)
+    if of_ranks is None:
         return None
     model = network(options)
-    weights, losses, timelines, most_held = zip(*everyones, strict=True)
+    weights, losses, timelines, most_held = zip(*of_ranks, strict=True)
     for stage, part in zip(cut(model, ranks), weights, strict=True):
         stage.load_state_dict(part)
     return Result(name, model, losses[-1], run.seconds, list(timelines), list(most_held))
 
 
 def accuracy_of(model: nn.Module) -> float:
-    """Return the share of right answers on held-out digits."""
+    """Return the share of correct answers on held-out digits."""
     scans, labels = read_digits()
     with torch.no_grad():
         return float((model(scans[:HELD_OUT]).argmax(dim=1) == labels[:HELD_OUT]).float().mean())
@@ -268,7 +269,7 @@ def difference_of(one: nn.Module, other: nn.Module) -> float:
     return max(float((one.state_dict()[name] - each).abs().max()) for name, each in other.state_dict().items())
 
 
-# -- what is seen of it ------------------------------------------------------------------------------------------
+# -- the output --------------------------------------------------------------------------------------------------
 
 
 def report(results: list[Result], alone: Run, title: str, micro_batches: int, console: Console) -> None:
@@ -276,7 +277,7 @@ def report(results: list[Result], alone: Run, title: str, micro_batches: int, co
     stages = len(results[0].timelines)
     everyone: list[Result | Run] = [*results, alone]
     table = Table("", *(result.name for result in results), "one process", title=title, title_justify="left")
-    table.add_row("a step, median", *(f"{1000 * statistics.median(each.seconds):.1f} ms" for each in everyone))
+    table.add_row("median step", *(f"{1000 * statistics.median(each.seconds):.1f} ms" for each in everyone))
     bubble = (stages - 1) / (micro_batches + stages - 1)
     table.add_row(f"idle (in theory {bubble:.0%})", *(f"{result.idle():.0%}" for result in results))
     table.add_row("micro-batches held", *(" ".join(map(str, result.most_held)) for result in results))
@@ -288,7 +289,7 @@ def report(results: list[Result], alone: Run, title: str, micro_batches: int, co
 
 
 def draw(results: list[Result], title: str, path: Path) -> None:
-    """Draw a step of each schedule: a row a rank, a bar a pass, its number that of the micro-batch."""
+    """Plot one step of each schedule: a row per rank, and a bar per pass with the number of its micro-batch."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -299,49 +300,48 @@ def draw(results: list[Result], title: str, path: Path) -> None:
     height = 1.6 + len(results) * (0.9 + 0.55 * stages)
     figure, panels = plt.subplots(len(results), figsize=(11, height), sharex=True, layout="constrained", squeeze=False)
     colours = {"forward": "#6baed6", "backward": "#fd8d3c"}
-    wide_enough = 12 * max(
-        result.length() for result in results
-    )  # of a bar, in milliseconds, for a number of two digits
+    # Bars of fewer milliseconds have no room for a number of two digits.
+    least_width = 12 * max(result.length() for result in results)
     for axes, result in zip(panels[:, 0], results, strict=True):
         begun = min(span.started for timeline in result.timelines for span in timeline)
         for rank, timeline in enumerate(result.timelines):
             for span in timeline:
                 left, width = 1000 * (span.started - begun), 1000 * (span.finished - span.started)
                 axes.barh(rank, width, left=left, height=0.8, color=colours[span.kind], edgecolor="white")
-                if width > wide_enough:
+                if width > least_width:
                     axes.text(left + width / 2, rank, str(span.micro_batch), ha="center", va="center", fontsize=8)
         axes.set_yticks(range(stages), [f"rank {rank}" for rank in range(stages)])
         axes.invert_yaxis()
         axes.set_title(f"{result.name}: {result.idle():.0%} idle", loc="left", weight="bold")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[-1, 0].set_xlabel("milliseconds since the first pass began")
+    panels[-1, 0].set_xlabel("milliseconds since the start of the first pass")
     figure.legend(handles=[Patch(color=colour, label=kind) for kind, colour in colours.items()], loc="upper right")
     figure.suptitle(f"A median step of {title}", x=0.01, ha="left")
     figure.savefig(path, dpi=150)
 
 
-# -- from start to end --------------------------------------------------------------------------------------------
+# -- main ---------------------------------------------------------------------------------------------------------
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what cannot work, and say what would."""
+    """Exit with advice if the arguments are impossible."""
     for name in ("steps", "batch", "micro_batches", "width"):
         if getattr(options, name) < 1:
-            arguments.error(f"--{name.replace('_', '-')} {getattr(options, name)}: one at least")
-    ranks, least = int(os.environ.get("WORLD_SIZE", "1")), options.micro_batches
+            arguments.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+    ranks, count = int(os.environ.get("WORLD_SIZE", "1")), options.micro_batches
     if ranks < 2 or LAYERS % ranks:
+        sys.exit(f"{ranks} rank(s) cannot share {LAYERS} layers evenly: torchrun --nproc-per-node=2 (or 3, or 4)")
+    if options.batch % count:
         sys.exit(
-            f"{ranks} rank(s) cannot share {LAYERS} layers as a pipeline: torchrun --nproc-per-node=2 (or 3, or 4)"
+            f"{count} micro-batches cannot share a batch of {options.batch}: pass a multiple of {count} as --batch"
         )
-    if options.batch % least:
-        sys.exit(f"{least} micro-batches cannot share a batch of {options.batch}: pass a --batch that {least} divides")
-    if least < ranks:
+    if count < ranks:
         sys.exit(f"1F1B needs as many micro-batches as ranks: pass --micro-batches {ranks} or more")
     if options.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-        arguments.error(f"--out {options.out} cannot be drawn: its name must end in .png, .svg or .pdf")
+        arguments.error(f"--out {options.out}: the name must end in .png, .svg or .pdf")
     try:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=options.out.parent).close()  # tried now, not after the training
+        TemporaryFile(dir=options.out.parent).close()  # fail before the training, not after it
     except OSError as cause:
         arguments.error(f"--out {options.out} cannot be written ({cause.strerror})")
 
@@ -349,16 +349,16 @@ def check(options: argparse.Namespace) -> None:
 def main() -> None:
     options = arguments.parse_args()
     check(options)
-    torch.set_num_threads(1)  # ranks share this machine's cores
+    torch.set_num_threads(1)  # the ranks share the cores of this machine
     dist.init_process_group(options.backend)
     console, results = Console(), []
     for name in SCHEDULES:
         run = train(name, options, console)
-        if (result := together(name, run, options)) is not None:
+        if (result := gathered(name, run, options)) is not None:
             results.append(result)
     title = f"{dist.get_world_size()} ranks over {dist.get_backend()}, {options.micro_batches} micro-batches"
     dist.destroy_process_group()
-    if not results:  # rank 0 has them
+    if not results:  # only rank 0 has results
         return
     alone = train_alone(options, console)
     report(results, alone, title, options.micro_batches, console)

@@ -1,17 +1,17 @@
-"""Train in one process while asyncio servers answer requests over HTTP, always with the newest weights.
+"""Train in one process while asyncio servers answer HTTP requests with the newest weights.
 
-    torchrun --nproc-per-node=3 examples/weight_sync.py                  # a trainer, its users, one server
+    torchrun --nproc-per-node=3 examples/weight_sync.py                  # a trainer, the clients, one server
     torchrun --nproc-per-node=4 examples/weight_sync.py --width 5000     # two servers, 97 MiB of parameters
 
-Rank 0 trains on handwritten digits (scikit-learn ships them), in an ordinary blocking script. Every few steps it starts a
-broadcast of its parameters and trains on. Ranks 2 and up are inference servers: one event loop each, which answers
-requests and awaits the next broadcast side by side. They keep two copies of the parameters: requests are answered from
-the one, the next version comes into the other, and no answer ever mixes two. Rank 1 is the users: it sends requests
-with held-out digits at a fixed rate and checks the answers.
+Rank 0 trains on handwritten digits (from scikit-learn) in a blocking script. Every few steps it starts a broadcast of its
+parameters and continues to train. Rank 1 runs the clients: it sends requests with held-out digits at a fixed rate and
+checks the answers. Ranks 2 and up are inference servers: the event loop of each answers requests and awaits the next
+broadcast. A server keeps two copies of the parameters. It answers from one copy while it receives the next version into
+the other, so no answer mixes two versions.
 
 At the end rank 0 prints a row for each version: the duration of its broadcast, the requests answered during that time,
-their latency, and the longest pause of a server's event loop. It draws the picture out/weight_sync.png. It exits with 1
-if a request was not answered, an answer was mixed from two versions, or the answers did not get better.
+their latency, and the longest pause of a server's event loop. It plots the answers in out/weight_sync.png. It exits with
+1 if a request failed, an answer mixed two versions, or the accuracy did not rise.
 """
 
 from __future__ import annotations
@@ -49,32 +49,30 @@ import asyncdist.sync as blocking
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-arguments = argparse.ArgumentParser(
-    description="Pass weights to servers that go on answering; see the head of this file."
-)
-arguments.add_argument("--versions", type=int, default=20, help="how often the trainer passes its parameters")
+arguments = argparse.ArgumentParser(description="Send weights to running servers; see the first lines of this file.")
+arguments.add_argument("--versions", type=int, default=20, help="number of broadcasts of the parameters")
 arguments.add_argument("--steps", type=int, default=20, help="training steps between two versions")
-arguments.add_argument("--width", type=int, default=1024, help="of the two hidden layers; 5000 makes 97 MiB")
-arguments.add_argument("--rate", type=float, default=150.0, help="requests a second, all servers together")
-arguments.add_argument("--lr", type=float, default=0.005, help="low, so that there is something to see")
-arguments.add_argument("--out", type=Path, default=Path("out/weight_sync.png"), help="where the picture goes")
+arguments.add_argument("--width", type=int, default=1024, help="width of the two hidden layers; 5000 makes 97 MiB")
+arguments.add_argument("--rate", type=float, default=150.0, help="requests per second to all servers together")
+arguments.add_argument("--lr", type=float, default=0.005, help="learning rate, low so that accuracy rises slowly")
+arguments.add_argument("--out", type=Path, default=Path("out/weight_sync.png"), help="file of the plot")
 options = arguments.parse_args()
 if options.versions < 2:
-    arguments.error(f"--versions {options.versions}: two at least, to see that the answers get better")
+    arguments.error(f"--versions {options.versions}: must be at least 2, to compare the first with the last")
 if options.steps < 1 or options.width < 1:
-    arguments.error("--steps and --width: one at least")
+    arguments.error("--steps and --width: must be at least 1")
 if not options.rate > 0:
-    arguments.error(f"--rate {options.rate}: more than nothing")
+    arguments.error(f"--rate {options.rate}: must be greater than 0")
 if options.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-    arguments.error(f"--out {options.out} cannot be drawn: its name must end in .png, .svg or .pdf")
+    arguments.error(f"--out {options.out}: the name must end in .png, .svg or .pdf")
 try:
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    TemporaryFile(dir=options.out.parent).close()  # tried now, not after the training
+    TemporaryFile(dir=options.out.parent).close()  # fail before the training, not after it
 except OSError as cause:
     arguments.error(f"--out {options.out} cannot be written ({cause.strerror})")
 
-TRAINER, USERS = 0, 1
-BATCH = 32  # samples of a training step, and requests that a server answers together at most
+TRAINER, CLIENTS = 0, 1
+BATCH = 32  # samples per training step, and the most requests that a server computes together
 
 digits = load_digits()
 images = torch.tensor(digits.data / 16.0, dtype=torch.float32)
@@ -90,32 +88,32 @@ def network() -> nn.Sequential:
 
 
 def now() -> float:
-    return time.monotonic()  # one clock for all processes of a host
+    return time.monotonic()  # the same clock in all processes of a host
 
 
-def give_way() -> None:
-    """Have this thread (where niceness is not a thread's, its process) compute only while no event loop wants the core.
+def lower_thread_priority() -> None:
+    """Give event loops priority over the calling thread: with few cores a loop pauses mainly to wait for a core.
 
-    Where cores are fewer than who computes, a loop is held up by waiting for one, and hardly by anything that it does.
+    On systems without priorities of threads this applies to the whole process.
     """
     os.nice(10)
 
 
-def give_way_as_a_process() -> None:
-    """Have this process give way to others, also where Linux deals out cores by session, and every rank is one."""
-    give_way()
-    with contextlib.suppress(OSError):  # there are no such groups
+def lower_process_priority() -> None:
+    """Give other processes priority, also where Linux shares the cores among sessions: torchrun gives each rank one."""
+    lower_thread_priority()
+    with contextlib.suppress(OSError):  # the system has no autogroups
         Path("/proc/self/autogroup").write_text("10")
 
 
-# -- what is passed ---------------------------------------------------------------------------------
+# -- the parameters ---------------------------------------------------------------------------------
 
 
 class Weights:
-    """A copy of a model whose parameters are one tensor, in memory that every rank of the host sees.
+    """A copy of a model whose parameters are one tensor, in memory that the ranks of a host share.
 
-    The number of their version stands in front of the parameters and again behind them, so that a mixture of two gives
-    itself away; and in front, whether it is the last one.
+    The version number precedes and follows the parameters, so that a mixture of two versions can be detected. The second
+    element says whether the version is the last one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -126,12 +124,12 @@ class Weights:
         for parameter, part in zip(parameters, self.flat[2:-1].split(sizes), strict=True):
             parameter.data = part.view_as(parameter)
         self.readers = 0
-        self.free = asyncio.Event()  # set while no request computes with them
+        self.free = asyncio.Event()  # set while no request uses this copy
         self.free.set()
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the next version out while a request computes with this one."""
+        """Do not receive the next version into this copy inside the block."""
         self.readers += 1
         self.free.clear()
         try:
@@ -142,14 +140,14 @@ class Weights:
                 self.free.set()
 
     def write(self, model: nn.Module, version: int, *, last: bool) -> None:
-        """Take over the parameters that a model has now."""
-        for ours, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
-            ours.copy_(theirs.detach())
+        """Copy the present parameters of a model."""
+        for target, source in zip(self.model.parameters(), model.parameters(), strict=True):
+            target.copy_(source.detach())
         self.flat[0] = self.flat[-1] = version
         self.flat[1] = last
 
     def versions(self) -> set[int]:
-        """Return the version's number: one, or something has gone wrong."""
+        """Return the version numbers before and after the parameters; two numbers mean a mixture of versions."""
         return {int(self.flat[0]), int(self.flat[-1])}
 
 
@@ -157,15 +155,15 @@ class Weights:
 
 
 def train(group: dist.Group) -> dict[str, Any]:
-    """Train, and start to pass the parameters every few steps; return when each version went off and was taken."""
-    give_way_as_a_process()
-    model, posted, taken = network(), [], []
+    """Train, and start a broadcast of the parameters every few steps; return the times of the broadcasts."""
+    lower_process_priority()
+    model, posted = network(), []
     weights = Weights(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
-    dice = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     console = Console()
     with Progress(
-        TextColumn("[bold]training"), BarColumn(bar_width=36), MofNCompleteColumn(), TextColumn("versions passed"),
+        TextColumn("[bold]training"), BarColumn(bar_width=36), MofNCompleteColumn(), TextColumn("versions sent"),
         TextColumn("loss [cyan]{task.fields[loss]:.4f}[/]"), TimeElapsedColumn(), console=console,
         disable=not console.is_terminal,
     ) as progress:  # fmt: skip
@@ -173,28 +171,27 @@ def train(group: dist.Group) -> dict[str, Any]:
         for version in range(options.versions):
             weights.write(model, version, last=version == options.versions - 1)
             posted.append(now())
-            work = group.broadcast(weights.flat, TRAINER)  # a group's methods start, and return a handle
-            work.add_done_callback(lambda _: taken.append(now()))
+            work = group.broadcast(weights.flat, TRAINER)  # starts the broadcast and returns its Work
             losses = []
-            for _ in range(options.steps):  # training continues: the servers read a copy
-                batch = training[torch.randint(len(training), (BATCH,), generator=dice)]
+            for _ in range(options.steps):  # training continues, because `weights` is a copy
+                batch = training[torch.randint(len(training), (BATCH,), generator=generator)]
                 loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.item())
-            work.wait()  # before the copy is written over
+            work.wait()  # before the copy is overwritten
             progress.update(bar, advance=1, loss=np.mean(losses))
             if not console.is_terminal:
                 print(f"version {version + 1:2d}/{options.versions}  loss {np.mean(losses):.4f}", flush=True)
-    return {"posted": posted, "taken": taken, "nbytes": weights.flat.nbytes}
+    return {"posted": posted, "nbytes": weights.flat.nbytes}
 
 
 # -- a server ---------------------------------------------------------------------------------------
 
 
-class Pulse:
-    """Records every millisecond how late an event loop is: while it is late it answers no request."""
+class LoopMonitor:
+    """Records every millisecond by how many seconds an event loop is late. A late loop answers no requests."""
 
     INTERVAL = 1e-3
 
@@ -202,50 +199,50 @@ class Pulse:
         self._loop = asyncio.get_running_loop()
         self.at: list[float] = []
         self.late: list[float] = []
-        self._beat(self._loop.time())
+        self._measure(self._loop.time())
 
-    def _beat(self, due: float) -> None:
-        there = self._loop.time()
+    def _measure(self, due: float) -> None:
+        called = self._loop.time()
         self.at.append(now())
-        self.late.append(there - due)
-        self._next = self._loop.call_at(there + self.INTERVAL, self._beat, there + self.INTERVAL)
+        self.late.append(called - due)
+        self._next = self._loop.call_at(called + self.INTERVAL, self._measure, called + self.INTERVAL)
 
     def stop(self) -> None:
         self._next.cancel()
 
 
 class Server:
-    """Answers requests with the newest weights there are, many at a time."""
+    """Answers requests with the newest weights, many at a time."""
 
     def __init__(self) -> None:
         self.current, self.spare = Weights(network()), Weights(network())
         self.arrived: list[float] = []
-        self.processor = ThreadPoolExecutor(1, "forward", initializer=give_way)
-        self._asked: asyncio.Queue[tuple[list[float], asyncio.Future[tuple[int, int]]]] = asyncio.Queue()
+        self.executor = ThreadPoolExecutor(1, "forward", initializer=lower_thread_priority)
+        self._requests: asyncio.Queue[tuple[list[float], asyncio.Future[tuple[int, int]]]] = asyncio.Queue()
 
-    async def follow(self, group: Any) -> None:
-        """Take each version as the trainer passes it."""
+    async def receive(self, group: Any) -> None:
+        """Receive versions from the trainer up to the last one."""
         last = False
         while not last:
-            await self.spare.free.wait()  # what was begun two versions ago may still be computed
+            await self.spare.free.wait()  # requests that began two versions ago may still use this copy
             await dist.broadcast(self.spare.flat, src=TRAINER, group=group)
             self.arrived.append(now())
             self.current, self.spare = self.spare, self.current
             last = bool(self.current.flat[1])
 
     async def compute(self) -> None:
-        """Answer all waiting requests at once, on another thread, so that the loop continues to run."""
+        """Compute all waiting requests together, on another thread, so that the loop continues to run."""
         loop = asyncio.get_running_loop()
         while True:
-            asked = [await self._asked.get()]
-            while len(asked) < BATCH and not self._asked.empty():
-                asked.append(self._asked.get_nowait())
+            requests = [await self._requests.get()]
+            while len(requests) < BATCH and not self._requests.empty():
+                requests.append(self._requests.get_nowait())
             weights = self.current
             with weights.in_use():
-                pixels = [pixels for pixels, _ in asked]
-                found, versions = await loop.run_in_executor(self.processor, self._forward, weights, pixels)
+                pixels = [pixels for pixels, _ in requests]
+                found, versions = await loop.run_in_executor(self.executor, self._forward, weights, pixels)
             version, *others = versions
-            for (_, answer), digit in zip(asked, found, strict=True):
+            for (_, answer), digit in zip(requests, found, strict=True):
                 if answer.cancelled():
                     continue
                 if not others:
@@ -263,13 +260,13 @@ class Server:
         """Handle ``POST /digit`` with ``{"pixels": [64 numbers]}``."""
         pixels = (await request.json())["pixels"]
         answer: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
-        self._asked.put_nowait((pixels, answer))
+        self._requests.put_nowait((pixels, answer))
         digit, version = await answer
         return web.json_response({"digit": digit, "version": version})
 
 
 async def serve(group: Any) -> dict[str, Any]:
-    """Answer until the users have enough; return when versions arrived and how late the loop was."""
+    """Answer requests until the clients stop; return when versions arrived and how late the loop was."""
     server = Server()
     application = web.Application()
     application.router.add_post("/digit", server.answer)
@@ -277,34 +274,34 @@ async def serve(group: Any) -> dict[str, Any]:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     await dist.all_gather_object([None] * dist.get_world_size(), f"http://127.0.0.1:{runner.addresses[0][1]}/digit")
-    pulse, computing = Pulse(), asyncio.create_task(server.compute())
+    monitor, computing = LoopMonitor(), asyncio.create_task(server.compute())
     try:
-        await server.follow(group)
-        await dist.barrier()  # the last version is everywhere
-        await dist.barrier()  # and the users have seen it
+        await server.receive(group)
+        await dist.barrier()  # every server has the last version
+        await dist.barrier()  # the clients have stopped
     finally:
-        pulse.stop()
+        monitor.stop()
         computing.cancel()
         await runner.cleanup()
-        server.processor.shutdown()
-    return {"arrived": server.arrived, "at": np.array(pulse.at), "late": np.array(pulse.late)}
+        server.executor.shutdown()
+    return {"arrived": server.arrived, "at": np.array(monitor.at), "late": np.array(monitor.late)}
 
 
-# -- the users --------------------------------------------------------------------------------------
+# -- the clients ------------------------------------------------------------------------------------
 
 
 @dataclass
-class Asked:
-    """All requests, by number: their time, seconds until the answer, its version, and whether it was right."""
+class Answers:
+    """All answers: the request's time, seconds until the answer, its version, and whether it was correct."""
 
     at: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
-    right: list[bool] = field(default_factory=list)
+    correct: list[bool] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
-    async def ask(self, session: aiohttp.ClientSession, url: str, which: int) -> None:
-        asked = now()
+    async def request(self, session: aiohttp.ClientSession, url: str, which: int) -> None:
+        sent = now()
         try:
             async with session.post(url, json={"pixels": images[which].tolist()}) as response:
                 response.raise_for_status()
@@ -312,31 +309,31 @@ class Asked:
         except aiohttp.ClientError as error:
             self.failures.append(f"{type(error).__name__}: {error}")
             return
-        self.at.append(asked)
-        self.seconds.append(now() - asked)
+        self.at.append(sent)
+        self.seconds.append(now() - sent)
         self.version.append(reply["version"])
-        self.right.append(reply["digit"] == int(labels[which]))
+        self.correct.append(reply["digit"] == int(labels[which]))
 
 
-async def use() -> dict[str, Any]:
-    """Ask at random moments, ``--rate`` times a second, until all versions are passed and for a moment longer."""
+async def send_requests() -> dict[str, Any]:
+    """Send ``--rate`` requests per second at random times, until half a second after the last version has arrived."""
     urls: list[Any] = [None] * dist.get_world_size()
     await dist.all_gather_object(urls, None)
-    urls, asked, dice = urls[USERS + 1 :], Asked(), np.random.default_rng(0)
-    passed = dist.barrier()  # goes on by itself; we look at it now and then
+    urls, answers, generator = urls[CLIENTS + 1 :], Answers(), np.random.default_rng(0)
+    all_arrived = dist.barrier()  # runs in the background
     until = None
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as tasks:
         due = now()
         while until is None or now() < until:
-            due += dice.exponential(1 / options.rate)
+            due += generator.exponential(1 / options.rate)
             await asyncio.sleep(due - now())
-            which = int(held_out[dice.integers(len(held_out))])
-            tasks.create_task(asked.ask(session, urls[dice.integers(len(urls))], which))
-            if until is None and passed.is_completed():
+            which = int(held_out[generator.integers(len(held_out))])
+            tasks.create_task(answers.request(session, urls[generator.integers(len(urls))], which))
+            if until is None and all_arrived.is_completed():
                 until = now() + 0.5
-    await passed  # raises what it failed with, if it did
+    await all_arrived  # raises the barrier's error if it failed
     await dist.barrier()
-    return asdict(asked)
+    return asdict(answers)
 
 
 # -- all ranks --------------------------------------------------------------------------------------
@@ -345,89 +342,88 @@ async def use() -> dict[str, Any]:
 async def loop_main() -> None:
     await dist.init_process_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group([TRAINER, *range(USERS + 1, world_size)])
-    found = await (use() if rank == USERS else serve(group))
-    await dist.gather_object(found, None, dst=TRAINER)
+    group = dist.new_group([TRAINER, *range(CLIENTS + 1, world_size)])
+    result = await (send_requests() if rank == CLIENTS else serve(group))
+    await dist.gather_object(result, None, dst=TRAINER)
     await dist.destroy_process_group()
 
 
 def trainer_main() -> list[dict[str, Any]]:
     blocking.init_process_group()
     world_size = blocking.get_world_size()
-    group = blocking.new_group([TRAINER, *range(USERS + 1, world_size)])
+    group = blocking.new_group([TRAINER, *range(CLIENTS + 1, world_size)])
     assert isinstance(group, dist.Group)
-    found: list[Any] = [None] * world_size
-    blocking.all_gather_object([None] * world_size, None)  # the addresses are for the users
-    mine = train(group)
+    results: list[Any] = [None] * world_size
+    blocking.all_gather_object([None] * world_size, None)  # the clients need the servers' addresses
+    own = train(group)
     blocking.barrier()
     blocking.barrier()
-    blocking.gather_object(mine, found, dst=TRAINER)
+    blocking.gather_object(own, results, dst=TRAINER)
     blocking.destroy_process_group()
-    return found
+    return results
 
 
 if int(os.environ.get("WORLD_SIZE", "1")) < 3:
-    sys.exit(
-        "a trainer, its users and a server are three at least: torchrun --nproc-per-node=3 examples/weight_sync.py"
-    )
-torch.set_num_threads(1)  # ranks share this machine's cores
+    sys.exit("this example needs at least three ranks: torchrun --nproc-per-node=3 examples/weight_sync.py")
+torch.set_num_threads(1)  # the ranks share the cores of this machine
 if os.environ["RANK"] != str(TRAINER):
     asyncio.run(loop_main())
     sys.exit(0)
-trainer, users, *servers = trainer_main()
+trainer, clients, *servers = trainer_main()
 
 # -- the table --------------------------------------------------------------------------------------
 
 posted = trainer["posted"]
-order = np.argsort(users["at"])
-at, seconds = np.array(users["at"])[order], np.array(users["seconds"])[order]
-version, right = np.array(users["version"])[order], np.array(users["right"])[order]
-arrived = np.max([server["arrived"] for server in servers], axis=0)  # everywhere
+order = np.argsort(clients["at"])
+at, seconds = np.array(clients["at"])[order], np.array(clients["seconds"])[order]
+version, correct = np.array(clients["version"])[order], np.array(clients["correct"])[order]
+arrived = np.max([server["arrived"] for server in servers], axis=0)  # on all servers
 answered = at + seconds
 
 
 def longest_pause(server: dict[str, Any], begin: float, end: float) -> float:
-    """Return the longest time for which a server's loop stood still between two moments, in seconds."""
+    """Return the longest pause of a server's loop between two times, in seconds."""
     first, last = bisect(server["at"], begin), bisect(server["at"], end)
     return float(max(server["late"][first : last + 1], default=0.0))
 
 
 table = Table(title=f"{trainer['nbytes'] / 2**20:.1f} MiB of parameters, {len(servers)} server(s)")
-for heading in ("version", "passed in", "answered during it", "longest pause", "answers", "right", "p50", "p99"):
+for heading in ("version", "broadcast", "answered during it", "longest pause", "answers", "correct", "p50", "p99"):
     table.add_column(heading, justify="right")
 accuracies, pauses = [], []
 for number in range(len(posted)):
     own = version == number
-    accuracies.append(float(right[own].mean()) if own.any() else float("nan"))
+    accuracies.append(float(correct[own].mean()) if own.any() else float("nan"))
     pauses.append(max(longest_pause(server, posted[number], arrived[number]) for server in servers))
-    meanwhile = int(((answered >= posted[number]) & (answered <= arrived[number])).sum())
+    during = int(((answered >= posted[number]) & (answered <= arrived[number])).sum())
     median, tail = np.percentile(seconds[own], [50, 99]) if own.any() else (float("nan"), float("nan"))
     table.add_row(
-        str(number), f"{1e3 * (arrived[number] - posted[number]):.1f} ms", str(meanwhile), f"{1e3 * pauses[-1]:.1f} ms",
+        str(number), f"{1e3 * (arrived[number] - posted[number]):.1f} ms", str(during), f"{1e3 * pauses[-1]:.1f} ms",
         str(int(own.sum())), f"{accuracies[-1]:.1%}", f"{1e3 * median:.1f} ms", f"{1e3 * tail:.1f} ms",
     )  # fmt: skip
 Console(width=100).print(table)
 median, tail = np.percentile(seconds, [50, 99])
 ever = max(float(server["late"].max()) for server in servers)
-print(f"{len(at)} requests answered, {len(users['failures'])} not; p50 {1e3 * median:.1f} ms, p99 {1e3 * tail:.1f} ms")
-print(f"longest pause of a server's loop: {1e3 * max(pauses):.1f} ms while weights came, {1e3 * ever:.1f} ms ever")
-print(f"answers right: {accuracies[0]:.1%} with version 0, {accuracies[-1]:.1%} with version {len(posted) - 1}")
+failures = clients["failures"]
+print(f"{len(at)} requests answered, {len(failures)} failed; p50 {1e3 * median:.1f} ms, p99 {1e3 * tail:.1f} ms")
+print(f"longest pause of a server's loop: {1e3 * max(pauses):.1f} ms during broadcasts, {1e3 * ever:.1f} ms overall")
+print(f"correct answers: {accuracies[0]:.1%} with version 0, {accuracies[-1]:.1%} with version {len(posted) - 1}")
 
-# -- the picture ------------------------------------------------------------------------------------
+# -- the plot ---------------------------------------------------------------------------------------
 
 figure, (above, below) = plt.subplots(2, figsize=(10, 6.4), sharex=True, layout="constrained")
 start = at[0]
-window = min(100, len(right))
-rolling = np.convolve(right, np.ones(window) / window, mode="valid")
+window = min(100, len(correct))
+rolling = np.convolve(correct, np.ones(window) / window, mode="valid")
 above.plot(answered[window - 1 :] - start, 100 * rolling, color="#08519c", linewidth=2)
-above.set(ylabel="right, %", ylim=(0, 101))
+above.set(ylabel="correct, %", ylim=(0, 101))
 above.set_title(f"Answers as weights arrive (mean of {window})", loc="left", weight="bold")
 below.scatter(at - start, 1e3 * seconds, s=5, color="#9ecae1", linewidth=0)
 below.axhline(1e3 * median, color="#08519c", linewidth=1, label=f"p50 {1e3 * median:.1f} ms")
 below.axhline(1e3 * tail, color="#08519c", linewidth=1, linestyle=":", label=f"p99 {1e3 * tail:.1f} ms")
 below.set(xlabel="seconds", ylabel="latency, ms", yscale="log")
 below.set_title(
-    f"Each request; longest pause of a loop while weights came: {1e3 * max(pauses):.1f} ms", loc="left", weight="bold"
+    f"Each request; longest pause of a loop during broadcasts: {1e3 * max(pauses):.1f} ms", loc="left", weight="bold"
 )
 below.legend(frameon=False, loc="upper right", ncols=2)
 for axes in (above, below):
@@ -437,7 +433,7 @@ for axes in (above, below):
 figure.savefig(options.out, dpi=150)
 print(f"wrote {options.out}")
 
-if users["failures"]:
-    sys.exit(f"{len(users['failures'])} requests were not answered, the first of them: {users['failures'][0]}")
+if failures:
+    sys.exit(f"{len(failures)} requests failed, the first one with {failures[0]}")
 if not accuracies[-1] > accuracies[0]:
-    sys.exit("the answers did not get better")
+    sys.exit("the accuracy did not rise")

@@ -10,65 +10,68 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PICTURES = ["train_digits.py", "weight_sync.py", "pipeline.py", "tensor_parallel.py"]
+PLOTTING = ["train_digits.py", "weight_sync.py", "pipeline.py", "tensor_parallel.py"]
 pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capsys):
-    """Run an example as rank 0 of 2 without a rank 1; return its error message."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+    """Run an example as rank 0 of ``ranks``, of which no other one exists; return its error message."""
+    for name, value in (("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
 
-    def refused(program, *arguments):
+    def refused(program, *arguments, ranks=2):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
         monkeypatch.setattr(sys, "argv", [program, *arguments])
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(EXAMPLES / program), run_name="__main__")
-        said = capsys.readouterr().err
-        assert (
-            ended.value.code == 2 if said else isinstance(ended.value.code, str)
-        )  # which Python prints, and ends with 1
-        return said or ended.value.code
+        message = capsys.readouterr().err
+        # Python prints the string of a SystemExit and exits with status 1.
+        assert ended.value.code == 2 if message else isinstance(ended.value.code, str)
+        return message or ended.value.code
 
     return refused
 
 
-@pytest.mark.parametrize("program", [*PICTURES, "fsdp2_gpt.py"])
+@pytest.mark.parametrize("program", [*PLOTTING, "fsdp2_gpt.py"])
 def test_folder_that_cannot_be_created_is_refused(refused, tmp_path, program):
     (tmp_path / "file").touch()
-    assert re.search(r"error: --out file/\S+ cannot be written \(\w", refused(program, "--out=file/below/picture.png"))
+    assert re.search(r"error: --out file/\S+ cannot be written \(\w", refused(program, "--out=file/below/plot.png"))
 
 
-@pytest.mark.parametrize("program", PICTURES)
-@pytest.mark.parametrize("name", ["picture.nothing", "picture"])
+@pytest.mark.parametrize("program", PLOTTING)
+@pytest.mark.parametrize("name", ["plot.nothing", "plot"])
 def test_file_name_without_a_picture_format_is_refused(refused, tmp_path, program, name):
-    assert f"error: --out {name} cannot be drawn: its name must end in .png" in refused(program, f"--out={name}")
+    assert f"error: --out {name}: the name must end in .png" in refused(program, f"--out={name}")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("program", ["train_digits.py", "fsdp2_gpt.py"])
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="there is no folder into which even root cannot write")
-def test_unwritable_folder_is_refused(refused, program):
-    out = "/proc/picture.png" if program in PICTURES else "/proc"
+@pytest.mark.parametrize(("program", "out"), [("train_digits.py", "/proc/plot.png"), ("fsdp2_gpt.py", "/proc")])
+def test_unwritable_folder_is_refused(refused, program, out):
     assert f"error: --out {out} cannot be written (" in refused(program, f"--out={out}")
 
 
 @pytest.mark.parametrize(
-    ("program", "option", "said"),
+    ("program", "ranks", "option", "message"),
     [
-        ("train_digits.py", "--epochs=0", "--epochs 0: one at least"),
-        ("train_digits.py", "--batch=1", "--batch 1: one sample at least for each rank"),
-        ("fsdp2_gpt.py", "--steps=0", "--steps 0: one at least"),
-        ("pipeline.py", "--micro-batches=0", "--micro-batches 0: one at least"),
-        ("tensor_parallel.py", "--steps=-1", "--steps -1: one at least"),
-        ("weight_sync.py", "--versions=1", "--versions 1: two at least"),
-        ("weight_sync.py", "--rate=0", "--rate 0.0: more than nothing"),
+        ("train_digits.py", 2, "--epochs=0", "--epochs 0: must be at least 1"),
+        ("train_digits.py", 2, "--batch=1", "--batch 1: each rank needs at least one sample"),
+        ("fsdp2_gpt.py", 2, "--steps=0", "--steps 0: must be at least 1"),
+        ("fsdp2_gpt.py", 2, "--batch=25", "pass a multiple of 2 as --batch"),
+        ("fsdp2_gpt.py", 2, "--resume", "run without --resume first"),
+        ("fsdp2_gpt.py", 2, "--heads=3", "change --width or --heads"),
+        ("tensor_parallel.py", 2, "--steps=-1", "--steps -1: must be at least 1"),
+        ("tensor_parallel.py", 3, "--steps=1", "start 1, 2 or 4 ranks"),
+        ("pipeline.py", 2, "--micro-batches=0", "--micro-batches 0: must be at least 1"),
+        ("pipeline.py", 1, "--steps=1", "torchrun --nproc-per-node=2"),
+        ("pipeline.py", 2, "--batch=100", "pass a multiple of 8 as --batch"),
+        ("pipeline.py", 4, "--micro-batches=2", "pass --micro-batches 4 or more"),
+        ("weight_sync.py", 3, "--versions=1", "--versions 1: must be at least 2"),
+        ("weight_sync.py", 3, "--rate=0", "--rate 0.0: must be greater than 0"),
+        ("weight_sync.py", 2, "--steps=1", "at least three ranks: torchrun --nproc-per-node=3"),
     ],
 )
-def test_arguments_that_leave_nothing_to_do_are_refused(refused, program, option, said):
-    assert f"error: {said}" in refused(program, option)
-
-
-def test_weight_sync_needs_three_processes(refused):
-    assert "three at least: torchrun --nproc-per-node=3" in refused("weight_sync.py")
+def test_impossible_arguments_are_refused_with_advice(refused, program, ranks, option, message):
+    assert message in refused(program, option, ranks=ranks)

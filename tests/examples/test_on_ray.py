@@ -15,10 +15,10 @@ INSTALLED = importlib.util.find_spec("ray") is not None
 def test_ranks_train_and_answer_calls(run_example):
     ended = run_example("on_ray.py", "--steps=600")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "the ranks agree on the weights" in ended.stdout
+    assert "the weights of the ranks are equal" in ended.stdout
     answered = [int(count) for count in re.findall(r"(\d+) │$", ended.stdout, re.MULTILINE)]
     assert len(answered) == 2
-    assert answered[0] > 0  # rank 0, which the driver asks
+    assert answered[0] > 0, "the driver asks rank 0"
 
 
 @pytest.mark.exhaustive

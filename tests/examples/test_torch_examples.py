@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-import runpy
-import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.exhaustive, pytest.mark.processes]
 
 
 def table_of(result):
@@ -27,24 +23,21 @@ def is_picture(path):
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.exhaustive
 def test_fsdp2_resumes_with_another_number_of_ranks(run_example, tmp_path):
     small = ["--width", "64", "--layers", "2", "--context", "32", "--steps", "30"]
     first = run_example("fsdp2_gpt.py", *small, ranks=2)
     table = table_of(first)
     (before,), (after,) = table["loss on held-out text, before"], table["loss on held-out text, after"]
-    assert before > 4.5  # about that of guessing
+    assert before > 4.5  # a little below log(128), the loss of a uniform guess
     assert after < before - 1.2
-    mine, everyones = table["rank 0 holds of them and the optimizer's state"]
-    assert 0.4 * everyones < mine < 0.6 * everyones
+    own, total = table["parameters and optimizer state on rank 0"]
+    assert 0.4 * total < own < 0.6 * total
     assert "over asyncdist" in first.stdout
     assert is_picture(tmp_path / "out/fsdp2_gpt/loss.png")
 
     second = run_example("fsdp2_gpt.py", *small, "--steps", "15", "--resume", ranks=3)
     table = table_of(second)
-    found, saved = re.search(
-        r"resumed on 3 ranks after step 30: .* (\S+), as it was saved (\S+)", second.stdout
-    ).groups()
+    found, saved = re.search(r"resumed on 3 ranks after step 30: .* (\S+), when saved (\S+)", second.stdout).groups()
     assert float(saved) == pytest.approx(after, abs=1e-3)
     assert float(found) == pytest.approx(float(saved), abs=1e-2)  # bfloat16 in other shapes
     assert table["steps"] == [15, 45]
@@ -57,18 +50,16 @@ def test_fsdp2_resumes_with_another_number_of_ranks(run_example, tmp_path):
     assert "Traceback" not in other.stderr
 
 
-@pytest.mark.exhaustive
 def test_tensor_parallel_gives_the_weights_of_one_process(run_example, tmp_path):
     table = table_of(run_example("tensor_parallel.py", "--steps", "40", ranks=2))
     first, last = table["loss"]
     assert last < first - 0.3
     assert 0 < table["largest difference of a weight"][0] < 1e-5  # zero would mean that nothing was split
-    mine, everyones = table["weights on rank 0"]
-    assert 0.45 < mine / everyones < 0.55
+    own, total = table["weights on rank 0"]
+    assert 0.45 < own / total < 0.55
     assert is_picture(tmp_path / "out/tensor_parallel.png")
 
 
-@pytest.mark.exhaustive
 def test_pipeline_gives_the_weights_of_one_process(run_example, tmp_path):
     table = table_of(run_example("pipeline.py", "--steps", "15", "--width", "128", ranks=2))
     for before, after in zip(table["loss"][::2], table["loss"][1::2], strict=True):
@@ -76,23 +67,3 @@ def test_pipeline_gives_the_weights_of_one_process(run_example, tmp_path):
     assert all(0 < difference < 1e-5 for difference in table["largest difference"])
     assert table["micro-batches held"] == [8, 8, 2, 1]
     assert is_picture(tmp_path / "out/pipeline.png")
-
-
-@pytest.mark.parametrize(
-    ("program", "ranks", "options", "advice"),
-    [
-        ("fsdp2_gpt.py", 2, ["--batch", "25"], "pass a --batch that 2 divides"),
-        ("fsdp2_gpt.py", 2, ["--resume"], "run without --resume first"),
-        ("fsdp2_gpt.py", 2, ["--heads", "3"], "change --width or --heads"),
-        ("tensor_parallel.py", 3, [], "start 1, 2 or 4 ranks"),
-        ("pipeline.py", 1, [], "torchrun --nproc-per-node=2"),
-        ("pipeline.py", 2, ["--batch", "100"], "pass a --batch that 8 divides"),
-        ("pipeline.py", 4, ["--micro-batches", "2"], "pass --micro-batches 4 or more"),
-    ],
-)
-def test_impossible_arguments_are_refused_with_advice(tmp_path, monkeypatch, program, ranks, options, advice):
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [program, *options])
-    with pytest.raises(SystemExit, match=re.escape(advice)):
-        runpy.run_path(str(EXAMPLES / program))["main"]()

@@ -27,7 +27,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from toys import Block, Tower, state, train
+from torch.nn import functional
+from toys import Block, Tower, samples, state, train
 
 # -- FSDP2 -------------------------------------------------------------------------------------------
 
@@ -91,6 +92,24 @@ def other_reductions(rank, world):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     return _trained(model, rank)
+
+
+def accumulated(rank, world):
+    """Gradients accumulate without communication, then one reduce-scatter follows."""
+    model = _sharded()
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        inputs, targets = samples(rank, step)
+        functional.mse_loss(model(inputs), targets).backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def clipped_norm(rank, world):
+    model = _sharded()
+    inputs, targets = samples(rank, 0)
+    functional.mse_loss(model(inputs), targets).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return norm.full_tensor(), {name: p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
 def whole_state(rank, world):

@@ -43,7 +43,8 @@ def test_variants_of_fsdp2(same_over_gloo, world, name):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "program", ["in_memory_of_the_group", "hybrid", "other_reductions", "whole_state", "above_tensor_parallel"],
+    "program", ["in_memory_of_the_group", "hybrid", "other_reductions", "accumulated", "clipped_norm", "whole_state",
+                "above_tensor_parallel"],
 )  # fmt: skip
 def test_fsdp2(same_over_gloo, world, program):
     same_over_gloo("programs_sharded", program, close=world > 2)
