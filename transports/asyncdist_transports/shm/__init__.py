@@ -3,8 +3,8 @@
 `ShmTransport` is the entry point, registered in ``pyproject.toml``. A transport imports of `asyncdist` only the contract
 (`asyncdist.transport`), `base`, `memory`, `algorithms.schedule`, `config` and `errors`. Read the modules in this order:
 
-`memory_order`     why a process may read what another process has written
-`control_block`    what a rank publishes in its own memory: whether it sleeps, where its slot tables and rings are
+`memory_order`     how a process reads data that another process has written
+`control_block`    the words of a rank that its peers read: whether it sleeps, where its slot tables and rings are
 `local_peer`       a peer on this host: its mapped memory, and the Unix socket for wake-ups, control messages and its end
 `local_listener`   how two ranks connect: token, process identity, descriptors
 `byte_ring`        messages between two ranks, as a byte stream through a ring buffer

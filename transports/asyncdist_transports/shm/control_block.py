@@ -1,6 +1,6 @@
-"""The control block: what a rank publishes to its peers in its own memory.
+"""The control block: words in a rank's memory that its peers read.
 
-It holds the rank's sleep flag, the core that it runs on, and where its slot tables and rings are. `transport` makes it
+It holds the rank's sleep flag, the core that it runs on, and the offsets of its slot tables and rings. `transport` makes it
 and opens those of peers; `local_peer`, `byte_ring`, `core_placement`, `deferred_free` and `collectives` use its words.
 The block lies in the rank's arena and consists of 8-byte words. A line is 8 words, one cache line.
 
@@ -30,7 +30,7 @@ RING, WRITTEN, READ = 0, 1, 2
 _SIGN_BIT = 1 << 63
 
 
-def to_signed(number: int) -> int:
+def _to_signed(number: int) -> int:
     """Return the signed value of a word that holds an unsigned 64-bit number."""
     return number - (1 << 64) if number & _SIGN_BIT else number
 
@@ -54,7 +54,7 @@ class ControlBlock:
 
     def group_slots(self, number: int) -> int | None:
         """Return the offset of a group's slot table in the owner's arena; None while the group has none."""
-        words, wanted = self.words, to_signed(number)
+        words, wanted = self.words, _to_signed(number)
         # If the owner has freed the block, the arena may hold other data here.
         used = min(words[_USED], _PAIRS)
         for entry in range(self._directory, self._directory + 2 * used, 2):
@@ -102,12 +102,12 @@ class OwnControlBlock(ControlBlock):
         words = self.words
         words[entry + 1] = offset
         self._fence.full()
-        words[entry] = to_signed(number)
+        words[entry] = _to_signed(number)
         words[_USED] = max(words[_USED], (entry - self._directory) // 2 + 1)
 
     def remove_group(self, number: int) -> None:
         """Remove a group's slot table from the directory, and make the entry free."""
-        words, wanted = self.words, to_signed(number)
+        words, wanted = self.words, _to_signed(number)
         for entry in range(self._directory, self._directory + 2 * words[_USED], 2):
             if words[entry] == wanted:
                 words[entry] = 0

@@ -21,7 +21,7 @@ from time import monotonic
 from asyncdist_transports.shm.control_block import ControlBlock
 
 # Seconds between moves. A move takes some 50 µs, and the scheduler may have reasons to undo it.
-_REST = 0.02
+_PAUSE = 0.02
 
 
 def _core_finder() -> Callable[[], int] | None:
@@ -40,7 +40,7 @@ class CorePlacement:
     def __init__(self, rank: int, own: ControlBlock) -> None:
         self._rank, self._own = rank, own
         self.find_core = _core_finder()
-        self._rest_until = 0.0
+        self._paused_until = 0.0
 
     def __call__(self, peers: Iterable[tuple[int, ControlBlock]]) -> None:
         """Publish the calling thread's core, and move the thread if it is this rank's turn.
@@ -52,18 +52,18 @@ class CorePlacement:
             return
         core = self._own.core = self.find_core()
         now = monotonic()
-        if now < self._rest_until:
+        if now < self._paused_until:
             return
         awake = [(rank, control.core) for rank, control in peers if not control.asleep[0]]
-        if any(rank > self._rank for rank, their_core in awake if their_core == core):
+        if any(rank > self._rank for rank, peer_core in awake if peer_core == core):
             # The higher rank moves.
             return
-        ranks_on_core = Counter(their_core for _, their_core in awake)
+        ranks_on_core = Counter(peer_core for _, peer_core in awake)
         allowed = os.sched_getaffinity(0)
         emptiest = min(allowed, key=lambda one: (ranks_on_core[one], one))
         # The count excludes this rank.
         if ranks_on_core[core] > ranks_on_core[emptiest]:
-            self._rest_until = now + _REST
+            self._paused_until = now + _PAUSE
             self._move(emptiest, allowed)
             self._own.core = emptiest
 

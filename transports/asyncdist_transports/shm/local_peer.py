@@ -24,7 +24,6 @@ from asyncdist_transports.shm.memory_order import Fence
 
 PACKET_NBYTES = 1 << 17
 WAKE_PACKET = b"!"
-CLOSED = "its connection has ended"
 READABLE, WRITABLE = select.POLLIN, select.POLLOUT
 
 
@@ -60,7 +59,7 @@ class LocalPeer:
         self._ring: RingReader | None = None
         self._reader: Reader | None = None
         self.end_reason: str | None = None
-        """Why the peer's socket delivers nothing more; None while it may."""
+        """Why the peer's socket has ended; None while it is open."""
         # Whether the peer has closed its end, after which it reads no memory of this rank.
         self._peer_closed = False
         self.kept_socket: socket.socket | None = None
@@ -113,7 +112,7 @@ class LocalPeer:
                 raise PeerGone(cause.strerror or str(cause)) from cause
             if not packet:
                 self._peer_closed = True
-                raise PeerGone(CLOSED)
+                raise PeerGone("its connection has ended")
             if packet != WAKE_PACKET:
                 self._dispatch_control(packet)
 
@@ -178,7 +177,7 @@ class LocalPeer:
     # -- the end -------------------------------------------------------------------------------
 
     def mark_ended(self, reason: str) -> None:
-        """Expect nothing more from the socket. It stays open, which tells the peer that this rank may read its memory."""
+        """Note the end of the socket. It stays open, which tells the peer that this rank may still read its memory."""
         if self.end_reason is None:
             self.end_reason = reason
 
@@ -191,7 +190,7 @@ class LocalPeer:
         """Read no memory of the peer any more. `has_left` says whether the peer may still read this rank's memory."""
         self.shut_down()
         if not self._peer_closed:
-            # A loop may still watch the socket itself.
+            # A loop may still watch the original.
             self.kept_socket = self.sock.dup()
             lifecycle.close_in_children(self.kept_socket)
         self._host.retire(self.sock)

@@ -1,7 +1,7 @@
-"""Every collective of larger tensors, of any sizes: which member stages what in which round, and which member reads it.
+"""Every collective of larger tensors: which member stages which block in which round, and which member reads it.
 
 A collective is a `CollectiveState` in a slot table: members stage blocks, read blocks, and leave. `Pieces` says where a
-block's pieces are staged. Reductions differ from copies only in what reading a piece does. `native` calls this module.
+block's pieces are staged. Reductions differ from copies only in the reading of a piece. `native` calls this module.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Large:
         self._others = slots.others
 
     def prepare(self, signature: CallSignature) -> PreparedCall:
-        """Return what runs the calls with one signature in rounds; the inputs may overlap the outputs."""
+        """Return the call in rounds for a signature; its inputs may overlap its outputs."""
         return functools.partial(_CALLS[signature.collective], self, signature)
 
     def _blocks(self, blocks: Blocks | None) -> list[Memory]:
@@ -69,8 +69,7 @@ class Large:
         """Reduce a memory by staging, in a slot that this member has entered, and stay in the slot.
 
         A memory that fits into one piece costs one synchronisation, and every member reduces all contributions. For a
-        larger one each member reduces its own block, with two synchronisations a piece. Two members gain nothing
-        by dividing the work.
+        larger one each member reduces its own block, with two synchronisations a piece.
         """
         if every_member_reduces(self._size, memory.nbytes):
             yield from self._reduce_on_every_member(state, memory, arithmetic)
@@ -259,7 +258,7 @@ class Large:
         in_place = own is own_room or own.tensor.data_ptr() == own_room.tensor.data_ptr()
 
         def read(k: int, round_index: int) -> None:
-            # The piece staged just now is still in the cache.
+            # The piece that was just staged is still in the cache.
             if not in_place:
                 pieces.of(own_room, k).copy_(pieces.of(own, k))
             for member in self._others:

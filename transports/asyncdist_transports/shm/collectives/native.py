@@ -1,9 +1,9 @@
 """The collectives of a group whose members share memory: selects the protocol of each call.
 
 Small tensors use a `SmallExchange`, with one synchronisation. An all-reduce of registered tensors is a
-`ZeroCopyAllReduce`. All other calls are staged in rounds (see `large`). Members select alike, by what their calls have in
-common: sizes, and whether the data is registered, which the members tell each other. `ShmTransport.native` makes one
-`ShmNative` per group.
+`ZeroCopyAllReduce`. All other calls are staged in rounds (see `large`). All members select the same protocol: by the
+sizes, and by whether the data is registered, which the members publish. `ShmTransport.native` makes one `ShmNative` per
+group.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ShmNative(Native):
         return self._zero_copy_or(staged, signature)
 
     def _zero_copy_or(self, staged: PreparedCall, signature: CallSignature) -> PreparedCall:
-        """Return what reduces registered tensors where they are, and stages others."""
+        """Return the call that reduces registered tensors in place, and stages others."""
         slots, large = self._slots, self._large
 
         def finish_staged(state: CollectiveState, tensor: torch.Tensor) -> Schedule:

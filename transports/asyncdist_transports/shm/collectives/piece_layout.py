@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from asyncdist.memory.buffers import Memory
+from asyncdist.memory.shared_arena import ALIGNMENT
 from asyncdist_transports.shm.collectives.staging import CollectiveState
-
-_LINE_NBYTES = 64
 
 
 def head_nbytes(members: int) -> int:
     """Return the bytes of a table of two words for each member at the start of an area."""
-    return -(-16 * members // _LINE_NBYTES) * _LINE_NBYTES
+    return -(-16 * members // ALIGNMENT) * ALIGNMENT
 
 
 class Pieces:
@@ -24,12 +23,12 @@ class Pieces:
         self.state, self.slots, self.number = state, state.slots, state.number
         self.dtype, self.blocks = dtype, blocks
         self.head = head
-        self.stride = (state.slots.area_nbytes - self.head) // blocks // _LINE_NBYTES * _LINE_NBYTES
+        self.stride = (state.slots.area_nbytes - self.head) // blocks // ALIGNMENT * ALIGNMENT
         self.step = self.stride // dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Most bytes of an area that a round uses."""
+        """The most bytes of an area that a round uses."""
         return self.head + self.blocks * self.stride
 
     def round_count(self, count: int) -> int:

@@ -158,7 +158,7 @@ class SlotTable:
     def post(self, number: int, call: int, location: int, step: int) -> None:
         """Publish the call's fingerprint and the location of this member's data (0: staged) with the first step."""
         at, words = number % SLOTS * LINE, self.words
-        # Invalidates the line of the previous collective first: see `check_deferred`.
+        # This invalidates the line of the previous collective: see `check_deferred`.
         words[at + STEP] = number << SHIFT
         self.fence.light()
         words[at + CALL], words[at + LOCATION] = call, location
@@ -172,10 +172,10 @@ class SlotTable:
         """Publish that this member has read the others' pieces up to a round, and wake sleeping members."""
         self._store_word(number, READ_ROUNDS, round_index + 1)
 
-    def _store_word(self, number: int, what: int, count: int) -> None:
+    def _store_word(self, number: int, word: int, count: int) -> None:
         # The data's loads and stores come before the word.
         self.fence.light()
-        self.words[number % SLOTS * LINE + what] = number << SHIFT | count
+        self.words[number % SLOTS * LINE + word] = number << SHIFT | count
         # The word comes before the loads of the sleep flags: see `memory_order`.
         self.fence.full()
         for member in self.others:
@@ -183,7 +183,7 @@ class SlotTable:
                 member.signal()
 
     def wait_reached(self, number: int, step: int, members: Sequence[SlotMember]) -> Schedule:
-        """Wait until each of some members has reached a step."""
+        """Wait until all ``members`` have reached a step."""
         at, goal = number % SLOTS * LINE, number << SHIFT | step
         for member in members:
             words = member.words
@@ -193,17 +193,17 @@ class SlotTable:
         self.fence.light()
 
     def wait_read(self, number: int, round_index: int, members: Sequence[SlotMember]) -> Schedule:
-        """Wait until each of some members has read this member's piece of a round, or has finished."""
-        at, goal, over = number % SLOTS * LINE, number << SHIFT | round_index + 1, number << SHIFT | FINISHED
+        """Wait until each of ``members`` has read this member's piece of a round, or has finished."""
+        at, goal, finished = number % SLOTS * LINE, number << SHIFT | round_index + 1, number << SHIFT | FINISHED
         for member in members:
             words = member.words
-            while words[at + READ_ROUNDS] < goal and words[at] < over:
+            while words[at + READ_ROUNDS] < goal and words[at] < finished:
                 yield member.rank
         # The members' loads of the piece come before the next stores to it.
         self.fence.light()
 
     def check_calls(self, number: int, call: int, members: Sequence[SlotMember]) -> None:
-        """Raise if one of some members, all of which have posted, called something else."""
+        """Raise the mismatch error if one of ``members``, which have all posted, has made another call."""
         at = number % SLOTS * LINE + CALL
         for member in members:
             member_call = member.words[at]
@@ -213,16 +213,17 @@ class SlotTable:
             self.check_deferred(number)
 
     def check_deferred(self, number: int) -> None:
-        """Raise if a member called something else in a collective that did not wait for it, such as a sending root.
+        """Raise the mismatch error if a member made another call in a collective that this member did not wait for.
 
-        ``number`` is the current collective. A member that runs a collective in the same slot has checked before it began,
-        so at least one of two members that differ finds out.
+        ``number`` is the current collective. A member checks before it runs the next collective in a slot, so at least one
+        of two members that differ detects it.
         """
         while self.deferred_checks and self.deferred_checks[0][0] < number:
             before, call = self.deferred_checks[0]
             at = before % SLOTS * LINE
             for member in self.others:
-                if member.words[at] <= before << SHIFT:  # not there yet: another time
+                # The member has not posted yet.
+                if member.words[at] <= before << SHIFT:
                     return
                 self.fence.light()
                 member_call = member.words[at + CALL]
@@ -245,10 +246,9 @@ class SlotTable:
             self.fence.full()
 
     def hold_if_withdrawn(self, members: Sequence[SlotMember]) -> Schedule:
-        """Block a reader of data that some members had withdrawn by now, because the data may be overwritten.
+        """Wait while one of ``members`` has withdrawn its data, because its user may have overwritten the data.
 
-        The reason of the abort is on its way to this rank and ends the wait; if the member destroyed the group, the
-        deadline of the call does.
+        The member's abort notice ends the wait. If the member has destroyed the group, the deadline of the call ends it.
         """
         # The members' data is loaded before their words.
         self.fence.light()
@@ -329,23 +329,24 @@ class SlotTable:
         if index >= 2 * SLOTS:
             self._position = index - 2 * SLOTS + 1
 
-    def open_stream(self, number: int, round_index: int, room: int, nbytes: int) -> Schedule:
-        """Let the n-th collective stage in the stream from a round on, in ``room`` pieces in turn; return whether it does.
+    def open_stream(self, number: int, round_index: int, areas: int, nbytes: int) -> Schedule:
+        """Let the n-th collective stage in the stream from a round on, in ``areas`` pieces in turn, if the stream is free.
 
-        It continues after the piece that was staged last. It waits until this member has finished the collective that used
-        the stream before, if that is an earlier one. It does not wait for a later one, which may itself wait for this
-        one on another member. Raises SharedMemoryError if no memory is left for pieces of ``nbytes`` bytes.
+        The collective continues after the piece that was staged last. It waits until this member has finished the earlier
+        collective that used the stream. It does not wait for a later one, which may wait for this one on another member.
+        Returns whether the stream is free. Raises SharedMemoryError if no memory is left for pieces of ``nbytes`` bytes.
         """
         before = self._streamed
         if before > number:
             return False
-        for index in range(2 * SLOTS, 2 * SLOTS + room):
+        for index in range(2 * SLOTS, 2 * SLOTS + areas):
             self._reserve(index, nbytes)
         self._streamed = number
-        over = before << SHIFT | DONE
-        while before != number and self.words[before % SLOTS * LINE] < over:
+        done = before << SHIFT | DONE
+        while before != number and self.words[before % SLOTS * LINE] < done:
             yield self.rank
-        self.words[number % SLOTS * LINE + STREAM] = number << SHIFT | (self._position - round_index) % room << 8 | room
+        first = (self._position - round_index) % areas
+        self.words[number % SLOTS * LINE + STREAM] = number << SHIFT | first << 8 | areas
         return True
 
     # -- the end -------------------------------------------------------------------------------

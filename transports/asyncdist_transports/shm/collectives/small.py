@@ -1,4 +1,4 @@
-"""Every collective of small tensors as a `SmallExchange`: what a member stages, and what it reads.
+"""Every collective of small tensors as a `SmallExchange`: the data that each member stages and reads.
 
 `native` asks `small_exchange_for` for the exchange of a call signature. A member stages all blocks that it provides one
 after the other: one large copy costs less than leaving a block out. Blocks are copied by address, because making a
@@ -15,6 +15,7 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective
+from asyncdist.memory.shared_arena import ALIGNMENT
 from asyncdist.transport.native import CallSignature, PreparedCall
 from asyncdist_transports.shm.collectives.piece_layout import head_nbytes
 from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, LOCATION, RESULT, SLOTS, SlotTable
@@ -28,7 +29,6 @@ Up to here staging costs less than a second synchronisation, also for registered
 takes 15 µs for 64 KiB (35 µs in place), and 29 µs for 256 KiB (48 µs in place).
 """
 
-_LINE_NBYTES = 8 * LINE
 # Most bytes that one member reduces alone before the work is divided.
 _ADDED_NBYTES = 256 << 10
 
@@ -44,7 +44,7 @@ Blocks = torch.Tensor | Sequence[torch.Tensor]
 def every_member_reduces(size: int, nbytes: int) -> bool:
     """Return whether every member of an all-reduce reduces the whole tensor, at most an area at a time.
 
-    Between two members there is nothing to be gained by dividing the work.
+    Two members gain nothing by dividing the work.
     """
     return size == 2 or nbytes * (size - 1) <= _ADDED_NBYTES
 
@@ -81,7 +81,7 @@ class _SmallCall:
     @property
     def result_offset(self) -> int:
         """Offset in an area, after the staged data, at which a member shows a result."""
-        return -(-self.nbytes // _LINE_NBYTES) * _LINE_NBYTES
+        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
 
     @property
     def shares_result(self) -> bool:
@@ -185,26 +185,24 @@ def _found_or_reduced(small: _SmallCall, number: int, areas: Sequence[torch.Tens
         slots.first_half(number, each, result_offset, count, dtype).view(small.signature.shape)
         for each in range(small.size)
     ]
-    ours, peers_results = (
-        staged_block[small.rank],
-        [(member, staged_block[member.rank].data_ptr()) for member in small.others],
-    )
+    own_result = staged_block[small.rank]
+    peer_results = [(member, staged_block[member.rank].data_ptr()) for member in small.others]
     words, light, slot = slots.words, slots.fence.light, number % SLOTS
-    at, our_address = slot * LINE + RESULT, ours.data_ptr()
+    at, own_address = slot * LINE + RESULT, own_result.data_ptr()
 
     def read(tensor: torch.Tensor) -> None:
         now = slots.last_numbers[slot]
-        for member, address in peers_results:
+        for member, address in peer_results:
             if member.words[at] == now:
                 # The word is loaded before the result.
                 light()
                 _move(tensor.data_ptr(), address, nbytes)
                 return
-        arithmetic.reduce(areas, ours)
+        arithmetic.reduce(areas, own_result)
         # The result is stored before the word.
         light()
         words[at] = now
-        _move(tensor.data_ptr(), our_address, nbytes)
+        _move(tensor.data_ptr(), own_address, nbytes)
 
     return read
 
@@ -314,7 +312,7 @@ def _scatter(small: _SmallCall) -> SmallExchange:
 
 
 def _all_to_all(small: _SmallCall) -> SmallExchange:
-    """A table holds how much each member sends to each, and where it is staged for members that use rounds."""
+    """A table holds the element counts for each member, and the staged blocks' locations for members that use rounds."""
     slots, size, rank, nbytes = small.slots, small.size, small.rank, small.nbytes
 
     def moves(number: int) -> Moves:

@@ -2,8 +2,8 @@
 synchronisation.
 
 A program makes thousands of calls with small tensors a second, and their cost is the interpreter's. Everything that calls
-with the same signature share is therefore computed once per slot (see `small`), and `SmallExchange.schedule` writes out
-inline what would read better as calls of `SlotTable`, whose protocol it follows.
+with the same signature share is therefore computed once per slot (see `small`), and `SmallExchange.schedule` contains
+the code of `SlotTable`'s methods inline.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SLOTS_AGO = (SLOTS << SHIFT) - DONE
 
 
 class Moves(NamedTuple):
-    """What a member does in one slot for calls with one signature. Both functions get the tensors of the call."""
+    """A member's actions in one slot for calls with one signature. Both functions get the tensors of the call."""
 
     stage: Callable[..., object] | None
     """Copies the data that others read into this member's area; None if they read nothing."""
@@ -49,7 +49,7 @@ class SmallExchange:
     Args:
         slots: The group's slot table.
         call: The fingerprint that the members compare.
-        moves: ``moves(number)`` returns what this member does in the slot of the n-th collective.
+        moves: ``moves(number)`` returns this member's actions in the slot of the n-th collective.
         sources: The members that this member waits for.
         first: The step that this member has reached after staging; it may be the last one.
         goal: The step that each source has to reach.
@@ -123,7 +123,7 @@ class SmallExchange:
         try:
             read(*tensors)
         except NonUniformBlocks:
-            assert self._fallback is not None, "only who has another way finds out that it needs one"
+            assert self._fallback is not None, "only an all-to-all has blocks of several sizes"
             yield from self._fallback(number, *tensors)
             return
         light()

@@ -3,9 +3,9 @@
 What a core has just written or read lies in its caches. Where cores share a cache, a piece is best read at once and
 overwritten at once: two areas in turn, which stay in the cache. Where they do not, a core reads another core's cached lines
 at a fraction of memory's speed, and overwriting them takes longer still; some MiB later, when the lines have been evicted,
-it is several times as fast. A virtual machine cannot know its topology and may be migrated many times a second. So the
-member tries both now and then and uses the faster. With two ranks a broadcast of 4 MiB takes 0.2 ms near and 0.55 ms far on
-cores that share a cache, and 1.8 ms near and 0.6 ms far on others.
+it is several times as fast. A virtual machine cannot know its topology and may be migrated many times a second. So each
+member measures both now and then, and uses the faster one. With two ranks a broadcast of 4 MiB takes 0.2 ms near and
+0.55 ms far on cores that share a cache, and 1.8 ms near and 0.6 ms far on others.
 
 A member's pieces follow each other in its stream, also from call to call: a call with fewer pieces than areas would
 otherwise overwrite pieces of the previous call that were just read. Each member publishes the 2 + 2 * ahead areas it uses.
@@ -67,9 +67,9 @@ class StagedStream:
         *,
         reads_open: bool = True,
     ) -> Schedule:
-        """Run rounds like `CollectiveState.run_rounds`, as far ahead as was faster for calls of this ``kind``.
+        """Run rounds like `CollectiveState.run_rounds`, at the distance that was faster for calls of this ``kind``.
 
-        A member uses up to ``nbytes`` of an area in each round. A member that only sends gains as well.
+        A member uses up to ``nbytes`` of an area in each round.
         """
         if count < 2 or (reads_open and state.location):
             yield from state.run_rounds(count, stage, read, sources, readers, reads_open=reads_open)

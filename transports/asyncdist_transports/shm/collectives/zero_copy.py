@@ -18,7 +18,7 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.bounded_cache import BoundedCache
-from asyncdist.memory.shared_arena import ArenaMapping
+from asyncdist.memory.shared_arena import ALIGNMENT, ArenaMapping
 from asyncdist.transport.native import CallSignature
 from asyncdist_transports.shm.collectives.slot_table import (
     CALL,
@@ -35,7 +35,6 @@ from asyncdist_transports.shm.collectives.staging import POSTED, CollectiveState
 MIN_NBYTES = 32 << 10
 """Smaller messages are staged: two copies within the cache cost less than a second synchronisation."""
 
-_ALIGNED = 64
 _CACHED_VIEWS = 4096
 _CACHED_TENSORS = 64
 
@@ -86,7 +85,7 @@ def post_locations(slots: SlotTable, number: int, tensors: Sequence[torch.Tensor
 
 
 def are_disjoint(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether no two of some flat tensors share memory."""
+    """Return whether no two of the flat tensors share memory."""
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.numel())
     return all(stop <= start for (_, stop), (start, _) in pairwise(spans))
 
@@ -112,7 +111,7 @@ class ZeroCopyAllReduce:
         self._counts = counts or (signature.count,)
         self._arithmetic = arithmetic = signature.arithmetic
         self._combine = arithmetic.of_two if slots.size == 2 else None
-        self._piece_count = max(_ALIGNED, piece_nbytes) // signature.dtype.itemsize
+        self._piece_count = max(ALIGNMENT, piece_nbytes) // signature.dtype.itemsize
         self._staged = staged
         self._cached: BoundedCache[tuple[int, ...], list[list[torch.Tensor]]] = BoundedCache(_CACHED_TENSORS)
 
@@ -175,7 +174,7 @@ class ZeroCopyAllReduce:
     def _cut_pieces(self, locations: Sequence[Sequence[int]]) -> list[list[torch.Tensor]]:
         """Cut this member's slice of the members' concatenated tensors; ``locations`` are by member, its own first."""
         slots, itemsize = self._slots, self._dtype.itemsize
-        start, stop = _slice(sum(self._counts), slots.rank, slots.size, max(1, _ALIGNED // itemsize))
+        start, stop = _slice(sum(self._counts), slots.rank, slots.size, max(1, ALIGNMENT // itemsize))
         ranks, step = self._ranks(), self._piece_count
         pieces: list[list[torch.Tensor]] = []
         for index, count in enumerate(self._counts):
