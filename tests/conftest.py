@@ -26,6 +26,7 @@ import pytest_asyncio
 from asyncdist.base.background_loop import background_loop
 from asyncdist.memory.shared_arena import arena
 from asyncdist.testing.cluster import run_ranks
+from asyncdist.testing.processes import Nursery
 from asyncdist.testing.stopwatch import Stopwatch
 
 PATIENCE = 5.0
@@ -106,6 +107,21 @@ def each() -> Callable[[Sequence[Any], Callable[[Any], Awaitable[Any]]], Awaitab
         return list(await asyncio.gather(*[call(group) for group in groups]))
 
     return each
+
+
+@pytest.fixture(scope="session")
+def shared_nursery() -> Iterator[Nursery]:
+    """The process that forks the ranks; a module may override it to import more modules once."""
+    modules = ("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm", "asyncdist_transports.tcp")
+    with Nursery(modules) as nursery:
+        yield nursery
+
+
+@pytest.fixture
+def nursery(shared_nursery: Nursery) -> Iterator[Nursery]:
+    """Starts ranks as real processes; those that still run at the end of the test are killed."""
+    yield shared_nursery
+    shared_nursery.clear()
 
 
 # -- waiting for conditions without an event --------------------------------------------------------

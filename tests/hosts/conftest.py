@@ -1,8 +1,7 @@
-"""Network namespaces as hosts, joined by a veth pair: nothing of them has a name, and nothing outlives the test.
+"""Two hosts for tests: network namespaces without names, joined by a veth pair.
 
-Each namespace lives as long as a process that waits for the end of its standard input, which comes with the end of the
-test's process, however that ends; the link lives as long as its namespaces. No address, link or rule of the machine's own
-is touched.
+Each namespace lasts until a process in it reads the end of its standard input, at the latest when the test's process ends.
+The link lasts as long as its namespaces. The machine's own addresses, links and rules stay unchanged.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
-from asyncdist.testing.processes import Nursery
 
 _TOOLS = ("unshare", "nsenter", "ip", "tc")
 LINK = "link0"
@@ -61,12 +58,12 @@ class Hosts:
             pytest.skip(f"{command!r} is not possible here: {done.stderr.strip()}")
 
     def shape(self, rate):
-        """Let the link carry so much each way, as ``1gbit``."""
+        """Limit the link to a rate in each direction, such as ``1gbit``."""
         for host in range(len(self.addresses)):
             self.on(host, f"tc qdisc replace dev {LINK} root tbf rate {rate} burst 256kb latency 50ms")
 
     def sent_nbytes(self, host, interface=LINK):
-        """Return how many bytes a host has sent over the link, or to itself (``"lo"``)."""
+        """Return the number of bytes that a host has sent over the link, or to itself (``"lo"``)."""
         counter = Path(f"/proc/{self._holders[host].pid}/net/dev").read_text()
         line = next(line for line in counter.splitlines() if line.strip().startswith(interface))
         return int(line.split(":")[1].split()[8])
@@ -80,15 +77,3 @@ def hosts():
         pytest.skip(f"no {' and no '.join(missing)} on this machine")
     with ExitStack() as stack:
         yield Hosts(stack)
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    with Nursery() as nursery:
-        yield nursery
-
-
-@pytest.fixture(autouse=True)
-def _cleared(nursery):
-    yield
-    nursery.clear()

@@ -1,4 +1,4 @@
-"""A rank on a host of its own: enters a network namespace, meets the others, and does what the test says."""
+"""A rank on a host of its own: enters a network namespace, joins the world, and executes the commands of the test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 
 
 def enter(namespace):
-    """Move this process, whose only thread calls, into a network namespace."""
+    """Move this process, which has only this thread, into a network namespace."""
     descriptor = os.open(namespace, os.O_RDONLY)
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -40,16 +40,17 @@ def on_host(test, namespace, where, rank, size, folder="."):
             if name == "end":
                 break
             test.send(globals()[name](group, *arguments))
-    os._exit(0)  # the world is closed, and taking the interpreter apart takes seconds
+    # The world is closed, and the end of the interpreter takes seconds.
+    os._exit(0)
 
 
-def ways(group):
-    """Return by which links we reach the others."""
+def links(group):
+    """Return the kinds of the links to the other ranks."""
     return sorted({type(group.mesh.link(peer)).__name__ for peer in group.ranks if peer != group.mesh.rank})
 
 
 def reduced(group, count):
-    """All-reduce, reduce-scatter and gather; return what came out, in short."""
+    """All-reduce, reduce-scatter and all-gather; return the distinct values of the results."""
     tensor = torch.full((count,), float(group.rank() + 1))
     group.all_reduce(tensor, background=False).result()
     part = torch.zeros(count)
@@ -60,7 +61,7 @@ def reduced(group, count):
 
 
 def passed_on(group, count):
-    """Send a tensor to the next rank; return what came from the one before."""
+    """Send a tensor to the next rank; return the distinct values from the previous rank."""
     tensor = torch.zeros(count)
     receiving = group.recv(tensor, (group.rank() - 1) % group.size())
     group.send(torch.full((count,), float(group.rank())), (group.rank() + 1) % group.size(), background=False).result()
@@ -69,7 +70,7 @@ def passed_on(group, count):
 
 
 def timed(group, nbytes):
-    """All-reduce once; return the seconds that it took from when all were ready, and whether the sum is right."""
+    """All-reduce once; return the seconds that it took after a barrier, and whether the sum is right."""
     tensor = torch.ones(nbytes // 4)
     group.barrier(background=False).result()
     begun = time.perf_counter()
@@ -97,7 +98,7 @@ def connect(group, address, port):
 
 
 def raw(group, nbytes):
-    """Send and receive so many bytes over a plain socket, both at once; return the seconds that it took."""
+    """Send and receive ``nbytes`` bytes over a plain socket, both at once; return the seconds that it took."""
     outgoing, incoming = bytes(nbytes), bytearray(1 << 20)
     begun = time.perf_counter()
     sender = threading.Thread(target=_connection.sendall, args=(outgoing,))
@@ -114,7 +115,7 @@ def hang_up(group):
 
 
 def reduce_until_it_fails(group, counts, dies_at):
-    """All-reduce tensors of some sizes in turn until that fails; ``dies_at`` is at which step of it all to be killed."""
+    """All-reduce tensors of some sizes in turn until that fails; be killed at step ``dies_at`` of the executor."""
     steps = itertools.count()
     run = Executor.resume
 
@@ -135,8 +136,8 @@ def reduce_until_it_fails(group, counts, dies_at):
         return type(error).__name__, getattr(error, "peer", None)
 
 
-def wait_for_the_others(group, count):
-    """All-reduce with somebody who does not come; return how that fails."""
+def all_reduce_in_vain(group, count):
+    """All-reduce with a rank that does not join; return the kind of the error, and its peer."""
     try:
         group.all_reduce(torch.ones(count), background=False).result()
     except Exception as error:

@@ -9,25 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncdist.testing.processes import Nursery
-
 PROGRAM = Path(__file__).parent / "program_obeys.py"
 ANSWERS_WITHIN = 30.0
 """Seconds for a command. TCP keep-alive takes 40 s to find a dead peer, and operations time out after 60 s."""
-
-
-@pytest.fixture(scope="session")
-def nursery():
-    with Nursery(
-        ("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm", "asyncdist_transports.tcp")
-    ) as nursery:
-        yield nursery
-
-
-@pytest.fixture(autouse=True)
-def _cleared(nursery):
-    yield
-    nursery.clear()
 
 
 class Told:
@@ -85,15 +69,27 @@ class Job:
         return ranks
 
 
-@pytest.fixture(params=["blocking", "awaiting"])
-def face(request):
-    """The API that the ranks use."""
+_ESSENTIAL = [("shm", "blocking"), ("tcp", "awaiting")]
+_EXHAUSTIVE = [("shm", "awaiting"), ("tcp", "blocking")]
+
+
+@pytest.fixture(
+    params=[*_ESSENTIAL, *(pytest.param(pair, marks=pytest.mark.exhaustive) for pair in _EXHAUSTIVE)], ids="-".join
+)
+def combination(request):
+    """A transport and an API. The essential tests use each of them once."""
     return request.param
 
 
-@pytest.fixture(params=["shm", "tcp"])
-def job(request, nursery, tmp_path):
-    return Job(nursery, tmp_path, request.param)
+@pytest.fixture
+def face(combination):
+    """The API that the ranks use."""
+    return combination[1]
+
+
+@pytest.fixture
+def job(combination, nursery, tmp_path):
+    return Job(nursery, tmp_path, combination[0])
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import pytest
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize("face", ["blocking", "awaiting"])
 def test_collective_of_a_rank_without_descriptors_names_the_limit(job, face):
     ranks = job.world(2, face)
     limit = ranks[0].do("exhaust_descriptors")
     ranks[0].tell("all_reduce", None, 10)
-    if (job.transport, face) == ("shm", "awaiting"):  # which needs no further descriptor
+    # This rank needs no further descriptor.
+    if (job.transport, face) == ("shm", "awaiting"):
         ranks[1].tell("all_reduce", None, 10)
         assert [told.hear() for told in ranks] == [2.0, 2.0]
         return
@@ -22,7 +22,8 @@ def test_collective_of_a_rank_without_descriptors_names_the_limit(job, face):
     assert f"rank 0 has no free file descriptor, the limit is {limit}" in failed.text
     assert "ulimit -n" in failed.text
     ranks[0].do("release_descriptors")
-    if job.transport == "tcp":  # over shared memory rank 0 has contributed already
+    # Over shared memory rank 0 has contributed already.
+    if job.transport == "tcp":
         ranks[1].tell("all_reduce", None, 10)
         told = ranks[1].hear()
         assert (told.kind, told.peer) == ("GroupAbortedError", 0)

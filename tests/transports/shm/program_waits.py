@@ -1,10 +1,9 @@
-"""Ranks of shared memory that wait, sleep, fork, fall back and run out of memory, each as one test needs it."""
+"""Ranks that share memory and wait, fork, use another transport or run out of memory: a function for each test."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import logging
 import os
 import resource
@@ -45,8 +44,8 @@ def summed(group, count, **how):
     return tensor[-1].item()
 
 
-def often(test, where, rank, size, rounds):
-    """Sum and meet many times; say how long it took."""
+def run_many_collectives(test, where, rank, size, rounds):
+    """Run all-reduces, barriers and messages, and check the sums."""
     with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=30) as group:
         for number in range(rounds):
             tensor = torch.tensor([float(number + rank)])
@@ -59,7 +58,7 @@ def often(test, where, rank, size, rounds):
     test.send("done")
 
 
-def waits_for_a_stopped_one(test, where, rank, size):
+def wait_for_a_stopped_rank(test, where, rank, size):
     with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=30) as group:
         summed(group, 10)
         test.send("warm")
@@ -74,14 +73,15 @@ def waits_for_a_stopped_one(test, where, rank, size):
         test.send((kind, peers, over - began, over, used, after.ru_nvcsw - before.ru_nvcsw))
 
 
-def dies_with_a_child(test, where, rank, size):
-    """Fork a child that outlives us, as a loader of data may."""
+def fork_and_wait(test, where, rank, size):
+    """Fork a child that outlives rank 1, as a data loader may."""
     with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=30) as group:
         summed(group, 10)
         if rank == 1:
             child = os.fork()
             if child == 0:
-                time.sleep(60)  # until it is killed; should the test be killed first, not for ever
+                # The test kills the child, unless the test itself is killed first.
+                time.sleep(60)
                 os._exit(0)
             test.send(child)
         test.recv()
@@ -91,11 +91,11 @@ def dies_with_a_child(test, where, rank, size):
             test.send((type(error).__name__, getattr(error, "peer", None), time.monotonic()))
 
 
-def falls_back(test, where, rank, size, how, port):
-    """Come into a world in which rank 1 has what keeps it from sharing memory; say the sum, the way, and the log."""
+def join_despite(test, where, rank, size, obstacle, port):
+    """Join a world where rank 1 has an obstacle to sharing memory; send the sum, the links, the log and the seconds."""
     lines = Lines()
     if rank == 1:
-        HOW[how]()
+        OBSTACLES[obstacle]()
     began = time.monotonic()
     store = sync.TCPStore("127.0.0.1", port)
     with sync.process_group(store=store, rank=rank, world_size=size, timeout=30) as group:
@@ -118,7 +118,7 @@ def lose_descriptors():
 
 
 def become_nobody():
-    """Change the user for good, but go on reading everything: this very Python may lie in root's home."""
+    """Change the user, but keep the right to read every file: this Python may be installed in root's home."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(_KEEP_CAPABILITIES, 1, 0, 0, 0) == 0
     os.setgroups([])
@@ -128,8 +128,8 @@ def become_nobody():
     assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
 
 
-def lie_in(nbytes):
-    """Have our segment lie in a file system of so many bytes: the kernel's own, as it is, and really full in the end."""
+def limit_segment(nbytes):
+    """Place this process's shared segment in a tmpfs of ``nbytes`` bytes."""
     libc = ctypes.CDLL(None, use_errno=True)
     with tempfile.TemporaryDirectory() as folder:
         for step in (
@@ -144,65 +144,54 @@ def lie_in(nbytes):
     os.memfd_create = lambda name, flags: descriptor
 
 
-HOW = {
+OBSTACLES = {
     "nothing": lambda: None,
     "another folder": lambda: os.chdir("/"),
     "small files": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 20, resource.RLIM_INFINITY)),
-    "no memory": lambda: lie_in(8 << 10),
+    "no memory": lambda: limit_segment(8 << 10),
     "no descriptors": lose_descriptors,
     "another user": become_nobody,
 }
 
 
 @contextlib.contextmanager
-def full():
-    """Fill the file system that our segment lies in, but for 64 KiB."""
+def full_segment():
+    """Fill the file system of this process's shared segment, except for 64 KiB."""
     there = os.fstatvfs(shared_arena.arena().descriptor)
     filling = asyncdist.empty(there.f_bavail * there.f_bsize - (64 << 10), dtype=torch.uint8, shared=True)
     yield
     del filling
 
 
-@contextlib.contextmanager
-def refused():
-    """Have the kernel say that there is no memory left, where it cannot be had to be so."""
-
-    def no_space(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    reserve, os.posix_fallocate = os.posix_fallocate, no_space
-    yield
-    os.posix_fallocate = reserve
-
-
-def runs_out(test, where, rank, size, how):
-    """Do as told, each thing in a world of its own, while rank 1 has no memory left; say what came of it."""
-    if rank == 1 and how == "full":
-        lie_in(24 << 20)
-    without_memory = {"full": full, "refused": refused}[how] if rank == 1 else contextlib.nullcontext
+def run_out_of_memory(test, where, rank, size):
+    """Run the collectives that the test names, each in its own world, while rank 1 has no memory; send the outcomes."""
+    if rank == 1:
+        limit_segment(24 << 20)
     test.send("ready")
     while (name := test.recv()) is not None:
         with sync.process_group("shm", init_method=f"{where} {name}", rank=rank, world_size=size, timeout=30) as group:
             summed(group, 10)
             own, *rows = (torch.full((COUNT,), 10.0 * rank + number) for number in range(1 + size))
-            touched = [own, *(row for peer, row in enumerate(rows) if peer != rank)]  # by others
+            # The tensors that other ranks write.
+            touched = [own, *(row for peer, row in enumerate(rows) if peer != rank)]
             before = [tensor.clone() for tensor in touched]
             test.send("met")
-            test.recv()  # until nobody waits in what came before any more: that would fail with the group
-            with without_memory():
-                said = how_it_ended(LARGE[name](group, own, rows))
-            test.send((*said, all(map(torch.equal, touched, before))))
+            # A rank that still waits in the all-reduce would fail with the group.
+            test.recv()
+            with full_segment() if rank == 1 else contextlib.nullcontext():
+                outcome = outcome_of(LARGE[name](group, own, rows))
+            test.send((*outcome, all(map(torch.equal, touched, before))))
     with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=30) as group:
         test.send(summed(group, COUNT))
         test.recv()
 
 
-def how_it_ended(work):
+def outcome_of(work):
     try:
         work.wait()
     except AsyncdistError as error:
         return type(error).__name__, str(error)
-    return "it did not fail", ""
+    return "no failure", ""
 
 
 COUNT = 100_000
@@ -219,8 +208,8 @@ LARGE = {
 }
 
 
-def forks_in_the_middle(test, where, rank, size):
-    """Fork in a group's operation, as another thread may; say whether all groups have ended in the child."""
+def fork_during_an_operation(test, where, rank, size):
+    """Fork in a group's operation, as another thread may; send 0 if all groups have failed in the child."""
     sync.init_process_group("shm", where, rank=rank, world_size=size)
     here, there = (sync.new_group(range(size)) for _ in range(2))
 
@@ -235,8 +224,11 @@ def forks_in_the_middle(test, where, rank, size):
     sync.destroy_process_group()
 
 
-def says_all_are_on_one_core(test, where, rank, size):
-    """Share two cores and believe to be on the first; meet until the last rank has moved; say what each allowed itself."""
+def start_on_one_core(test, where, rank, size):
+    """Share two cores, with the first reported as the current one; all-reduce until the last rank has moved.
+
+    Send the first two affinity masks that this rank has set.
+    """
     cores = sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, cores)
     asked, allow = [], os.sched_setaffinity

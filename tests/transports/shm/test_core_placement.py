@@ -1,4 +1,4 @@
-"""Ranks that outnumber the cores: who moves where, and that it happens while they wait."""
+"""Ranks that outnumber the cores move to other cores while they wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncdist.testing.processes import Nursery
 from asyncdist_transports.shm import core_placement
 from asyncdist_transports.shm.core_placement import CorePlacement
 
@@ -22,12 +21,12 @@ def peer_at(core, *, asleep=False):
 
 
 class System:
-    """The cores as a `CorePlacement` sees them: on which one it is, which ones it may use, and what it asks for."""
+    """The system that a `CorePlacement` sees: its core, the allowed cores, and the masks that it has set."""
 
     def __init__(self, monkeypatch, *, core, allowed):
         self.core, self.allowed, self.now = core, set(allowed), 100.0
         self.asked = []
-        self.taken_away = None
+        self.removed = None
         monkeypatch.setattr(core_placement.os, "sched_getaffinity", lambda thread: set(self.allowed))
         monkeypatch.setattr(core_placement.os, "sched_setaffinity", self._allow)
         monkeypatch.setattr(core_placement, "monotonic", lambda: self.now)
@@ -36,7 +35,7 @@ class System:
     def _allow(self, thread, cores):
         assert thread == 0
         self.asked.append(set(cores))
-        if set(cores) == {self.taken_away}:
+        if set(cores) == {self.removed}:
             raise OSError("no such core")
         if self.core not in cores:
             (self.core,) = cores
@@ -85,7 +84,8 @@ def test_rank_pauses_between_moves(system):
     crowd, move = [(0, peer_at(0)), (1, peer_at(0))], CorePlacement(2, own)
     move(crowd)
     assert seen.core == 1
-    seen.core = 0  # the scheduler has undone it
+    # The scheduler moves it back.
+    seen.core = 0
     move(crowd)
     assert (seen.core, own.core) == (0, 0)
     seen.now += 1.0
@@ -95,7 +95,7 @@ def test_rank_pauses_between_moves(system):
 
 def test_core_removed_from_affinity_mask_is_ignored(system):
     seen = system(core=0)
-    seen.taken_away = 1
+    seen.removed = 1
     CorePlacement(2, peer_at(-1))([(0, peer_at(0)), (1, peer_at(0))])
     assert seen.asked == [{1}, {0, 1}]
     assert seen.core == 0
@@ -109,12 +109,11 @@ def test_without_getcpu_no_rank_moves(system, monkeypatch):
 
 
 @pytest.mark.processes
-def test_waiting_ranks_on_one_core_spread_over_cores(tmp_path):
+def test_waiting_ranks_on_one_core_spread_over_cores(nursery, tmp_path):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
-    with Nursery(("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm")) as nursery:
-        where = f"file://{tmp_path}/world"
-        ranks = [nursery.start(PROGRAM, "says_all_are_on_one_core", where, rank, 3) for rank in range(3)]
-        lower, higher = sorted(os.sched_getaffinity(0))[:2]
-        first, _, last = [rank.hear() for rank in ranks]
-        assert (first, last) == ([], [[higher], [lower, higher]])
+    where = f"file://{tmp_path}/world"
+    ranks = [nursery.start(PROGRAM, "start_on_one_core", where, rank, 3) for rank in range(3)]
+    lower, higher = sorted(os.sched_getaffinity(0))[:2]
+    first, _, last = [rank.hear() for rank in ranks]
+    assert (first, last) == ([], [[higher], [lower, higher]])

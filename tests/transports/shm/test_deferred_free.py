@@ -1,4 +1,4 @@
-"""What we have left and peers may still read: freed as soon as they have left too, at whatever moment that is."""
+"""Memory of a closed world is freed when the last peer has left, at whatever moment that is."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from asyncdist_transports.shm.control_block import OwnControlBlock
 from asyncdist_transports.shm.local_peer import LocalPeer
 from asyncdist_transports.shm.memory_order import Fence
 
-NUMBER = 7  # of the group
+GROUP_NUMBER = 7
 
 
 class Rank:
-    """What one rank of a world has in shared memory: a board, a window, and local_peers."""
+    """The control block, the slot table and the local peers of one rank."""
 
     def __init__(self, rank, size):
         self.rank, self.size, self.fence = rank, size, Fence()
@@ -37,14 +37,14 @@ class Rank:
     def make_slots(self):
         members = range(self.size)
         peers = [self.local_peers.get(rank) for rank in members]
-        self.slots = SlotTable(NUMBER, self.rank, members, peers, arena(), self.fence, 1 << 12, pytest.fail)
-        self.control.publish_group(self.control.reserve_entry(), NUMBER, self.slots.block.offset)
+        self.slots = SlotTable(GROUP_NUMBER, self.rank, members, peers, arena(), self.fence, 1 << 12, pytest.fail)
+        self.control.publish_group(self.control.reserve_entry(), GROUP_NUMBER, self.slots.block.offset)
 
-    def begin_a_collective(self):
+    def begin_collective(self):
         assert list(self.slots.enter(1)) == []
         self.slots.post(1, 0, 0, 1)
 
-    def hang_up(self):
+    def close_connections(self):
         for peer in self.local_peers.values():
             peer.shut_down()
 
@@ -66,8 +66,8 @@ def world(size):
     return ranks
 
 
-def outlasted():
-    """Wait until nobody waits for the end of a peer."""
+def join_waiting_threads():
+    """Wait until no thread waits for the end of a peer."""
     for thread in threading.enumerate():
         if thread.name.startswith("asyncdist-deferred-free"):
             thread.join(10)
@@ -76,37 +76,37 @@ def outlasted():
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_world_is_freed_when_peers_leave_between_two_checks(monkeypatch, size):
-    """Whoever asks twice whether somebody is gone may be told different things."""
+    """Two calls of `has_left` may return different results."""
     used = arena().used_nbytes
-    gone, free, hide = LocalPeer.has_left, ArenaBlock.free, OwnControlBlock.remove_group
+    has_left, free, remove_group = LocalPeer.has_left, ArenaBlock.free, OwnControlBlock.remove_group
     for last in itertools.count():
         first, *others = world(size)
-        first.begin_a_collective()
-        asked, given_up = itertools.count(), []
+        first.begin_collective()
+        calls, freed = itertools.count(), []
 
-        def ask(local_peer, first=first, others=others, asked=asked, last=last):
-            if local_peer in first.local_peers.values() and next(asked) == last:
+        def check(local_peer, first=first, others=others, calls=calls, last=last):
+            if local_peer in first.local_peers.values() and next(calls) == last:
                 for other in others:
-                    other.hang_up()
-            return gone(local_peer)
+                    other.close_connections()
+            return has_left(local_peer)
 
         with monkeypatch.context() as patch:
-            patch.setattr(LocalPeer, "has_left", ask)
+            patch.setattr(LocalPeer, "has_left", check)
             patch.setattr(
                 OwnControlBlock,
                 "remove_group",
-                lambda control, number, to=given_up: (to.append(number), hide(control, number)),
+                lambda control, number, freed=freed: (freed.append(number), remove_group(control, number)),
             )
-            patch.setattr(ArenaBlock, "free", lambda block, to=given_up: (to.append(block.offset), free(block)))
+            patch.setattr(ArenaBlock, "free", lambda block, freed=freed: (freed.append(block.offset), free(block)))
             first.leave()
-            in_time = next(asked) > last
+            in_time = next(calls) > last
             for other in others:
-                other.hang_up()
-            outlasted()
-        assert given_up == [NUMBER, first.slots.block.offset, first.control.block.offset]
+                other.close_connections()
+            join_waiting_threads()
+        assert freed == [GROUP_NUMBER, first.slots.block.offset, first.control.block.offset]
         for other in others:
             other.leave()
-        outlasted()
+        join_waiting_threads()
         assert arena().used_nbytes == used
         if not in_time:
             break
@@ -119,7 +119,7 @@ def test_world_is_left_when_no_thread_can_be_started(monkeypatch):
 
     used = arena().used_nbytes
     first, other = world(2)
-    first.begin_a_collective()
+    first.begin_collective()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         first.leave()

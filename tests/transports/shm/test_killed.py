@@ -1,4 +1,4 @@
-"""Ranks killed at random points, several hundred times: no hang, no leak, no wrong sum."""
+"""Ranks that are killed at random points, several hundred times."""
 
 from __future__ import annotations
 
@@ -9,31 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.testing.processes import Nursery
-
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_sums.py"
 ROUNDS = int(os.environ.get("ASYNCDIST_TEST_KILLS", "300"))
 SOON = 1.0
-"""Seconds within which every survivor must have heard of a death."""
-
+"""Seconds within which every survivor must learn of a death."""
 
 TIMEOUTS = {"meeting": 1.0, "work": 30.0, "leaving": 30.0}
-"""Seconds after which a world that has not met is given up; nobody else says that a rank will not come."""
+"""Timeouts of the worlds: only the timeout shows that a killed rank does not join."""
 
 LONGEST = {"meeting": 0.06, "work": 0.03, "leaving": 0.003}
-"""Seconds after which a rank is killed at most, from when it was told to come, had come, or began to leave."""
+"""Most seconds after which a rank is killed: after its command, after it has joined, or after it began to leave."""
 
 
 def moment(number):
     """Return when the victim of a round dies."""
     return "meeting" if number % 16 == 15 else "leaving" if number % 3 == 2 else "work"
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    with Nursery(("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm")) as nursery:
-        yield nursery
 
 
 def test_socket_file_of_killed_rank_is_removed_by_next_listener(nursery, tmp_path):
@@ -43,7 +34,6 @@ def test_socket_file_of_killed_rank_is_removed_by_next_listener(nursery, tmp_pat
     assert [entry.is_socket() for entry in tmp_path.iterdir()] == [True]
     nursery.start(PROGRAM, "listens_by_descriptor", environment=environment).hear()
     assert list(tmp_path.iterdir()) == []
-    nursery.clear()
 
 
 @pytest.mark.exhaustive
@@ -67,7 +57,8 @@ def test_ranks_killed_at_random_points_cause_no_hang_leak_or_wrong_sum(nursery, 
             assert [process.hear() for process in ranks] == ["ready"] * size
         if when == "leaving":
             victim.hear()
-        time.sleep(chance.uniform(0, LONGEST[when]))  # the moment is what is varied: there is nothing to wait for
+        # The test varies the moment of the death.
+        time.sleep(chance.uniform(0, LONGEST[when]))
         since = nursery.stopwatch()
         victim.kill()
         for survivor in survivors:
@@ -87,6 +78,6 @@ def test_ranks_killed_at_random_points_cause_no_hang_leak_or_wrong_sum(nursery, 
     assert list(folder.iterdir()) == []
     for survivor in survivors:
         survivor.say(None)
-        assert survivor.hear() == (1, 2, 0)  # the runtime's own socket, the process's own segment, nothing in it
+        # The background loop's socket, the process's own segment, and no used memory.
+        assert survivor.hear() == (1, 2, 0)
         assert survivor.wait() == 0
-    nursery.clear()

@@ -1,4 +1,4 @@
-"""How ranks become neighbours, and what becomes of the memory when they part."""
+"""Connections between the ranks of one host, and the memory after they end."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ async def check_sums(groups):
 
 @pytest.mark.parametrize("name", ["tmp", "a folder whose name is longer than the address of a socket may be" * 3])
 async def test_ranks_of_different_network_namespaces_connect_by_descriptor(monkeypatch, tmp_path, name):
-    """Abstract addresses would not be seen from there: each rank says that it lives in a namespace of its own."""
+    """Each rank claims a network namespace of its own, where abstract addresses are not visible."""
     folder = tmp_path / name
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    address, numbers, dialled = LocalListener.address, itertools.count(1), []
+    address, numbers, listening = LocalListener.address, itertools.count(1), []
     monkeypatch.setattr(LocalListener, "address", lambda listener: {**address(listener), "net": next(numbers)})
     opened = LocalListener.listen_by_descriptor
     monkeypatch.setattr(
-        LocalListener, "listen_by_descriptor", lambda listener: dialled.append(listener) or opened(listener)
+        LocalListener, "listen_by_descriptor", lambda listener: listening.append(listener) or opened(listener)
     )
     async with world_of(3, transport="shm") as groups:
-        assert len(dialled) == 2
+        assert len(listening) == 2
         await check_sums(groups)
     assert list(folder.iterdir()) == []
 
@@ -72,12 +72,12 @@ def test_listen_by_descriptor_removes_only_stale_socket_files(monkeypatch, tmp_p
 
 def test_listen_by_descriptor_retries_when_its_socket_file_is_removed(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    listener, listening, swept = listener_here(), local_listener.listening_socket, []
+    listener, listening, removed = listener_here(), local_listener.listening_socket, []
 
     def listening_too_late(path):
         sock = listening(path)
-        if not swept:
-            swept.append(path)
+        if not removed:
+            removed.append(path)
             os.unlink(path)
         return sock
 
@@ -86,26 +86,26 @@ def test_listen_by_descriptor_retries_when_its_socket_file_is_removed(monkeypatc
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
         visitor.connect(f"/proc/self/fd/{listener.address()['descriptor']}")
     listener.close()
-    assert swept
+    assert removed
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("says", [None, b"", b"garbage", b"x" * 44, b"asyncdist/1\n" + bytes(32)])
-async def test_unauthenticated_connections_are_refused_and_do_not_block_peers(monkeypatch, says):
+@pytest.mark.parametrize("packet", [None, b"", b"garbage", b"x" * 44, b"asyncdist/1\n" + bytes(32)])
+async def test_unauthenticated_connections_are_refused_and_do_not_block_peers(monkeypatch, packet):
     address, strangers = LocalListener.address, []
 
-    def visited(listener):
-        there = address(listener)
+    def connect_strangers(listener):
+        own_address = address(listener)
         for _ in range(3):
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             strangers.append(stranger)
-            stranger.connect(f"\0asyncdist-{there['name']}")
-            if says is not None:
-                stranger.send(says)
-        return there
+            stranger.connect(f"\0asyncdist-{own_address['name']}")
+            if packet is not None:
+                stranger.send(packet)
+        return own_address
 
-    monkeypatch.setattr(LocalListener, "address", visited)
+    monkeypatch.setattr(LocalListener, "address", connect_strangers)
     began = time.monotonic()
     try:
         async with world_of(3, transport="shm") as groups:
@@ -117,11 +117,11 @@ async def test_unauthenticated_connections_are_refused_and_do_not_block_peers(mo
 
 
 async def test_accepting_rank_refuses_another_user(monkeypatch):
-    """The kernel says who is at the other end; the address says nothing of it here."""
-    true = local_listener.os.getuid()
+    """The kernel reports the peer's user; the published address shows no difference here."""
+    user = os.getuid()
     monkeypatch.setattr("asyncdist_transports.shm.transport._PATIENCE", 0.5)
     monkeypatch.setattr(
-        local_listener, "os", types.SimpleNamespace(**{**vars(local_listener.os), "getuid": lambda: true + 1})
+        local_listener, "os", types.SimpleNamespace(**{**vars(local_listener.os), "getuid": lambda: user + 1})
     )
     began = time.monotonic()
     with pytest.raises(Exception, match="no transport reaches rank"):
@@ -139,7 +139,7 @@ def test_unreachable_reason():
 
 
 async def test_listener_closed_by_another_thread_keeps_watched_sockets_open():
-    """A process that ends closes it on its main thread; uvloop aborts over a watched descriptor that has been closed."""
+    """An ending process closes it in its main thread. uvloop aborts when a watched descriptor is closed."""
     listener = listener_here()
     listener.listen_by_descriptor()
     sockets, waiting = list(listener.sockets), asyncio.ensure_future(listener.accept())
@@ -149,14 +149,14 @@ async def test_listener_closed_by_another_thread_keeps_watched_sockets_open():
     waiting.cancel()
     await asyncio.wait([waiting])
     assert [sock.fileno() for sock in sockets] == [-1, -1]
-    listener.listen_by_descriptor()  # as one that still meets peers might
+    listener.listen_by_descriptor()
     assert listener.sockets == []
 
 
-async def come_and_go(rank, **where):
-    world = await open_world(rank=rank, **where)
+async def open_and_close(rank, **options):
+    world = await open_world(rank=rank, **options)
     await world.close()
-    return "came and went"
+    return "closed"
 
 
 @pytest.mark.exhaustive
@@ -164,12 +164,12 @@ async def come_and_go(rank, **where):
 async def test_opening_cancelled_at_any_step_leaks_no_socket_or_memory(victim):
     used = arena().used_nbytes
     for number in itertools.count():
-        where = {"backend": "shm", "store": HashStore(), "world_size": 2, "timeout": 20}
-        other = asyncio.ensure_future(come_and_go(1 - victim, **where))
-        coming = asyncio.ensure_future(cancelled_at(number, come_and_go(victim, **where)))
-        await asyncio.wait([coming])
-        if not coming.cancelled():
-            assert [coming.result(), await other] == ["came and went"] * 2
+        options = {"backend": "shm", "store": HashStore(), "world_size": 2, "timeout": 20}
+        other = asyncio.ensure_future(open_and_close(1 - victim, **options))
+        opening = asyncio.ensure_future(cancelled_at(number, open_and_close(victim, **options)))
+        await asyncio.wait([opening])
+        if not opening.cancelled():
+            assert [opening.result(), await other] == ["closed"] * 2
             break
         other.cancel()
         await asyncio.wait([other])
@@ -181,14 +181,14 @@ async def test_opening_cancelled_at_any_step_leaks_no_socket_or_memory(victim):
 async def test_destroyed_groups_leak_no_memory():
     used = arena().used_nbytes
     async with world_of(2, transport="shm") as groups:
-        most = []
+        used_in_turn = []
         for _ in range(600):
             among = [group.world.new_group(None) for group in groups]
             await asyncio.gather(*[group.all_reduce(torch.ones(10)) for group in among])
             for group in among:
                 group.close()
-            most.append(arena().used_nbytes)
-        assert max(most[-100:]) == max(most[:100])
+            used_in_turn.append(arena().used_nbytes)
+        assert max(used_in_turn[-100:]) == max(used_in_turn[:100])
     assert arena().used_nbytes == used
 
 
@@ -203,14 +203,15 @@ async def test_closed_worlds_leak_no_memory():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "short", [(LocalListener, "accept"), (transport, "connect_peer")], ids=["accepting", "connecting"]
+    "failing", [(LocalListener, "accept"), (transport, "connect_peer")], ids=["accepting", "connecting"]
 )
-async def test_process_out_of_sockets_logs_it_and_uses_next_transport(monkeypatch, caplog, short):
+async def test_process_out_of_sockets_logs_it_and_uses_next_transport(monkeypatch, caplog, failing):
     async def no_socket(*_):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(*short, no_socket)
-    monkeypatch.setattr(transport, "_PATIENCE", 1.0)  # for the ranks that do not connect
+    monkeypatch.setattr(*failing, no_socket)
+    # The wait for ranks that do not connect.
+    monkeypatch.setattr(transport, "_PATIENCE", 1.0)
     async with world_of(3, transport="auto") as groups:
         assert not any(group.shares_memory for group in groups)
         await check_sums(groups)

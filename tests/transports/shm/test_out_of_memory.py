@@ -1,4 +1,4 @@
-"""Memory that the kernel refuses, at whichever request: an error, before any tensor has been touched."""
+"""The kernel refuses a request for memory: every rank gets an error before any tensor has changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from asyncdist.memory.shared_arena import arena
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist_transports.shm import control_block
 
-COUNT = 300_000  # several pieces, also of a third of it
+# Several pieces, also of a third of the elements.
+COUNT = 300_000
 LARGE = {
     "all_reduce": lambda group, own, rows: group.all_reduce(own),
     "all_reduce_coalesced": lambda group, own, rows: group.all_reduce_coalesced([rows[group.rank() - 1][:10], own]),
@@ -31,7 +32,7 @@ LARGE = {
 
 
 def attempt(group, name, ready):
-    """Do it once all are ready; return how it failed, and whether what others would write to is as it was."""
+    """Run a collective; return its error, and whether the tensors that other ranks write are unchanged."""
     own, *rows = (torch.full((COUNT,), 10.0 * group.rank() + number) for number in range(4))
     touched = [own, *(row for rank, row in enumerate(rows) if rank != group.rank())]
     before = [tensor.clone() for tensor in touched]
@@ -45,7 +46,7 @@ def attempt(group, name, ready):
 
 
 class Requests:
-    """The requests to the kernel for memory, of which it refuses the ``refused``-th after `count`."""
+    """Requests to the kernel for memory; the ``refused``-th after `count` fails."""
 
     def __init__(self, refused):
         self.refused = refused
@@ -96,7 +97,8 @@ async def test_more_groups_than_directory_entries_do_not_affect_existing_groups(
             assert [tensor[0].item() for tensor in await sums(among)] == [2.0, 2.0]
         for group in more.pop():
             group.close()
-        for _ in range(4):  # a place that was left is another's
+        # Directory entries are reused.
+        for _ in range(4):
             among = [group.world.new_group(None) for group in groups]
             assert [tensor[0].item() for tensor in await sums(among)] == [2.0, 2.0]
             for group in among:
@@ -120,13 +122,9 @@ async def test_group_creation_out_of_memory_leaks_nothing_and_world_continues(mo
             with pytest.raises(SharedMemoryError, match="no memory is left"):
                 groups[0].world.new_group([1, 0])
         assert arena().used_nbytes == used
-        other = groups[1].world.new_group([1, 0])  # whose members can only be told
+        other = groups[1].world.new_group([1, 0])
         with pytest.raises(GroupAbortedError, match=r"rank 0 cannot be in the group: .*no memory is left"):
             await other.all_reduce(torch.ones(10))
         other.close()
         for world_groups in (groups, [group.world.new_group(None) for group in groups]):
-            tensors = [torch.ones(10) for _ in world_groups]
-            await asyncio.gather(
-                *(group.all_reduce(tensor) for group, tensor in zip(world_groups, tensors, strict=True))
-            )
-            assert [tensor[0].item() for tensor in tensors] == [2.0, 2.0]
+            assert [tensor[0].item() for tensor in await sums(world_groups)] == [2.0, 2.0]

@@ -1,4 +1,4 @@
-"""Ranks as processes over shared memory: how they wait, what a fork, a limit or a stranger's user does to them."""
+"""Ranks as processes over shared memory: waiting, forks, limits, and other users."""
 
 from __future__ import annotations
 
@@ -11,30 +11,19 @@ from pathlib import Path
 import pytest
 
 from asyncdist.store import TCPStore
-from asyncdist.testing.processes import Nursery
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_waits.py"
 
 
-def possible(command):
-    """Say whether a command can be run here, and does what it is to do."""
-    there = shutil.which(command[0]) is not None
-    return there and subprocess.run(command, capture_output=True, check=False).returncode == 0
+def succeeds(command):
+    return bool(shutil.which(command[0])) and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
 mounts = pytest.mark.skipif(
-    not possible(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]), reason="no mounts of our own here"
+    not succeeds(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]), reason="no mount namespaces here"
 )
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    with Nursery(
-        ("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm", "asyncdist_transports.tcp")
-    ) as it:
-        yield it
 
 
 @pytest.fixture
@@ -45,21 +34,20 @@ def start(nursery, tmp_path):
         where = f"file://{tmp_path}/world"
         return [nursery.start(PROGRAM, function, where, rank, 2, *args, environment=environment) for rank in range(2)]
 
-    yield start
-    nursery.clear()
+    return start
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("spin", ["0", "5", "300"])
 def test_no_wake_up_is_lost(start, spin):
-    """Without spinning every wait sleeps; with little of it peers publish while one falls asleep."""
-    ranks = start("often", 8000, ASYNCDIST_SPIN_US=spin)
+    """Without spinning every wait sleeps; with little spinning peers publish while a rank falls asleep."""
+    ranks = start("run_many_collectives", 8000, ASYNCDIST_SPIN_US=spin)
     assert [rank.hear(120) for rank in ranks] == ["done", "done"]
     assert [rank.wait() for rank in ranks] == [0, 0]
 
 
 def test_waiting_for_stopped_rank_sleeps_until_deadline(nursery, start):
-    waiting, stopped = start("waits_for_a_stopped_one")
+    waiting, stopped = start("wait_for_a_stopped_rank")
     assert [waiting.hear(), stopped.hear()] == ["warm", "warm"]
     stopped.stop()
     since = nursery.stopwatch()
@@ -68,13 +56,14 @@ def test_waiting_for_stopped_rank_sleeps_until_deadline(nursery, start):
     assert (kind, tuple(peers)) == ("OperationTimeoutError", (1,))
     assert took > 0.9
     assert since.seconds(over) < 2.0
-    assert used < 0.1  # who spins uses all the time, and who polls wakes up often
+    # A spinning rank uses CPU time all the time, and a polling rank wakes up often.
+    assert used < 0.1
     assert wake_ups < 10
     stopped.resume()
 
 
 def test_rank_death_is_noticed_while_its_forked_child_lives(nursery, start):
-    survivor, victim = start("dies_with_a_child")
+    survivor, victim = start("fork_and_wait")
     child = victim.hear()
     try:
         survivor.say("go")
@@ -89,7 +78,7 @@ def test_rank_death_is_noticed_while_its_forked_child_lives(nursery, start):
 
 @pytest.mark.exhaustive
 def test_groups_fail_in_child_forked_during_an_operation(start):
-    ranks = start("forks_in_the_middle")
+    ranks = start("fork_during_an_operation")
     assert [rank.hear() for rank in ranks] == [0, 0]
     assert [rank.wait() for rank in ranks] == [0, 0]
     assert "Exception ignored" not in ranks[0].output() + ranks[1].output()
@@ -101,9 +90,9 @@ def store():
         yield store
 
 
-@pytest.mark.parametrize("how", ["nothing", "another folder"])
-def test_ranks_of_one_host_share_memory(start, store, how):
-    ranks = start("falls_back", how, store.port)
+@pytest.mark.parametrize("obstacle", ["nothing", "another folder"])
+def test_ranks_of_one_host_share_memory(start, store, obstacle):
+    ranks = start("join_despite", obstacle, store.port)
     for rank in ranks:
         total, names, lines, _ = rank.hear()
         assert (total, names) == (3.0, ["ShmLink"]), lines
@@ -114,7 +103,7 @@ def test_ranks_of_one_host_share_memory(start, store, how):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("how", "reasons"),
+    ("obstacle", "reasons"),
     [
         ("small files", ["it offers none", "ulimit -f"]),
         ("no descriptors", ["no descriptor passes"]),
@@ -122,16 +111,16 @@ def test_ranks_of_one_host_share_memory(start, store, how):
         pytest.param("another user", ["runs as another user, 0", "runs as another user, 65534"], marks=as_root),
     ],
 )
-def test_ranks_without_shared_memory_use_next_transport_and_log_why(start, store, how, reasons):
-    ranks = start("falls_back", how, store.port)
-    said = []
+def test_ranks_without_shared_memory_use_next_transport_and_log_why(start, store, obstacle, reasons):
+    ranks = start("join_despite", obstacle, store.port)
+    logged = []
     for rank in ranks:
         total, names, lines, took = rank.hear()
         assert (total, names) == (3.0, ["TcpLink"])
         assert took < 5.0
         (line,) = [line for line in lines if "next transport" in line or "cannot be used here" in line]
-        said.append(line)
-    assert all(any(reason in line for line in said) for reason in reasons), said
+        logged.append(line)
+    assert all(any(reason in line for line in logged) for reason in reasons), logged
     for rank in ranks:
         rank.say("leave")
 
@@ -142,17 +131,17 @@ LARGE = (
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("how", [pytest.param("full", marks=mounts), "refused"])
-def test_full_shared_memory_raises_on_every_rank_before_tensors_change(start, how):
-    """Written to with no memory behind it, a page would be the end of the process (SIGBUS)."""
-    ranks = start("runs_out", how)
+@mounts
+def test_full_shared_memory_raises_on_every_rank_before_tensors_change(start):
+    """Writing to a page without memory would end the process (SIGBUS)."""
+    ranks = start("run_out_of_memory")
     assert [rank.hear() for rank in ranks] == ["ready", "ready"]
     for name in LARGE:
         for rank in ranks:
             rank.say(name)
         assert [rank.hear() for rank in ranks] == ["met", "met"]
         for rank in ranks:
-            rank.say("go on")
+            rank.say("call")
         for number, rank in enumerate(ranks):
             kind, text, unharmed = rank.hear()
             assert kind == ("GroupError" if number == 1 else "GroupAbortedError"), text
@@ -160,7 +149,8 @@ def test_full_shared_memory_raises_on_every_rank_before_tensors_change(start, ho
             assert unharmed, name
     for rank in ranks:
         rank.say(None)
-    assert [rank.hear() for rank in ranks] == [3.0, 3.0]  # there is memory again
+    # There is memory again.
+    assert [rank.hear() for rank in ranks] == [3.0, 3.0]
     for rank in ranks:
         rank.say("leave")
     assert [rank.wait() for rank in ranks] == [0, 0]

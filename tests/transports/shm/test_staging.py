@@ -1,8 +1,7 @@
 """Many collectives in flight whose schedules are resumed in any order: none waits for one that was issued later.
 
-A schedule is resumed when its driver comes to it, which may be in another order on every rank: a loop, a thread that
-blocks and threads that issue at once take turns. Here the order is the test's. No loop drives, so what does not end is
-seen by nothing moving any more, not by a clock.
+Drivers may resume the schedules of a rank in any order, different on each rank. Here the test chooses the order. No other
+driver runs, so the test detects a deadlock by the absence of progress instead of a clock.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ from asyncdist_transports.shm.collectives.slot_table import SLOTS
 
 SMALL = Config().with_(shm_area_nbytes=4096)
 PIECE = 1024  # float32 elements of a small area
-_FUTILE = 200  # turns in which nothing moved, after which nothing will: each wait has been looked at again and again
+# Turns without progress that show a deadlock.
+_DEADLOCK = 200
 
 
 class Held:
-    """What one rank has issued, unless it is over: its schedules, none of which anybody else drives."""
+    """The unfinished schedules that one rank has issued. Only the test drives them."""
 
     def __init__(self, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
         self.schedules: list[Schedule] = []
@@ -46,7 +46,7 @@ class Held:
         self.schedules.append(whole())
 
     def resume(self, schedule: Schedule) -> bool:
-        """Resume a schedule once; return whether it has done more than to look, as far as one can tell."""
+        """Resume a schedule once; return whether it has made progress."""
         try:
             return next(schedule) == ()
         except StopIteration:
@@ -55,12 +55,12 @@ class Held:
 
 
 def run(ranks: Sequence[Held], orders: Sequence[Callable[[list[Schedule]], list[Schedule]]]) -> None:
-    """Resume everything that the ranks have issued, each in its own order, again and again until it is over."""
-    futile = 0
+    """Resume all schedules, each rank's in its own order, until they have finished."""
+    idle_turns = 0
     while any(rank.schedules for rank in ranks):
         moved = [rank.resume(one) for rank, order in zip(ranks, orders, strict=True) for one in order(rank.schedules)]
-        futile = 0 if any(moved) else futile + 1
-        assert futile < _FUTILE, f"nothing moves, with {[len(rank.schedules) for rank in ranks]} not over"
+        idle_turns = 0 if any(moved) else idle_turns + 1
+        assert idle_turns < _DEADLOCK, f"a deadlock, with {[len(rank.schedules) for rank in ranks]} schedules left"
 
 
 def start(groups: Sequence[Group], drills: Sequence[CollectiveCase], monkeypatch: pytest.MonkeyPatch) -> list[Held]:

@@ -1,4 +1,4 @@
-"""All-reduces of tensors that do not fit into an area: staged at once or ahead, each member as it likes."""
+"""Collectives of tensors that do not fit into an area, staged near or far ahead by each member."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from asyncdist.config import Config
 from asyncdist.errors import SharedMemoryError
 from asyncdist.memory.shared_arena import Arena
 from asyncdist.testing.cluster import world_of
+from asyncdist.testing.collective_cases import moving, reducing
 from asyncdist_transports.shm.collectives import streaming
 from asyncdist_transports.shm.collectives.slot_table import SLOTS, STREAM_PIECES
 
@@ -30,7 +31,7 @@ def total(groups, count):
 
 
 async def check(groups, *counts):
-    """Start an all-reduce of each size on every rank, all of them before the first is over, and compare."""
+    """Start an all-reduce of each size on every rank, all of them before the first has finished, and compare."""
     tensors = [[numbers(group, count) for count in counts] for group in groups]
     works = [group.all_reduce(tensor) for group, row in zip(groups, tensors, strict=True) for tensor in row]
     await asyncio.gather(*works)
@@ -40,7 +41,7 @@ async def check(groups, *counts):
 
 
 def stage(group, far):
-    """Have a member stage so far ahead, always."""
+    """Let a member always stage ``far`` rounds ahead."""
     group._native._stream._tuners = defaultdict(
         type("Decided", (streaming._AheadTuner,), {"choose": lambda tried: far})
     )
@@ -74,12 +75,6 @@ async def test_coalesced_tensors_share_the_stream():
                 assert all(torch.equal(t, total(groups, count)) for t, count in zip(row, counts, strict=True))
 
 
-async def test_more_than_two_members_with_tiny_areas():
-    async with world_of(3, transport="shm", config=SMALL) as groups:
-        for _ in range(3):
-            await check(groups, 20 * PIECE + 3, 2 * PIECE)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])
 async def test_near_and_far_staging_give_identical_bits(dtype):
     op = ReduceOp.SUM if dtype is torch.int64 else ReduceOp.AVG
@@ -98,7 +93,8 @@ async def test_near_and_far_staging_give_identical_bits(dtype):
 async def test_staging_ahead_falls_back_without_memory(monkeypatch):
     reserve, refused = Arena.reserve, []
     async with world_of(2, transport="shm", config=SMALL) as groups:
-        await check(groups, 20 * PIECE)  # at once, as the first always is
+        # The first call stages near.
+        await check(groups, 20 * PIECE)
 
         def full(arena, offset, nbytes):
             if len(refused) < 2:
@@ -124,23 +120,25 @@ def test_tuner_keeps_the_faster_distance():
         return chosen
 
     assert turns(32) == [0, far, 0, far, *[far] * 28]
-    assert turns(32) == [0, *[far] * 31]  # a trial
+    # The first of 32 calls tries the slower distance.
+    assert turns(32) == [0, *[far] * 31]
     speed[0] = 1.0
-    assert turns(32) == [0] * 32  # this one finds that it is better now
+    assert turns(32) == [0] * 32
     speed[far] = 0.5
     assert turns(32) == [far] * 32
+    # Two slow calls in a row change the distance without a trial.
     speed[far] = 5.0
-    assert turns(31) == [0, far, far, *[0] * 28]  # without a trial: once may be chance, twice is not
+    assert turns(31) == [0, far, far, *[0] * 28]
 
 
 def pieces_of(group):
-    """Return the pieces of the stream in which a member stages from now on, as they come."""
+    """Return a list to which a member adds each piece of the stream in which it stages from now on."""
     slots, pieces = group._native._slots, []
-    claim = slots.wait_reusable
+    wait_reusable = slots.wait_reusable
 
-    def noted(number, turn, takers):
-        yield from claim(number, turn, takers)
-        pieces.append(slots._area_index(number, turn, slots.words) - 2 * SLOTS)
+    def noted(number, round_index, readers):
+        yield from wait_reusable(number, round_index, readers)
+        pieces.append(slots._area_index(number, round_index, slots.words) - 2 * SLOTS)
 
     slots.wait_reusable = noted
     return pieces
@@ -161,94 +159,49 @@ async def test_calls_continue_in_the_stream_after_the_previous_call():
 
 
 async def test_piece_is_not_overwritten_before_it_is_read(eventually):
-    """The root of two broadcasts may stage as much as there is room for before anybody takes; not one piece more."""
+    """The root of three broadcasts fills the stream, and waits until the other rank reads."""
     async with world_of(2, transport="shm", config=SMALL) as groups:
         stage(groups[0], streaming.AHEAD)
         pieces = pieces_of(groups[0])
-        given = [numbers(groups[0], 10 * PIECE) + call for call in range(3)]
-        sends = [groups[0].broadcast(tensor, 0) for tensor in given]
+        sent = [numbers(groups[0], 10 * PIECE) + call for call in range(3)]
+        sends = [groups[0].broadcast(tensor, 0) for tensor in sent]
         await sends[0]
         await eventually(lambda: len(pieces) == STREAM_PIECES)
         for _ in range(100):
             await asyncio.sleep(0)
         assert len(pieces) == STREAM_PIECES
-        got = [torch.empty(10 * PIECE) for _ in given]
-        await asyncio.gather(*sends, *[groups[1].broadcast(tensor, 0) for tensor in got])
-        assert all(torch.equal(result, tensor) for result, tensor in zip(got, given, strict=True))
+        received = [torch.empty(10 * PIECE) for _ in sent]
+        await asyncio.gather(*sends, *[groups[1].broadcast(tensor, 0) for tensor in received])
+        assert all(map(torch.equal, received, sent))
         assert len(pieces) == 30
 
 
-def exchanged(group, count):
-    """Start every collective in which all stage and take; return the works, and the results with what they must be."""
-    rank, size = group.rank(), group.size()
-    each = [numbers(group, count) * 0 + 10 * rank + other for other in range(size)]
-    rows = [torch.empty(count) for _ in range(size)]
-    parts = [torch.empty(count - other) for other in range(size)]
-    own = torch.empty(count)
-    works = [
-        group.all_gather(rows, numbers(group, count)),
-        group.reduce_scatter(own, each),
-        group.all_to_all(parts, [tensor[: count - rank] for tensor in each]),
-    ]
-    gathered = [(torch.arange(count) % 50 + other).float() for other in range(size)]
-    sent = [torch.full((count - other,), 10.0 * other + rank) for other in range(size)]
-    summed = torch.full((count,), float(sum(10 * other + rank for other in range(size))))
-    return works, [*zip(rows, gathered, strict=True), *zip(parts, sent, strict=True), (own, summed)]
-
-
-async def check_exchanges(groups, *counts):
+async def check_all(groups, *counts):
+    """Start every collective of a size on every rank, all of them before the first has finished, and compare."""
     for count in counts:
-        started = [exchanged(group, count) for group in groups]
-        await asyncio.gather(*(work for works, _ in started for work in works))
-        assert all(torch.equal(result, expected) for _, results in started for result, expected in results)
+        cases = [
+            *reducing(len(groups), count, torch.float32),
+            *moving(len(groups), count, torch.float32),
+        ]  # fmt: skip
+        await asyncio.gather(*(work for case in cases for group in groups for work in case.start(group)))
+        for case in cases:
+            case.check()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("ahead", [[0] * 3, [streaming.AHEAD] * 3, [streaming.AHEAD, 0, 3]])
-async def test_every_exchange_may_be_staged_ahead(ahead, size):
-    async with world_of(size, transport="shm", config=SMALL) as groups:
+@pytest.mark.parametrize("ahead", [[0, 0], [streaming.AHEAD] * 2, [streaming.AHEAD, 0, 3]])
+async def test_every_collective_may_be_staged_ahead(ahead):
+    names = {"all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "gather", "reduce"}
+    async with world_of(len(ahead), transport="shm", config=SMALL) as groups:
+        for group, far in zip(groups, ahead, strict=True):
+            stage(group, far)
+        await check_all(groups, PIECE + 1, 17 * PIECE, 40 * PIECE + 5)
         for group in groups:
-            stage(group, ahead[group.rank()])
-        await check_exchanges(groups, PIECE + 1, 17 * PIECE, 40 * PIECE + 5)
-        for group in groups:
-            assert len({name for (name, _), _ in group._native._stream._tuners}) == 3
-
-
-def sent(group, count):
-    """Start every collective in which some only send; return the works, and the results with what they must be."""
-    rank, size = group.rank(), group.size()
-    everybody = [(torch.arange(count) % 50 + other).float() for other in range(size)]
-    given, summed, own = numbers(group, count), numbers(group, count), torch.empty(count)
-    rows = [torch.empty(count) for _ in range(size)]
-    works = [
-        group.broadcast(given, 1),
-        group.reduce(summed, 0),
-        group.gather(numbers(group, count), rows if rank == 0 else None, 0),
-        group.scatter(own, everybody if rank == 1 else None, 1),
-    ]
-    results = [(given, everybody[1]), (own, everybody[rank])]
-    if rank == 0:
-        results += [(summed, sum(everybody)), *zip(rows, everybody, strict=True)]
-    return works, results
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("ahead", [0, streaming.AHEAD, 3])
-async def test_sending_only_members_stage_ahead(ahead, size):
-    async with world_of(size, transport="shm", config=SMALL) as groups:
-        for group in groups:
-            stage(group, ahead)
-        for count in (PIECE + 1, 17 * PIECE, 40 * PIECE + 5):
-            started = [sent(group, count) for group in groups]
-            await asyncio.gather(*(work for works, _ in started for work in works))
-            assert all(torch.equal(result, expected) for _, results in started for result, expected in results)
-        kinds = [{name for (name, _), _ in group._native._stream._tuners} for group in groups]
-        assert kinds == [set(), {"broadcast", "scatter", "gather", "reduce"}, {"gather", "reduce"}][:size]
+            assert names <= {name for (name, _), _ in group._native._stream._tuners}
 
 
 async def test_collective_uses_slot_areas_while_a_later_one_has_the_stream():
     async with world_of(3, transport="shm", config=SMALL) as groups:
         for group in groups[:2]:
             group._native._slots._streamed = 1 << 20
-        await check_exchanges(groups, 20 * PIECE, 30 * PIECE + 1)
+        await check_all(groups, 20 * PIECE + 1)
         assert groups[0]._native._slots._streamed == 1 << 20
