@@ -22,6 +22,7 @@ from typing import Any
 import hypothesis
 import pytest
 import pytest_asyncio
+import torch
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.memory.shared_arena import arena
@@ -37,6 +38,9 @@ LONG = 60.0
 # A shell lets background processes ignore SIGINT, and the processes of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Ranks are tasks or threads of this process. Torch's own threads would compete with them for the cores.
+torch.set_num_threads(1)
 
 # The time of an example depends on the load of the machine.
 hypothesis.settings.register_profile(
