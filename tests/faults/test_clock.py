@@ -1,4 +1,4 @@
-"""The wall clock jumps, as it does when a machine wakes or is told the time: nothing that waits may notice."""
+"""Deadlines do not depend on the wall clock, which jumps when a machine wakes or its time is set."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from asyncdist.testing.stopwatch import Stopwatch
 
 @pytest.fixture(params=[1e9, -1e9, 0.0], ids=["ahead", "back", "stopped"])
 def jumping(request, monkeypatch):
-    """Have the wall clock jump farther at every look."""
-    looks = [time.time()]
-    monkeypatch.setattr(time, "time", lambda: looks.append(looks[-1] + request.param) or looks[-1])
+    """Let the wall clock jump at every reading."""
+    readings = [time.time()]
+    monkeypatch.setattr(time, "time", lambda: readings.append(readings[-1] + request.param) or readings[-1])
     monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
 
 

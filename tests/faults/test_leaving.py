@@ -1,4 +1,4 @@
-"""Ranks that leave, or abort and leave, while others wait: also ranks that have no connection to them learn of it."""
+"""Ranks that leave, or abort and leave: waiting ranks learn of it, also those without a connection to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncdist.testing.cluster import world_of
 pytestmark = pytest.mark.each_loop
 
 
-@pytest.mark.parametrize("source", [1, None], ids=["from one", "from anybody"])
+@pytest.mark.parametrize("source", [1, None], ids=["from one", "from any"])
 async def test_receive_from_left_ranks_fails(transport, source):
     async with world_of(3, transport=transport) as (stayer, *leavers):
         waiting = stayer.recv(torch.zeros(1), source)
@@ -28,9 +28,9 @@ async def test_receive_from_left_ranks_fails(transport, source):
         assert raised.value.peer in (1, 2)
 
 
-@pytest.mark.parametrize("source", [1, 2, None], ids=["from it", "from another", "from anybody"])
+@pytest.mark.parametrize("source", [1, 2, None], ids=["from it", "from another", "from any"])
 async def test_abort_reaches_all_ranks_although_sender_leaves_at_once(transport, source):
-    """Also by ranks to which there is no connection yet, and which wait for another."""
+    """Also ranks without a connection to the sender, and ranks that wait for another rank."""
     async with world_of(3, transport=transport) as (stayer, leaver, _):
         waiting = stayer.recv(torch.zeros(1), source)
         leaver.abort("on purpose")
@@ -60,7 +60,7 @@ async def test_leaving_after_failure_waits_for_silent_peers_only_until_timeout(t
 
 
 async def test_failure_by_left_rank_keeps_no_reference_to_later_callers(transport):
-    """It is kept as long as the world, to be told to all who call."""
+    """The world keeps the error for later calls."""
     async with world_of(2, transport=transport) as (stayer, leaver):
         waiting = stayer.recv(torch.zeros(1), None)
         await leaver.world.close()

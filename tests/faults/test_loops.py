@@ -1,4 +1,4 @@
-"""Event loops that end, or stand still, while something is pending that they were to drive."""
+"""Event loops that end, or are blocked, while operations are pending that they drive."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ pytestmark = pytest.mark.each_loop
 
 
 class Two:
-    """Two ranks: the first lives in a loop of its own, ``home``, the other in the background."""
+    """Two ranks: rank 0 runs in a loop of its own, ``home``, rank 1 in the background loop."""
 
     def __init__(self, transport, home):
         self.home = home
         self._where = {"backend": transport, "store": HashStore(), "world_size": 2}
 
     async def open(self):
-        there = asyncio.to_thread(lambda: background_loop().run(open_world(rank=1, **self._where)))
-        here = open_world(rank=0, home=self.home, **self._where)
-        self.world, self.other = await asyncio.gather(here, there)
+        background = asyncio.to_thread(lambda: background_loop().run(open_world(rank=1, **self._where)))
+        self.world, self.other = await asyncio.gather(open_world(rank=0, home=self.home, **self._where), background)
 
     def all_reduce(self, **how):
         return self.world.group.all_reduce(torch.ones(2), **how)
@@ -35,13 +34,14 @@ class Two:
         return self.other.group.all_reduce(torch.ones(2), background=False).result().tolist()
 
     def end_home(self):
-        """End the loop as `asyncio.run` does, but for closing it: the world's connection to its store lives there."""
+        """End the loop as `asyncio.run` does, but do not close it: the world's connection to its store uses it."""
         self.home.run_until_complete(self.home.shutdown_asyncgens())
 
     def close(self):
         background_loop().run(self.other.close())
         self.home.run_until_complete(self.world.close())
-        del self.world, self.other  # which pytest would keep, and with them what they have mapped
+        # Pytest would keep the worlds, and their mapped memory.
+        del self.world, self.other
 
 
 @pytest.fixture
@@ -83,13 +83,13 @@ def test_waiter_on_another_loop_does_not_hang_when_driving_loop_ends(two, ends):
         works.append(two.all_reduce())
         return (await works[0]).tolist()
 
-    async def live_until_somebody_waits():
+    async def run_until_a_task_waits():
         while not (works and works[0]._callbacks):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(asyncio.run, elsewhere())
-        two.home.run_until_complete(live_until_somebody_waits())
+        two.home.run_until_complete(run_until_a_task_waits())
         if ends:
             two.end_home()
         assert two.all_reduce_there() == [2.0, 2.0]
@@ -109,16 +109,17 @@ def test_waiter_on_another_loop_does_not_hang_while_driving_loop_is_blocked(two)
 
 
 def test_cancelled_waits_keep_no_threads_while_driving_loop_is_blocked(two):
-    async def give_up_many():
+    async def cancel_many():
         works = [two.all_reduce() for _ in range(50)]
         waiting = [asyncio.ensure_future(work) for work in works]
         await asyncio.sleep(0)
         for one in waiting[:-1]:
             one.cancel()
         await asyncio.wait(waiting[:-1])
-        futures = [work.get_future() for work in works]  # which are completed on threads of the same kind
+        # Threads of the same pool complete the futures.
+        futures = [work.get_future() for work in works]
         await asyncio.to_thread(lambda: [two.all_reduce_there() for _ in works])
         assert (await waiting[-1]).tolist() == [2.0, 2.0]
         return await asyncio.to_thread(lambda: [future.wait().tolist() for future in futures])
 
-    assert asyncio.run(give_up_many()) == [[2.0, 2.0]] * 50
+    assert asyncio.run(cancel_many()) == [[2.0, 2.0]] * 50

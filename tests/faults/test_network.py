@@ -1,4 +1,4 @@
-"""A bad network between ranks: cut at any byte, slow, clogged, refusing."""
+"""A network between ranks that cuts connections at any byte, is slow or blocked, or refuses connections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from asyncdist.testing.faults import proxied_world
 from asyncdist.testing.stopwatch import Stopwatch
 from tests.support.ports import free_port
 
-GREETING = 12 + 32  # magic and nonce
+# Magic and nonce.
+GREETING = 12 + 32
 PROOF = GREETING + 32
 HELLO = PROOF + 8
 HEADER = HELLO + 36
@@ -45,16 +46,16 @@ def all_reduces(world, count):
      HEADER - 1, HEADER, HEADER + 1, HEADER + 2000, HEADER + 3999],
 )  # fmt: skip
 async def test_connection_cut_at_any_byte_fails_the_operation_on_both_ranks(nbytes, eventually, monkeypatch):
-    # A handshake that has taken so long is begun again; where this machine is as slow, too, and the proxy cuts only once.
+    # A slow machine would retry the handshake, and the proxy cuts only once.
     monkeypatch.setattr("asyncdist_transports.tcp.connection._KEPT_WAITING", math.inf)
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
         world.proxies[0, 1].cut_after(nbytes)
-        gave, lost = await outcomes(all_reduces(world, 1000))
-        assert (type(lost), lost.peer) == (PeerLostError, 0)
-        # Rank 0 may have all it needs by then: its message had left, and rank 1's came another way.
+        zero, one = await outcomes(all_reduces(world, 1000))
+        assert (type(one), one.peer) == (PeerLostError, 0)
+        # Rank 0's operation may have succeeded: its message had left, and rank 1's came over the other connection.
         await eventually(lambda: world.groups[0].error is not None)
         assert world.proxies[0, 1].since_cut.seconds() < SOON
-        for error in [world.groups[0].error, *([gave] if isinstance(gave, Exception) else [])]:
+        for error in [world.groups[0].error, *([zero] if isinstance(zero, Exception) else [])]:
             assert (type(error), error.peer) == (PeerLostError, 1)
 
 
@@ -144,7 +145,8 @@ async def test_unexpected_large_messages_stay_in_sender_memory(eventually):
         await asyncio.wait([asyncio.ensure_future(_of(sending[0]))], timeout=0.2)
         assert not any(work.is_completed() for work in sending)
         room = torch.empty(1_000_000, dtype=tensors[0].dtype)
-        for tag in range(10):  # in the order in which they were sent nothing has to be put aside
+        # Receives in the order of the sends need no other memory.
+        for tag in range(10):
             await world.groups[1].recv(room, 0, tag)
             assert torch.equal(room, tensors[tag])
         await asyncio.gather(*sending)
@@ -157,23 +159,25 @@ async def test_unexpected_small_messages_do_not_fill_receiver_memory(eventually)
     with proxied_world(2, home=asyncio.get_running_loop(), config=config) as world:
         await asyncio.gather(*all_reduces(world, 10))
         block = torch.ones(10_000)
-        tracemalloc.start()  # what the kernel holds is not counted: its buffers may grow to 32 MiB
+        # The kernel's buffers, which may grow to 32 MiB, are not counted.
+        tracemalloc.start()
         try:
             before = tracemalloc.get_traced_memory()[0]
             sending = [world.groups[0].send(block, 1, tag) for tag in range(300)]
             await eventually(lambda: tracemalloc.get_traced_memory()[0] - before > 1 << 20)
             await asyncio.wait([asyncio.ensure_future(_of(sending[-1]))], timeout=0.2)
-            assert tracemalloc.get_traced_memory()[0] - before < 4 << 20  # of 12 MB
+            assert tracemalloc.get_traced_memory()[0] - before < 4 << 20
         finally:
             tracemalloc.stop()
         room = torch.zeros(10_000)
-        for tag in reversed(range(300)):  # the last ones first, so that everything before must be put aside after all
+        # The receiver stores all messages before the last one.
+        for tag in reversed(range(300)):
             await world.groups[1].recv(room, 0, tag)
             assert torch.equal(room, block)
         await asyncio.gather(*sending)
 
 
-async def test_a_refused_connection_names_the_rank_and_the_reason():
+async def test_refused_connection_names_the_rank_and_the_reason():
     with proxied_world(3, home=asyncio.get_running_loop()) as world:
         for writer in (0, 2):
             world.proxies[writer, 1].refuse()
@@ -220,59 +224,59 @@ async def test_receive_from_any_source_gets_messages_of_left_ranks_then_fails(tr
 
 @pytest.fixture(params=[False, True], ids=["without goodbye", "with goodbye"])
 async def left_behind(request, eventually):
-    """Rank 1 waits for rank 0, which has sent everything and left; its last messages are still under way.
+    """Rank 1 waits for rank 0, which has sent everything and left; a proxy still holds rank 0's last messages.
 
-    Rank 1 has seen the end of its own connection: with a goodbye, unless rank 0 did not learn whose connection it was.
+    Rank 1 has read the end of its own connection: with a goodbye, unless rank 0 did not learn whose connection it was.
     """
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
         (leaver,), (tcp,) = (mesh.transport_selector.transports for mesh in world.meshes)
 
-        def ours():
+        def connections_to_leaver():
             return [connection for connection in tcp.connections.values() if connection.peer == 0]
 
         for (writer, _), proxy in world.proxies.items():
             if writer == 0 or not request.param:
                 proxy.hold_after(PROOF)
         room = torch.zeros(3)
-        coming = world.groups[1].recv(room, 0)
-        await eventually(lambda: any(connection.established for connection in ours()))
+        receiving = world.groups[1].recv(room, 0)
+        await eventually(lambda: any(connection.established for connection in connections_to_leaver()))
         if request.param:
             await eventually(lambda: any(connection.peer == 1 for connection in leaver.connections.values()))
         await world.groups[0].send(torch.ones(3), 1)
         world.meshes[0].close()
-        await eventually(lambda: not ours())
-        yield world, coming
-        assert coming.is_success()
+        await eventually(lambda: not connections_to_leaver())
+        yield world, receiving
+        assert receiving.is_success()
         assert torch.equal(room, torch.ones(3))
 
 
 async def test_rank_that_left_before_accepting_may_have_sent_on_its_own_connection(left_behind):
-    world, coming = left_behind
+    world, receiving = left_behind
     world.proxies[0, 1].release()
-    await coming
+    await receiving
 
 
 async def test_delayed_process_reads_pending_bytes_before_declaring_peer_lost(left_behind):
-    world, coming = left_behind
+    world, receiving = left_behind
     proxy, due = world.proxies[0, 1], world.meshes[1].next_deadline()
 
-    def hold_up():  # while the loop does not turn
+    def block_the_loop():
         proxy.release()
         proxy.until(lambda: proxy.passed_nbytes == HEADER + 12 + len(world.meshes[0].closing_frames))
         while time.monotonic() < due:
             time.sleep(0.01)
 
-    hold_up()
-    await coming
+    block_the_loop()
+    await receiving
 
 
 async def test_pending_messages_of_left_rank_are_kept(eventually):
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
         leaver, stayer = world.groups
-        world.proxies[1, 0].hold_after(PROOF)  # who opens it does not know of the other way yet
-        first, room = torch.zeros(1), torch.zeros(50_000)
-        coming = stayer.recv(first, 0)
-        await asyncio.gather(coming, leaver.send(torch.ones(1), 1))
+        # The stayer opens a connection, because it does not know the leaver's connection yet.
+        world.proxies[1, 0].hold_after(PROOF)
+        room = torch.zeros(50_000)
+        await asyncio.gather(stayer.recv(torch.zeros(1), 0), leaver.send(torch.ones(1), 1))
         await leaver.send(torch.ones(50_000), 1, tag=2)
         world.meshes[0].close()
         await eventually(lambda: world.meshes[1].timers.pending)
@@ -299,17 +303,17 @@ async def test_unreachable_address_is_reported_on_both_ranks():
     nowhere = free_port()
     async with world_of(2, transport="tcp") as groups:
         groups[1].mesh.link(0)._where = ("127.0.0.1", nowhere)
-        gave, lost = await outcomes([group.all_reduce(torch.ones(1000)) for group in groups])
+        zero, one = await outcomes([group.all_reduce(torch.ones(1000)) for group in groups])
         why = f"cannot connect to it at 127.0.0.1:{nowhere}: Connection refused; check ASYNCDIST_SOCKET_IFNAME"
-        assert (type(lost), lost.peer) == (PeerLostError, 0)
-        assert f"rank 0 was lost ({why}" in str(lost)
-        assert (type(gave), gave.peer) == (PeerLostError, 1)
-        assert f"rank 1 was lost (it found that rank 0 was lost ({why}" in str(gave)
+        assert (type(one), one.peer) == (PeerLostError, 0)
+        assert f"rank 0 was lost ({why}" in str(one)
+        assert (type(zero), zero.peer) == (PeerLostError, 1)
+        assert f"rank 1 was lost (it found that rank 0 was lost ({why}" in str(zero)
 
 
 @pytest.fixture
 def unanswered():
-    """Return an address at which nobody answers what opens a connection: others wait to be accepted, and fill the room."""
+    """An address that does not answer: pending connections fill the backlog of its listener."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         where = listener.getsockname()
@@ -341,15 +345,15 @@ async def test_reported_timeout_mentions_missing_connection_to_waiting_rank(unan
     async with world_of(2, transport="tcp") as groups:
         groups[0].mesh.link(1)._where = unanswered
         groups[1].set_timeout(0.5)
-        told, late = await outcomes([groups[0].send(torch.ones(1), 1), groups[1].recv(torch.ones(1), 0)])
+        aborted, late = await outcomes([groups[0].send(torch.ones(1), 1), groups[1].recv(torch.ones(1), 0)])
         assert (type(late), late.peers) == (OperationTimeoutError, (0,))
         assert "check whether those ranks issued the same call" in str(late)
-        assert isinstance(told, GroupAbortedError)
+        assert isinstance(aborted, GroupAbortedError)
         assert re.search(
             r"rank 1 timed out after 0\.5 s, waiting for data from rank 0 .*\(rank 0 has no connection to rank 1",
-            str(told),
+            str(aborted),
         )
-        assert str(told).endswith("check ASYNCDIST_SOCKET_IFNAME on that rank, routes and firewalls")
+        assert str(aborted).endswith("check ASYNCDIST_SOCKET_IFNAME on that rank, routes and firewalls")
 
 
 async def test_unaccepted_connection_is_not_reported_as_network_problem():

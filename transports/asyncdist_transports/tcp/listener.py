@@ -75,8 +75,8 @@ class Listener:
         if cause.errno != self._reported:
             self._reported = cause.errno
             log.error(
-                "rank %d cannot take connections at port %d: %s; it tries again every %g s, see to the machine's memory, "
-                "limits and firewall",
+                "rank %d cannot accept connections at port %d: %s; it tries again every %g s; check the machine's "
+                "memory, limits and firewall",
                 host.rank,
                 self.port,
                 cause,

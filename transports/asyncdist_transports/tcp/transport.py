@@ -128,7 +128,7 @@ class TcpTransport(Transport):
         except AsyncdistError as error:
             self._ended(connection, str(error), for_good=True)
         except MemoryError:
-            self._ended(connection, "it sent a message that does not fit into our memory", for_good=True)
+            self._ended(connection, "it sent a message that does not fit into this rank's memory", for_good=True)
         return True
 
     def _ended(self, connection: Inbound | Outbound, reason: str, *, for_good: bool = False) -> None:
@@ -170,7 +170,7 @@ class TcpTransport(Transport):
             self.host.timers.schedule(connection, until, functools.partial(self._overdue, connection))
             self._pump(connection, True)
             if len(self._strangers) > _MOST_STRANGERS + self.host.world_size * self.host.config.lanes:
-                self._ended(next(iter(self._strangers)), "it did not prove itself, and many wait behind it")
+                self._ended(next(iter(self._strangers)), "it had not authenticated, and too many connections had not")
             moved = True
         return moved
 
@@ -178,7 +178,7 @@ class TcpTransport(Transport):
         # The proof may have arrived since the last read.
         self._pump(stranger, True)
         if stranger in self._strangers:
-            self._ended(stranger, "it did not prove itself in time")
+            self._ended(stranger, "it did not authenticate in time")
 
     def _no_stranger(self, connection: Inbound) -> None:
         """Stop the timer of a connection that has authenticated, or is closed."""
