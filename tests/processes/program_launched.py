@@ -19,9 +19,9 @@ rank, generation = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART
 torch.set_num_threads(1)
 
 
-def say(what):
+def write(line):
     with open(folder / f"rank{rank}", "a") as file:
-        file.write(f"{what}\n")
+        file.write(f"{line}\n")
 
 
 def blocking():
@@ -31,7 +31,7 @@ def blocking():
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, os.getpid())
     assert gathered[dist.get_rank()] == os.getpid()
-    say(f"blocking: rank {dist.get_rank()} of {dist.get_world_size()}, sum {tensor[0].item():g}")
+    write(f"blocking: rank {dist.get_rank()} of {dist.get_world_size()}, sum {tensor[0].item():g}")
     dist.destroy_process_group()
 
 
@@ -41,7 +41,7 @@ async def awaiting():
         tensor = torch.full((1000,), asyncdist.get_rank() + 1.0)
         await asyncdist.all_reduce(tensor)
         await apart.all_reduce(tensor)
-        say(f"awaiting: rank {asyncdist.get_rank()} of {asyncdist.get_world_size()}, sum {tensor[0].item():g}")
+        write(f"awaiting: rank {asyncdist.get_rank()} of {asyncdist.get_world_size()}, sum {tensor[0].item():g}")
         await asyncdist.destroy_process_group()
 
 
@@ -49,15 +49,15 @@ def first_generation_fails():
     dist.init_process_group()
     if generation == 0 and rank == 1:
         dist.all_reduce(torch.ones(10))
-        say("fails")
+        write("fails")
         raise RuntimeError("the first generation fails")
     for _ in range(1 if generation else 3):
         try:
             dist.all_reduce(torch.ones(10))
         except GroupError as error:
-            say(f"generation {generation}: {type(error).__name__}")
+            write(f"generation {generation}: {type(error).__name__}")
             raise
-    say(f"generation {generation} has met")
+    write(f"generation {generation} has met")
     dist.destroy_process_group()
 
 
@@ -65,7 +65,7 @@ def one_crashes():
     dist.init_process_group()
     dist.barrier()
     if rank == 1:
-        say(time.monotonic())
+        write(time.monotonic())
         raise RuntimeError("rank 1 crashes")
     dist.barrier()
 

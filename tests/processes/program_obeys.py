@@ -104,24 +104,24 @@ class Rank:
     def leave_suddenly(self, status):
         os._exit(status)
 
-    def fork(self, what):
-        """Fork a child that calls ``what`` and exits; return its exit status and its result."""
+    def fork(self, name):
+        """Fork a child that calls the method ``name`` and exits; return its exit status and its result."""
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                met = getattr(self, what)()
+                outcome = getattr(self, name)()
             except Exception as error:
-                met = f"{type(error).__name__}: {error}"
-            os.write(writer, str(met).encode())
+                outcome = f"{type(error).__name__}: {error}"
+            os.write(writer, str(outcome).encode())
             # sys.exit() also runs the exit hooks. A child must not close a loop that shares its selector with the parent's.
             if type(self) is Blocking:
                 sys.exit(0)
             os._exit(0)
         os.close(writer)
-        with open(reader) as said:
-            met = said.read()
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), met
+        with open(reader) as results:
+            outcome = results.read()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), outcome
 
     def leave_a_child(self):
         """Fork a child that outlives this process, and return its PID."""
@@ -131,13 +131,13 @@ class Rank:
             os.read(reader, 1)
         return child
 
-    def look_around(self):
+    def describe_world(self):
         return f"rank {sync.get_rank()} of {sync.get_world_size()}"
 
     def use_the_parents_group(self):
         sync.all_reduce(torch.ones(1))
 
-    def leave_for_itself_and_begin_anew(self):
+    def destroy_and_open_own_world(self):
         sync.destroy_process_group()
         with sync.process_group(store=sync.HashStore(), rank=0, world_size=1) as group:
             tensor = torch.ones(1)

@@ -27,7 +27,7 @@ def check_all_lost(told, answers, dead):
     ],
 )
 def test_death_in_the_middle_of_a_collective_reaches_every_rank(job, all_do, face, order, algorithm, moments):
-    """The survivors of one death meet again with a newcomer, so this also is: a new world after a failed one."""
+    """The survivors of a death join a new world with a new rank."""
     survivors = job.start(3, face, ASYNCDIST_ALGORITHM=algorithm)
     dead = 2
     for moment in moments:
@@ -42,20 +42,17 @@ def test_death_in_the_middle_of_a_collective_reaches_every_rank(job, all_do, fac
 
 
 def test_death_while_survivors_wait_in_different_ways(job, all_do, face):
-    """One blocks or awaits, one has works going on in the background, one is busy elsewhere and asks only later."""
-    waiting, behind, elsewhere, victim = ranks = job.world(4, face)
+    """One waits for a call, one has works in the background, and one calls only after the death."""
+    waiting, background, later, victim = ranks = job.world(4, face)
     all_do(ranks, "barrier", "world")
-    behind.do("pend", "world", 10)
-    behind.do("pend", "world", 1_000_000)
+    background.do("pend", "world", 10)
+    background.do("pend", "world", 1_000_000)
     waiting.tell("all_reduce", "world", 10)
-    behind.tell("settle")
+    background.tell("settle")
     victim.process.kill()
     check_all_lost([waiting], [waiting.hear()], 3)
-    for ended in behind.hear():
-        assert ended["kind"] == "PeerLostError"
-        assert ended["peer"] == 3
-    elsewhere.tell("all_reduce", "world", 10)
-    check_all_lost([elsewhere], [elsewhere.hear()], 3)
+    assert [(ended["kind"], ended["peer"]) for ended in background.hear()] == [("PeerLostError", 3)] * 2
+    check_all_lost([later], all_do([later], "all_reduce", "world", 10), 3)
 
 
 def test_death_between_operations_fails_the_next_operation(job, all_do, face):
@@ -82,9 +79,12 @@ def test_survivors_continue_in_a_new_group_as_the_error_advises(job, all_do, fac
         assert all_do(survivors, "all_reduce", "survivors", count) == [3.0] * 3
 
 
-def test_idle_blocking_group_reports_a_killed_peer_without_a_call(job, all_do, until):
-    ranks = job.world(3)
-    all_do(ranks, "all_reduce", "world", 10)
+def test_idle_group_reports_the_abort_or_the_death_of_a_peer_without_a_call(job, all_do, until, face):
+    ranks = job.world(3, face)
+    all_do(ranks, "new_group", "aborted", [0, 1])
+    ranks[0].do("abort", "aborted", "enough")
+    until(lambda: ranks[1].do("error_of", "aborted") is not None)
+    assert "rank 0 aborted: enough" in ranks[1].do("error_of", "aborted")["text"]
     ranks[0].process.kill()
     for told in ranks[1:]:
         until(lambda told=told: told.do("error_of", "world") is not None)
@@ -92,22 +92,13 @@ def test_idle_blocking_group_reports_a_killed_peer_without_a_call(job, all_do, u
         assert (error["kind"], error["peer"]) == ("PeerLostError", 0)
 
 
-def test_idle_blocking_group_reports_the_abort_of_a_peer_without_a_call(job, all_do, until):
-    ranks = job.world(2)
-    all_do(ranks, "all_reduce", "world", 10)
-    ranks[0].do("abort", None, "enough")
-    until(lambda: ranks[1].do("error_of", "world") is not None)
-    assert "rank 0 aborted: enough" in ranks[1].do("error_of", "world")["text"]
-
-
 def test_forked_child_of_a_killed_rank_does_not_hide_its_death(job, all_do, face):
-    survivor, *others, victim = ranks = job.world(3, face)
+    *survivors, victim = ranks = job.world(3, face)
     all_do(ranks, "all_reduce", "world", 10)
     child = victim.do("leave_a_child")
     try:
         victim.process.kill()
-        answers = all_do([survivor, *others], "all_reduce", "world", 10)
-        check_all_lost([survivor, *others], answers, 2)
+        check_all_lost(survivors, all_do(survivors, "all_reduce", "world", 10), 2)
         os.kill(child, 0)
     finally:
         os.kill(child, signal.SIGKILL)

@@ -24,12 +24,12 @@ def torchrun(count, mode, folder, *options):
 
 
 def ended(launched):
-    """Return how a job ended, and what it said."""
+    """Return the exit status of a job, and its output."""
     try:
-        said, _ = launched.communicate(timeout=300)
+        output, _ = launched.communicate(timeout=300)
     finally:
         launched.kill()
-    return launched.returncode, said
+    return launched.returncode, output
 
 
 def lines(folder, rank):
@@ -40,8 +40,8 @@ def lines(folder, rank):
 def test_two_torchrun_jobs_run_at_once_on_one_machine(tmp_path):
     jobs = [torchrun(2, "both", tmp_path / name, "--standalone") for name in ("one", "other")]
     for job, name in zip(jobs, ("one", "other"), strict=True):
-        status, said = ended(job)
-        assert status == 0, said
+        status, output = ended(job)
+        assert status == 0, output
         for rank in range(2):
             assert lines(tmp_path / name, rank) == [
                 f"blocking: rank {rank} of 2, sum 3",
@@ -51,10 +51,10 @@ def test_two_torchrun_jobs_run_at_once_on_one_machine(tmp_path):
 
 @pytest.mark.exhaustive
 def test_four_ranks_of_torchrun_without_a_rendezvous_backend(tmp_path):
-    """Without --standalone the agent's store is at a fixed address: MASTER_ADDR and MASTER_PORT as given."""
+    """Without --standalone the agent's store is at the given address, MASTER_ADDR and MASTER_PORT."""
     job = torchrun(4, "blocking", tmp_path / "job", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
-    status, said = ended(job)
-    assert status == 0, said
+    status, output = ended(job)
+    assert status == 0, output
     assert [lines(tmp_path / "job", rank) for rank in range(4)] == [
         [f"blocking: rank {rank} of 4, sum 10"] for rank in range(4)
     ]
@@ -62,10 +62,10 @@ def test_four_ranks_of_torchrun_without_a_rendezvous_backend(tmp_path):
 
 @pytest.mark.exhaustive
 def test_restarted_generation_meets_after_a_failed_one(tmp_path):
-    status, said = ended(torchrun(2, "restart", tmp_path / "job", "--standalone", "--max-restarts=1"))
-    assert status == 0, said
+    status, output = ended(torchrun(2, "restart", tmp_path / "job", "--standalone", "--max-restarts=1"))
+    assert status == 0, output
     assert lines(tmp_path / "job", 1) == ["fails", "generation 1 has met"]
-    # Rank 0 may have been ended by the agent before it could say anything.
+    # The agent may have ended rank 0 before it wrote a line.
     first, *rest = lines(tmp_path / "job", 0)
     assert [first, *rest][-1] == "generation 1 has met"
     assert rest == [] or first == "generation 0: PeerLostError"
@@ -73,10 +73,10 @@ def test_restarted_generation_meets_after_a_failed_one(tmp_path):
 
 @pytest.mark.exhaustive
 def test_exception_on_one_rank_ends_the_job(tmp_path):
-    status, said = ended(torchrun(2, "crash", tmp_path / "job", "--standalone"))
+    status, output = ended(torchrun(2, "crash", tmp_path / "job", "--standalone"))
     over = time.monotonic()
     assert status == 1
-    assert "RuntimeError: rank 1 crashes" in said
+    assert "RuntimeError: rank 1 crashes" in output
     (crashed,) = lines(tmp_path / "job", 1)
     # torchrun would kill a rank that did not exit itself after thirty seconds.
     assert over - float(crashed) < 25.0

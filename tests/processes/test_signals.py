@@ -49,7 +49,8 @@ def test_interrupt_of_busy_ranks_leaves_no_rank_hanging(job, face):
 def test_interrupt_ends_the_rendezvous(job, face, tmp_path):
     for rank in (0, 1):
         (told,) = job.start(1, face)
-        told.do("is_initialized")  # it runs, and its output goes where we look
+        # The rank runs and its output is redirected.
+        told.do("is_initialized")
         told.tell("init", f"file://{tmp_path}/never{rank}", rank, 2)
         # Nothing shows from outside that the rank waits.
         time.sleep(0.1)
@@ -61,11 +62,11 @@ def test_forked_child_cannot_use_or_harm_its_parents_world(job, all_do, face):
     ranks = job.world(2, face)
     all_do(ranks, "all_reduce", "world", 10)
     ranks[1].do("pend_receive", "world", 0)
-    assert all_do(ranks, "fork", "look_around") == [(0, "rank 0 of 2"), (0, "rank 1 of 2")]
-    for status, met in all_do(ranks, "fork", "use_the_parents_group"):
-        assert (status, "forked" in met) == (0, True), met
+    assert all_do(ranks, "fork", "describe_world") == [(0, "rank 0 of 2"), (0, "rank 1 of 2")]
+    for status, outcome in all_do(ranks, "fork", "use_the_parents_group"):
+        assert (status, "forked" in outcome) == (0, True), outcome
     if face == "blocking":
-        assert all_do(ranks, "fork", "leave_for_itself_and_begin_anew") == [(0, "1.0"), (0, "1.0")]
+        assert all_do(ranks, "fork", "destroy_and_open_own_world") == [(0, "1.0"), (0, "1.0")]
     assert all_do(ranks, "all_reduce", "world", 100_000) == [2.0, 2.0]
     ranks[0].do("pend_send", "world", 1)
     assert ranks[1].do("settle") == [None]

@@ -16,23 +16,23 @@ def test_stopped_rank_is_named_at_the_timeout_and_fails_when_continued(job, all_
     patient.tell("all_reduce", "all", 100_000)
     brief.tell("all_reduce", "all", 100_000)
 
-    gave_up = brief.hear()
-    assert gave_up.kind == "OperationTimeoutError"
-    assert 1 in gave_up.peers
-    assert "timed out after 0.5 s, waiting for" in gave_up.text
-    assert "rank 1" in gave_up.text or "ranks 0-1" in gave_up.text
-    assert gave_up.at - brief.told_at > 0.4
+    timed_out = brief.hear()
+    assert timed_out.kind == "OperationTimeoutError"
+    assert 1 in timed_out.peers
+    assert "timed out after 0.5 s, waiting for" in timed_out.text
+    assert "rank 1" in timed_out.text or "ranks 0-1" in timed_out.text
+    assert timed_out.at - brief.told_at > 0.4
 
-    was_told = patient.hear()
-    assert (was_told.kind, was_told.peer) == ("GroupAbortedError", 2)
-    assert "rank 2 timed out after 0.5 s, waiting for data from rank" in was_told.text
+    aborted = patient.hear()
+    assert (aborted.kind, aborted.peer) == ("GroupAbortedError", 2)
+    assert "rank 2 timed out after 0.5 s, waiting for data from rank" in aborted.text
 
     frozen.process.resume()
     frozen.tell("all_reduce", "all", 100_000)
-    woke = frozen.hear()
-    assert (woke.kind, woke.peer) == ("GroupAbortedError", 2)
-    assert "rank 2 timed out" in woke.text
-    # The deadline was that of one group: the others have only waited.
+    aborted = frozen.hear()
+    assert (aborted.kind, aborted.peer) == ("GroupAbortedError", 2)
+    assert "rank 2 timed out" in aborted.text
+    # Only the group with the deadline has failed.
     assert all_do(ranks, "all_reduce", "world", 10) == [3.0, 3.0, 3.0]
 
 
@@ -44,12 +44,12 @@ def test_rank_stopped_during_an_operation_fails_too(job, all_do, face):
     ranks[1].tell("all_reduce", "both", 3_000_000)
     ranks[1].process.stop()
     ranks[0].tell("all_reduce", "both", 3_000_000)
-    gave_up = ranks[0].hear()
-    assert (gave_up.kind, gave_up.peers) == ("OperationTimeoutError", (1,))
+    timed_out = ranks[0].hear()
+    assert (timed_out.kind, timed_out.peers) == ("OperationTimeoutError", (1,))
     ranks[1].process.resume()
-    woke = ranks[1].hear()
-    assert (woke.kind, woke.peer) == ("GroupAbortedError", 0)
-    assert "rank 0 timed out" in woke.text
+    aborted = ranks[1].hear()
+    assert (aborted.kind, aborted.peer) == ("GroupAbortedError", 0)
+    assert "rank 0 timed out" in aborted.text
 
 
 def test_rank_continued_before_the_timeout_causes_no_failure(job, all_do, face):

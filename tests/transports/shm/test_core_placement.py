@@ -46,37 +46,29 @@ def system(monkeypatch):
     return lambda core, allowed=(0, 1): System(monkeypatch, core=core, allowed=allowed)
 
 
-def test_highest_rank_on_crowded_core_moves_and_restores_its_affinity(system):
-    seen, own = system(core=0), peer_at(-1)
-    CorePlacement(3, own)([(0, peer_at(0)), (1, peer_at(1)), (2, peer_at(0))])
-    assert seen.asked == [{1}, {0, 1}]
-    assert own.core == seen.core == 1
-
-
-def test_lower_ranks_stay_and_publish_their_core(system):
-    seen, own = system(core=0), peer_at(-1)
-    CorePlacement(2, own)([(0, peer_at(0)), (1, peer_at(1)), (3, peer_at(0))])
-    assert seen.asked == []
-    assert own.core == 0
-
-
-@pytest.mark.parametrize("others", [(0, 1, 1), (1, 1, 1), (0, 1, -1), (0, 0, 1)])
-def test_no_rank_moves_to_an_equally_loaded_core(system, others):
-    seen = system(core=0, allowed=(0, 1) if others != (0, 0, 1) else (0,))
-    CorePlacement(3, peer_at(-1))([(rank, peer_at(core)) for rank, core in enumerate(others)])
-    assert seen.asked == []
+@pytest.mark.parametrize(
+    ("rank", "peer_cores", "allowed", "target"),
+    [
+        pytest.param(3, (0, 1, 0), (0, 1), 1, id="highest rank on a crowded core"),
+        pytest.param(2, (0, 1, 2, 0), (0, 1), None, id="a higher rank is on the core"),
+        pytest.param(3, (0, 1, 1), (0, 1), None, id="equal load"),
+        pytest.param(3, (1, 1, 1), (0, 1), None, id="lower load"),
+        pytest.param(3, (0, 1, -1), (0, 1), None, id="a peer has published no core"),
+        pytest.param(3, (0, 0, 1), (0,), None, id="only one core is allowed"),
+        pytest.param(9, (0, 1, 0, 0), (0, 1, 2), 2, id="least loaded of several cores"),
+    ],
+)
+def test_highest_rank_on_a_crowded_core_moves_to_the_least_loaded_one(system, rank, peer_cores, allowed, target):
+    seen, own = system(0, allowed), peer_at(-1)
+    CorePlacement(rank, own)([(peer, peer_at(core)) for peer, core in enumerate(peer_cores) if peer != rank])
+    assert seen.asked == ([] if target is None else [{target}, set(allowed)])
+    assert own.core == seen.core == (target or 0)
 
 
 def test_sleeping_rank_does_not_count_as_load(system):
     seen = system(core=0)
     CorePlacement(3, peer_at(-1))([(0, peer_at(0, asleep=True)), (1, peer_at(0)), (2, peer_at(1))])
     assert seen.asked == []
-
-
-def test_least_loaded_allowed_core_is_chosen(system):
-    seen = system(core=5, allowed=(4, 5, 6))
-    CorePlacement(9, peer_at(-1))([(0, peer_at(5)), (1, peer_at(4)), (2, peer_at(5)), (3, peer_at(5))])
-    assert seen.asked == [{6}, {4, 5, 6}]
 
 
 def test_rank_pauses_between_moves(system):

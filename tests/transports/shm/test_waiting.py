@@ -1,4 +1,4 @@
-"""Every way of waiting in shared memory: looking, offering the core, sleeping; and whoever has begun an operation."""
+"""Waiting in shared memory: wake-ups, memory order, spinning, and operations that another driver continues."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from asyncdist_transports.shm.memory_order import Fence
 
 pytestmark = pytest.mark.each_loop
 
-COUNTS = [1, 20_000, 1_000_001]  # one line; an area; several pieces
+# One cache line, one area, several pieces.
+COUNTS = [1, 20_000, 1_000_001]
 CALLS = {
     "all_reduce": lambda group, tensor: group.all_reduce(tensor, background=False).result(),
     "broadcast": lambda group, tensor: group.broadcast(tensor, 0, background=False).result(),
     "barrier": lambda group, tensor: group.barrier(background=False).result(),
 }
 LONG = 10.0
-"""Seconds that nothing here takes."""
+"""Seconds: longer than any operation of these tests."""
 
 
 def shm_of(group):
@@ -39,24 +40,25 @@ def shm_of(group):
 
 
 async def test_word_published_before_sleep_is_seen():
-    """The peer looks at our flag before we raise it, and so does not ring: the look after it must find the step."""
+    """The peer reads the sleep flag before this rank sets it, and sends no wake-up. The later check sees the step."""
     async with world_of(2, transport="shm") as (zero, one):
         await asyncio.gather(zero.barrier(), one.barrier())
-        mesh, ours = zero.mesh, shm_of(zero)
-        rung = []
-        shm_of(one).local_peers[0].signal = lambda: rung.append(True)
+        mesh, signals = zero.mesh, []
+        shm_of(one).local_peers[0].signal = lambda: signals.append(True)
         work = zero.barrier()
         assert not work.is_completed()
-        ours.asleep[0] = 0  # as while a driver is awake
-        other = one.barrier()  # publishes, and finds nobody asleep
-        assert not rung
+        # As while a driver is awake.
+        shm_of(zero).asleep[0] = 0
+        other = one.barrier()
+        assert not signals
         with mesh.progress.lock:
-            assert mesh.waits() is None  # raises the flag and looks once more: something moved, so nobody sleeps
+            # Sets the flag, checks once more, and sees the step of the peer.
+            assert mesh.waits() is None
         await asyncio.gather(work, other)
 
 
 class Watched:
-    """Words of shared memory whose writing, or reading, is noted."""
+    """Words of shared memory; each write, or each read, adds an event."""
 
     def __init__(self, words, events, *, written=None, read=None):
         self._words, self._events, self._written, self._read = words, events, written, read
@@ -74,27 +76,28 @@ class Watched:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_full_fence_separates_published_word_from_sleep_flag_check(name, shared, count):
-    """Else a peer that lies down meanwhile is not rung, once in a million calls: no run of a program shows that."""
+    """Otherwise about one call in a million would not wake a peer that falls asleep at that moment."""
 
     def program(group):
         tensor = asyncdist.empty(count, shared=shared).fill_(1.0)
-        CALLS[name](group, tensor)  # so that the windows have found each other
+        # The members find each other's slot tables.
+        CALLS[name](group, tensor)
         events, slots = [], group._native._slots
         full = slots.fence.full
         slots.fence.full = lambda: (full(), events.append("full"))
         slots.words = Watched(slots.words, events, written="word")
         for member in slots.others:
-            member.asleep = Watched(member.asleep, events, read="look")
+            member.asleep = Watched(member.asleep, events, read="check")
         for _ in range(3):
             CALLS[name](group, tensor)
         return events
 
     for events in run_ranks(2, program, transport="shm"):
-        assert events.count("look") >= 3
+        assert events.count("check") >= 3
         last = None
         for event in events:
-            assert event != "look" or last == "full"
-            last = last if event == "look" else event
+            assert event != "check" or last == "full"
+            last = last if event == "check" else event
 
 
 # -- memory that keeps no order -----------------------------------------------------------------------
@@ -102,7 +105,7 @@ def test_full_fence_separates_published_word_from_sleep_flag_check(name, shared,
 
 @pytest.fixture
 def arm64(monkeypatch):
-    """Fences as on arm64, where a light one is a full one; x86 does without it."""
+    """Fences as on arm64, where a light fence is a full one; on x86 it does nothing."""
     monkeypatch.setattr(memory_order, "_KEEPS_STORES_IN_ORDER", False)
 
 
@@ -116,21 +119,20 @@ async def test_every_collective_with_the_fences_of_arm64(arm64, count):
 
 
 class Steps:
-    """Words whose telling writes, and asking reads, are noted; the others belong to what is told."""
+    """Words of a slot table. Writes and reads of steps add the events "publish" and "poll", other writes "access"."""
 
     def __init__(self, words, note):
         self._words, self._note = words, note
 
     def __setitem__(self, at, value):
-        tells = (
-            at % LINE in (STEP, READ_ROUNDS) and value & DONE
-        )  # without a step it says only that the last call is over
+        # A number without a step only invalidates the previous call.
+        publishes = at % LINE in (STEP, READ_ROUNDS) and value & DONE
         self._words[at] = value
-        self._note("tell" if tells else "touch")
+        self._note("publish" if publishes else "access")
 
     def __getitem__(self, at):
         if at % LINE in (STEP, READ_ROUNDS):
-            self._note("ask")
+            self._note("poll")
         return self._words[at]
 
 
@@ -152,7 +154,7 @@ def test_fence_precedes_published_words_and_follows_read_words(arm64, monkeypatc
     def noting(move, address_of):
         def noted(to, source, *more):
             if hasattr(local, "note"):
-                local.note("take" if local.is_theirs(address_of(source)) else "touch")
+                local.note("read" if local.is_peers(address_of(source)) else "access")
             return move(to, source, *more)
 
         return noted
@@ -162,10 +164,11 @@ def test_fence_precedes_published_words_and_follows_read_words(arm64, monkeypatc
 
     def program(group):
         one, all = asyncdist.empty(count, shared=shared).fill_(1), asyncdist.empty(2 * count, shared=shared).fill_(1)
-        MOVES[name](group, one, all)  # so that the windows have found each other
+        # The members find each other's slot tables.
+        MOVES[name](group, one, all)
         events, slots = [], group._native._slots
-        theirs, full = slots.others[0].mapping, slots.fence.full
-        local.is_theirs = lambda address: theirs.address <= address < theirs.address + theirs.nbytes
+        mapping, full = slots.others[0].mapping, slots.fence.full
+        local.is_peers = lambda address: mapping.address <= address < mapping.address + mapping.nbytes
         local.note = events.append
         slots.fence.full = slots.fence.light = lambda: (full(), events.append("fence"))
         slots.words = Steps(slots.words, events.append)
@@ -176,17 +179,17 @@ def test_fence_precedes_published_words_and_follows_read_words(arm64, monkeypatc
         return events
 
     seen = run_ranks(2, program, transport="shm")
-    assert "take" in seen[1]
+    assert "read" in seen[1]
     for events in seen:
-        since = set()
+        since_fence = set()
         for event in events:
-            assert event != "tell" or not since & {"touch", "take"}
-            assert event != "take" or "ask" not in since
-            since = set() if event == "fence" else since | {event}
+            assert event != "publish" or not since_fence & {"access", "read"}
+            assert event != "read" or "poll" not in since_fence
+            since_fence = set() if event == "fence" else since_fence | {event}
 
 
 def test_fence_interrupted_at_any_step_stays_usable(monkeypatch):
-    """Ctrl-C comes behind any call in C: here behind the one that lets go of the fence's lock."""
+    """A KeyboardInterrupt may be raised after any call in C: here after the release of the fence's lock."""
     lock, interrupted = threading.Lock(), []
 
     class Interrupted:
@@ -209,14 +212,14 @@ def test_fence_interrupted_at_any_step_stays_usable(monkeypatch):
 async def test_word_published_after_sleep_flag_wakes_the_rank():
     async with world_of(2, transport="shm") as (zero, one):
         await asyncio.gather(zero.barrier(), one.barrier())
-        rung, cleared = [], []
+        flags, cleared = [], []
         local_peer = shm_of(one).local_peers[0]
         local_peer.asleep = Watched(local_peer.asleep, cleared, written=True)
-        ring = local_peer.signal
+        signal = local_peer.signal
 
         def noted():
-            rung.append(local_peer.asleep[0])
-            ring()
+            flags.append(local_peer.asleep[0])
+            signal()
 
         local_peer.signal = noted
         for member in one._native._slots.others:
@@ -225,8 +228,9 @@ async def test_word_published_after_sleep_flag_wakes_the_rank():
         with zero.mesh.progress.lock:
             assert zero.mesh.waits()
         await one.barrier()
-        assert rung[0] == 1
-        assert cleared  # by who rings; the peer may lie down again at any time
+        assert flags[0] == 1
+        # The signalling rank clears the flag; the peer may set it again at any time.
+        assert cleared
         async with asyncio.timeout(5):
             await work
 
@@ -236,7 +240,7 @@ async def test_message_arriving_while_falling_asleep_is_seen():
         await asyncio.gather(one.send(torch.ones(1), 0), zero.recv(torch.empty(1), 1))
         received = zero.recv(tensor := torch.empty(3), 1)
         shm_of(zero).asleep[0] = 0
-        shm_of(one).local_peers[0].signal = lambda: pytest.fail("rung, though nobody had said that it sleeps")
+        shm_of(one).local_peers[0].signal = lambda: pytest.fail("a wake-up for a rank that is awake")
         await one.send(torch.arange(3.0), 0)
         del shm_of(one).local_peers[0].signal
         with zero.mesh.progress.lock:
@@ -257,9 +261,10 @@ async def test_awaiting_task_yields_to_the_loop_during_a_long_operation():
                 yield ()
 
         schedule = busy()
-        assert not zero.mesh.progress.attempt(schedule, zero._channel, wait=False)  # long before its end
+        assert not zero.mesh.progress.attempt(schedule, zero._channel, wait=False)
         until = 0.0
-        assert zero.mesh.progress.attempt(schedule, zero._channel, wait=True)  # who blocks has nothing else to do
+        # A blocking call drives the schedule to its end.
+        assert zero.mesh.progress.attempt(schedule, zero._channel, wait=True)
 
 
 async def test_patient_group_waits_in_the_call_only_off_the_loop():
@@ -277,7 +282,8 @@ async def test_patient_group_waits_in_the_call_only_off_the_loop():
         await asyncio.gather(one.all_reduce(torch.ones(3)), *works)
         zero.mesh.progress.spin_for(0.1, 0.0, spread=None)
         assert await asyncio.to_thread(seconds) >= 0.1
-        assert not works[1].is_completed()  # its peer has not come: it goes on by itself
+        # The peer has not called yet, and the operation continues in the background.
+        assert not works[1].is_completed()
         await asyncio.gather(one.all_reduce(torch.ones(3)), *works)
 
 
@@ -286,7 +292,7 @@ def test_ranks_of_one_process_do_not_spin():
 
 
 def test_default_spin_is_at_most_one_millisecond():
-    """Also a blocked task, which tries on before the thread that drives it for the others begins to."""
+    """A blocked task spins too, before its driving thread spins."""
     assert Config().spin_us + Config().await_spin_us <= 1000
 
 
@@ -295,15 +301,14 @@ async def test_spin_setting_is_applied():
         assert [group.mesh.progress.spin for group in groups] == [0.0, 0.0]
 
 
-# -- begun by one, finished by another --------------------------------------------------------------
+# -- begun by one driver, finished by another --------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", COUNTS)
 async def test_operation_begun_inline_is_finished_by_the_loop(count):
-    """A schedule that was attempted, and had to wait, goes on as an operation of the loop."""
     async with world_of(2, transport="shm") as (zero, one):
         tensors = [torch.full((count,), rank + 1.0) for rank in range(2)]
-        first = zero.all_reduce(tensors[0])  # posts, and finds nobody
+        first = zero.all_reduce(tensors[0])
         assert not first.is_completed()
         assert zero.mesh.operations
         await one.all_reduce(tensors[1])
@@ -331,7 +336,7 @@ def test_background_operation_is_finished_by_the_waiting_thread(count):
 
 
 def test_concurrent_threads_with_overlapping_groups():
-    """Threads with a group each, over the same ranks and over parts of them, many operations in flight."""
+    """Each thread uses its own group, of all ranks or of two, with many operations in flight."""
 
     def program(group):
         world, rank = group.world, group.rank()
@@ -359,17 +364,17 @@ def test_concurrent_threads_with_overlapping_groups():
     assert run_ranks(3, program, transport="shm", timeout=60) == [True] * 3
 
 
-# -- who has left -----------------------------------------------------------------------------------
+# -- ranks that have left ---------------------------------------------------------------------------
 
 
 async def test_waiting_for_a_rank_that_left_in_order_raises(eventually):
-    """While it left, nobody waited for it: its part of the first round was there, and rank 2 had not come."""
+    """When it left, no rank waited for it: it had contributed to the first round, and rank 2 had not called."""
     async with world_of(3, transport="shm") as (zero, one, two):
         await asyncio.gather(*(group.barrier() for group in (zero, one, two)))
-        first, gone = zero.all_reduce(torch.ones(1_000_000)), one.all_reduce(torch.ones(1_000_000))
+        first, abandoned = zero.all_reduce(torch.ones(1_000_000)), one.all_reduce(torch.ones(1_000_000))
         one.world.leave()
-        assert gone.exception() is not None
-        await eventually(lambda: zero.mesh.gone(1) is not None)  # the goodbye comes over the socket
+        assert abandoned.exception() is not None
+        await eventually(lambda: zero.mesh.gone(1) is not None)
         async with asyncio.timeout(10):
             assert not first.is_completed()
             last = two.all_reduce(torch.ones(1_000_000))
