@@ -4,11 +4,11 @@ Each calling thread queues its request and waits for the answer. One waiting thr
 socket and completes the requests of all threads. The leader leaves with its own answer, and another thread takes over.
 A thread that waits for a key therefore blocks no other thread, and no call hops through another thread.
 
-Sending works alike. Each thread appends to the socket's one outgoing queue, and the thread that holds the send lock
+Each thread appends to the socket's one outgoing queue, and the thread that holds the send lock
 drains it. A thread that leaves while the socket is full hands the rest of the queue to a background thread.
 
 When a socket breaks, a background thread connects again, and `ClientProtocol` resumes the session over the new socket.
-So a socket whose state is unknown, such as after an interrupt in the middle of a send, is simply replaced.
+A socket whose state is unknown, such as after an interrupt in the middle of a send, is therefore replaced.
 
 Locks, in this order: the send lock, then the state lock ``lock``. Only the send lock is held during I/O.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import ssl
 import threading
 import weakref
 from collections.abc import Callable
@@ -41,13 +42,13 @@ _GOODBYE_TIMEOUT = 1.0
 
 
 class BlockingConnection(BlockingClient):
-    """One client session that many threads use, over one socket, and over the next one when that breaks."""
+    """One client session that many threads use, over one socket at a time."""
 
     def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
         super().__init__()
         self.where = f"{host}:{port}"
         self._host, self._port, self._token, self._config = host, port, token, config
-        self._tls = client_context(config)
+        self._tls: ssl.SSLContext | None = None
         self.protocol = ClientProtocol(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
         self._pid = os.getpid()
         self._closing = threading.Event()
@@ -60,52 +61,45 @@ class BlockingConnection(BlockingClient):
         self._reconnected: threading.Event | None = None
         """Set while a background thread connects again; the event is set when that thread ends."""
         self._over: StoreConnectionError | None = None
-        self._inside: set[int] = set()
+        self._calling_threads: set[int] = set()
         """The threads that are in a call and may hold its locks."""
-        self._has_leader = False
-        self._standby: dict[PendingRequest[Any], None] = {}
+        self._leader: PendingRequest[Any] | None = None
+        self._followers: dict[PendingRequest[Any], None] = {}
         self._others: weakref.WeakSet[BlockingConnection] = weakref.WeakSet()
         self._threads = DaemonThreadPool("asyncdist-store", max_threads=4, idle_timeout=0.0)
 
-    @classmethod
-    def open(
-        cls, host: str, port: int, token: str | None, timeout: Timeout, config: Config | None = None
-    ) -> BlockingConnection:
+    def connect(self, timeout: Timeout) -> None:
         """Connect, with retries for ``timeout`` seconds. Raises the errors of `AsyncStore.connect`."""
-        connection = cls(host, port, token, config or Config())
-        connection._connect(timeout)
-        return connection
+        self._tls = client_context(self._config)
+        self.guard(self._connect, timeout)
 
     def another(self, timeout: Timeout) -> BlockingConnection:
         """Open another connection to the same store. It is closed together with this one."""
-        connection = BlockingConnection(self._host, self._port, self._token, self._config)
-        self.guard(self._add, connection)
-        connection.guard(connection._connect, timeout)
-        return connection
+        other = BlockingConnection(self._host, self._port, self._token, self._config)
+        self.guard(self._add, other)
+        other.connect(timeout)
+        return other
 
-    def _add(self, connection: BlockingConnection) -> None:
+    def _add(self, other: BlockingConnection) -> None:
         with self.lock:
             if self._closing.is_set():
                 raise closed(self.where)
-            self._others.add(connection)
+            self._others.add(other)
 
     def guard(self, call: Callable[..., T], *args: Any) -> T:
-        """Make a call, and refuse a signal handler's call that interrupts another one of the same thread."""
+        """Make a call. Raises UsageError in a forked child, and in a signal handler that interrupts another call."""
+        if self._pid != os.getpid():
+            raise UsageError("this TCPStore was made before a fork and belongs to the parent process: make a new one")
         thread = threading.get_ident()
-        if thread in self._inside or self._pid != os.getpid():
-            raise self._misuse()
+        if thread in self._calling_threads:
+            raise UsageError(
+                "a signal handler has called a store in the middle of a call to it: let it set an event for a thread"
+            )
         try:
-            self._inside.add(thread)
+            self._calling_threads.add(thread)
             return call(*args)
         finally:
-            self._inside.discard(thread)
-
-    def _misuse(self) -> UsageError:
-        if self._pid != os.getpid():
-            return UsageError("this TCPStore was made before a fork and belongs to the parent process: make a new one")
-        return UsageError(
-            "a signal handler has called a store in the middle of a call to it: let it set an event for a thread"
-        )
+            self._calling_threads.discard(thread)
 
     def _start(self, call: Callable[..., object], *args: Any) -> None:
         self._threads.submit(self.guard, call, *args)
@@ -127,21 +121,18 @@ class BlockingConnection(BlockingClient):
             self._flush(sock, deadline, pending)
 
     def give_up(self, number: int) -> None:
-        with self.lock:
-            message = self.protocol.give_up(number) if self._over is None and number else b""
-            sock = self._enqueue(message)
-        self._flush_soon(sock)
+        self._flush_soon(self._enqueue(lambda: self.protocol.give_up(number)))
 
     def confirm(self, number: int) -> None:
-        with self.lock:
-            sock = self._enqueue(self.protocol.confirm(number) if self._over is None else b"")
-        self._flush_soon(sock)
+        self._flush_soon(self._enqueue(lambda: self.protocol.confirm(number)))
 
-    def _enqueue(self, message: bytes) -> BlockingSocket | None:
-        """Queue a message that has no answer, and return its socket. The lock is held."""
-        if self.sock is not None and message:
-            self.sock.enqueue(message)
-        return self.sock
+    def _enqueue(self, encode: Callable[[], bytes]) -> BlockingSocket | None:
+        """Queue a message that has no answer, and return its socket."""
+        with self.lock:
+            message = encode() if self._over is None else b""
+            if self.sock is not None and message:
+                self.sock.enqueue(message)
+            return self.sock
 
     def _queue_output(self, sock: BlockingSocket) -> None:
         """Queue what the protocol has to send. The lock is held."""
@@ -197,19 +188,17 @@ class BlockingConnection(BlockingClient):
     # -- receiving: one thread leads, the others follow ---------------------------------------------
 
     def wait_for(self, pending: PendingRequest[Any], deadline: Deadline) -> None:
-        leads = False
         try:
             while True:
                 with self.lock:
                     if pending.ready:
                         return
-                    leads = not self._has_leader
-                    if leads:
-                        self._has_leader = True
+                    if self._leader is None:
+                        self._leader = pending
                         break
                     pending.event = pending.event or threading.Event()
                     pending.event.clear()
-                    self._standby[pending] = None
+                    self._followers[pending] = None
                 pending.event.wait(deadline.remaining_or_none())
                 if deadline.expired() and not pending.ready:
                     raise TimeoutError
@@ -223,16 +212,16 @@ class BlockingConnection(BlockingClient):
             interrupt: BaseException | None = None
             while True:
                 try:
-                    with self.lock:  # a signal handler may raise while this thread waits for the lock
-                        if leads:
-                            self._has_leader = leads = False
-                        if self._over is not None and not self._has_leader:
+                    with self.lock:
+                        if self._leader is pending:
+                            self._leader = None
+                        if self._over is not None and self._leader is None:
                             self._close_unused()
-                        self._standby.pop(pending, None)
-                        if self._standby:
+                        self._followers.pop(pending, None)
+                        if self._followers:
                             self._promote()
                     break
-                except BaseException as error:
+                except BaseException as error:  # a signal handler raised: without a new leader all would wait in vain
                     interrupt = error
             if interrupt is not None:
                 raise interrupt
@@ -262,10 +251,10 @@ class BlockingConnection(BlockingClient):
             raise
 
     def _promote(self) -> None:
-        """Wake a waiting thread to lead, if no thread leads. The lock is held."""
-        if self._has_leader:
+        """Wake a follower to lead, if no thread leads. The lock is held."""
+        if self._leader is not None:
             return
-        for pending in self._standby:
+        for pending in self._followers:
             if not pending.ready and pending.event is not None:
                 pending.event.set()
                 return
@@ -324,7 +313,7 @@ class BlockingConnection(BlockingClient):
             hello = sock.receive(deadline)
 
     def _wait_for_reconnect(self, deadline: Deadline) -> None:
-        """Wait until there is another socket, or the connection is over. Raises TimeoutError."""
+        """Wait until there is a new socket, or the connection is over. Raises TimeoutError."""
         acquire(self.send_lock, deadline)
         try:
             with self.lock:
@@ -341,9 +330,9 @@ class BlockingConnection(BlockingClient):
             raise TimeoutError
 
     def _reconnect(self, reconnected: threading.Event) -> None:
-        """Connect again, in a background thread: the attempt must not end with the impatient caller that began it."""
+        """Connect again, in a background thread: the attempt continues when the call that began it times out."""
         with self.lock:
-            # An interrupt just after the start may have made another thread start one too.
+            # Two threads may have started a reconnect, if an interrupt came just after the first start.
             needed = self._reconnected is None and self.sock is None
             if needed:
                 self._reconnected = reconnected
@@ -378,7 +367,7 @@ class BlockingConnection(BlockingClient):
         raise StoreConnectionError(*self._over.args)
 
     def _lose(self, sock: BlockingSocket, why: str) -> None:
-        """Note that a socket is broken. The leader makes another one if the policy allows it."""
+        """Note that a socket is broken. The leader opens a new one if the policy allows it."""
         with self.lock:
             if self.sock is not sock:
                 return
@@ -397,7 +386,7 @@ class BlockingConnection(BlockingClient):
             self._end(error)
 
     def _end(self, error: StoreConnectionError) -> None:
-        """Reject everything that is open, unless the connection is over already. The lock is held."""
+        """Reject the open requests. The first error of a connection stays its error. The lock is held."""
         over = self._over = self._over or error
         self.protocol.end(over)
         for sock in (self.sock, self._connecting):
@@ -407,7 +396,7 @@ class BlockingConnection(BlockingClient):
             self._reconnected.set()
 
     def _close_unused(self) -> None:
-        """Close the sockets that no thread uses any more. The send lock and the lock are held."""
+        """Close the sockets on which no thread reads any more. The lock is held."""
         for sock in self._broken:
             sock.close()
         self._broken.clear()
@@ -417,17 +406,16 @@ class BlockingConnection(BlockingClient):
 
     def close(self) -> None:
         if self._pid != os.getpid():
-            return  # the fork has closed this process's copies of the sockets, and no thread may release the locks
-        if threading.get_ident() in self._inside:  # this thread may hold the locks
+            return  # after a fork the sockets are closed, and the locks may be held by threads that do not exist
+        if threading.get_ident() in self._calling_threads:  # this thread may hold the locks
             self._threads.submit(self.close)
         else:
             self.guard(self._close)
 
     def _close(self) -> None:
-        with self.lock:
-            sock = self._enqueue(self.protocol.goodbye() if self._over is None else b"")
+        sock = self._enqueue(self.protocol.goodbye)
         if sock is not None:
-            # If this fails, the session ends with its lease.
+            # If sending fails, the session ends with its lease.
             with contextlib.suppress(TimeoutError, StoreConnectionError):
                 deadline = Deadline.after(_GOODBYE_TIMEOUT)
                 acquire(self.send_lock, deadline)
@@ -438,7 +426,7 @@ class BlockingConnection(BlockingClient):
         self._break(closed(self.where))
         self._closing.set()
         with self.send_lock, self.lock:
-            if not self._has_leader:
+            if self._leader is None:
                 self._close_unused()
             others = list(self._others)
         for other in others:

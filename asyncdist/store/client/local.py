@@ -53,7 +53,7 @@ class LocalClient(BlockingClient):
     def give_up(self, number: int) -> None:
         with self.lock:
             op, _ = self._requests.pop(number, (Op.QUEUE_POP, None))
-            if op in BLOCKING and number and self._over is None:
+            if op in BLOCKING and self._over is None:
                 self._execute(number, Op.CANCEL, (number,))
 
     def confirm(self, number: int) -> None:

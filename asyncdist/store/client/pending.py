@@ -117,11 +117,11 @@ class BlockingClient(ABC):
                 self.wait_for(pending, deadline)
             if command.op is Op.QUEUE_POP and pending.error is None:
                 self.confirm(pending.number)
-        except TimeoutError:
-            self.give_up(pending.number)
-            raise command.overdue(limit) from None
-        except BaseException:
-            self.give_up(pending.number)
+        except BaseException as error:
+            if pending.number:
+                self.give_up(pending.number)
+            if isinstance(error, TimeoutError):
+                raise command.overdue(limit) from None
             raise
 
     def next_item(self, stream: PendingStream[T], deadline: Deadline) -> T:

@@ -1,4 +1,4 @@
-"""TCPStore: the blocking client of a store, with torch's name and arguments, and the server too where it is master.
+"""TCPStore: the blocking client of a store, with torch's name and arguments. The master also serves the store.
 
 Users' programs create it.
 """
@@ -48,7 +48,7 @@ class TCPStore(Store):
         StoreConnectionError: No store has answered in time.
         StoreTimeoutError: Not all workers have connected in time.
 
-    `close` it in the end, or let it be collected.
+    `close` the store after use. Garbage collection closes it as well.
     """
 
     def __init__(
@@ -79,10 +79,11 @@ class TCPStore(Store):
                 if not multi_tenant or port == 0:
                     raise
         self._port = port
+        reachable_host = self.server.reachable_host if self.server is not None else host_name
+        self.connection = BlockingConnection(reachable_host, port, self._token, config)
+        self._finalizer = weakref.finalize(self, BlockingConnection.close, self.connection)
         try:
-            reached = self.server.reachable_host if self.server is not None else host_name
-            self.connection = BlockingConnection.open(reached, port, self._token, timeout, config)
-            self._finalizer = weakref.finalize(self, BlockingConnection.close, self.connection)
+            self.connection.connect(timeout)
             if world_size is not None and world_size > 0 and wait_for_workers:
                 self._meet(world_size, is_master)
         except BaseException:
@@ -90,16 +91,16 @@ class TCPStore(Store):
             raise
 
     def _meet(self, world_size: int, is_master: bool) -> None:
-        """Count this worker; the last worker releases the master."""
+        """Count this worker. The last worker releases the master."""
         if self.add(_WORKERS, 1) == world_size:
             self.set(_WORKERS_COMPLETE, b"")
         if is_master:
             try:
                 self.wait([_WORKERS_COMPLETE])
             except StoreTimeoutError as error:
-                came = self.add(_WORKERS, 0)
+                connected = self.add(_WORKERS, 0)
                 raise StoreTimeoutError(
-                    f"TCPStore ({came} of {world_size} workers connected)", (_WORKERS,), error.timeout
+                    f"TCPStore ({connected} of {world_size} workers connected)", (_WORKERS,), error.timeout
                 ) from None
 
     @property
@@ -125,10 +126,8 @@ class TCPStore(Store):
 
     def close(self) -> None:
         """Close the connection, and stop the server if this store runs it; waiting calls raise StoreConnectionError."""
-        if hasattr(self, "connection"):
-            self.connection.close()
-        if hasattr(self, "_finalizer"):
-            self._finalizer.detach()
+        self.connection.close()
+        self._finalizer.detach()
         if self.server is not None:
             self.server.close()
 

@@ -419,5 +419,5 @@ def test_connections_are_closed_when_an_attempt_fails(master, monkeypatch):
 
     monkeypatch.setattr("asyncdist.store.client.blocking.shake_hands", broken)
     with pytest.raises(StoreConnectionError, match="no luck"):
-        BlockingConnection.open("127.0.0.1", master.port, "t", UNIT)
+        TCPStore("127.0.0.1", master.port, timeout=UNIT, config=CONFIG)
     gc.collect()
