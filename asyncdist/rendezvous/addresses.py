@@ -24,7 +24,7 @@ from asyncdist.base.network import (
 )
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, LookUpTimeoutError
-from asyncdist.store.client.connect import ConnectRetry, unknown, unresolved
+from asyncdist.store.client.connect import ConnectRetry, resolution_error, unresolved
 
 _OUTSIDE = ("198.51.100.1", "2001:db8::1")
 """Documentation addresses (RFC 5737, RFC 3849): only the route to them is looked up."""
@@ -56,7 +56,7 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
                 raise LookUpTimeoutError(
                     f"the name server did not resolve host {host!r} in time; check that it answers, or give an address"
                 ) from None
-            failure = unknown(error)
+            failure = resolution_error(error)
             retry.failed(failure)
     raise retry.overdue()
 

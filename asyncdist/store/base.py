@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from asyncio import Future
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from asyncdist.base.deadline import Timeout, seconds
@@ -109,10 +108,10 @@ class AsyncStoreBase(ABC):
         return self.stream(operations.watch(key))
 
     def watch_keys(self, prefix: str = "") -> AsyncPrefixWatch:
-        """Return a stream of the keys that begin with ``prefix``: each one with its value, then each change.
+        """Return a stream of the keys that begin with ``prefix``: each key with its value, then each change.
 
-        A deleted key's value is None. The stream continues after a reconnect, with the changes in between. This process
-        buffers the changes until they are read.
+        A deleted key's value is None. After a reconnect the stream also yields the changes in between. The client buffers
+        the changes until they are read.
         """
         return self.stream(operations.watch_keys(prefix))
 
@@ -127,8 +126,8 @@ class AsyncStoreBase(ABC):
             key: Name of the key.
             value: The value.
             ephemeral: Delete the key when this client closes, or when its lease expires after its connection broke, unless
-                another client has set the key since. A client that reconnects later gets its keys back, except those that
-                have a value by then.
+                another client has set the key since. A client that reconnects after its lease has expired sets its
+                ephemeral keys again, except those that have a value by then.
         """
         return self.request(operations.set_ephemeral(key, value) if ephemeral else operations.set_(key, value))
 
@@ -231,9 +230,7 @@ class AsyncStoreBase(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
 

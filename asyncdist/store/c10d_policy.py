@@ -1,7 +1,7 @@
-"""From where a store takes clients of torch's TCPStore, whose format has no authentication.
+"""The policy that decides which clients of torch's TCPStore a store accepts. Their format has no authentication.
 
-Whoever may speak that format reads and writes every key. So a store that wants a token, or speaks TLS, takes no such client
-unless it is told to, and a store that ranks serve for themselves takes none either: the ranks speak our format.
+Each such client can read and write every key. A store with a token or TLS therefore refuses them by default, and so does a
+store that a rank serves, because ranks use asyncdist's own format.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from asyncdist.config import Config
 
 
 class C10d(StrEnum):
-    """From where clients that speak torch's c10d format are taken."""
+    """The addresses from which a store accepts clients that use torch's c10d format."""
 
     OFF = "off"
     LOOPBACK = "loopback"
@@ -20,7 +20,7 @@ class C10d(StrEnum):
 
 
 def policy(config: Config, token: str | None) -> C10d:
-    """Return what ``ASYNCDIST_STORE_C10D`` says, or for ``auto`` the default of a store with this token and config.
+    """Return the policy of ``ASYNCDIST_STORE_C10D``, or for ``auto`` the default of a store with this token and config.
 
     Raises:
         ValueError: The setting is neither ``auto`` nor a member of `C10d`.
@@ -31,5 +31,5 @@ def policy(config: Config, token: str | None) -> C10d:
 
 
 def for_ranks(config: Config) -> Config:
-    """Return the config of a store that a rank serves: torch's format is off unless the setting names it."""
+    """Return the config of a store that a rank serves: the default is `C10d.OFF`."""
     return config.with_(store_c10d=C10d.OFF) if config.store_c10d == "auto" else config

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class AsyncStore(AsyncStoreBase):
-    """A client of a store server. `connect` makes one, on the loop that is to use it."""
+    """A client of a store server, for the event loop on which `connect` made it."""
 
     def __init__(self, connection: ReconnectingConnection, host: str, port: int, timeout: float) -> None:
         self.host = host
@@ -38,15 +38,15 @@ class AsyncStore(AsyncStoreBase):
     async def connect(
         cls, host: str, port: int, *, token: str | None = None, timeout: Timeout = 300.0, config: Config | None = None
     ) -> Self:
-        """Connect to a store server; retry until one answers. `close` the client in the end.
+        """Connect to a store server; retry until one answers. `close` the client after use.
 
         Args:
             host: Name or address, or the absolute path of a Unix socket.
             port: The store's port.
             token: The token; by default that of ``config``.
-            timeout: Seconds or a timedelta, for connecting and for operations that name none.
-            config: Settings; by default those of the environment. ``store_reconnect`` limits how long a broken
-                connection is retried, ``store_lease`` how long the store keeps the client's ephemeral keys until then.
+            timeout: Seconds or a timedelta, for connecting and for operations without a timeout of their own.
+            config: Settings; by default those of the environment. ``store_reconnect`` limits how long the client tries
+                to replace a broken connection, ``store_lease`` how long the store keeps its ephemeral keys without one.
 
         Raises:
             StoreConnectionError: No store has answered in time.
@@ -67,7 +67,7 @@ class AsyncStore(AsyncStoreBase):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that made the store and must use it."""
+        """The event loop on which the store must be used."""
         return self._loop
 
     def request(self, command: Command[T], timeout: Timeout = None) -> asyncio.Future[T]:
@@ -101,7 +101,7 @@ class AsyncStore(AsyncStoreBase):
 
 
 class ReconnectingConnection:
-    """A session with a store over one connection, and over the next one when that breaks."""
+    """A session with a store, over one connection at a time."""
 
     def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
         self.where = f"{host}:{port}"
@@ -118,7 +118,7 @@ class ReconnectingConnection:
         self._loop = asyncio.get_running_loop()
 
     def ask(self, request: RequestFuture[Any] | RemoteStream[Any]) -> None:
-        """Send a request, or reject it if the connection is over. Raises UsageError off the loop, or if it is too long."""
+        """Send a request, or reject it after `close`. Raises UsageError off the loop, and if the request is too long."""
         here = asyncio._get_running_loop()
         if here is not self._loop and (here is not None or self._loop.is_running() or self._loop.is_closed()):
             raise self._wrong_loop()
@@ -134,7 +134,7 @@ class ReconnectingConnection:
 
     def _wrong_loop(self) -> UsageError:
         if not self._loop.is_running():
-            return UsageError("this store's loop has ended: connect on the loop that is to use it")
+            return UsageError("this store's loop has ended: connect on the loop that uses the store")
         return UsageError(
             "this store's loop runs in another thread: call it in a coroutine there, which "
             "asyncio.run_coroutine_threadsafe starts; or use TCPStore, which any thread may call"
@@ -161,7 +161,7 @@ class ReconnectingConnection:
         if over is not None:
             self._end(over)
         elif self.over is None:
-            # Not at once: if the loop is being closed, a new task would be destroyed before its end.
+            # Not at once, because a loop that is closing would destroy a new task before its end.
             self.reconnecting = self._loop.call_later(FIRST_PAUSE, self._begin_reconnect)
 
     def _begin_reconnect(self) -> None:
@@ -254,7 +254,8 @@ class RemoteStream(Generic[T]):
     def _leave(self) -> None:
         if self.number and self._over is None:
             self._connection.give_up(self.number)
-            self.reject(StoreConnectionError(f"the {self.command.name} of {self.command.keys[0]!r} was closed by us"))
+            name, key = self.command.name, self.command.keys[0]
+            self.reject(StoreConnectionError(f"this process has closed the {name} of {key!r}"))
 
     # -- called by the protocol -------------------------------------------------------------------
 

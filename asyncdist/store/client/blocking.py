@@ -108,8 +108,8 @@ class BlockingConnection(BlockingClient):
 
     def begin(self, command: Command[Any], pending: PendingRequest[Any], deadline: Deadline) -> None:
         with self.lock:
-            if self._over is not None:
-                self._raise_over()
+            if self._over is not None:  # checked here too: a call less on the hot path
+                self._raise_if_over()
             pending.command = command
             pending.number, message = self.protocol.ask(pending)
             sock = self.sock
@@ -160,8 +160,7 @@ class BlockingConnection(BlockingClient):
                 self._lose(sock, f"a request could not be sent: {describe_error(error)}")
                 if not isinstance(error, OSError):
                     raise
-                if self._over is not None:
-                    self._raise_over()
+                self._raise_if_over()
             finally:
                 # An interrupt could come after any call that precedes the release, such as suppress().
                 try:  # noqa: SIM105
@@ -276,14 +275,12 @@ class BlockingConnection(BlockingClient):
 
     def _attempt(self, retry: ConnectRetry) -> None:
         """Try once to connect. Raises OSError if another attempt may succeed."""
-        if self._over is not None:
-            self._raise_over()
+        self._raise_if_over()
         deadline = retry.attempt_deadline()
         sock = open_blocking_socket(retry.host, retry.port, self._tls, deadline, self.protocol.is_open)
         try:
             with self.lock:
-                if self._over is not None:
-                    self._raise_over()
+                self._raise_if_over()
                 self._connecting = sock
             sock.secure(deadline)
             self._greet(sock, deadline)
@@ -291,8 +288,7 @@ class BlockingConnection(BlockingClient):
                 message = self.protocol.introduce()
             sock.send(framed([message]), deadline)
             with self.lock:
-                if self._over is not None:
-                    self._raise_over()
+                self._raise_if_over()
                 self._connecting, self.sock = None, sock
                 self._reconnect_policy.succeeded()
         except BaseException:
@@ -362,9 +358,9 @@ class BlockingConnection(BlockingClient):
 
     # -- ends -------------------------------------------------------------------------------------
 
-    def _raise_over(self) -> None:
-        assert self._over is not None
-        raise StoreConnectionError(*self._over.args)
+    def _raise_if_over(self) -> None:
+        if self._over is not None:
+            raise StoreConnectionError(*self._over.args)
 
     def _lose(self, sock: BlockingSocket, why: str) -> None:
         """Note that a socket is broken. The leader opens a new one if the policy allows it."""

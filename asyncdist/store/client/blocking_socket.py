@@ -1,4 +1,4 @@
-"""A socket that threads send to and receive from, with deadlines. `BlockingConnection` opens one per connection."""
+"""A socket on which threads send and receive with deadlines. `BlockingConnection` opens one per connection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.tls import TlsSocket
-from asyncdist.store.client.connect import connect, hung_up, tune, unknown
+from asyncdist.store.client.connect import connect, hung_up, resolution_error, tune
 from asyncdist.store.client.pending import PendingRequest
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import ChunkedMessage
@@ -28,7 +28,7 @@ _LONGEST_POLL = (1 << 31) - 1
 class BlockingSocket:
     """A connected socket with deadlines and a queue of outgoing messages.
 
-    One thread may send while another one receives. Any thread may `enqueue`, one at a time.
+    One thread may send while another one receives. Any thread may call `enqueue`, one at a time.
     ``is_open(request)`` tells whether the rest of a request's long message still has to be sent.
     """
 
@@ -60,7 +60,7 @@ class BlockingSocket:
         return self._tls is not None and self._tls.secured
 
     def send(self, data: bytes, deadline: Deadline) -> None:
-        """Send all of ``data``. Raises TimeoutError, and the next call sends the rest first; raises ConnectionError."""
+        """Send all of ``data``. Raises ConnectionError, and TimeoutError: the next call then sends the rest first."""
         self._unsent.append(data)
         self._send_unsent(deadline)
 
@@ -98,9 +98,9 @@ class BlockingSocket:
         return bool(self._queue or self._unsent or self._chunks.queue or (self._tls is not None and self._tls.unsent))
 
     def drain(self, deadline: Deadline, pending: PendingRequest[Any] | None = None) -> None:
-        """Send the queue, or leave as soon as ``pending`` is ready: short messages first, then one chunk, and so on.
+        """Send the queue, short messages first, then one chunk, and so on. Return early when ``pending`` is ready.
 
-        Raises TimeoutError, and the next call goes on where this one stopped; raises ConnectionError.
+        Raises ConnectionError, and TimeoutError: the next call then continues at the same byte.
         """
         queue, unsent, chunks = self._queue, self._unsent, self._chunks
         while not (pending is not None and pending.ready):
@@ -145,7 +145,7 @@ class BlockingSocket:
                 return data
 
     def wake(self) -> None:
-        """Make the threads that wait in here return with ConnectionError."""
+        """Shut down, so that the threads that wait on this socket raise ConnectionError."""
         with contextlib.suppress(OSError):  # the connection has ended already
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -167,7 +167,7 @@ def open_blocking_socket(
     try:
         sock = connect(host, port, max(deadline.remaining(), 0.001))
     except UnicodeError as error:
-        raise unknown(error) from None
+        raise resolution_error(error) from None
     try:
         tune(sock)
         secured = (

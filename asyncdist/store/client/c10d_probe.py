@@ -1,6 +1,6 @@
-"""A probe whether a port serves clients of torch's TCPStore, since torch's own error message does not name the cause.
+"""A probe that tells whether a port serves clients of torch's TCPStore. Torch's own error message does not name the cause.
 
-Called by `rendezvous.sources` and the handler of torchrun's rendezvous.
+`rendezvous.sources` and the handler of torchrun's rendezvous call it.
 """
 
 from __future__ import annotations

@@ -24,22 +24,24 @@ log = logging.getLogger("asyncdist")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.01, 1.0
 NAME_GRACE = 30.0
-"""Seconds for which an unknown host name is retried. A scheduler may start a worker before a name resolves, and name
-servers cache for as long that it did not."""
+"""Seconds for which a host name that does not resolve is retried.
+
+A scheduler may start a worker before the name exists, and name servers cache negative answers for about this long.
+"""
 HANDSHAKE_TIMEOUT = 20.0
-"""Seconds within which a server that accepts a connection must prove the token; then the client tries again."""
+"""Seconds within which a server that accepts a connection must complete the handshake; then the client tries again."""
 STEADY = 0.5
-"""Seconds after which a connection that breaks counts as one that the store has served."""
+"""Seconds after which a connection that breaks counts as one over which the store has served the client."""
 
 _MAX_TLS_REJECTIONS = 8
-"""How many times in a row a store may hang up right after the TLS handshake; one that is ending does so once or twice."""
+"""How often in a row a store may hang up right after the TLS handshake. A store that is ending does so once or twice."""
 
 
 class RejectedAfterTls(ConnectionResetError):
     """The store hung up after the TLS handshake, before it sent anything.
 
-    With TLS 1.3 the client's side of the handshake ends before the store has checked the client's certificate. A client
-    whose certificate is rejected therefore sees no more than this.
+    With TLS 1.3 the client's side of the handshake ends before the store has checked the client's certificate. This may be
+    all that a client with a rejected certificate sees.
     """
 
     def __str__(self) -> str:
@@ -52,7 +54,7 @@ class ClosedByServer(ConnectionResetError):
     """The store hung up before it sent anything: it has too many connections, or it is ending."""
 
     def __str__(self) -> str:
-        return "it hung up before it said anything"
+        return "it hung up before it sent anything"
 
 
 class ConnectRetry(Backoff):
@@ -74,7 +76,7 @@ class ConnectRetry(Backoff):
         return Deadline(min(self.deadline.at, time.monotonic() + HANDSHAKE_TIMEOUT))
 
     def failed(self, error: OSError) -> None:
-        """Note why an attempt failed. Raises AddressError or CertificateError if no further attempt can succeed."""
+        """Record why an attempt failed. Raises AddressError or CertificateError if no further attempt can succeed."""
         if isinstance(error, socket.gaierror):
             if not isinstance(self._reason, socket.gaierror):
                 log.warning(
@@ -89,7 +91,7 @@ class ConnectRetry(Backoff):
         if self._num_tls_rejections == _MAX_TLS_REJECTIONS:
             times = f"{_MAX_TLS_REJECTIONS} times in a row"
             raise CertificateError(f"it hung up after the handshake, {times}: see its log") from error
-        if not isinstance(error, TimeoutError):  # a deadline in the middle of an attempt explains little
+        if not isinstance(error, TimeoutError):  # the error of an earlier attempt explains more than a timeout
             self._reason = error
 
     def overdue(self) -> AddressError | StoreConnectionError:
@@ -106,7 +108,7 @@ class ConnectRetry(Backoff):
             f"no store answered at {self.host}:{self.port} within {self._spent():.1f} s ({describe_error(reason)}): "
             f"{advice}"
         )
-        # The rendezvous reads the cause: a store that is slow gets a longer attempt.
+        # The rendezvous reads the cause, to make a longer attempt if the store is slow.
         error.__cause__ = reason
         return error
 
@@ -147,14 +149,14 @@ class ReconnectPolicy:
 
     @property
     def retry(self) -> ConnectRetry:
-        """The attempts. The patience begins with the first one: a blocking client may not need the store until later."""
+        """The attempts. The patience begins with the first one, because a blocking client reconnects at its next call."""
         if self._retry is None:
             self._retry = ConnectRetry(self._host, self._port, self.patience, sleep=self._sleep)
             self._num_connections = 0
         return self._retry
 
     def lost(self, why: str, *, for_good: bool = False) -> StoreConnectionError | None:
-        """Note that the connection broke. Return the error to end with if the client must not connect again."""
+        """Record that the connection broke. Return an error, with which the client ends, if it must not connect again."""
         self._why = why
         if for_good or self.patience <= 0 or not self._protocol.resumable:
             return self._protocol.lost or broken(self._protocol.where, why)
@@ -163,15 +165,15 @@ class ReconnectPolicy:
         return None
 
     def succeeded(self) -> None:
-        """Note that an attempt has made a connection."""
+        """Record that an attempt has made a connection."""
         self._connected_at = time.monotonic()
         self._num_connections += 1
 
     def failed(self, error: OSError | AsyncdistError) -> None:
-        """Note that an attempt has failed. Raises StoreConnectionError if no further attempt can succeed."""
+        """Record that an attempt has failed. Raises StoreConnectionError if no further attempt can succeed."""
         if isinstance(error, ConnectionRefusedError) and not self._protocol.stays:
             raise broken(self._protocol.where, self._why)  # the store ended with the program that served it
-        if not isinstance(error, OSError):  # the store has answered, and would answer the same again
+        if not isinstance(error, OSError):  # an answer of the store, which a further attempt would get again
             raise self._broken_again(error)
         try:
             self.retry.failed(error)
@@ -179,7 +181,7 @@ class ReconnectPolicy:
             raise self._broken_again(final) from None
 
     def overdue(self) -> StoreConnectionError:
-        """Return the error of a client whose patience is over."""
+        """Return the error of a client that has tried for as long as its patience allows."""
         if not self._num_connections:
             return self._broken_again(self.retry.overdue())
         return broken(
@@ -192,20 +194,20 @@ class ReconnectPolicy:
         return broken(self._protocol.where, f"{self._why}; then: {error}")
 
 
-def unknown(error: OSError | UnicodeError) -> socket.gaierror:
-    """Return the error of a look-up: also one that took too long, or of a label that no name can have."""
+def resolution_error(error: OSError | UnicodeError) -> socket.gaierror:
+    """Return the error of a failed look-up as a gaierror: a timeout and an invalid label raise other errors."""
     return error if isinstance(error, socket.gaierror) else socket.gaierror(socket.EAI_NONAME, describe_error(error))
 
 
 def unresolved(host: str, error: OSError | UnicodeError) -> AddressError:
-    """Return what the user gets to see of a look-up that failed."""
+    """Return the error that a user gets for a host that does not resolve."""
     return AddressError(
         f"host {host!r} does not resolve ({describe_error(error)}): check its spelling, or give an address"
     )
 
 
 def hung_up(error: Exception | None, *, secured: bool) -> Exception:
-    """Return the error of those on whom a store hung up before it said anything, or after no more than TLS."""
+    """Return the error of a client on which a store hung up before it sent anything but TLS records."""
     if not secured:
         return ClosedByServer()
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
@@ -226,7 +228,7 @@ def closed(where: str) -> StoreConnectionError:
 
 
 def connect(host: str, port: int, timeout: float) -> socket.socket:
-    """Connect, to a socket file if ``host`` is an absolute path. Raises OSError, and UnicodeError for what is no name."""
+    """Connect, to a Unix socket if ``host`` is an absolute path. Raises OSError, and UnicodeError for an invalid name."""
     if not host.startswith("/"):
         sock = socket.create_connection((host, port), timeout=timeout)
         lifecycle.close_in_children(sock)
@@ -247,8 +249,8 @@ KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 
 
 def tune(sock: socket.socket) -> None:
-    """Send small requests at once, and have the kernel notice within two minutes that the other host is gone."""
-    if sock.family == socket.AF_UNIX:  # which has none of this
+    """Send small requests at once, and detect within two minutes that the other host is down."""
+    if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

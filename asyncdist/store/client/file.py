@@ -1,10 +1,10 @@
-"""FileStore: a store in a file, for processes that share nothing but a file system.
+"""FileStore: a store in a file, for processes that share only a file system. Users' programs create it.
 
-Users' programs create it. The file is a log (`log_format`) of the requests that change the store, each one encoded by
+The file is a log (`log_format`) of the requests that change the store, each one encoded by
 `codec`. To change the store, a process locks the file, executes the requests that others have appended, appends its own
 and executes that. All processes execute the same requests in the same order, and so have the same state. A process that
 waits for a key reads the file again after pauses of at most 50 ms. The log only grows, so a file store suits a
-rendezvous, and not a program that makes many changes. `locked_file` says what it requires of the file system.
+rendezvous, and not a program that makes many changes. `locked_file` states the requirements on the file system.
 
 A process that is killed while it appends leaves an incomplete frame. The next process that appends cuts it off.
 """
@@ -28,14 +28,13 @@ from asyncdist.store.client.locked_file import LockedFile
 from asyncdist.store.persistence import log_format
 from asyncdist.store.protocol.client_protocol import refusal
 from asyncdist.store.protocol.codec import Encoder, decode_request, messages_in
-from asyncdist.store.protocol.operations import Command, Op, OperationKind, Reply
+from asyncdist.store.protocol.operations import KEY_CHANGES, Command, Op, OperationKind, Reply
 from asyncdist.store.state.machine import StoreState
 
 T = TypeVar("T")
 
-_LOGGED = frozenset((Op.SET, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, Op.MULTI_SET))
 _WAITING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET))
-_SUPPORTED = _LOGGED | _WAITING | {Op.CHECK, Op.NUM_KEYS, Op.LIST_KEYS}
+_SUPPORTED = KEY_CHANGES | _WAITING | {Op.CHECK, Op.NUM_KEYS, Op.LIST_KEYS}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 """Seconds between two reads of the file while a process waits for a key."""
 
@@ -77,7 +76,7 @@ class FileReplica:
         for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, Deadline.after(limit)):
             with self._lock:
                 self._check_usable()
-                if op in _LOGGED:
+                if op in KEY_CHANGES:
                     with self._file.locked():
                         self._execute_new_frames()
                         return _result(self._append(op, args))
@@ -117,7 +116,7 @@ class FileReplica:
     def _append(self, op: Op, args: tuple[Any, ...]) -> Reply | None:
         """Append a request and execute it. The caller has executed all frames before it."""
         try:
-            # The request id 0: no reply is matched with a request here.
+            # The request id is not used: 0.
             body = self._pack((0, op, *args))
         except ValueError as error:
             raise UsageError(f"store {op.name.lower()}: {error}") from None
@@ -184,8 +183,8 @@ class FileReplica:
 class FileStore(Store):
     """A store in the file ``file_name``, with the name and the methods of torch's FileStore.
 
-    Every process names the same file, which must not be left over from an earlier run. The file system must have locks
-    that work, also between hosts if there are several (on NFS: mounted without ``nolock``). A process that waits for a key
+    Every process names the same file, which must not be left over from an earlier run. The locks of the file system must
+    work, also between hosts if there are several (on NFS: mounted without ``nolock``). A process that waits for a key
     reads the file at least every 50 ms. There are no queues, barriers, channels, watches or ephemeral keys.
 
     Args:

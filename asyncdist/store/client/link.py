@@ -13,7 +13,7 @@ from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.tls import handshake_error
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.store.client.connect import ConnectRetry, hung_up, tune, unknown
+from asyncdist.store.client.connect import ConnectRetry, hung_up, resolution_error, tune
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.client_protocol import ClientProtocol
@@ -21,18 +21,18 @@ from asyncdist.store.protocol.codec import framed
 from asyncdist.store.server.connection import descriptor_of
 
 _CLOSE_TIMEOUT = 5.0
-"""Seconds within which a store must accept the client's last bytes; then the client closes the connection."""
+"""Seconds within which the socket must accept the client's last bytes; then the client aborts the connection."""
 _BATCH_NBYTES = 8 << 10
 """The client writes queued requests to the socket as soon as they have this size, so that the store can begin."""
 
 Lost = Callable[["StoreConnection", str, bool], None]
-"""``lost(connection, why, for_good)`` is called when a connection that was made has ended."""
+"""``lost(connection, why, for_good)`` is called when an established connection has ended."""
 
 
 async def open_connection(
     protocol: ClientProtocol, token: str | None, retry: ConnectRetry, lost: Lost, tls: ssl.SSLContext | None = None
 ) -> StoreConnection:
-    """Make one attempt to connect, and resume the session. Raises OSError if another attempt may succeed."""
+    """Try once to connect, and resume the session. Raises OSError if another attempt may succeed."""
     loop = asyncio.get_running_loop()
     connection = StoreConnection(protocol, token)
     try:
@@ -47,7 +47,7 @@ async def open_connection(
         connection.abort()
         raise handshake_error(error) from error
     except UnicodeError as error:
-        raise unknown(error) from None
+        raise resolution_error(error) from None
     except BaseException:
         connection.abort()
         raise

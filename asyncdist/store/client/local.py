@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class LocalClient(BlockingClient):
-    """A state machine, executed by whichever thread asks."""
+    """A state machine, executed by the threads that call it."""
 
     def __init__(self) -> None:
         super().__init__()

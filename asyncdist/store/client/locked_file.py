@@ -1,19 +1,19 @@
 """A file that processes of several hosts read and append to under its lock.
 
-Called by `file`. A network file system promises less than a disk. What `LockedFile` requires is only this:
+A network file system guarantees less than a disk. `LockedFile` requires only this:
 
 * **Locks.** ``flock`` on the whole file excludes the processes of all hosts. NFS does so (version 4 by itself, version 3
-  with its lock service) unless it is mounted with ``nolock`` or ``local_lock``. ``fcntl``'s locks do not serve: a process
-  loses them when it closes any descriptor of the file. A lock is requested again and again without waiting in the kernel,
-  because a wait there cannot be ended.
-* **A lock makes what others wrote visible**, and nothing else does: attributes and contents that were read before may be
-  a minute old ("attribute caching", "close to open"). So reading takes the lock too.
-* **fsync tells whether bytes have arrived.** On a network file system a write may fail when it is flushed, so a write is
-  flushed before the lock is released.
+  with its lock service) unless it is mounted with ``nolock`` or ``local_lock``. POSIX locks (``fcntl``) are unsuitable: a
+  process loses them when it closes any descriptor of the file. `LockedFile` polls for the lock, because a process cannot
+  end a wait in the kernel.
+* **Acquiring a lock makes the writes of other hosts visible**, and nothing else does: cached attributes and contents may
+  be a minute old ("attribute caching", "close to open"). Therefore readers acquire the lock too.
+* **fsync reports whether the data was stored.** On a network file system a write may fail when it is flushed, so a write
+  is flushed before the lock is released.
 
 It does not rely on atomic writes (each frame has a checksum, and the next writer cuts off a torn one), O_APPEND (writes
-name their offset), rename, file times, or the reply to a removal. A name may stand for another file after another host
-has removed the one that was opened: after the lock is acquired, the file is looked up again, and opened anew if necessary.
+state their offset), rename, file times, or the reply to a removal. After another host has removed the file, its name may
+belong to a new file: the name is looked up again under the lock, and the file is opened again if necessary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.errors import AddressError, AsyncdistError, StoreError
 
 PATIENCE = 60.0
-"""Seconds that another process may hold the lock; it needs it for a few milliseconds."""
+"""Seconds for which another process may hold the lock. A process needs it for a few milliseconds."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 50e-6, 5e-3
 _OPENINGS = 20
 """How often a file may be removed just after it was opened."""
@@ -48,19 +48,19 @@ class LockedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()  # the process may change its folder before it removes the file
+        self.path = path.absolute()  # the process may change its directory before it removes the file
         self._fd = -1
         self._kind, options = mount_of(path)
         self.locks_reach_other_hosts = options.isdisjoint(_LOCKS_STAY_HERE)
 
-    def open(self, begin: Callable[[], object] = lambda: None) -> None:
-        """Open the file, and call ``begin`` under the first lock."""
+    def open(self, begin: Callable[[], object]) -> None:
+        """Open the file, and call ``begin`` while holding its lock."""
         path = self.path
         for _ in range(_OPENINGS):
             try:
                 self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError as error:
-                if error.errno == errno.ESTALE:  # a folder or the file was removed during the look-up
+                if error.errno == errno.ESTALE:  # the file or its directory was removed during the look-up
                     continue
                 raise AddressError(
                     f"the file {path} cannot be opened ({error.strerror}): every rank must be able to"
@@ -137,9 +137,9 @@ class LockedFile:
         return b"".join(pieces)
 
     def write_at(self, offset: int, data: bytes) -> None:
-        """Write at ``offset`` and cut off what a dead writer left behind it.
+        """Write at ``offset``, and cut off the incomplete frame of a killed writer.
 
-        After an error the data may be in the file, in part or as a whole.
+        After an error the file may hold none of the data, a part, or all of it.
         """
         if os.fstat(self._fd).st_size > offset:
             os.ftruncate(self._fd, offset)
@@ -150,7 +150,7 @@ class LockedFile:
             os.fsync(self._fd)
 
     def remove(self) -> None:
-        """Remove the file, unless another one has replaced it. A process that waits for its lock creates a new one."""
+        """Remove the file, unless another file has replaced it. A process that waits for the lock creates a new file."""
         with contextlib.suppress(FileNotFoundError):
             if self.is_current():
                 os.unlink(self.path)
@@ -172,7 +172,7 @@ class LockedFile:
 
 
 def mount_of(path: Path) -> tuple[str, frozenset[str]]:
-    """Return the type and the mount options of the file system that holds ``path``; "" and none if unknown."""
+    """Return the type and the mount options of the file system that holds ``path``; empty if unknown."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -182,7 +182,7 @@ def mount_of(path: Path) -> tuple[str, frozenset[str]]:
     for mount in mounts:
         before, _, after = mount.partition(" - ")
         point = before.split()[4].replace("\\040", " ")
-        if len(point) >= longest and resolved.is_relative_to(point):  # of equal ones, the last is on top
+        if len(point) >= longest and resolved.is_relative_to(point):  # of mounts at one point, the last is visible
             longest = len(point)
             kind, _, options = after.split(maxsplit=2)
     return kind, frozenset(options.split(","))

@@ -48,16 +48,15 @@ class PendingRequest(Generic[T]):
 
 
 def acquire(lock: threading.RLock, deadline: Deadline) -> None:
-    """Acquire a lock, such that an interrupt never leaves it locked.
+    """Acquire a lock; a signal handler that raises does not leave it locked. Raises TimeoutError.
 
-    It takes an RLock, because only the thread that owns an RLock can release it: a release in vain is an error, which is
-    ignored. Raises TimeoutError.
+    The lock is an RLock, because releasing one that this thread does not own is an error, which can be ignored.
     """
     left = deadline.remaining_or_none()
     try:
         acquired = lock.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX))
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # this thread does not own it yet
+        with contextlib.suppress(RuntimeError):  # this thread does not own the lock yet
             lock.release()
         raise
     if not acquired:
@@ -103,7 +102,7 @@ class BlockingClient(ABC):
         return pending.value
 
     def open_stream(self, command: Command[Any], stream: PendingStream[Any], limit: float) -> None:
-        """Begin a stream within ``limit`` seconds. Raises what has ended it before its first item."""
+        """Begin a stream within ``limit`` seconds. Raises the error that has ended it before its first item."""
         self.guard(self._settle, command, stream, limit)
         if stream.error is not None and not stream.items:
             raise stream.error
@@ -125,7 +124,7 @@ class BlockingClient(ABC):
             raise
 
     def next_item(self, stream: PendingStream[T], deadline: Deadline) -> T:
-        """Return the next item of a stream. Raises TimeoutError."""
+        """Return the next item of a stream. Raises TimeoutError, and the error that has ended the stream."""
         item: T = self.guard(self._next_item, stream, deadline)
         return item
 
@@ -169,7 +168,7 @@ class PendingStream(PendingRequest[Any], Generic[T]):
 
 
 class ClientStream(BlockingStream[T]):
-    """A stream of a blocking client. It keeps ``store`` alive, and closes the client in the end if it is ``owned``."""
+    """A stream of a blocking client. It keeps ``store`` alive; closing it closes a client that it has ``owned``."""
 
     def __init__(
         self,

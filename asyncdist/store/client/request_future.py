@@ -1,4 +1,4 @@
-"""The requests of the awaited client: one future each, and one timer for all deadlines. `AsyncStore` makes them."""
+"""The requests of the awaited client: one future each, and one timer for all deadlines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asyncdist.store.protocol.operations import Command
 T = TypeVar("T")
 
 _TICK = 0.001
-"""Seconds between two looks at all requests, at least."""
+"""The least number of seconds between two checks of all deadlines."""
 
 
 class RequestFuture(asyncio.Future[T]):
-    """A request that has been sent. It is a future and no coroutine, so that a thousand of them need no task each.
+    """A request that has been sent: a future and not a coroutine, because a thousand requests then need no tasks.
 
     Args:
         command: The command.
@@ -60,7 +60,7 @@ class RequestFuture(asyncio.Future[T]):
         return cancelled
 
     def __repr__(self) -> str:
-        """Return what to do with it: asyncio shows this if the program makes a task of it."""
+        """Return an advice, which asyncio shows in its error if a program makes a task of this future."""
         state = "cancelled" if self.cancelled() else "done" if self.done() else "pending"
         keys = self.command.keys
         about = "" if not keys else f" of {keys[0]!r}" if len(keys) == 1 else f" of {len(keys)} keys"

@@ -1,13 +1,13 @@
 """The state machine of a client's session with a store, without I/O. Both store clients drive it, one thread at a time.
 
-A request is a `ResponseHandler`: an asyncio future of the awaited client, or an object that a thread of the blocking
-client waits for. Methods return the messages to be sent, b"" for none; the caller frames and sends them.
+A request is a `ResponseHandler`: an asyncio future of the awaited client, or the `PendingRequest` of a thread of the
+blocking client. Methods return the messages to be sent, b"" for none; the caller frames and sends them.
 
 A session outlives its connections. A request without an answer is sent again over the next connection, under the same
-number. The server knows by the client's identity and that number which changes it has applied, and applies each once
+number. The server recognizes a repeated change by the client's identity and that number, and applies each change once
 (`asyncdist.store.state.sessions`). If the server does not know the session any more, because it was restarted or the
-lease has ended, requests that only read, wait or set are sent again. The outcome of any other change is unknown then, and
-its handler is told so. A client that keeps a lease on a prefix ends instead, because the keys of its job may be deleted.
+lease has ended, the client repeats requests that only read, wait or set. Any other change is rejected, because its outcome
+is unknown. A client that keeps a lease on a prefix ends instead, because the keys of its job may have been deleted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from asyncdist.store.protocol.codec import HELLO, VERSION, Encoder, FrameParser,
 from asyncdist.store.protocol.operations import (
     BLOCKING,
     CHANGING,
+    KEY_CHANGES,
     REPEATABLE,
     STREAMS,
     Command,
@@ -41,13 +42,11 @@ from asyncdist.store.state.model import cost_of, named
 log = logging.getLogger("asyncdist")
 
 IDENTITY_NBYTES = 16
-"""The size of a random identity. That of another client is never equal."""
+"""The size of a random identity. Two clients never draw the same one."""
 _LONGEST_LEASE = 365 * 86400.0
-"""Seconds: a year stands for no limit."""
+"""Seconds. A lease without a limit is sent as a year."""
 _ACKNOWLEDGE_AFTER_NBYTES = 64 << 10
-"""Bytes of answers to changes that the server may keep before the next request acknowledges them."""
-_LASTING = frozenset((Op.SET, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, Op.MULTI_SET))
-"""Changes after which an ephemeral key is ephemeral no longer."""
+"""Bytes of answers to changes, after which the next request acknowledges them, so that the server drops them."""
 
 
 class ResponseHandler(Protocol):
@@ -81,11 +80,11 @@ class ClientProtocol:
         self.greeted = False
         """Whether the server's hello has arrived. Nothing may be sent before."""
         self.limit = message_limit()
-        """The longest message that the server takes, known from its hello."""
+        """The longest message that the server accepts, as stated in its hello."""
         self.stays = False
         """Whether the store is a daemon, which may be restarted."""
         self.lost: StoreConnectionError | None = None
-        """Why the session cannot be resumed although a server answers: the client's data is lost."""
+        """The error if the session cannot be resumed although a server answers: the client's data is lost."""
         self.answered = False
         """Whether the store has answered a request over the present connection."""
         self.output: list[bytes | ChunkedMessage] = []
@@ -201,7 +200,7 @@ class ClientProtocol:
         return self._encoder.pack((self._resume_request, Op.RESUME, self._identity, int(self._lease * 1000)))
 
     def interrupted(self) -> None:
-        """Note that the connection has broken. Requests stay open until the session is resumed or ends."""
+        """Reset the state of the connection, which has broken. Requests stay open until the session is resumed or ends."""
         self._resumed = self.greeted = False
         self._resume_request = 0
         self.output.clear()
@@ -253,7 +252,7 @@ class ClientProtocol:
         self._send_held()
 
     def _send_held(self) -> None:
-        """Send the requests again, after the ephemeral keys are restored: short requests would overtake long values."""
+        """Send the held requests. They wait for the ephemeral keys, whose long values short requests would overtake."""
         if self._restoring:
             return
         self._resumed = True
@@ -261,7 +260,7 @@ class ClientProtocol:
         for request, handler in list(self._open.items()):
             try:
                 self.output.append(self._message(request, handler.command))
-            except UsageError as error:  # this server takes less than the one before
+            except UsageError as error:  # the limit of this server is lower than that of the one before
                 self._break_off(request, error)
 
     def _break_off(self, request: int, error: Exception) -> None:
@@ -273,7 +272,7 @@ class ClientProtocol:
         keys = ", ".join(map(repr, command.keys[:3]))
         return StoreConnectionError(
             f"the connection to the store at {self.where} broke, and {why}: whether "
-            f"{command.name}({keys}) was done is unknown; look at what is there before you repeat it"
+            f"{command.name}({keys}) was done is unknown; read the value before you repeat it"
         )
 
     def _missed(self, command: Command[Any]) -> Exception:
@@ -285,7 +284,7 @@ class ClientProtocol:
     # -- answers ----------------------------------------------------------------------------------
 
     def receive(self, data: bytes) -> None:
-        """Take bytes that have arrived, and pass the answers in them to their handlers. Raises ProtocolError."""
+        """Parse received bytes, and pass each answer to its handler. Raises ProtocolError."""
         for frame in self._parser.feed(data):
             for message in self.arriving.messages_in(frame):
                 self._handle(*decode_answer(message))
@@ -338,7 +337,7 @@ class ClientProtocol:
                 self._drop_ephemeral(request, value[1])
             else:
                 key = self._close_restoring(request)
-                if value is False:  # another client has set it since
+                if value is False:  # another client has set the key since
                     del self._ephemeral[key]
             self._send_held()
 
@@ -366,7 +365,7 @@ class ClientProtocol:
         """Continue without an ephemeral key that the server refuses to restore, such as for its size."""
         key = self._close_restoring(request)
         del self._ephemeral[key]
-        log.warning("the store at %s does not take back the ephemeral key %s: %s", self.where, named(key), why)
+        log.warning("the store at %s refuses to restore the ephemeral key %s: %s", self.where, named(key), why)
 
     def _close_restoring(self, request: int) -> str:
         """Close a request that restores an ephemeral key, and return the key."""
@@ -384,7 +383,7 @@ class ClientProtocol:
 
     def _note_lasting(self, command: Command[Any]) -> None:
         op, args = command
-        if not self._ephemeral or op not in _LASTING:
+        if not self._ephemeral or op not in KEY_CHANGES:
             return
         for key in command.keys:
             ephemeral = self._ephemeral.get(key)

@@ -1,7 +1,6 @@
 """The operations of a store, their replies, and the checks of a user's arguments.
 
-A `Command` is an operation with checked arguments. The asynchronous and the blocking stores make their commands here, so
-that both refuse the same calls with the same errors.
+A `Command` is an operation with checked arguments. The awaited and the blocking stores both make their commands here.
 """
 
 from __future__ import annotations
@@ -39,34 +38,34 @@ class Op(IntEnum):
     CANCEL = 19
     """Withdraw an earlier request; its unconfirmed queue item goes back. Has no reply."""
     CONFIRM = 20
-    """The item of an earlier QUEUE_POP has arrived. Has no reply."""
+    """Acknowledge the item of an earlier QUEUE_POP. Has no reply."""
     LEAVE = 21
     """Withdraw all earlier requests. Has no reply. In a file store's log: a process has closed the file."""
-    ACQUIRE_LEASE = 23
-    """Keep the lease on a prefix, whose keys are deleted after the last client that keeps it."""
-    RELEASE_LEASE = 32
-    """Keep the lease on a prefix no longer."""
     OPEN_SCOPED_STORE = 22
-    """Open a port behind which there is an empty store, until the lease on a prefix ends. Servers only."""
+    """Open a port that serves an empty store until the lease on a prefix ends. Servers only."""
+    ACQUIRE_LEASE = 23
+    """Acquire the lease on a prefix. Its keys are deleted when the last client that keeps the lease has ended."""
     RESUME = 24
-    """Say who this client is, on a new connection, and for how many milliseconds it is waited for. Servers only.
+    """Identify the client on a new connection, and state its lease in milliseconds. Servers only.
 
     In a file store's log: a process on the host of that name has opened the file.
     """
     RECEIVED = 25
-    """The replies to all changes with a smaller number have arrived. Has no reply. Servers only."""
+    """Acknowledge the replies to all changes with a smaller number. Has no reply. Servers only."""
     SET_EPHEMERAL = 26
     """Store a value under a key that is attached to the client's lease."""
-    RESTORE_EPHEMERAL = 31
-    """Store an ephemeral key again that expired while the client was disconnected; return whether the key was free."""
-    WATCH = 28
-    """Return a key's value, and from then on publish every change."""
     STATUS = 27
     """Return the server's status, figures and texts by name. Servers only."""
-    WATCH_KEYS = 30
-    """Return all keys that begin with a prefix, each followed by its value, and from then on publish every change."""
+    WATCH = 28
+    """Return a key's value, and from then on publish every change."""
     PIECE = 29
     """A chunk of a long message (`chunking`). Has no reply."""
+    WATCH_KEYS = 30
+    """Return all keys that begin with a prefix, each followed by its value, and from then on publish every change."""
+    RESTORE_EPHEMERAL = 31
+    """Store an ephemeral key again that expired while the client was disconnected; return whether the key was free."""
+    RELEASE_LEASE = 32
+    """Release the lease on a prefix."""
 
 
 KEY, KEYS, VALUE, VALUES, NUMBER, FLAG = "key", "keys", "value", "values", "number", "flag"
@@ -118,19 +117,17 @@ CHANGED, GONE = b"\1", b"\0"
 To a watch of a prefix, the key's length in 4 bytes and the key come between them.
 """
 
-CHANGING = frozenset(
-    (
-        Op.SET, Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, Op.MULTI_SET,
-        Op.QUEUE_PUSH, Op.PUBLISH,
-    )
-)  # fmt: skip
+KEY_CHANGES = frozenset((Op.SET, Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.APPEND, Op.MULTI_SET))
+"""Operations that change keys. A key that they change is not ephemeral afterwards."""
+
+CHANGING = KEY_CHANGES | {Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL, Op.QUEUE_PUSH, Op.PUBLISH}
 """Operations that are applied once: a client that repeats one after a broken connection gets the first reply."""
 
 REPEATABLE = frozenset((Op.SET, Op.SET_EPHEMERAL, Op.MULTI_SET))
-"""Those of them that may be applied twice without a difference."""
+"""The operations of `CHANGING` that may be applied twice without a difference."""
 
 LEASED = frozenset((Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL, Op.ACQUIRE_LEASE, Op.RELEASE_LEASE, Op.OPEN_SCOPED_STORE))
-"""Operations that concern a lease, which only a client session keeps."""
+"""Operations on a lease. Only clients with a session have leases."""
 
 SWEEPING = frozenset((Op.LIST_KEYS, Op.WATCH_KEYS, Op.STATUS))
 """Operations that visit all keys and may take long: after each, the server serves other connections."""
@@ -155,14 +152,14 @@ class OperationKind(IntEnum):
 
 
 class Reason(IntEnum):
-    """Why the store refused."""
+    """Why the store refused a request."""
 
     INVALID = 1
-    """The operation does not fit the stored value, as ``add`` to a text."""
+    """The operation does not fit the stored value, such as ``add`` to a text."""
     EMPTY = 2
-    """A pop without waiting from an empty queue."""
+    """The queue is empty, and the pop does not wait."""
     TOO_LARGE = 3
-    """The value, or the reply, is larger than the store takes."""
+    """The value, or the reply, is larger than the store accepts."""
     FULL = 4
     """The store has reached its memory limit."""
     UNSURE = 5
@@ -170,7 +167,7 @@ class Reason(IntEnum):
 
 
 class Reply(NamedTuple):
-    """A reply that is due to a client: ``value`` is a result, a (reason, text) pair, or a published message."""
+    """A reply to a client: ``value`` is a result, a (reason, text) pair, or a published message."""
 
     client: Any
     request: int
@@ -264,7 +261,7 @@ def _number(number: object, least: int = -(1 << 63)) -> int:
     return number
 
 
-# -- one maker per command; each raises UsageError for a wrong argument ------------------------------
+# -- the commands; each function raises UsageError for a wrong argument ------------------------------
 
 
 def set_(key: str, value: Value) -> Command[None]:
@@ -272,7 +269,7 @@ def set_(key: str, value: Value) -> Command[None]:
 
 
 def get(key: str) -> Command[bytes]:
-    if type(key) is not str or not key.isascii():  # inline, because this is the hottest operation
+    if type(key) is not str or not key.isascii():  # checked here too: a call less on the hot path
         _key(key)
     return Command(Op.GET, (key,))
 

@@ -177,7 +177,7 @@ def test_interrupted_lock_is_requested_again(network, path):
 @pytest.fixture
 def other(path) -> Iterator[LockedFile]:
     file = LockedFile(path)
-    file.open()
+    file.open(lambda: None)
     yield file
     file.close()
 

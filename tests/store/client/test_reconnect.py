@@ -719,7 +719,7 @@ async def test_a_client_goes_on_without_the_key_that_a_smaller_store_does_not_ta
     small = Config(store_max_value_nbytes=1000, store_max_key_nbytes=100)
     async with await StoreServer.start("127.0.0.1", port, token=TOKEN, config=small, data=tmp_path):
         assert not await store.check(["here"])
-        assert "does not take back the ephemeral key 'here'" in caplog.text
+        assert "refuses to restore the ephemeral key 'here'" in caplog.text
         await store.close()
 
 
