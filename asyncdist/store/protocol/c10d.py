@@ -4,12 +4,11 @@
     integers   little-endian; STR and VEC are a u64 length and as many bytes; lists are a u64 count and as many items
 
 There are no frames and no request ids: a request ends with its last field. The decoder therefore keeps its position
-within a field, and parses no byte twice. Everything that a peer sends is checked: an unknown code or a length beyond a
-limit raises ProtocolError, and no other error is raised.
+within a field, and parses no byte twice. Input from a peer is checked: an unknown code and a length beyond a limit raise
+ProtocolError, and no other error is raised.
 
-Torch's client prefixes keys with "/", except for its own counter "init/". The store's key is without it, so that
-``set("k", …)`` of either client is seen by ``get("k")`` of the other. A key without "/" or that is not UTF-8 keeps all
-its bytes behind a NUL.
+Torch's client prefixes keys with "/", except for its own counter "init/". The store's key has no prefix, so that both kinds
+of clients see the same keys. A key that has no "/" or is not UTF-8 becomes a NUL followed by its bytes.
 """
 
 from __future__ import annotations
@@ -143,15 +142,9 @@ class Decoder:
         self._piece = bytearray()
         self._nbytes = 0
 
-    def feed(self, data: bytes) -> list[Request]:
-        """Return the requests that ``data`` completes. Raises ProtocolError."""
-        requests: list[Request] = []
-        self.decode(data, requests)
-        return requests
-
     def decode(self, data: bytes, requests: list[Request]) -> None:
-        """Add the requests that ``data`` completes to a list, also those before a malformed one."""
-        place = self._go_on(data, 0, requests) if self._partial is not None else 0
+        """Add the requests that ``data`` completes to a list, also those before a malformed one. Raises ProtocolError."""
+        place = self._continue(data, 0, requests) if self._partial is not None else 0
         end = len(data)
         while place < end:
             place = _whole_requests(data, place, requests, self.max_value_nbytes)
@@ -159,9 +152,9 @@ class Decoder:
                 self._nbytes = 0
                 self._partial, self.pending = self._request(), True
                 self._wanted = next(self._partial)
-                place = self._go_on(data, place, requests)
+                place = self._continue(data, place, requests)
 
-    def _go_on(self, data: bytes, place: int, requests: list[Request]) -> int:
+    def _continue(self, data: bytes, place: int, requests: list[Request]) -> int:
         """Continue an unfinished request; return the position after its last byte, or the end of ``data``."""
         partial, end = self._partial, len(data)
         assert partial is not None
@@ -217,7 +210,10 @@ class Decoder:
     def _value(self) -> _Field:
         (nbytes,) = U64.unpack((yield 8))
         if nbytes > self.max_value_nbytes:
-            raise ProtocolError(_too_large(nbytes, self.max_value_nbytes))
+            raise ProtocolError(
+                f"a value of {nbytes} bytes, when {self.max_value_nbytes} is the limit: raise "
+                "ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store runs, or send bulk data through a collective"
+            )
         self._spend(nbytes + 8)
         return (yield nbytes)
 
@@ -252,14 +248,7 @@ _FIELDS: dict[str, Callable[[Decoder], _Field]] = {
 }
 
 
-def _too_large(nbytes: int, most: int) -> str:
-    return (
-        f"a value of {nbytes} bytes, when {most} is the limit: raise ASYNCDIST_STORE_MAX_VALUE_NBYTES where the store "
-        "runs, or send bulk data through a collective"
-    )
-
-
-# -- complete requests in one read, which most are -------------------------------------------------
+# -- complete requests in one read, the common case ------------------------------------------------
 
 _WITH_KEY = frozenset((Code.GET, Code.DELETE_KEY, Code.QUEUE_POP, Code.QUEUE_LEN))
 _WITH_NUMBER = frozenset((Code.ADD, Code.BARRIER))
@@ -270,7 +259,7 @@ _u64_at, _i64_at = U64.unpack_from, I64.unpack_from
 
 
 def _whole_requests(data: bytes, place: int, requests: list[Request], max_value_nbytes: int) -> int:
-    """Add the requests from ``place`` on, up to one that is incomplete, rare or malformed; return its position."""
+    """Add the requests from ``place`` on, up to the first that is incomplete, rare or malformed; return its position."""
     end = len(data)
     while end - place >= 9:
         code = data[place]
@@ -323,8 +312,8 @@ def _no_answer() -> None:
 class RequestCache(dict[bytes, Answer]):
     """Functions by the bytes of one short request: ``cache[data]()`` is the reply, None for any other bytes.
 
-    Clients repeat few requests: during a rendezvous all of them use the same keys, and a client that polls repeats one.
-    The cache therefore keeps the functions that ``answers`` makes, and most requests are not parsed again.
+    Clients often repeat a request: during a rendezvous all of them use the same keys, and a polling client sends the same
+    bytes again. The cache keeps the functions that ``answers`` makes, so that such a request is not parsed again.
     """
 
     def __init__(self, answers: Mapping[int, Callable[..., Answer]]) -> None:

@@ -19,8 +19,8 @@ class ChunkSender:
 
     Args:
         write: Takes one frame to be sent.
-        is_wanted: ``is_wanted(request)`` tells whether the rest of the request's message still has to be sent. If it
-            does not, the message is abandoned; an empty chunk tells a receiver that has received a part of it.
+        is_wanted: ``is_wanted(request)`` tells whether the rest of the request's message still has to be sent. If not,
+            the message is abandoned, and a receiver that has received a part of it gets an empty chunk.
         schedule: Calls `send_next` later, for example an event loop's ``call_soon``. It may do nothing if the owner
             calls `send_next` itself.
     """
@@ -36,13 +36,13 @@ class ChunkSender:
         self._write, self._is_wanted = write, is_wanted
         self._schedule = schedule
         self.queue: deque[tuple[ChunkedMessage, Done]] = deque()
-        """The messages that are not sent completely, each with the function to call at its end."""
+        """The messages that are not completely sent, each with its ``done`` function."""
         self._paused = False
         self._scheduled = False
 
     @property
     def busy(self) -> bool:
-        """Whether a message is not sent completely."""
+        """Whether a message is not completely sent."""
         return bool(self.queue)
 
     @property

@@ -2,13 +2,13 @@
 
 Clients and the server use it. No I/O. A value longer than `LONG_NBYTES` is sent before its message, in chunks; the message
 refers to it by a number. A message that is long for another reason, such as very many keys, is sent before a reference
-to it in the same way. In each direction of a connection one chunked message at a time is under way.
+to it in the same way. Each direction of a connection carries one chunked message at a time.
 
     chunk       [id, PIECE, number, bytes] of a request, [id, PIECE, [number, bytes]] of a reply; alone in its frame.
                 A chunk without bytes: the sender has abandoned the message.
     reference   msgpack extension 1 in place of a value, 2 in place of a message; its data is the number, 4 bytes
 
-The receiver does not copy the chunks once more at the end, which would delay all other messages.
+The receiver does not copy the complete value, because that would delay all other messages.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ FRAME_NBYTES = PIECE_NBYTES + 1024
 
 _VALUE, _MESSAGE = 1, 2
 _ITEM_NBYTES = 5
-"""The encoding overhead of a list item, at most."""
+"""The largest encoding overhead of a list item."""
 
 Fields = tuple[Any, ...]
 
 
 def weight(fields: Fields) -> int:
-    """Return roughly how many bytes values and lists take, without packing them."""
+    """Return the approximate size of values and lists in bytes, without packing them."""
     total = 0
     for field in fields:
         if type(field) is bytes or type(field) is str:
@@ -48,16 +48,20 @@ def weight(fields: Fields) -> int:
 
 
 class ChunkedMessage:
-    """A long message. Iterate for its chunks and the message itself, and send each in a frame of its own.
+    """A long message. Iterating yields its chunks and then the message itself; send each in a frame of its own.
 
     ``len`` is in bytes. ``request`` and ``kind`` are the message's first fields. ``is_under_way`` is true after the first
     chunk and before the last one.
+
+    Args:
+        pack: Encodes a message from its fields.
+        fields: The message.
+        wrap: `request_piece` or `answer_piece`.
     """
 
     __slots__ = ("_message", "_nbytes", "_piece", "_pieces", "_values", "is_under_way", "kind", "request")
 
     def __init__(self, pack: Callable[[Any], bytes], fields: Fields, wrap: Callable[[int, int, Any], Fields]) -> None:
-        """Take the fields of a message; ``wrap`` is `request_piece` or `answer_piece`. Raises what packing raises."""
         self.request, self.kind = fields[:2]
         request = self.request
         self._piece: Callable[[int, Any], bytes] = lambda number, content: pack(wrap(request, number, content))
@@ -90,14 +94,9 @@ class ChunkedMessage:
         return message
 
     def abandoned(self) -> bytes:
-        """Abandon the rest; return the message to send instead, b"" if no chunk has been sent."""
+        """Abandon the rest; return the empty chunk that tells the receiver, b"" if no chunk has been sent."""
         was_under_way, self.is_under_way = self.is_under_way, False
-        return self.end if was_under_way else b""
-
-    @property
-    def end(self) -> bytes:
-        """The chunk that tells the receiver that the message was abandoned."""
-        return self._piece(0, b"")
+        return self._piece(0, b"") if was_under_way else b""
 
 
 def _cut(values: list[bytes], message: bytes, piece: Callable[[int, Any], bytes]) -> Iterator[bytes]:
@@ -126,11 +125,11 @@ class Reassembler:
         self.limit = limit
         self.nbytes = 0
         self._values: dict[int, BytesIO] = {}
-        self._wasted = self._passed = False
+        self._discarding = self._discarded = False
 
     def add(self, number: int, piece: bytes) -> None:
         """Add a chunk. Raises ProtocolError beyond the limit."""
-        if self._wasted and piece:
+        if self._discarding and piece:
             return
         if not piece:
             self.drop()
@@ -146,31 +145,31 @@ class Reassembler:
         """Drop all chunks."""
         self._values.clear()
         self.nbytes = 0
-        self._wasted = self._passed = False
+        self._discarding = self._discarded = False
 
-    def waste(self) -> None:
-        """Drop all chunks of the message that is under way, the rest of it, and the message."""
+    def discard(self) -> None:
+        """Drop the chunks of the message that is arriving, and ignore its further chunks and the message."""
         self.drop()
-        self._wasted = True
+        self._discarding = True
 
     @property
     def busy(self) -> bool:
-        """Whether a chunked message is under way."""
-        return self.nbytes > 0 or self._wasted
+        """Whether a chunked message is arriving."""
+        return self.nbytes > 0 or self._discarding
 
     def messages_in(self, frame: bytes | bytearray) -> list[Any]:
         """Return the messages of a frame, with the chunked values in place of references. Raises ProtocolError."""
         messages = messages_in(frame, self._referred)
-        if self._passed:
-            self._wasted = self._passed = False
+        if self._discarded:
+            self._discarding = self._discarded = False
             return []
         if type(messages[0]) is ExtType:  # a reference to a message is alone in its frame
             messages = messages_in(self._take(messages[0].data), self._referred)
         return messages
 
     def _referred(self, code: int, data: bytes) -> Any:
-        if self._wasted:
-            self._passed = True
+        if self._discarding:
+            self._discarded = True
             return None
         return self._take(data) if code == _VALUE else ExtType(code, data)
 
@@ -178,6 +177,6 @@ class Reassembler:
         value = self._values.pop(int.from_bytes(data, "little"), None)
         if value is None:
             raise ProtocolError("a message that refers to chunks that have not arrived")
-        taken = value.getvalue()
-        self.nbytes -= len(taken)
-        return taken
+        content = value.getvalue()
+        self.nbytes -= len(content)
+        return content

@@ -1,18 +1,16 @@
-"""The store's own wire format: messages in msgpack, and frames that carry one message or several.
-
-Clients and the server use it. No I/O.
+"""The store's own wire format: messages in msgpack, and frames that carry one message or several. No I/O.
 
     frame      u64 length (little-endian), then that many bytes: messages one after the other
     request    [id, op, argument…]                    client → server; ids are the client's own, from 1 up
     result     [id, 0, value]                         server → client, in any order
     refusal    [id, 1, [reason, text]]
     published  [id, 2, message]                       id is that of the subscription
-    hello      [0, 3, [version, limit]]               server → client, once, first: the longest message it takes
+    hello      [0, 3, [version, limit]]               server → client, once, first: the longest message it accepts
 
 Messages that are too long for a frame are sent in chunks (`chunking`).
 
-Everything that a peer sends is checked. A length beyond the limit, bytes that are not msgpack, an unknown operation or an
-argument of a wrong type raise ProtocolError; no other error is raised.
+Input from a peer is checked. A length beyond the limit, bytes that are not msgpack, an unknown operation and an argument
+of a wrong type raise ProtocolError; no other error is raised.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ from asyncdist.store.protocol.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMB
 VERSION = 3
 HELLO = 3
 OVERHEAD_NBYTES = 64 << 10
-"""Bytes of a message besides the longest value and its key."""
+"""The largest size of a message without its value and key."""
 TOGETHER_NBYTES = 64 << 10
-"""The longest frame of several messages in bytes; every store takes it."""
+"""The longest frame of several messages in bytes. Every store accepts it."""
 _MARK = bytes(range(0xF0, 0x100))
 _END = msgpack.packb(_MARK)
 """Appended to a frame while it is decoded, to detect a last message that is cut short."""
@@ -62,7 +60,7 @@ class FrameParser:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._buffer = bytearray()
-        self._wanted = LENGTH.size  # length of the buffer at which it is parsed again
+        self._wanted = LENGTH.size  # the buffer is parsed again when it has this length
 
     @property
     def pending(self) -> int:
@@ -104,7 +102,7 @@ class Encoder:
 
     def __init__(self) -> None:
         self.pack: Callable[[tuple[Any, ...]], bytes] = msgpack.Packer(use_bin_type=True, autoreset=True).pack
-        """Return the message of these fields. Raises ValueError or OverflowError for what msgpack cannot carry."""
+        """Return the message of these fields. Raises ValueError or OverflowError for fields that msgpack cannot encode."""
 
     def frame(self, *fields: Any) -> bytes:
         """Return the frame of one message."""

@@ -134,7 +134,7 @@ class Session(ServerConnection):
         except RequestRefused as refused:
             answer = self._unsure(request) or refused.reply(self, request)
         if answer is not None:
-            self._reassembler.waste()
+            self._reassembler.discard()
             self.answer(answer)
 
     def _release_memory(self) -> None:

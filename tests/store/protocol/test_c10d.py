@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import struct
 
 import pytest
@@ -51,7 +52,7 @@ ARGUMENTS = {
     Code.LIST_KEYS: (),
     Code.BARRIER: (keys, numbers),
 }
-requests = st.sampled_from(list(Code)).flatmap(lambda code: st.tuples(st.just(code), *ARGUMENTS[code]))
+requests = st.one_of(*(st.tuples(st.just(code), *kinds) for code, kinds in ARGUMENTS.items()))
 
 
 def decoded(code, *arguments):
@@ -69,6 +70,14 @@ def decoder():
     return Decoder(MOST, LIMIT)
 
 
+def decode(decoder, *pieces):
+    """Return the requests in pieces of a stream."""
+    found = []
+    for piece in pieces:
+        decoder.decode(piece, found)
+    return found
+
+
 def test_every_code_is_covered():
     assert set(ARGUMENTS) == set(Code)
     assert [int(code) for code in Code] == list(range(0x13))
@@ -78,21 +87,17 @@ def test_every_code_is_covered():
 def test_any_requests_in_any_pieces(asked, data):
     stream = b"".join(encode(*each) for each in asked)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
-    parser, found = decoder(), []
-    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-        found += parser.feed(stream[start:end])
+    parser = decoder()
+    found = decode(parser, *(stream[start:end] for start, end in itertools.pairwise([0, *cuts, len(stream)])))
     assert found == [decoded(*each) for each in asked]
     assert not parser.pending
-    bytewise = decoder()
-    assert [each for at in range(len(stream)) for each in bytewise.feed(stream[at : at + 1])] == found
+    assert decode(decoder(), *(stream[at : at + 1] for at in range(len(stream)))) == found
 
 
 @given(st.binary(max_size=200), st.integers(0, 200))
 def test_noise_raises_protocol_errors_only(noise, place):
-    parser = decoder()
     with contextlib.suppress(ProtocolError):
-        parser.feed(noise[:place])
-        parser.feed(noise[place:])
+        decode(decoder(), noise[:place], noise[place:])
 
 
 TOO_MUCH = {
@@ -108,18 +113,16 @@ TOO_MUCH = {
 @pytest.mark.parametrize(("data", "says"), TOO_MUCH.values(), ids=TOO_MUCH)
 @pytest.mark.parametrize("piece", [1, 1 << 20])
 def test_length_beyond_a_limit_is_refused_at_once(data, says, piece):
-    parser = decoder()
-    pieces = [data[start : start + piece] for start in range(0, len(data), piece)]
     with pytest.raises(ProtocolError, match=says):
-        list(map(parser.feed, pieces))
+        decode(decoder(), *(data[start : start + piece] for start in range(0, len(data), piece)))
 
 
 def test_lengths_at_the_limits_are_accepted():
     key, value = b"/" + b"k" * (MAX_KEY_NBYTES - 1), bytes(MOST)
     parser = Decoder(MOST, 1 << 30)
-    assert parser.feed(encode(Code.SET, key, value)) == [(Code.SET, key_of(key), value)]
+    assert decode(parser, encode(Code.SET, key, value)) == [(Code.SET, key_of(key), value)]
     many = [b"/k"] * MAX_KEYS
-    assert parser.feed(encode(Code.WAIT, many)) == [(Code.WAIT, ["k"] * MAX_KEYS)]
+    assert decode(parser, encode(Code.WAIT, many)) == [(Code.WAIT, ["k"] * MAX_KEYS)]
 
 
 def test_requests_before_a_malformed_one_are_returned():
@@ -168,7 +171,7 @@ def test_cached_request_equals_the_decoded_one(asked, missing):
     for _ in range(2):
         request = cache[data]()
         if request is not None:
-            assert decoder().feed(data) == [request]
+            assert decode(decoder(), data) == [request]
     assert cache[encode(Code.GET, b"/k")]() == (Code.GET, "k")
     assert cache[encode(Code.WAIT, [b"/k"])]() == (Code.WAIT, ["k"])
 

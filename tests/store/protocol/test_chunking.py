@@ -68,12 +68,12 @@ def patterned(nbytes: int) -> bytes:
 # -- the format -------------------------------------------------------------------------------------
 
 
-def carried(parcel: ChunkedMessage) -> list[object]:
-    """Return the messages of a parcel as they come out where it arrives."""
+def reassembled(sent: ChunkedMessage) -> list[object]:
+    """Return the messages that the receiver of a chunked message finds in its frames."""
     arriving, parser = Reassembler(1 << 30), FrameParser(FRAME_NBYTES)
     found: list[object] = []
-    for piece in parcel:
-        (frame,) = parser.feed(framed([piece]))
+    for part in sent:
+        (frame,) = parser.feed(framed([part]))
         for message in arriving.messages_in(frame):
             match message:
                 case [_, Op.PIECE, number, bytes(content)]:
@@ -90,15 +90,15 @@ fields = st.lists(lengths.map(bytes) | st.lists(lengths.map(bytes), max_size=3) 
 
 @given(fields)
 def test_chunks_are_reassembled(content):
-    parcel = ChunkedMessage(Encoder().pack, (7, Op.SET, *content), request_piece)
-    assert carried(parcel) == [[7, Op.SET, *content]]
+    message = ChunkedMessage(Encoder().pack, (7, Op.SET, *content), request_piece)
+    assert reassembled(message) == [[7, Op.SET, *content]]
 
 
 def test_a_message_that_is_long_without_a_long_value():
     keys = [f"key {number}" for number in range(100_000)]
-    parcel = ChunkedMessage(Encoder().pack, (7, Op.MULTI_SET, keys, [b"x" * 100_000, b"y"]), request_piece)
-    assert len(parcel) > 1_000_000
-    assert carried(parcel) == [[7, Op.MULTI_SET, keys, [b"x" * 100_000, b"y"]]]
+    message = ChunkedMessage(Encoder().pack, (7, Op.MULTI_SET, keys, [b"x" * 100_000, b"y"]), request_piece)
+    assert len(message) > 1_000_000
+    assert reassembled(message) == [[7, Op.MULTI_SET, keys, [b"x" * 100_000, b"y"]]]
 
 
 @pytest.mark.parametrize(
