@@ -25,7 +25,7 @@ from asyncdist.store.protocol.codec import (
     messages_in,
 )
 from asyncdist.store.protocol.operations import SERVERS, Op, OperationKind
-from asyncdist.store.server.c10d_session import at_once
+from asyncdist.store.server.c10d_session import cached_answers, handlers_of
 from asyncdist.store.state.change_log import Change, ChangeLog, replay
 from asyncdist.store.state.limits import SizeLimits
 from asyncdist.store.state.machine import StoreState
@@ -83,10 +83,11 @@ def phrases(data: bytes) -> None:
     def note(code: int) -> Callable[..., c10d_wire.Answer]:
         return lambda *arguments: lambda: found.append((code, *arguments))
 
-    known = c10d_wire.RequestCache({code: note(code) for code in at_once(StoreState())})
+    state = StoreState()
+    cache = c10d_wire.RequestCache({code: note(code) for code in cached_answers(state, handlers_of(state))})
     # The second request is answered from the cache.
-    for _ in "12":
-        known[data]()
+    for _ in range(2):
+        cache[data]()
     decoder, whole = c10d_wire.Decoder(LIMIT, LIMIT), []
     with contextlib.suppress(ProtocolError):
         decoder.decode(data, whole)
