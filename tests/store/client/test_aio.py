@@ -378,7 +378,7 @@ async def test_client_connected_to_itself_tries_again(config, kind):
         with other_end, contextlib.suppress(ConnectionError):
             while said := await loop.sock_recv(other_end, 1000):
                 await loop.sock_sendall(other_end, said)
-        async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config, sock=port.dup()):
+        async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config, sockets=[port.dup()]):
             store = await coming
             if kind is AsyncStore:
                 assert await store.add("n", 1) == 1
