@@ -55,7 +55,7 @@ class Deadline:
 
     def remaining_or_none(self) -> float | None:
         """Return the seconds left in the form that asyncio, sockets and locks accept: None without a limit."""
-        return None if self.at == math.inf else self.remaining()
+        return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
 
     def expired(self) -> bool:
         return time.monotonic() >= self.at
