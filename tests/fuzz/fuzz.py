@@ -67,7 +67,7 @@ def blind(name: str, seconds: float) -> int:
             TARGETS[name](bytes(data))
         except BaseException:
             Path(f"crash-{name}").write_bytes(data)
-            print(f"{name}: wrote what crashes it to crash-{name}")
+            print(f"{name}: wrote the input that crashes it to crash-{name}")
             raise
         count += 1
     return count

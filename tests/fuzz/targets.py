@@ -76,7 +76,7 @@ def c10d(data: bytes) -> None:
             decoder.decode(piece, found)
 
 
-def phrases(data: bytes) -> None:
+def cached_c10d(data: bytes) -> None:
     """Requests of a torch client on the fast path: its replies equal those of the decoder."""
     found: list[c10d_wire.Request] = []
 
@@ -163,7 +163,7 @@ _CHANGES = _kept((Op.SET, ("k", b"v")), (Op.APPEND, ("k", b"w")), (Op.QUEUE_PUSH
 _RECORD = Encoder().pack((0, Op.SET, "k", b"v"))
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    each.__name__: each for each in (requests, answers, c10d, phrases, greeting, frames, changes)
+    each.__name__: each for each in (requests, answers, c10d, cached_c10d, greeting, frames, changes)
 }
 SEEDS: dict[str, list[bytes]] = {
     "requests": [
@@ -181,7 +181,7 @@ SEEDS: dict[str, list[bytes]] = {
         b"\xff\x00\xce\xf7\x85\x3c\x01\x01\0\0\0\0\0\0\0k\x01\0\0\0\0\0\0\0v\x04\x01\0\0\0\0\0\0\0n\x01\0\0\0\0\0\0\0",
         b"\2\x00\xce\xf7\x85\x3c\x0a\x02\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0k\x01\0\0\0\0\0\0\0l\x0d\1\2\3\4",
     ],
-    "phrases": [
+    "cached_c10d": [
         b"\x03\x01\0\0\0\0\0\0\0k",
         b"\x04\x01\0\0\0\0\0\0\0n\x01\0\0\0\0\0\0\0",
         b"\x06\x01\0\0\0\0\0\0\0\x01\0\0\0\0\0\0\0k",

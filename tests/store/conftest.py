@@ -12,10 +12,7 @@ import pytest_asyncio
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, StoreServer
 from tests.support.raw_connection import RawConnection
-
-TOKEN = "a token for tests"
-LONG = 10.0
-"""Seconds that no test needs."""
+from tests.support.stores import LONG, TOKEN, open_store
 
 
 @pytest.fixture
@@ -30,6 +27,7 @@ async def server(config: Config) -> AsyncIterator[StoreServer]:
     await server.close()
     assert server.num_connections == 0
     assert server.state.num_open == 0
+    assert server.quota.arriving_nbytes == 0
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     assert others == []
 
@@ -48,18 +46,17 @@ async def raw() -> AsyncIterator[Callable[..., Awaitable[RawConnection]]]:
         await each.leave()
 
 
-Connect = Callable[..., Awaitable[AsyncStore]]
+Connect = Callable[..., Awaitable[Any]]
 
 
 @pytest_asyncio.fixture
 async def connect(server: StoreServer) -> AsyncIterator[Connect]:
-    made: list[AsyncStore] = []
+    """Connect a client to `server` or to an address, with settings; the client is closed after the test."""
+    made = []
 
-    async def connect(**settings: Any) -> AsyncStore:
-        config = Config(**settings)
-        store = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, timeout=LONG, config=config)
-        made.append(store)
-        return store
+    async def connect(address: tuple[str, int] | None = None, *, kind: type = AsyncStore, **settings: Any) -> Any:
+        made.append(await open_store(kind, *(address or ("127.0.0.1", server.port)), **settings))
+        return made[-1]
 
     yield connect
     for store in made:

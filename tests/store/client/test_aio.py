@@ -8,7 +8,6 @@ import gc
 import pickle
 import re
 import socket
-from datetime import timedelta
 
 import pytest
 
@@ -27,12 +26,13 @@ from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client import connect as dialling
 from asyncdist.store.protocol import operations
 from tests.support.ports import free_port
+from tests.support.stores import LONG, TOKEN, open_store
 
 pytestmark = pytest.mark.each_loop
 
-UNIT, LONG = 0.05, 10.0
-"""Seconds: a limit that is to pass, and one that must not."""
-TOKEN = "a token for tests"
+UNIT = 0.05
+"""Seconds: a timeout that expires."""
+EACH_KIND = pytest.mark.parametrize("kind", [AsyncStore, TCPStore])
 
 
 async def test_every_operation(store):
@@ -57,7 +57,7 @@ async def test_every_operation(store):
     assert await store.publish("c", b"") == 0
 
 
-async def test_a_get_that_waits_holds_up_nothing(store):
+async def test_waiting_get_does_not_block_other_requests(store):
     waiting = store.get("later")
     for _ in range(100):
         await store.add("n", 1)
@@ -114,7 +114,7 @@ WAITED = "the keys were not set, or the store had not sent the whole answer"
     ],
     ids=lambda given: given.name if isinstance(given, operations.Command) else "",
 )
-async def test_a_store_that_does_not_answer(store, server, command, said):
+async def test_timeout_of_a_store_that_does_not_answer(store, server, command, said):
     def blocking() -> None:
         config = Config(token=TOKEN, store_reconnect=0.0)
         with TCPStore("127.0.0.1", server.port, timeout=LONG, config=config) as other:
@@ -134,7 +134,7 @@ async def test_a_store_that_does_not_answer(store, server, command, said):
     server.resume_reading()
 
 
-async def test_a_stream_of_a_store_that_does_not_answer(store, server):
+async def test_timeout_of_a_stream_of_a_store_that_does_not_answer(store, server):
     store.set_timeout(UNIT)
     server.pause_reading()
     for stream in (store.subscribe("k"), store.watch("k"), store.watch_keys("k")):
@@ -144,12 +144,6 @@ async def test_a_stream_of_a_store_that_does_not_answer(store, server):
     store.set_timeout(LONG)
     await store.check([])
     assert server.state.num_open == 0
-
-
-async def test_the_stores_own_timeout(store):
-    store.set_timeout(timedelta(seconds=UNIT))
-    with pytest.raises(StoreTimeoutError):
-        await store.get("never")
 
 
 @pytest.mark.parametrize(
@@ -173,16 +167,7 @@ async def test_cancelling_a_wait_cancels_it_at_the_server(store, server, start, 
     assert await store.get("k") == b"1"
 
 
-async def test_a_task_cancelled_before_it_is_sent(store, server):
-    task = store.get("k")
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await store.check([])
-    assert server.state.num_open == 0
-
-
-async def test_an_item_on_its_way_to_a_cancelled_taker_is_not_lost(store, connect):
+async def test_item_is_not_lost_when_its_pop_is_cancelled(store, connect):
     other = await connect()
     for number in range(50):
         taking = asyncio.create_task(store.queue_pop("q"))
@@ -199,27 +184,17 @@ async def test_an_item_on_its_way_to_a_cancelled_taker_is_not_lost(store, connec
     assert await other.queue_len("q") == 0
 
 
-async def test_an_item_is_passed_on_when_its_taker_dies(store, connect, server, eventually):
+async def test_item_goes_to_the_next_pop_when_its_client_dies(store, connect, server, eventually):
     dying = await connect(store_reconnect=0)
     taking = asyncio.create_task(dying.queue_pop("q"))
     await eventually(lambda: server.state.num_open == 1)
-    dying.connection.link.transport.pause_reading()  # it is answered and does not see it
+    dying.connection.link.transport.pause_reading()  # the server answers, and the client does not read the answer
     await store.queue_push("q", b"item")
     waiting = asyncio.create_task(store.queue_pop("q", timeout=LONG))
     dying.connection.link.abort()
     assert await waiting == b"item"
     with pytest.raises(StoreConnectionError):
         await taking
-
-
-async def test_wait_for_and_timeout_around_an_operation(store):
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(store.get("never"), UNIT)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(UNIT):
-            await store.get("never")
-    await store.set("k", b"still good")
-    assert await store.get("k") == b"still good"
 
 
 async def test_a_refusal_does_not_end_the_connection_however_long_the_key_is(store):
@@ -232,14 +207,14 @@ async def test_errors_of_the_store_do_not_end_the_connection(store):
     await store.set("k", b"no number")
     with pytest.raises(StoreError, match="not an integer"):
         await store.add("k", 1)
-    with pytest.raises(UsageError):
-        await store.set("k", 1)
+    with pytest.raises(UsageError):  # at the call
+        store.set("k", 1)
     with pytest.raises(UsageError, match="ASYNCDIST_STORE_MAX_VALUE_NBYTES"):
-        await store.set("k", bytes(2 << 20))
+        store.set("k", bytes(2 << 20))
     assert await store.get("k") == b"no number"
 
 
-async def test_a_reply_beyond_the_limit_is_refused_and_harms_nothing(store):
+async def test_reply_beyond_the_limit_is_refused(store):
     await store.set("k", bytes(1 << 20))
     with pytest.raises(StoreError, match="fewer keys"):
         await store.multi_get(["k"] * 100_000)
@@ -253,14 +228,9 @@ async def test_publish_and_subscribe(store, connect):
         assert await other.publish("news", b"2") == 1
         assert [await anext(messages), await anext(messages)] == [b"1", b"2"]
     assert await store.publish("news", b"3") == 0
-
-
-async def test_awaiting_a_subscription(store):
     messages = await store.subscribe("news")
-    await store.publish("news", b"1")
-    async for message in messages:
-        assert message == b"1"
-        break
+    await store.publish("news", b"4")
+    assert await anext(messages) == b"4"
 
 
 async def test_a_subscription_ends_with_its_connection(store, server):
@@ -270,11 +240,6 @@ async def test_a_subscription_ends_with_its_connection(store, server):
         await server.close()
         with pytest.raises(StoreConnectionError):
             await waiting
-
-
-async def test_a_barrier_of_many(connect):
-    stores = [await connect() for _ in range(5)]
-    await asyncio.gather(*(store.barrier("b", 5, timeout=LONG) for store in stores))
 
 
 async def test_under_a_prefix(store):
@@ -298,18 +263,18 @@ async def test_under_a_prefix(store):
     assert await store.get("world/1/k") == b"1"
 
 
-# -- connections that do not come about, or break ----------------------------------------------------
+# -- connections that fail ---------------------------------------------------------------------------
 
 
-async def test_the_server_goes(store, server):
+@EACH_KIND
+async def test_requests_fail_when_the_server_is_closed(connect, server, kind, eventually):
+    store = await connect(kind=kind)
     waiting = [store.get("k"), store.barrier("b", 2)]
-    await asyncio.sleep(0)
+    await eventually(lambda: server.state.num_open == 2)
     await server.close()
-    for task in waiting:
+    for future in (*waiting, store.get("k")):
         with pytest.raises(StoreConnectionError, match="broke"):
-            await task
-    with pytest.raises(StoreConnectionError, match="broke"):
-        await store.get("k")
+            await future
 
 
 async def test_use_after_close(store):
@@ -317,14 +282,13 @@ async def test_use_after_close(store):
     await asyncio.sleep(0)
     await store.close()
     await store.close()
-    with pytest.raises(StoreConnectionError, match="closed"):
-        await waiting
-    with pytest.raises(StoreConnectionError, match="closed"):
-        await store.set("k", b"")
+    for future in (waiting, store.set("k", b"")):
+        with pytest.raises(StoreConnectionError, match="closed"):
+            await future
     assert "closed" in repr(store)
 
 
-async def test_a_client_that_comes_before_its_server(config, monkeypatch):
+async def test_client_that_starts_before_its_server(config, monkeypatch):
     refused, failed = asyncio.Event(), dialling.ConnectRetry.failed
 
     def note(retry, error):
@@ -333,62 +297,54 @@ async def test_a_client_that_comes_before_its_server(config, monkeypatch):
 
     monkeypatch.setattr(dialling.ConnectRetry, "failed", note)
     port = free_port()
-    coming = asyncio.create_task(AsyncStore.connect("127.0.0.1", port, token=TOKEN, timeout=LONG))
+    connecting = asyncio.create_task(AsyncStore.connect("127.0.0.1", port, token=TOKEN, timeout=LONG))
     await refused.wait()
-    async with await StoreServer.start("127.0.0.1", port, token=TOKEN, config=config), await coming as store:
+    async with await StoreServer.start("127.0.0.1", port, token=TOKEN, config=config), await connecting as store:
         assert await store.add("n", 1) == 1
 
 
+@EACH_KIND
 @pytest.mark.parametrize("listens", [False, True])
-async def test_no_store_answers(listens):
+async def test_no_store_answers(listens, kind):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         if listens:
             silent.listen()
         with pytest.raises(StoreConnectionError, match=r"no store answered at 127.0.0.1:\d+ within"):
-            await AsyncStore.connect("127.0.0.1", silent.getsockname()[1], timeout=UNIT)
+            await open_store(kind, *silent.getsockname(), timeout=UNIT)
 
 
-@pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\nthis is a web server, not a store\r\n", bytes(100)])
-async def test_another_program_answers(said):
+@EACH_KIND
+@pytest.mark.parametrize("data", [b"HTTP/1.1 400 Bad Request\r\n\r\nthis is a web server, not a store\r\n", bytes(100)])
+async def test_another_program_answers(data, kind):
     async def answer(reader, writer):
-        writer.write(said)
+        writer.write(data)
         await reader.read()
         writer.close()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as other:
-        port = other.sockets[0].getsockname()[1]
         with pytest.raises(ProtocolError, match="did not come from an asyncdist store"):
-            await AsyncStore.connect("127.0.0.1", port, timeout=LONG)
+            await open_store(kind, *other.sockets[0].getsockname())
 
 
-@pytest.mark.parametrize("kind", [AsyncStore, TCPStore])
+@EACH_KIND
 async def test_client_connected_to_itself_tries_again(config, kind):
     """A socket connects to itself if its own port is the destination and no process listens there yet."""
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as port:
         port.setblocking(False)
-        where = port.getsockname()
-        if kind is AsyncStore:
-            coming = asyncio.create_task(AsyncStore.connect(*where, token=TOKEN, timeout=LONG))
-        else:
-            settings = Config(token=TOKEN)
-            coming = asyncio.create_task(asyncio.to_thread(TCPStore, *where, timeout=LONG, config=settings))
+        connecting = asyncio.create_task(open_store(kind, *port.getsockname()))
         other_end, _ = await loop.sock_accept(port)
         with other_end, contextlib.suppress(ConnectionError):
-            while said := await loop.sock_recv(other_end, 1000):
-                await loop.sock_sendall(other_end, said)
+            while data := await loop.sock_recv(other_end, 1000):
+                await loop.sock_sendall(other_end, data)
         async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config, sockets=[port.dup()]):
-            store = await coming
-            if kind is AsyncStore:
-                assert await store.add("n", 1) == 1
-                await store.close()
-            else:
-                assert await asyncio.to_thread(store.add, "n", 1) == 1
-                store.close()
+            store = await connecting
+            assert await store.add("n", 1) == 1
+            await store.close()
 
 
-async def test_the_token_is_that_of_the_settings_if_none_is_given(server, monkeypatch):
+async def test_token_is_that_of_the_settings_by_default(server, monkeypatch):
     monkeypatch.setenv("ASYNCDIST_TOKEN", TOKEN)
     async with await AsyncStore.connect("127.0.0.1", server.port, timeout=LONG) as store:
         await store.set("k", b"v")
@@ -396,10 +352,11 @@ async def test_the_token_is_that_of_the_settings_if_none_is_given(server, monkey
         await AsyncStore.connect("127.0.0.1", server.port, timeout=LONG, config=Config(token="another"))
 
 
+@EACH_KIND
 @pytest.mark.parametrize("token", [None, "", "another token"])
-async def test_a_wrong_token_is_refused_at_once(server, token, eventually):
+async def test_a_wrong_token_is_refused_at_once(server, token, kind, eventually):
     with pytest.raises(AuthenticationError, match="ASYNCDIST_TOKEN"):
-        await AsyncStore.connect("127.0.0.1", server.port, token=token, timeout=LONG)
+        await open_store(kind, "127.0.0.1", server.port, token=token)
     await eventually(lambda: server.num_connections == 0)
 
 
@@ -410,7 +367,7 @@ async def test_a_host_that_does_not_resolve(monkeypatch):
             await AsyncStore.connect(host, 1, timeout=LONG)
 
 
-async def test_connecting_is_cancelled(server, eventually):
+async def test_cancelled_connect_leaves_no_connection(server, eventually):
     for pauses in range(6):
         task = asyncio.create_task(AsyncStore.connect("127.0.0.1", server.port, token=TOKEN))
         for _ in range(pauses):

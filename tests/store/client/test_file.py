@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -154,19 +153,6 @@ def test_file_that_replaced_the_stores_file_is_kept(tmp_path):
         path.unlink()
         path.write_text("another program's")
     assert path.read_text() == "another program's"
-
-
-def test_stores_and_threads_of_one_process_share_the_state(tmp_path):
-    stores = [FileStore(tmp_path / "store") for _ in range(4)]
-    with ThreadPoolExecutor(16) as threads:
-        waiting = [threads.submit(store.get, "late", LONG) for store in stores for _ in range(2)]
-        adding = [threads.submit(store.add, "n", 1) for store in stores for _ in range(4)]
-        assert sorted(future.result(LONG) for future in adding) == list(range(1, 17))
-        stores[0].set("late", "v")
-        assert {future.result(LONG) for future in waiting} == {b"v"}
-    assert [store.list_keys() for store in stores] == [["n", "late"]] * 4
-    for store in stores:
-        store.close()
 
 
 UNSUPPORTED = {

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a blocking call leaves a store that this thread and others can use."""
+"""Interrupts at any moment of a blocking call leave a store that this thread and others can use."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ FILES = {module.__file__ for module in (pending, blocking, blocking_socket)}
 
 @cache
 def places(code: CodeType) -> frozenset[int]:
-    """Return where the interpreter has looked for signals after a call."""
+    """Return the offsets of the instructions before which the interpreter checks for signals: those after calls."""
     instructions = list(dis.get_instructions(code))
     return frozenset(after.offset for call, after in itertools.pairwise(instructions) if call.opname.startswith("CALL"))
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt in this thread at the ``place``-th moment at which a signal could."""
+    """Raises KeyboardInterrupt in this thread at the ``place``-th moment at which the interpreter checks for signals."""
 
     def __init__(self, place: int) -> None:
         self._left = place
@@ -47,7 +47,7 @@ class Interrupt:
         sys.settrace(None)
 
     def _called(self, frame: FrameType, event: str, argument: object) -> Any:
-        self._returned = True  # which a function in Python has, when its caller goes on
+        self._returned = True  # if the function is not traced, its return raises no event
         if frame.f_code.co_filename not in FILES:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
@@ -77,7 +77,7 @@ def set_a_long_value(store: TCPStore, master: TCPStore) -> None:
     store.set("long", bytes(300_000))
 
 
-def get_what_comes_later(store: TCPStore, master: TCPStore) -> None:
+def get_a_later_value(store: TCPStore, master: TCPStore) -> None:
     store.delete_key("later")
     later = threading.Timer(0.002, master.set, ("later", "v"))
     later.start()
@@ -93,11 +93,11 @@ def get_over_another_connection(store: TCPStore, master: TCPStore) -> None:
     assert store.get("k", timeout=LONG) == b"v"
 
 
-CALLS = pytest.mark.parametrize("call", [pop, set_a_long_value, get_what_comes_later, get_over_another_connection])
+CALLS = pytest.mark.parametrize("call", [pop, set_a_long_value, get_a_later_value, get_over_another_connection])
 
 
 @CALLS
-def test_an_interrupt_at_any_moment_leaves_a_store_that_works(call: Callable[[TCPStore, TCPStore], None]):
+def test_store_works_after_an_interrupt_at_any_moment(call: Callable[[TCPStore, TCPStore], None]):
     with TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master, ThreadPoolExecutor(1) as other_thread:
         assert master.server is not None
         server = master.server.server
@@ -111,7 +111,7 @@ def test_an_interrupt_at_any_moment_leaves_a_store_that_works(call: Callable[[TC
             try:
                 assert other_thread.submit(store.add, "n", 1).result(LONG) > 0
                 assert store.connection.protocol.num_open == 0
-                assert server.state.num_open == 0  # no item is held for who has gone
+                assert server.state.num_open == 0  # the server holds no item for the interrupted call
             finally:
                 other_thread.submit(store.close).result(LONG)
             if over:
@@ -120,7 +120,7 @@ def test_an_interrupt_at_any_moment_leaves_a_store_that_works(call: Callable[[TC
 
 
 class Contended:
-    """A lock during whose ``place``-th acquisition by this thread a signal arrives."""
+    """A lock whose ``place``-th acquisition by this thread is interrupted by a signal."""
 
     def __init__(self, lock: threading.Lock, place: int) -> None:
         self._lock, self._left, self._thread = lock, place, threading.get_ident()
@@ -137,7 +137,7 @@ class Contended:
 
 
 @CALLS
-def test_an_interrupt_during_the_wait_for_a_lock_leaves_a_store_that_works(call, monkeypatch):
+def test_store_works_after_an_interrupt_during_the_wait_for_a_lock(call, monkeypatch):
     with TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master, ThreadPoolExecutor(1) as other_thread:
         for place in itertools.count(1):
             master.queue_push("q", b"item")
@@ -154,14 +154,14 @@ def test_an_interrupt_during_the_wait_for_a_lock_leaves_a_store_that_works(call,
         assert place > 3
 
 
-def test_a_signal_handler_that_calls_in_the_middle_of_a_call_is_told(monkeypatch):
+def test_call_of_a_signal_handler_during_a_send_is_refused(monkeypatch):
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as store:
         connection = store.connection
 
         def interrupted(deadline: Deadline, pending: object) -> None:
             monkeypatch.undo()
             connection.sock.send(b"\0\0\0", deadline)
-            store.set("k", "its bytes would stand in the middle of another request")
+            store.set("k", "these bytes would be in the middle of another request")
 
         monkeypatch.setattr(connection.sock, "drain", interrupted)
         with pytest.raises(UsageError, match="signal handler"):
@@ -170,8 +170,8 @@ def test_a_signal_handler_that_calls_in_the_middle_of_a_call_is_told(monkeypatch
         assert store.list_keys() == ["l"]
 
 
-def test_a_signal_handler_that_calls_while_its_thread_waits_is_told(monkeypatch):
-    """It would wait for what only the call below it could read."""
+def test_call_of_a_signal_handler_during_a_wait_is_refused(monkeypatch):
+    """The handler would wait for an answer that only the interrupted call can read."""
     with (
         TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as master,
         TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store,
@@ -200,7 +200,7 @@ def test_a_signal_handler_that_calls_while_its_thread_waits_is_told(monkeypatch)
 
 
 @pytest.mark.parametrize(("holder", "method"), [("protocol", "ask"), ("protocol", "receive"), ("sock", "drain")])
-def test_a_signal_handler_may_close_the_store_in_the_middle_of_a_call(holder, method, monkeypatch):
+def test_signal_handler_may_close_the_store_during_a_call(holder, method, monkeypatch):
     with (
         TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as master,
         TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store,
@@ -226,7 +226,7 @@ def test_a_signal_handler_may_close_the_store_in_the_middle_of_a_call(holder, me
         assert not calling.is_alive()
 
 
-def test_a_close_that_was_interrupted_can_be_repeated(monkeypatch):
+def test_interrupted_close_can_be_repeated(monkeypatch):
     with (
         TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=CONFIG) as master,
         TCPStore("127.0.0.1", master.port, timeout=LONG, config=CONFIG) as store,

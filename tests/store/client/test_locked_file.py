@@ -22,9 +22,9 @@ LONG, UNIT = 20.0, 0.05
 
 
 class Network:
-    """Replaces ``os`` and ``fcntl``: an open file has attributes as old as its last lock, and keeps writes until a flush.
+    """Replaces ``os`` and ``fcntl``: an open file caches its attributes until the next lock, and writes until a flush.
 
-    ``fail`` makes a call raise errors, one after the other.
+    ``fail`` makes the next calls of a function raise these errors.
     """
 
     def __init__(self) -> None:

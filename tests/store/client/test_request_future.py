@@ -1,4 +1,4 @@
-"""Requests of the awaited client: futures, in every form of waiting, and one timer for all their time limits."""
+"""Requests of the awaited client: futures, each way to wait for one, and one timer for all deadlines."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import threading
 
 import pytest
 
-from asyncdist.errors import StoreConnectionError, StoreTimeoutError, UsageError
+from asyncdist.errors import StoreTimeoutError, UsageError
 from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer
+from tests.support.stores import LONG
 
 pytestmark = pytest.mark.each_loop
 
-UNIT, LONG = 0.05, 10.0
-"""Seconds: a limit that is to pass, and one that must not."""
+UNIT = 0.05
+"""Seconds: a timeout that expires."""
 
 
 async def test_requests_begin_at_once_and_need_no_task(store, server, eventually):
@@ -52,11 +53,11 @@ FORMS = {
     "as_completed": first_of,
     "shield": asyncio.shield,
 }
-"""The ways in which asyncio waits for a future; each returns its result."""
+"""The ways to wait for a future with asyncio; each returns its result."""
 
 
 @pytest.mark.parametrize("form", FORMS)
-async def test_every_form_of_waiting_takes_one(store, form):
+async def test_every_form_of_waiting_returns_the_result(store, form):
     waiting = asyncio.ensure_future(FORMS[form](store.get("k")))
     await store.set("k", b"v")
     assert await waiting == b"v"
@@ -65,29 +66,21 @@ async def test_every_form_of_waiting_takes_one(store, form):
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("as_completed", "shield")])
-async def test_who_is_cancelled_in_any_form_gives_the_request_up(store, server, form, eventually):
+async def test_cancelling_any_form_of_waiting_withdraws_the_request(store, server, form, eventually):
     future = store.get("never")
     waiting = asyncio.ensure_future(FORMS[form](future))
     await eventually(lambda: server.state.num_open == 1)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    if form in ("wait", "wait, of a future"):  # which leave alone what they wait for
+    if form in ("wait", "wait, of a future"):  # asyncio.wait does not cancel the future
         assert not future.done()
         future.cancel()
     await eventually(lambda: server.state.num_open == 0)
     assert store.connection.protocol.num_open == 0
 
 
-async def test_shielded_it_is_answered_though_who_waited_was_cancelled(store):
-    future = store.get("k")
-    waiting = asyncio.shield(future)
-    waiting.cancel()
-    await store.set("k", b"v")
-    assert await future == b"v"
-
-
-async def test_who_makes_a_task_of_one_is_told_that_it_needs_none(store):
+async def test_error_of_create_task_says_that_no_task_is_needed(store):
     future = store.get("k")
     said = r"a coroutine was expected, got <a future, get of 'k', that is pending: await it as it is, it needs no task>"
     with pytest.raises(TypeError, match=said):
@@ -108,7 +101,7 @@ async def test_who_makes_a_task_of_one_is_told_that_it_needs_none(store):
     assert await future == 1
 
 
-async def test_a_pop_is_a_coroutine_and_a_task_can_be_made_of_it(store, server, eventually):
+async def test_pop_is_a_coroutine(store, server, eventually):
     async with asyncio.TaskGroup() as group:
         popped = group.create_task(store.queue_pop("q"))
         await store.queue_push("q", b"item")
@@ -124,7 +117,7 @@ async def test_a_pop_is_a_coroutine_and_a_task_can_be_made_of_it(store, server, 
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "wait"])
-async def test_every_form_of_waiting_takes_a_pop_but_one_that_says_what_it_wants(store, form):
+async def test_every_form_of_waiting_but_wait_accepts_a_pop(store, form):
     await store.queue_push("q", b"item")
     assert await FORMS[form](store.queue_pop("q")) == b"item"
     popping = store.queue_pop("q")
@@ -133,7 +126,7 @@ async def test_every_form_of_waiting_takes_a_pop_but_one_that_says_what_it_wants
     popping.close()
 
 
-async def test_a_part_of_a_store_is_asked_in_the_same_forms(store):
+async def test_every_form_of_waiting_works_on_a_prefix_store(store):
     part = AsyncPrefixStore("part", store)
     for form in FORMS.values():
         await form(part.set("k", b"v"))
@@ -143,8 +136,7 @@ async def test_a_part_of_a_store_is_asked_in_the_same_forms(store):
     assert await part.queue_pop("q") == b"item"
 
 
-async def test_another_thread_is_told_how_to_ask(store):
-    """The call is made where the loop is not; a coroutine makes it where the loop is."""
+async def test_call_from_another_thread_is_refused(store):
     loop, found = asyncio.get_running_loop(), []
 
     async def pass_on() -> bytes:
@@ -169,7 +161,7 @@ async def test_another_thread_is_told_how_to_ask(store):
     assert found == [b"v"]
 
 
-def test_who_asks_when_the_loop_has_ended_is_told_to_connect_again():
+def test_call_after_the_end_of_the_loop_is_refused():
     async def connect() -> AsyncStore:
         server = await StoreServer.start("127.0.0.1", 0, token="token")
         store = await AsyncStore.connect("127.0.0.1", server.port, token="token", timeout=LONG)
@@ -185,8 +177,8 @@ def test_who_asks_when_the_loop_has_ended_is_told_to_connect_again():
     asyncio.run(use(asyncio.run(connect())))
 
 
-async def test_limits_of_every_length_pass_in_their_order(store, server):
-    """Measured with the loop's timers, which are late together with the store's."""
+async def test_timeouts_expire_in_their_order(store, server):
+    """The times are the loop's timers, which are as late as those of the store."""
     loop = asyncio.get_running_loop()
 
     async def wait(limit: float) -> None:
@@ -208,25 +200,11 @@ async def test_limits_of_every_length_pass_in_their_order(store, server):
     assert await waiting == b"v"
 
 
-async def test_no_timer_is_left_of_requests_that_are_over(store):
+async def test_timer_stops_with_the_last_request(store):
     with pytest.raises(StoreTimeoutError):
         await store.get("never", timeout=UNIT)
     assert store.connection.deadlines.active is False
     await store.set("k", b"v", ephemeral=True)
-    assert store.connection.deadlines.active is True  # it is looked at when it goes off, and not before
+    assert store.connection.deadlines.active is True  # until the deadline of the request, which has ended
     await store.close()
     assert store.connection.deadlines.active is False
-
-
-async def test_what_is_asked_of_a_closed_store_fails_when_it_is_awaited(store):
-    await store.close()
-    failing = store.get("k")
-    with pytest.raises(StoreConnectionError, match="closed"):
-        await failing
-
-
-async def test_wrong_arguments_are_refused_at_the_call(store):
-    with pytest.raises(UsageError):
-        store.set("k", 1)
-    with pytest.raises(UsageError, match="ASYNCDIST_STORE_MAX_VALUE_NBYTES"):
-        store.set("k", bytes(2 << 20))

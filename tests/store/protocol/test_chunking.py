@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 
 import msgpack
 import pytest
-import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreError, StoreTimeoutError, UsageError
@@ -35,32 +31,27 @@ from asyncdist.store.protocol.codec import Encoder, FrameParser, framed
 from asyncdist.store.protocol.operations import Op, OperationKind
 from asyncdist.store.server.session import Session
 from asyncdist.testing.faults import Proxy
+from tests.support.stores import LONG, TOKEN
 
-TOKEN, LONG = "a token for tests", 20.0
 LARGE_NBYTES = 200 << 20
 CONFIG = Config(token=TOKEN)
+EACH_KIND = pytest.mark.parametrize("kind", [AsyncStore, TCPStore])
+SMALL_STORE = pytest.mark.parametrize("config", [CONFIG.with_(store_max_nbytes=8 << 20)], ids=["8 MiB"])
 
 
 @pytest.fixture
 def config() -> Config:
-    return Config(token=TOKEN)
+    return CONFIG
 
 
-@pytest_asyncio.fixture
-async def strict(config) -> AsyncIterator[StoreServer]:
-    """A store that takes no more than 8 MiB."""
-    strict = await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config.with_(store_max_nbytes=8 << 20))
-    yield strict
-    await strict.close()
-    assert strict.quota.arriving_nbytes == 0
-
-
-async def reach(host: str, port: int, **settings) -> AsyncStore:
-    return await AsyncStore.connect(host, port, token=TOKEN, timeout=LONG, config=CONFIG.with_(**settings))
+@pytest.fixture
+def proxy(server) -> Iterator[Proxy]:
+    with Proxy("127.0.0.1", server.port) as proxy:
+        yield proxy
 
 
 def patterned(nbytes: int) -> bytes:
-    """Bytes that are not the same in any two pieces."""
+    """Return bytes that differ between any two chunks."""
     row = b"".join(number.to_bytes(4, "little") for number in range(1 << 12))
     return b"".join(bytes([number % 251]) + row for number in range(nbytes // len(row) + 1))[:nbytes]
 
@@ -94,7 +85,7 @@ def test_chunks_are_reassembled(content):
     assert reassembled(message) == [[7, Op.SET, *content]]
 
 
-def test_a_message_that_is_long_without_a_long_value():
+def test_long_message_without_a_long_value_is_reassembled():
     keys = [f"key {number}" for number in range(100_000)]
     message = ChunkedMessage(Encoder().pack, (7, Op.MULTI_SET, keys, [b"x" * 100_000, b"y"]), request_piece)
     assert len(message) > 1_000_000
@@ -123,7 +114,7 @@ def test_chunked_message_does_not_refer_to_another():
     assert type(message) is msgpack.ExtType  # which no decoder takes for a message
 
 
-def test_pieces_are_bounded_in_bytes_and_in_number():
+def test_chunks_are_bounded_in_bytes_and_in_number():
     arriving = Reassembler(1 << 20)
     for _ in range(4):
         arriving.add(0, bytes(PIECE_NBYTES))
@@ -150,7 +141,7 @@ async def small_requests_during(store: AsyncStore, large: asyncio.Future) -> int
 
 @pytest.mark.exhaustive
 async def test_small_requests_pass_while_a_large_value_goes_through(server, store, connect):
-    """By the order of events: each is answered long before all of the value is through."""
+    """Each request is answered before all of the value has arrived."""
     other, value = await connect(), patterned(LARGE_NBYTES)
     setting = asyncio.ensure_future(store.set("large", value))
     same, others = await asyncio.gather(small_requests_during(store, setting), small_requests_during(other, setting))
@@ -162,7 +153,7 @@ async def test_small_requests_pass_while_a_large_value_goes_through(server, stor
 
 
 def test_blocking_socket_sends_queued_requests_between_the_chunks_of_a_large_value():
-    """Each chunk that is written has another thread queue a request: the request goes before the next chunk."""
+    """A request that another thread queues while a chunk is written is sent before the next chunk."""
     near, far = socket.socketpair()
     with near, far:
         blocking = BlockingSocket(near)
@@ -189,7 +180,7 @@ def test_blocking_socket_sends_queued_requests_between_the_chunks_of_a_large_val
         assert [len(frame) > PIECE_NBYTES for frame in frames[:-1]] == [True, False] * 4
 
 
-async def test_large_values_one_behind_the_other_and_in_lists(server, store):
+async def test_large_values_in_a_row_and_in_lists(server, store):
     values = [patterned(nbytes) for nbytes in (LONG_NBYTES + 1, 3 << 20, 10, PIECE_NBYTES, 0, 1 << 20)]
     keys = [f"k{number}" for number in range(len(values))]
     await asyncio.gather(*map(store.set, keys, values))
@@ -227,92 +218,73 @@ async def test_too_long_value_is_refused_before_it_is_sent(server, store):
     assert await store.num_keys() == 0
 
 
-async def test_missing_room_is_reported_before_the_whole_value_has_arrived(strict):
-    store = await reach("127.0.0.1", strict.port)
+@SMALL_STORE
+@EACH_KIND
+async def test_missing_room_is_reported_before_the_whole_value_has_arrived(server, connect, kind):
+    store = await connect(kind=kind)
     with pytest.raises(StoreError, match="--max-memory"):
         await store.set("k", patterned(LARGE_NBYTES // 4))
-    assert strict.quota.arriving_nbytes == 0
+    assert server.quota.arriving_nbytes == 0
     await store.set("k", patterned(6 << 20))
     with pytest.raises(StoreError, match="--max-memory"):
         await store.multi_set(["l", "m"], [patterned(1 << 20), patterned(2 << 20)])
     await store.delete_key("k")
     await store.set("k", patterned(7 << 20))
     assert await store.get("k") == patterned(7 << 20)
-    await store.close()
 
 
-async def test_repeated_request_needs_no_room(strict, eventually):
-    store, other = await reach("127.0.0.1", strict.port), await reach("127.0.0.1", strict.port)
+@SMALL_STORE
+async def test_repeated_request_needs_no_room(server, store, connect, eventually):
+    other = await connect()
     await other.set("most", bytes(4 << 20))
     store.connection.link.transport.pause_reading()
     appending = store.append("k", patterned(3 << 20))
-    await eventually(lambda: strict.state.keys.peek("k"))
+    await eventually(lambda: server.state.keys.peek("k"))
     store.connection.link.abort()
     await appending
     assert await store.get("k") == patterned(3 << 20)
-    await store.close()
-    await other.close()
 
 
-async def test_earlier_request_of_the_same_read_makes_room(strict, eventually):
-    store, pack = await reach("127.0.0.1", strict.port), Encoder().pack
+@SMALL_STORE
+async def test_earlier_request_of_the_same_read_makes_room(server, store, eventually):
+    pack = Encoder().pack
     await store.set("k", bytes(7 << 20))
     await store.set("l", bytes((1 << 20) - LONG_NBYTES))
     setting = ChunkedMessage(pack, (102, Op.SET, "m", bytes(LONG_NBYTES + 1)), request_piece)
     frames = [framed([message]) for message in (pack((101, Op.DELETE_KEY, "k")), *setting)]
     store.connection.link.transport.write(b"".join(frames))
-    await eventually(lambda: strict.state.keys.peek("m"))
-    await store.close()
-
-
-def test_blocking_store_reports_missing_room():
-    config = CONFIG.with_(store_max_nbytes=8 << 20)
-    server = background_loop().run(StoreServer.start("127.0.0.1", 0, token=TOKEN, config=config))
-    with TCPStore("127.0.0.1", server.port, timeout=LONG, config=CONFIG) as store:
-        with pytest.raises(StoreError, match="--max-memory"):
-            store.set("k", patterned(LARGE_NBYTES // 4))
-        store.set("k", patterned(2 << 20))
-        assert store.get("k") == patterned(2 << 20)
-    background_loop().run(server.close())
+    await eventually(lambda: server.state.keys.peek("m"))
 
 
 # -- abandoned --------------------------------------------------------------------------------------
 
 
-def arriving_nbytes(server: StoreServer) -> int:
-    """Return how much of values that are not whole a server holds."""
-    return server.quota.arriving_nbytes
-
-
-async def test_half_a_value_is_dropped_with_its_connection(strict, eventually):
-    with Proxy("127.0.0.1", strict.port) as proxy:
-        store = await reach(*proxy.address, store_reconnect=0.0)
-        proxy.cut_after(proxy.passed_nbytes + (2 << 20))
-        with pytest.raises(ConnectionError):
-            await store.set("k", patterned(6 << 20))
-        await store.close()
-    await eventually(lambda: strict.num_connections == 0)
-    assert strict.quota.arriving_nbytes == 0
-    assert strict.state.keys.peek("k") is None
-    other = await reach("127.0.0.1", strict.port)
+@SMALL_STORE
+async def test_partial_value_is_dropped_with_its_connection(server, proxy, connect, eventually):
+    store = await connect(proxy.address, store_reconnect=0.0)
+    proxy.cut_after(proxy.passed_nbytes + (2 << 20))
+    with pytest.raises(ConnectionError):
+        await store.set("k", patterned(6 << 20))
+    await eventually(lambda: server.num_connections == 0)
+    assert server.quota.arriving_nbytes == 0
+    assert server.state.keys.peek("k") is None
+    other = await connect()
     await other.set("k", patterned(7 << 20))
-    await other.close()
 
 
-async def test_half_a_value_is_dropped_when_it_is_cancelled(strict, eventually):
-    store = await reach("127.0.0.1", strict.port)
+@SMALL_STORE
+async def test_partial_value_is_dropped_when_it_is_cancelled(server, store, eventually):
     value = patterned(6 << 20)
     for _ in range(5):
         setting = asyncio.ensure_future(store.set("k", value))
-        await eventually(lambda: strict.quota.arriving_nbytes > 0)
+        await eventually(lambda: server.quota.arriving_nbytes > 0)
         setting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await setting
-        await eventually(lambda: strict.quota.arriving_nbytes == 0)
+        await eventually(lambda: server.quota.arriving_nbytes == 0)
         assert await store.check(["k"]) is False
     await store.set("k", value)
     assert await store.get("k") == value
-    await store.close()
 
 
 async def test_cancelled_large_reply_is_abandoned(server, store, eventually):
@@ -355,7 +327,7 @@ async def test_long_message_is_freed_without_the_collector(server, store, no_col
     await store.get("large")
     await eventually(all_freed(ChunkedMessage))
     setting = asyncio.ensure_future(store.set("large", value))
-    await eventually(lambda: arriving_nbytes(server) > 0)
+    await eventually(lambda: server.quota.arriving_nbytes > 0)
     setting.cancel()
     await eventually(all_freed(ChunkedMessage))
     getting = asyncio.ensure_future(store.get("large"))
@@ -365,7 +337,6 @@ async def test_long_message_is_freed_without_the_collector(server, store, no_col
 
 
 async def test_long_message_of_a_blocking_store_is_freed_without_the_collector(server, no_collector, eventually):
-    """Nor anything of what they are sent."""
     value = patterned(LARGE_NBYTES // 4)
     store = await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=LONG, config=CONFIG)
     await asyncio.to_thread(store.set, "large", value)
@@ -387,45 +358,23 @@ async def test_timeout_in_the_middle_of_a_value_drops_it(server, store, eventual
     with pytest.raises(StoreTimeoutError):
         await store.set("other", patterned(LARGE_NBYTES // 4))
     store.set_timeout(LONG)
-    await eventually(lambda: arriving_nbytes(server) == 0)
+    await eventually(lambda: server.quota.arriving_nbytes == 0)
     assert await store.check(["large", "other"]) is False
 
 
-@pytest.mark.parametrize("cut_mib", [1, 3, 6, 9, 11])
-async def test_value_is_sent_again_after_the_connection_broke(server, cut_mib):
-    value = patterned(5 << 20)
-    with Proxy("127.0.0.1", server.port) as proxy:
-        store = await reach(*proxy.address)
-        proxy.cut_after(proxy.passed_nbytes + (cut_mib << 20))
-        await store.append("k", value)
-        adding = [store.add("n", 1) for _ in range(10)]
-        await store.append("k", value)
-        assert sorted(await asyncio.gather(*adding)) == list(range(1, 11))
-        assert await store.get("k") == value + value
-        await store.close()
-    assert arriving_nbytes(server) == 0
-
-
-@pytest.mark.parametrize("cut_mib", [1, 3, 6, 9])
-def test_blocking_store_sends_a_value_again_after_the_connection_broke(cut_mib):
-    server = background_loop().run(StoreServer.start("127.0.0.1", 0, token=TOKEN))
-    value = patterned(5 << 20)
-    with (
-        Proxy("127.0.0.1", server.port) as proxy,
-        TCPStore(*proxy.address, timeout=LONG, config=CONFIG) as store,
-        ThreadPoolExecutor(4) as threads,
-    ):
-        store.set("there", value)
-        proxy.cut_after(proxy.passed_nbytes + (cut_mib << 20))
-        appending = threads.submit(store.append, "k", value)
-        getting = threads.submit(store.get, "there")
-        adding = [threads.submit(lambda: [store.add("n", 1) for _ in range(50)]) for _ in range(2)]
-        assert getting.result(LONG) == value
-        appending.result(LONG)
-        assert store.get("k") == value
-        found = itertools.chain(*(each.result(LONG) for each in adding))
-        assert sorted(found) == list(range(1, 101))
-    background_loop().run(server.close())
+@EACH_KIND
+@pytest.mark.parametrize("cut_mib", [1, pytest.param(3, marks=pytest.mark.exhaustive), 6, 9])
+async def test_long_value_is_sent_again_after_the_connection_broke(proxy, connect, cut_mib, kind):
+    value, store = patterned(5 << 20), await connect(proxy.address, kind=kind)
+    await store.set("there", value)
+    proxy.cut_after(proxy.passed_nbytes + (cut_mib << 20))
+    appending, getting = store.append("k", value), store.get("there")
+    adding = [store.add("n", 1) for _ in range(20)]
+    await appending
+    assert await getting == value
+    await store.append("k", value)
+    assert sorted(await asyncio.gather(*adding)) == list(range(1, 21))
+    assert await store.get("k") == value + value
 
 
 async def test_chunk_without_a_message_ends_the_connection(server, store, caplog):
@@ -438,7 +387,7 @@ async def test_daemon_with_data_keeps_large_values(tmp_path):
     value = patterned(5 << 20)
     for turn in range(2):
         async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, data=tmp_path) as server:
-            store = await reach("127.0.0.1", server.port)
+            store = await AsyncStore.connect("127.0.0.1", server.port, config=CONFIG, timeout=LONG)
             if turn == 0:
                 setting = store.set("k", value)
                 assert await store.get("k") == value  # which waits until it is on disk
