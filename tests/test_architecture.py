@@ -7,6 +7,7 @@ count like any other import.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,9 +57,20 @@ LIBRARY = {name: path for name, path in PRODUCT.items() if not name.startswith("
 EVERYTHING = {**PRODUCT, **TRANSPORTS}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield the modules that a file imports, as dotted names."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of the syntax tree of a file, the module first."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@functools.cache
+def imports(path: Path) -> list[str]:
+    """Return the modules that a file imports, as dotted names."""
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -121,7 +133,8 @@ def test_no_import_cycles() -> None:
         name: {each for each in imports(path) if each in EVERYTHING and each != name}
         for name, path in EVERYTHING.items()
     }
-    graph.pop("asyncdist")  # the public names, of which all but the version are loaded when they are first used
+    # The package loads its public names, except the version, on first use.
+    graph.pop("asyncdist")
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -145,10 +158,9 @@ def test_folders_stay_small() -> None:
 
 def test_files_and_functions_stay_small() -> None:
     for path in EVERYTHING.values():
-        text = path.read_text(encoding="utf-8")
-        lines = len(text.splitlines())
+        lines = len(path.read_text(encoding="utf-8").splitlines())
         assert lines <= MOST_LINES_IN_A_FILE, f"{path.relative_to(ROOT)} has {lines} lines: does it hold one concept?"
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 doc = node.body[0]
                 documented = isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
@@ -161,7 +173,9 @@ def test_class_names_are_unique() -> None:
     """One name means one class, but for the two that torch.distributed names itself."""
     where: dict[str, list[str]] = {}
     for name, path in EVERYTHING.items():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        module = nodes(path)[0]
+        assert isinstance(module, ast.Module)
+        for node in module.body:
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(name)
     shared = {name: places for name, places in where.items() if len(places) > 1 and name not in ("Store", "Work")}
@@ -170,20 +184,15 @@ def test_class_names_are_unique() -> None:
 
 def test_only_config_reads_the_environment() -> None:
     for name, path in LIBRARY.items():
-        reads = any(
-            isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")
-            for n in ast.walk(ast.parse(path.read_text()))
-        )
-        assert not reads or name == "asyncdist.config", (
-            f"{name} reads the environment: add a setting to asyncdist.config"
-        )
+        reads = any(isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in nodes(path))
+        assert not reads or name == "asyncdist.config", f"{name} reads the environment: add a setting to config"
 
 
 def test_library_neither_prints_nor_exits() -> None:
     for name, path in LIBRARY.items():
         if name.startswith(("asyncdist.cli", "asyncdist.bench")):
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("print", "exit", "quit"), f"{name} calls {node.func.id}()"
 

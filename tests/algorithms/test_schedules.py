@@ -22,19 +22,20 @@ def counts(size: int) -> list[int]:
 
 
 def mixed(first: Array, second: Array) -> Array:
-    """Neither commutes nor associates: equal results mean equal order of operands and operations."""
+    """Combine without commuting or associating: equal results mean the same order of operands and operations."""
     return np.uint64(31) * first + np.uint64(7) * second
 
 
 @dataclass
 class Trial:
-    """One collective of one world: what to run, where its results come, what they should be and may cost."""
+    """The schedules of one collective, its results, the expected results, and its cost for a number of elements."""
 
     schedules: list[Schedule]
     results: list[Array]
     expected: list[Array]
-    cost: Callable[[int], Cost]  # of so many elements
-    blocks: int = 1  # the cost is exact where these divide the elements
+    cost: Callable[[int], Cost]
+    # The cost is exact if the number of blocks divides the number of elements.
+    blocks: int = 1
     untouched: list[tuple[Array, Array]] = field(default_factory=list)
 
 
@@ -49,29 +50,32 @@ def priced(cost: Callable[[int, int], Cost], inputs: list[Array]) -> Callable[[i
     return lambda count: cost(len(inputs), count * inputs[0].itemsize)
 
 
-def ring_all_reduce(inputs: list[Array], root: int) -> Trial:
-    size, data = len(inputs), [each.copy() for each in inputs]
-    schedules = [ring.all_reduce(rank, size, ArrayBlocks(data[rank], size)) for rank in range(size)]
-    return Trial(schedules, data, [total(inputs)] * size, priced(ring.all_reduce_cost, inputs), size)
+def reducing(
+    schedule: Callable[[int, int, Array], Schedule],
+    cost: Callable[[int, int], Cost],
+    blocks: Callable[[int], int] = lambda size: 1,
+) -> Callable[[list[Array], int], Trial]:
+    """All-reduce in place."""
+
+    def make(inputs: list[Array], root: int) -> Trial:
+        size, data = len(inputs), [each.copy() for each in inputs]
+        schedules = [schedule(rank, size, data[rank]) for rank in range(size)]
+        return Trial(schedules, data, [total(inputs)] * size, priced(cost, inputs), blocks(size))
+
+    return make
 
 
-def doubling_all_reduce(inputs: list[Array], root: int) -> Trial:
-    size, data = len(inputs), [each.copy() for each in inputs]
-    schedules = [
-        recursive_doubling.all_reduce(rank, size, data[rank], np.zeros_like(data[rank])) for rank in range(size)
-    ]
-    return Trial(schedules, data, [total(inputs)] * size, priced(recursive_doubling.all_reduce_cost, inputs))
+def ring_all_reduce(rank: int, size: int, data: Array) -> Schedule:
+    return ring.all_reduce(rank, size, ArrayBlocks(data, size))
 
 
-def halving_all_reduce(inputs: list[Array], root: int) -> Trial:
-    size, data = len(inputs), [each.copy() for each in inputs]
-    core = recursive_doubling.floor_power_of_two(size)
-    schedules = [
-        recursive_doubling.halving_all_reduce(rank, size, ArrayBlocks(data[rank], core)) for rank in range(size)
-    ]
-    return Trial(
-        schedules, data, [total(inputs)] * size, priced(recursive_doubling.halving_all_reduce_cost, inputs), core
-    )
+def doubling_all_reduce(rank: int, size: int, data: Array) -> Schedule:
+    return recursive_doubling.all_reduce(rank, size, data, np.zeros_like(data))
+
+
+def halving_all_reduce(rank: int, size: int, data: Array) -> Schedule:
+    blocks = ArrayBlocks(data, recursive_doubling.floor_power_of_two(size))
+    return recursive_doubling.halving_all_reduce(rank, size, blocks)
 
 
 def ring_reduce_scatter(inputs: list[Array], root: int) -> Trial:
@@ -118,16 +122,15 @@ def gathering(
     return make
 
 
-def tree_broadcast(inputs: list[Array], root: int) -> Trial:
-    size, data = len(inputs), [each.copy() for each in inputs]
-    schedules = [tree.broadcast(rank, size, root, data[rank]) for rank in range(size)]
-    return Trial(schedules, data, [inputs[root]] * size, priced(tree.broadcast_cost, inputs))
+def broadcasting(
+    schedule: Callable[[int, int, int, Array], Schedule], cost: Callable[[int, int], Cost]
+) -> Callable[[list[Array], int], Trial]:
+    def make(inputs: list[Array], root: int) -> Trial:
+        size, data = len(inputs), [each.copy() for each in inputs]
+        schedules = [schedule(rank, size, root, data[rank]) for rank in range(size)]
+        return Trial(schedules, data, [inputs[root]] * size, priced(cost, inputs))
 
-
-def chain_broadcast(inputs: list[Array], root: int) -> Trial:
-    size, data = len(inputs), [each.copy() for each in inputs]
-    schedules = [tree.chain_broadcast(rank, size, root, data[rank]) for rank in range(size)]
-    return Trial(schedules, data, [inputs[root]] * size, priced(tree.chain_broadcast_cost, inputs))
+    return make
 
 
 def tree_reduce(inputs: list[Array], root: int) -> Trial:
@@ -170,9 +173,11 @@ def all_to_all(inputs: list[Array], root: int) -> Trial:
 
 
 ALL_REDUCES: dict[str, Maker] = {
-    "ring.all_reduce": ring_all_reduce,
-    "doubling.all_reduce": doubling_all_reduce,
-    "doubling.halving_all_reduce": halving_all_reduce,
+    "ring.all_reduce": reducing(ring_all_reduce, ring.all_reduce_cost, lambda size: size),
+    "doubling.all_reduce": reducing(doubling_all_reduce, recursive_doubling.all_reduce_cost),
+    "doubling.halving_all_reduce": reducing(
+        halving_all_reduce, recursive_doubling.halving_all_reduce_cost, recursive_doubling.floor_power_of_two
+    ),
 }
 ANY_SIZE: dict[str, Maker] = {
     **ALL_REDUCES,
@@ -183,8 +188,8 @@ ANY_SIZE: dict[str, Maker] = {
     "pairwise.all_to_all": all_to_all,
 }
 ROOTED: dict[str, Maker] = {
-    "tree.broadcast": tree_broadcast,
-    "tree.chain_broadcast": chain_broadcast,
+    "tree.broadcast": broadcasting(tree.broadcast, tree.broadcast_cost),
+    "tree.chain_broadcast": broadcasting(tree.chain_broadcast, tree.chain_broadcast_cost),
     "tree.reduce": tree_reduce,
     "pairwise.gather": gather,
     "pairwise.scatter": scatter,
@@ -212,7 +217,7 @@ def check(trial: Trial) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "size"), WORLDS)
 def test_result_and_cost(name: str, size: int) -> None:
-    """Rounds and messages are as promised for every length, bytes too where the blocks are equal, and never above."""
+    """Rounds and messages equal the cost for every length; bytes equal it for equal blocks, and never exceed it."""
     for count in counts(size):
         for root in {0, size // 2, size - 1} if name in ROOTED else {0}:
             trial = MAKERS[name](
@@ -228,9 +233,11 @@ def test_result_and_cost(name: str, size: int) -> None:
                 assert paid == promised
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(world=st.sampled_from(WORLDS), count=st.integers(0, 40), seed=st.integers(0), root=st.integers(0, 15))
-def test_result_does_not_depend_on_lock_step(world: tuple[str, int], count: int, seed: int, root: int) -> None:
+def test_result_does_not_depend_on_the_order_of_messages(
+    world: tuple[str, int], count: int, seed: int, root: int
+) -> None:
     name, size = world
     trial = MAKERS[name](
         numbers(size, count * size if name == "pairwise.all_to_all" else count, seed % 97), root % size
@@ -244,7 +251,7 @@ def test_result_does_not_depend_on_lock_step(world: tuple[str, int], count: int,
 
 @pytest.mark.parametrize("name", ALL_REDUCES)
 @pytest.mark.parametrize("size", SIZES)
-def test_all_ranks_agree_even_where_order_matters(name: str, size: int) -> None:
+def test_all_ranks_get_the_same_bits_even_if_order_matters(name: str, size: int) -> None:
     trial = ALL_REDUCES[name](numbers(size, 33), 0)
     lock_step(trial.schedules, fold=mixed)
     assert all(np.array_equal(result, trial.results[0]) for result in trial.results)
@@ -254,32 +261,9 @@ def test_all_ranks_agree_even_where_order_matters(name: str, size: int) -> None:
         assert all(np.array_equal(result, trial.results[0]) for result in trial.results)
 
 
-@pytest.mark.parametrize("name", ALL_REDUCES)
-@pytest.mark.parametrize("size", SIZES)
-def test_floats_are_identical_bit_by_bit(name: str, size: int) -> None:
-    """Signed zeros, infinities, denormals and NaNs of any payload: every bit pattern there is."""
-    chance = np.random.default_rng(size)
-    inputs = [chance.integers(0, 1 << 32, 200, np.uint32).view(np.float32) for _ in range(size)]
-    for each in inputs:
-        each[:120] = chance.choice(np.array([0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-42], np.float32), 120)
-    with np.errstate(all="ignore"):
-        trial = ALL_REDUCES[name](inputs, 0)
-        lock_step(trial.schedules)
-    assert len({result.tobytes() for result in trial.results}) == 1
-
-
-@pytest.mark.parametrize("name", ALL_REDUCES)
-def test_float_sums_are_close(name: str) -> None:
-    for size in SIZES:
-        inputs = [np.random.default_rng(rank).standard_normal(50).astype(np.float32) for rank in range(size)]
-        trial = ALL_REDUCES[name](inputs, 0)
-        lock_step(trial.schedules)
-        np.testing.assert_allclose(trial.results[0], np.sum(inputs, axis=0, dtype=np.float64), atol=1e-5)
-
-
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 def test_recursive_doubling_keeps_the_order_of_ranks(size: int) -> None:
-    """In a power of two, operands stand in the order of the ranks; so what only associates is right, too."""
+    """For powers of two the operands are in the order of the ranks, so an associative operation need not commute."""
     matrices = [np.random.default_rng(rank).integers(0, 9, (2, 2), np.uint64) for rank in range(size)]
     data = [matrix.copy() for matrix in matrices]
     schedules = [
@@ -292,24 +276,24 @@ def test_recursive_doubling_keeps_the_order_of_ranks(size: int) -> None:
     assert all(np.array_equal(each, product) for each in data)
 
 
-# -- what the docstrings promise beside their cost -------------------------------------------------
+# -- other promises of the docstrings --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_ring_speaks_to_its_neighbours_only_and_evenly(size: int) -> None:
+def test_ring_sends_equal_bytes_to_neighbours_only(size: int) -> None:
     data = numbers(size, 4 * size)
     for rank in range(size):
         for step in ring.all_reduce(rank, size, ArrayBlocks(data[rank], size)):
             send, receive = step
             assert (send.peer, receive.peer) == ((rank + 1) % size, (rank - 1) % size)
-    trial = ring_all_reduce(data, 0)
+    trial = ALL_REDUCES["ring.all_reduce"](data, 0)
     assert lock_step(trial.schedules).sent_nbytes == [2 * (size - 1) * 4 * 8] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("segments", [1, 2, 5])
-def test_segments_of_a_chain_follow_each_other(size: int, segments: int) -> None:
-    """With one message in and one out at a time, P-1 rounds and one more for each further segment."""
+def test_segments_of_a_chain_are_pipelined(size: int, segments: int) -> None:
+    """With one message in and one out per round, a chain takes P-1 rounds and one more for each further segment."""
     whole = np.arange(segments * 6)
     for root in {0, size - 1}:
         data = [whole.copy() if rank == root else np.zeros_like(whole) for rank in range(size)]
@@ -330,33 +314,33 @@ def test_segment_count(nbytes: int, segments: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_nobody_leaves_a_barrier_before_everybody_came(size: int) -> None:
-    came: set[int] = set()
+def test_no_rank_leaves_a_barrier_before_all_have_entered(size: int) -> None:
+    entered: set[int] = set()
 
     def pass_through(rank: int) -> Schedule:
-        came.add(rank)
+        entered.add(rank)
         yield from recursive_doubling.barrier(rank, size, np.empty(0), np.empty(0))
-        assert len(came) == size
+        assert len(entered) == size
 
     assert lock_step([pass_through(rank) for rank in range(size)]).cost == recursive_doubling.barrier_cost(size)
     for seed in range(5):
-        came.clear()
+        entered.clear()
         adversary([pass_through(rank) for rank in range(size)], seed=seed)
 
 
-def test_recursive_doubling_gathers_among_powers_of_two_only() -> None:
+def test_recursive_doubling_all_gather_needs_a_power_of_two() -> None:
     with pytest.raises(ValueError, match="power of two of ranks, not 6"):
         next(recursive_doubling.all_gather(0, 6, ArrayBlocks(np.zeros(6), 6)))
 
 
-def test_one_rank_alone_says_nothing() -> None:
+def test_one_rank_sends_nothing() -> None:
     for make in MAKERS.values():
         (schedule,) = make(numbers(1, 4), 0).schedules
         assert list(schedule) == []
     assert list(recursive_doubling.barrier(0, 1, None, None)) == []
 
 
-class Optional(ArrayBlocks):
+class OptionalBlocks(ArrayBlocks):
     """Blocks of which the empty ones are ``None``."""
 
     def __getitem__(self, which: int | slice, /) -> Array:
@@ -365,9 +349,11 @@ class Optional(ArrayBlocks):
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), size=st.integers(1, 9), seed=st.integers(0), blocks=st.sampled_from([ArrayBlocks, Optional]))
+@given(
+    data=st.data(), size=st.integers(1, 9), seed=st.integers(0), blocks=st.sampled_from([ArrayBlocks, OptionalBlocks])
+)
 def test_all_to_all_with_uneven_splits(data: st.DataObject, size: int, seed: int, blocks: type[ArrayBlocks]) -> None:
-    """Each pair of ranks has its own length, often none; empty places may be there or not."""
+    """Each pair of ranks has its own length, often zero; empty places are arrays or None."""
     row = st.lists(st.sampled_from([0, 0, 1, 2, 5]), min_size=size, max_size=size)
     splits = np.array(data.draw(st.lists(row, min_size=size, max_size=size)), int).reshape(size, size)
     bounds = np.pad(splits.cumsum(axis=1), ((0, 0), (1, 0)))
@@ -387,7 +373,7 @@ def test_all_to_all_with_uneven_splits(data: st.DataObject, size: int, seed: int
         adversary(schedules, seed=seed)
     else:
         sent_messages = lock_step(schedules).sent_messages
-        if blocks is Optional:
+        if blocks is OptionalBlocks:
             assert sum(sent_messages) == np.count_nonzero(splits) - np.count_nonzero(splits.diagonal())
     for rank in range(size):
         assert np.array_equal(incoming[rank], np.concatenate([sent[peer][rank] for peer in range(size)]))

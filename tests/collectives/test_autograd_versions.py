@@ -10,10 +10,10 @@ import torch
 import asyncdist
 from asyncdist.base.ops import premul_sum
 from asyncdist.testing.cluster import world_of
+from asyncdist_transports.shm.collectives.small import MOST_NBYTES
 
 SIZE = 3
-COUNTS = {"small": 1, "large": 300_000}
-KINDS = ["plain", "registered", "strided"]
+COUNTS = {"small": 1, "large": MOST_NBYTES // 4 + 8}
 
 
 def tensor_of(kind, count):
@@ -27,7 +27,7 @@ def rows(kind, count):
 
 
 def calls(kind, count):
-    """Give by name the maker of one rank's call: its start, what it writes, and what it only reads."""
+    """Return functions of a group that return a rank's call, the tensors that it writes, and those that it only reads."""
 
     def all_reduce(group, **how):
         tensor = tensor_of(kind, count)
@@ -91,55 +91,46 @@ def calls(kind, count):
 
     def send_and_recv(group):
         tensor = tensor_of(kind, count)
-        if group.rank() == 0:
-            return lambda: group.send(tensor, 1), [], [tensor]
-        return lambda: group.recv(tensor, 0), [tensor], []
+        if group.rank() < 2:
+            call = group.send if group.rank() == 0 else group.recv
+            return lambda: call(tensor, 1 - group.rank()), [tensor] * group.rank(), [tensor] * (1 - group.rank())
+        return lambda: asyncio.sleep(0), [], []
 
-    collectives = [
+    return [
         all_reduce, scaled_all_reduce, all_reduce_coalesced, reduce, reduce_scatter, reduce_scatter_single, broadcast,
         all_gather, all_gather_single, gather, gather_single, scatter, all_to_all, all_to_all_single,
+        send_and_recv,
     ]  # fmt: skip
-    return collectives, send_and_recv
 
 
-async def versions_move(groups, make):
-    """Call twice on the same tensors, planned and then known to shared memory, and look at every version."""
-    made = [make(group) for group in groups]
-    for turn in ("planned", "known"):
-        before = [([t._version for t in written], [t._version for t in read]) for _, written, read in made]
-        await asyncio.gather(*(start() for start, _, _ in made))
-        for rank, ((_, written, read), (old, kept)) in enumerate(zip(made, before, strict=True)):
-            where = (make.__name__, turn, rank)
-            assert all(t._version > version for t, version in zip(written, old, strict=True)), where
-            assert [t._version for t in read] == kept, where
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", COUNTS)
-@pytest.mark.parametrize("transport", ["inproc", "tcp", "shm"])
-async def test_collectives_raise_the_version_of_every_tensor_that_they_write(transport, size, kind):
-    collectives, _ = calls(kind, COUNTS[size])
-    async with world_of(SIZE, transport=transport) as groups:
-        for make in collectives:
-            await versions_move(groups, make)
+async def check_versions(groups, kind, count):
+    """Call each operation twice on the same tensors, the second time as a prepared call, and check all versions."""
+    for make in calls(kind, count):
+        made = [make(group) for group in groups]
+        for turn in ("first", "prepared"):
+            before = [([t._version for t in written], [t._version for t in read]) for _, written, read in made]
+            await asyncio.gather(*(start() for start, _, _ in made))
+            for rank, ((_, written, read), (old, kept)) in enumerate(zip(made, before, strict=True)):
+                where = (make.__name__, turn, rank)
+                assert all(t._version > version for t, version in zip(written, old, strict=True)), where
+                assert [t._version for t in read] == kept, where
 
 
 @pytest.mark.parametrize("size", COUNTS)
-@pytest.mark.parametrize("transport", ["inproc", "tcp", "shm"])
-async def test_recv_raises_the_version_of_its_tensor(transport, size):
-    _, make = calls("plain", COUNTS[size])
+@pytest.mark.parametrize(
+    ("transport", "kind"),
+    [("inproc", "plain"), ("tcp", "plain"), ("shm", "plain"), ("shm", "registered"), ("tcp", "strided")],
+)
+async def test_operations_raise_the_version_of_every_tensor_that_they_write(transport, size, kind):
     async with world_of(SIZE, transport=transport) as groups:
-        await versions_move(groups[:2], make)
+        await check_versions(groups, kind, COUNTS[size])
 
 
 async def test_collectives_over_several_hosts_raise_versions():
-    collectives, _ = calls("plain", 5)
     async with world_of(SIZE, transport="auto", hosts=["a", "a", "b"]) as groups:
-        for make in collectives:
-            await versions_move(groups, make)
+        await check_versions(groups, "plain", 5)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "tcp", "shm"])
 async def test_backward_of_a_tensor_saved_before_an_in_place_all_reduce_raises(transport):
     async with world_of(SIZE, transport=transport) as groups:
         weights = [torch.full((1,), 2.0, requires_grad=True) for _ in groups]

@@ -1,4 +1,4 @@
-"""Every dtype with every reduction that it allows, and every dtype moved; sums of narrow floats; equal bits."""
+"""Every dtype with every valid reduction and copy; sums of narrow floats; equal bits."""
 
 from __future__ import annotations
 
@@ -44,34 +44,33 @@ async def test_every_reduction(name):
     for size, schedule in itertools.product((2, 3), SCHEDULES):
         async with world_of(size, config=SCHEDULES[schedule]) as groups:
             for op in reductions(dtype):
-                started = [drill for count in (1, 7) for drill in reducing(size, count, dtype, op)]
-                await check(groups, started)
+                await check(groups, [case for count in (1, 7) for case in reducing(size, count, dtype, op)])
 
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_every_dtype_is_moved_over_tcp(name):
     async with world_of(3, transport="tcp") as groups:
-        await check(groups, [drill for count in (0, 1, 7) for drill in moving(3, count, getattr(torch, name))])
+        await check(groups, [case for count in (0, 1, 7) for case in moving(3, count, getattr(torch, name))])
 
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_every_dtype_in_shared_memory(name):
-    """Where reductions have ways of their own; the larger count takes several pieces."""
+    """The native collectives have reductions of their own. The largest count takes several pieces."""
     dtype = getattr(torch, name)
-    started = [drill for count in (0, 7, 9001) for drill in moving(2, count, dtype)]
+    cases = [case for count in (0, 7, 9001) for case in moving(2, count, dtype)]
     for number, op in enumerate(reductions(dtype) if name in REDUCED else ()):
-        started += [drill for count in ((7,) if number else (7, 9001)) for drill in reducing(2, count, dtype, op)]
+        cases += [case for count in ((7,) if number else (7, 9001)) for case in reducing(2, count, dtype, op)]
     async with world_of(2, transport="shm", config=Config(shm_area_nbytes=8192)) as groups:
-        await check(groups, started)
+        await check(groups, cases)
 
 
-async def check(groups, drills):
-    await asyncio.gather(*(work for drill in drills for group in groups for work in drill.start(group)))
-    for drill in drills:
-        drill.check()
+async def check(groups, cases):
+    await asyncio.gather(*(work for case in cases for group in groups for work in case.start(group)))
+    for case in cases:
+        case.check()
 
 
-# -- which go together ------------------------------------------------------------------------------
+# -- combinations -----------------------------------------------------------------------------------
 
 
 async def test_invalid_reductions_are_refused_before_sending():
@@ -111,7 +110,7 @@ def test_reductions_are_accepted_by_every_name():
 
 @pytest.mark.parametrize("transport", ["inproc", "shm"])
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
-async def test_means_of_two_are_rounded_once_and_do_not_overflow_where_sums_would(name, transport):
+async def test_average_of_two_is_rounded_once_and_does_not_overflow(name, transport):
     dtype = getattr(torch, name)
     generator = torch.Generator().manual_seed(3)
     inputs = [torch.randn(3000, generator=generator).to(dtype) for _ in range(2)]
@@ -128,9 +127,8 @@ async def test_means_of_two_are_rounded_once_and_do_not_overflow_where_sums_woul
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 
 
-@pytest.mark.parametrize("transport", ["inproc", "tcp", "shm"])
 @pytest.mark.parametrize("name", INTEGERS)
-async def test_averages_of_integers_wrap_as_the_sum_does_and_truncate_towards_zero(name, transport):
+async def test_average_of_integers_wraps_like_the_sum_and_truncates_towards_zero(name, transport):
     """As NCCL: the quotient of -7 by 3 is -2, and not -3."""
     limits = torch.iinfo(getattr(torch, name))
     lowest, highest = limits.min, limits.max
@@ -150,7 +148,7 @@ async def test_averages_of_integers_wrap_as_the_sum_does_and_truncate_towards_ze
     assert [output.tolist() for output in outputs] == [[value] for value in expected[:3]]
 
 
-async def test_every_rank_may_scale_by_a_factor_of_its_own():
+async def test_ranks_may_scale_by_different_factors():
     async with world_of(3) as groups:
         tensors = [torch.tensor([1.0, -2.0]) for _ in groups]
         await asyncio.gather(*(g.all_reduce(tensors[g.rank()], premul_sum(g.rank() + 1)) for g in groups))
@@ -162,7 +160,7 @@ async def test_every_rank_may_scale_by_a_factor_of_its_own():
 
 # -- narrow sums ------------------------------------------------------------------------------------
 
-# One rank has the first number and seven have ones. Added one by one in the narrow dtype, every one of them is lost.
+# Rank 0 has this number and seven ranks have ones. A sum in the narrow dtype loses every one of them.
 STEPS = {"bfloat16": 256, "float16": 2048, "float8_e4m3fn": 16, "float8_e5m2": 8, "complex32": 2048, "bcomplex32": 256}
 
 
@@ -205,7 +203,9 @@ def _rough(rank, count, dtype):
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, ""])
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.exhaustive), 3, 5, pytest.param(8, marks=pytest.mark.exhaustive)]
+)
 async def test_all_ranks_get_the_same_bits(size, schedule):
     config = SCHEDULES.get(schedule, Config()).with_(piece_nbytes=64)
     async with world_of(size, config=config) as groups:

@@ -1,4 +1,4 @@
-"""Every collective against plain arithmetic: over each transport, on each loop, at sizes around the splits."""
+"""Every collective against plain arithmetic: over each transport, at sizes around the splits."""
 
 from __future__ import annotations
 
@@ -14,105 +14,98 @@ from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import between_two, collective_cases, moving, reducing
 from asyncdist_transports.shm.collectives.native import ShmNative
 
-SIZES = [1, 2, 3, 4, 5, 8]
 LARGE = 300_007
 
 
-async def run(groups, drill):
-    await asyncio.gather(*(work for group in groups for work in drill.start(group)))
-    drill.check()
+async def run(groups, cases):
+    """Run each case on all groups, one case after the other."""
+    for case in cases:
+        await asyncio.gather(*(work for group in groups for work in case.start(group)))
+        case.check()
+
+
+async def run_at_once(groups, cases):
+    """Start all cases on all groups, and await them in the reverse order."""
+    started = list(cases)
+    works = [work for case in started for group in groups for work in case.start(group)]
+    await asyncio.gather(*reversed(works))
+    for case in started:
+        case.check()
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 async def test_sizes_around_the_splits(transport, size):
     async with world_of(size, transport=transport) as groups:
         for count in sorted({0, 1, size - 1, size, size + 1, 33}):
-            for drill in collective_cases(size, count, torch.float32):
-                await run(groups, drill)
+            await run(groups, collective_cases(size, count, torch.float32))
 
 
 @pytest.mark.exhaustive
 async def test_large_tensors(transport):
     async with world_of(3, transport=transport) as groups:
-        for drill in collective_cases(3, LARGE, torch.float32):
-            await run(groups, drill)
+        await run(groups, collective_cases(3, LARGE, torch.float32))
 
 
 @pytest.mark.exhaustive
 async def test_sixteen_ranks(transport):
     async with world_of(16, transport=transport) as groups:
-        for drill in [*reducing(16, 17, torch.int32), *between_two(16, 5, torch.int64)]:
-            await run(groups, drill)
-        for drill in list(moving(16, 3, torch.int16))[-10:]:
-            await run(groups, drill)
+        await run(groups, [*reducing(16, 17, torch.int32), *between_two(16, 5, torch.int64)])
+        await run(groups, list(moving(16, 3, torch.int16))[-10:])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [3, 4])
 async def test_all_at_once(transport, size):
-    """Every drill is started on every rank before any is awaited; some are awaited in another order."""
     async with world_of(size, transport=transport) as groups:
-        started = [drill for count in (0, 5, 20_000) for drill in collective_cases(size, count, torch.float32)]
-        works = [work for drill in started for group in groups for work in drill.start(group)]
-        await asyncio.gather(*reversed(works))
-        for drill in started:
-            drill.check()
+        cases = [case for count in (0, 5, 20_000) for case in collective_cases(size, count, torch.float32)]
+        await run_at_once(groups, cases)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_blocking_calls(together, transport, size):
-    started = [drill for count in (0, 1, size + 1, 30_000) for drill in collective_cases(size, count, torch.float64)]
+# Whether the n-th case of a rank runs in the background.
+BACKGROUND = {
+    "blocking": lambda number, rank: False,
+    "background": lambda number, rank: True,
+    "alternating": lambda number, rank: (number + rank) % 3 != 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("background", "size"),
+    [
+        pytest.param("blocking", 1, marks=pytest.mark.exhaustive),
+        pytest.param("blocking", 5, marks=pytest.mark.exhaustive),
+        ("background", 3),
+        ("alternating", 4),
+    ],
+)
+def test_threads_call_and_wait(together, transport, background, size):
+    """The thread of each rank waits for the works in the reverse order."""
+    cases = [case for count in (0, 1, size + 1, 30_000) for case in collective_cases(size, count, torch.float64)]
 
     def rank(group):
-        for drill in started:
-            for work in drill.start(group, background=False):
-                work.wait()
-
-    together(size, rank, transport=transport)
-    for drill in started:
-        drill.check()
-
-
-def test_background_works_are_waited_for_in_a_thread(together, transport):
-    """Works that the runtime's loop drives are waited for, the last first, by the rank's own thread."""
-    started = [drill for count in (1, 300, 30_000) for drill in collective_cases(3, count, torch.float32)]
-
-    def rank(group):
-        works = [work for drill in started for work in drill.start(group)]
+        works = []
+        for number, case in enumerate(cases):
+            works += case.start(group, background=BACKGROUND[background](number, group.rank()))
         for work in reversed(works):
             assert work.wait()
 
-    together(3, rank, transport=transport)
-    for drill in started:
-        drill.check()
+    together(size, rank, transport=transport)
+    for case in cases:
+        case.check()
 
 
-def test_background_and_blocking_calls_alternate(together, transport):
-    started = [drill for count in (1, 300, 30_000) for drill in collective_cases(4, count, torch.float32)]
+# -- splits and schedules ---------------------------------------------------------------------------
 
-    def rank(group):
-        open_ = []
-        for number, drill in enumerate(started):
-            open_ += drill.start(group, background=(number + group.rank()) % 3 != 0)
-        for work in open_:
-            work.wait()
-
-    together(4, rank, transport=transport)
-    for drill in started:
-        drill.check()
-
-
-# -- the same under every way of cutting and every schedule ------------------------------------------
-
-CUTS = {
+SETTINGS = {
     "two lanes": Config(lanes=2, stripe_nbytes=16),
     "three lanes": Config(lanes=3, stripe_nbytes=1),
-    "nothing is put aside of its own accord": Config(eager_nbytes=0),
-    "everything is put aside": Config(eager_nbytes=1 << 30),
+    "nothing is buffered": Config(eager_nbytes=0),
+    "everything is buffered": Config(eager_nbytes=1 << 30),
     "small pieces": Config(eager_nbytes=8, piece_nbytes=64, segment_nbytes=100),
-    "pieces of one, three lanes": Config(lanes=3, stripe_nbytes=0, piece_nbytes=1, eager_nbytes=1, segment_nbytes=1),
+    "pieces of one byte, three lanes": Config(
+        lanes=3, stripe_nbytes=0, piece_nbytes=1, eager_nbytes=1, segment_nbytes=1
+    ),
     "all doubling": Config(algorithm="all_reduce=doubling,reduce=tree,broadcast=tree,all_gather=doubling"),
     "all rings": Config(
         algorithm="all_reduce=ring,reduce=pairwise,broadcast=chain,all_gather=ring", segment_nbytes=64, lanes=2,
@@ -123,16 +116,12 @@ CUTS = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("size", [2, 5])
-async def test_segment_sizes_and_schedules_do_not_change_results(transport, size, cut):
-    async with world_of(size, transport=transport, config=CUTS[cut]) as groups:
+async def test_splits_and_schedules_do_not_change_results(transport, size, settings):
+    async with world_of(size, transport=transport, config=SETTINGS[settings]) as groups:
         for count, dtype in ((1, torch.bfloat16), (size + 1, torch.uint8), (1000, torch.float32)):
-            started = list(collective_cases(size, count, dtype))
-            works = [work for drill in started for group in groups for work in drill.start(group)]
-            await asyncio.gather(*works)
-            for drill in started:
-                drill.check()
+            await run_at_once(groups, collective_cases(size, count, dtype))
 
 
 FORCED = Config(algorithm=",".join(f"{collective}={last.name}" for collective, (*_, last) in CANDIDATES.items()))
@@ -142,61 +131,52 @@ async def test_forced_schedule_uses_links_despite_shared_memory(monkeypatch):
     async with world_of(2, transport="shm", config=FORCED) as groups:
         monkeypatch.setattr(ShmNative, "prepare", lambda _, signature: pytest.fail(f"{signature} in shared memory"))
         for _ in range(2):
-            for drill in collective_cases(2, 1000, torch.float32):
-                await run(groups, drill)
+            await run(groups, collective_cases(2, 1000, torch.float32))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("lanes", [2, 3])
-async def test_a_large_tensor_over_several_lanes(transport, lanes):
+async def test_large_tensor_over_several_lanes(transport, lanes):
     async with world_of(2, transport=transport, config=Config(lanes=lanes, piece_nbytes=10_000)) as groups:
-        for drill in [*reducing(2, LARGE, torch.float32), *list(moving(2, LARGE, torch.float32))[5:]]:
-            await run(groups, drill)
+        await run(groups, [*reducing(2, LARGE, torch.float32), *list(moving(2, LARGE, torch.float32))[5:]])
 
 
 @pytest.mark.asyncio(loop_factories=["asyncio-debug"])
 @pytest.mark.parametrize("schedule", ["doubling", "ring"])
 async def test_narrow_floats_larger_than_a_segment(schedule):
-    """More than the 2^20 elements that are widened at a time."""
+    """At most 2^20 elements are widened at a time."""
     config = Config(algorithm=f"all_reduce={schedule},reduce={'pairwise' if schedule == 'ring' else 'tree'}")
     async with world_of(2, transport="tcp", config=config) as groups:
-        for drill in itertools.islice(reducing(2, (1 << 20) + 3, torch.bfloat16), 3):
-            await run(groups, drill)
+        await run(groups, itertools.islice(reducing(2, (1 << 20) + 3, torch.bfloat16), 3))
 
 
 # -- several groups and worlds ----------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive
-async def test_groups_in_flight_at_once_in_another_order_on_every_rank(transport):
-    """Within a group calls come in one order; between groups every rank begins with another one."""
+async def test_concurrent_groups_in_a_different_order_on_every_rank(transport):
+    """The calls of one group have one order on all ranks. Each rank begins with another group."""
     async with world_of(4, transport=transport) as world:
         members = [(0, 1, 2, 3), (3, 1), (2, 0, 3), (0, 1), (1, 2, 3, 0)]
         groups = [[group.world.new_group(ranks) for group in world] for ranks in members]
-        started = [
-            [drill for count in (3, 2000) for drill in collective_cases(len(ranks), count, torch.float32)]
+        cases = [
+            [case for count in (3, 2000) for case in collective_cases(len(ranks), count, torch.float32)]
             for ranks in members
         ]
         works = []
-        for rank in range(4):
-            for turn in range(len(members)):
-                which = (turn + rank) % len(members)
-                group = groups[which][rank]
-                if group is not None:
-                    works += [work for drill in started[which] for work in drill.start(group)]
+        for rank, turn in itertools.product(range(4), range(len(members))):
+            which = (turn + rank) % len(members)
+            group = groups[which][rank]
+            if group is not None:
+                works += [work for case in cases[which] for work in case.start(group)]
         await asyncio.gather(*works)
-        for row in started:
-            for drill in row:
-                drill.check()
+        for case in itertools.chain(*cases):
+            case.check()
 
 
 @pytest.mark.exhaustive
 async def test_independent_worlds_in_one_process(transport):
     async with world_of(3, transport=transport) as first, world_of(2, transport="tcp") as second:
-        for one, other in zip(
-            collective_cases(3, 50, torch.float32), collective_cases(2, 50, torch.float32), strict=False
-        ):
-            works = [work for group in second for work in other.start(group)]
-            await run(first, one)
-            await asyncio.gather(*works)
-            other.check()
+        await asyncio.gather(
+            run(first, collective_cases(3, 50, torch.float32)), run(second, collective_cases(2, 50, torch.float32))
+        )

@@ -17,25 +17,29 @@ def ones(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype)
 
 
-def gathered(group, count):
+def rooted(group, call, count):
     own = ones(count, dtype=torch.uint8)
-    return group.gather(own, [own] * 3 if group.rank() == 0 else None, 0)
+    return getattr(group, call)(own, [own] * 3 if group.rank() == 0 else None, 0)
 
 
-def scattered(group, count):
-    own = ones(count, dtype=torch.uint8)
-    return group.scatter(own, [own] * 3 if group.rank() == 0 else None, 0)
+# A fingerprint has the count modulo this number.
+COUNTS = 1 << 24
 
 
-ROUND = 1 << 24  # elements by which counts of a fingerprint differ and are the same
-
-
-# What one rank of three calls, what the others do, and words that the sentence must have.
+# The call of one rank of three, the call of the others, and a pattern of the message.
 DIFFERENT = {
     "count": (lambda g: g.all_reduce(ones(3)), lambda g: g.all_reduce(ones(4)), "3 x float32.*4 x float32|count"),
     "large": (lambda g: g.all_reduce(ones(300_000)), lambda g: g.all_reduce(ones(300_001)), "300000 x float32|count"),
-    "a round more gathered": (lambda g: gathered(g, 4 + ROUND), lambda g: gathered(g, 4), "different shapes"),
-    "a round more scattered": (lambda g: scattered(g, 4 + ROUND), lambda g: scattered(g, 4), "different shapes"),
+    "large gathered counts": (
+        lambda g: rooted(g, "gather", 4 + COUNTS),
+        lambda g: rooted(g, "gather", 4),
+        "different shapes",
+    ),
+    "large scattered counts": (
+        lambda g: rooted(g, "scatter", 4 + COUNTS),
+        lambda g: rooted(g, "scatter", 4),
+        "different shapes",
+    ),
     "empty": (lambda g: g.all_reduce(ones(0)), lambda g: g.all_reduce(ones(4)), "0 x float32|count"),
     "shape": (lambda g: g.all_reduce(ones(2, 3)), lambda g: g.all_reduce(ones(3, 2)), "different shapes"),
     "no dimension": (lambda g: g.all_reduce(ones()), lambda g: g.all_reduce(ones(1)), "different shapes"),
@@ -45,7 +49,7 @@ DIFFERENT = {
     "collective": (lambda g: g.broadcast(ones(4), 0), lambda g: g.all_reduce(ones(4)), "broadcast"),
     "with a barrier": (lambda g: g.barrier(), lambda g: g.all_reduce(ones(4)), "barrier"),
     "two barriers": (lambda g: g.barrier(), lambda g: g.monitored_barrier(), "monitored_barrier"),
-    "who sends": (lambda g: g.scatter(ones(4), [ones(4)] * 3, g.rank()), lambda g: g.broadcast(ones(4), 0), "scatter"),
+    "root": (lambda g: g.scatter(ones(4), [ones(4)] * 3, g.rank()), lambda g: g.broadcast(ones(4), 0), "scatter"),
     "gathered sizes": (
         lambda g: g.all_gather([ones(2), ones(3), ones(4)], ones(2 + g.rank())),
         lambda g: g.all_gather([ones(4), ones(3), ones(2)], ones(4 - g.rank())),
@@ -96,7 +100,7 @@ async def test_mismatched_call_raises_on_every_rank(transport, name):
             among = [group.world.new_group(None) for group in groups]
             works = [(other if group.rank() == odd else usual)(group) for group in among]
             first = await outcomes(works)
-            # A rank may have done its part before the others came; the next call tells it.
+            # A rank may complete its part before the other ranks call; its next call then fails.
             second = await outcomes([group.barrier() for group in among])
             for rank, errors in enumerate(zip(first, second, strict=True)):
                 seen = [error for error in errors if isinstance(error, GroupError)]
@@ -152,7 +156,8 @@ async def test_different_roots_are_a_mismatch(transport, call):
         assert all(isinstance(error, MismatchError) for error in second)
         assert "root 0" in str(second[0])
         assert "root 1" in str(second[0])
-        if call in ("reduce", "gather"):  # both wait for the other, until one asks
+        # Both ranks wait for each other, until a rank asks its peer for its call.
+        if call in ("reduce", "gather"):
             assert all(isinstance(error, MismatchError) for error in first)
         assert await outcomes([group.all_reduce(ones(1)) for group in groups]) == [2, 2]
 
@@ -166,34 +171,35 @@ async def test_ranks_that_wait_for_each_other_in_different_calls(transport):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("transport", ["inproc", "tcp"])  # in shared memory who waits has said in what
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])  # in shared memory a call publishes its fingerprint
 @pytest.mark.parametrize("alike", [True, False], ids=["the same", "another"])
 async def test_mismatch_is_found_when_the_peer_calls_later(transport, alike, eventually):
     async with world_of(2, transport=transport) as groups:
         zero, one = (group.world.new_group(None) for group in groups)
         waiting = asyncio.ensure_future(zero.reduce(ones(3), 0))
-        await eventually(lambda: one.mesh._comparison.early_calls)
+        await eventually(lambda: one.mesh._checker.early_calls)
         late = one.reduce(ones(3), 0) if alike else one.broadcast(ones(3), 0)
         first, second = await outcomes([waiting, late])
         if alike:
             assert first.tolist() == [2.0] * 3
         else:
             assert [type(first), type(second)] == [MismatchError] * 2
-        assert one.mesh._comparison.early_calls == {}
+        assert one.mesh._checker.early_calls == {}
 
 
 async def test_omitted_call_is_a_mismatch(transport):
-    """The rank that left one out meets the others' missing call with its next one."""
+    """The next call of the rank that omitted one meets the omitted call of the others."""
     async with world_of(3, transport=transport) as groups:
         works = [group.all_reduce(ones(5)) for group in groups[:2]]
         works += [group.broadcast(ones(5), 0) for group in groups]
         first = await outcomes(works)
-        assert [type(first[place]) for place in (0, 1, 4)] == [MismatchError] * 3  # rank 0 may be done with its second
+        # Rank 0 may have completed its second call.
+        assert [type(first[place]) for place in (0, 1, 4)] == [MismatchError] * 3
         second = await outcomes([group.barrier() for group in groups])
         assert [type(error) for error in second] == [MismatchError] * 3
 
 
-async def test_a_call_that_was_refused_on_one_rank_can_be_made_again(transport):
+async def test_call_refused_on_one_rank_can_be_repeated(transport):
     async with world_of(2, transport=transport) as (zero, one):
         waiting = one.all_gather([ones(2), ones(2)], ones(2))
         for wrong in (lambda: zero.all_gather([ones(2)], ones(2)), lambda: zero.all_reduce(ones(2), ReduceOp.BAND)):
@@ -210,11 +216,10 @@ async def test_a_call_that_was_refused_on_one_rank_can_be_made_again(transport):
     ids=["longer", "shorter", "another dtype", "empty"],
 )
 @pytest.mark.parametrize("posted", [True, False], ids=["posted before", "posted after"])
-@pytest.mark.parametrize("anybody", [True, False], ids=["from anybody", "from the rank"])
-async def test_a_message_that_does_not_fit(transport, sent, room, posted, anybody):
+@pytest.mark.parametrize("source", [0, None])
+async def test_message_that_does_not_fit_is_a_mismatch(transport, sent, room, posted, source):
     async with world_of(2, transport=transport) as groups:
         zero, one = (group.world.new_group(None) for group in groups)
-        source = None if anybody else 0
         if posted:
             received, sending = one.recv(room, source), zero.send(sent, 1)
         else:
@@ -224,16 +229,17 @@ async def test_a_message_that_does_not_fit(transport, sent, room, posted, anybod
         assert isinstance(error, MismatchError)
         assert error.peer == 0
         assert "send(" in str(error)
-        # Calls on the group fail on both sides from now on; the sender hears of it while it waits for the other.
-        assert all(isinstance(error, MismatchError) for error in await outcomes([zero.barrier(), one.barrier()]))
-        assert all(
-            isinstance(error, MismatchError) for error in await outcomes([zero.send(sent, 1), one.recv(room, 0)])
-        )
+        # All later calls on the group fail on both ranks.
+        later = [
+            *await outcomes([zero.barrier(), one.barrier()]),
+            *await outcomes([zero.send(sent, 1), one.recv(room, 0)]),
+        ]
+        assert [type(error) for error in later] == [MismatchError] * 4
         assert await outcomes([group.all_reduce(ones(1)) for group in groups]) == [2, 2]
 
 
-@pytest.mark.parametrize("transport", ["inproc", "tcp"])  # shared memory counts on
-async def test_the_numbers_of_calls_start_again_after_the_last_one(transport):
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])  # in shared memory the numbers have 64 bits
+async def test_numbers_of_calls_wrap_around(transport):
     async with world_of(2, transport=transport) as groups:
         last = 2**32 - 3
         for group in groups:

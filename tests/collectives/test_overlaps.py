@@ -1,4 +1,4 @@
-"""Tensors that are read and written in one call: what comes is as if everything had been read first."""
+"""Inputs that overlap outputs: the results are those of copies of the inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from asyncdist_transports.shm.collectives.small import MOST_NBYTES
 
 SIZE = 3
 ROOT = SIZE - 1
-COUNTS = (6, MOST_NBYTES // 4 + 8)  # elements of a block: with one meeting, and in rounds
+# Elements of a block: for a small exchange, and for several pieces.
+COUNTS = (6, MOST_NBYTES // 4 + 8)
 
 
 def parts(whole):
@@ -29,7 +30,7 @@ def next_part(group, whole):
 
 
 def across(whole):
-    """Return as much as a part, of the first and the second."""
+    """Return the second half of the first part and the first half of the second part."""
     count = len(whole) // SIZE
     return whole[count // 2 : count // 2 + count]
 
@@ -56,7 +57,7 @@ def coalesced(group, whole, read, **how):
     return group.all_gather_coalesced(halves, [read(half) for half in halves[group.rank()][::-1]], **how)
 
 
-# Each takes a group, a rank's memory, and what makes of a tensor that the call is to read.
+# Functions of a group, the memory of a rank, and a function that is applied to each input.
 CASES = {
     "all_to_all": lambda group, whole, read, **how: group.all_to_all(parts(whole), list(map(read, parts(whole))), **how),
     "all_to_all in turns": exchange_in_turns,
@@ -98,7 +99,7 @@ def as_it_is(tensor):
 
 
 def memories(group):
-    """Yield the memory of a rank in three calls of each size, of which only the first is planned, and a copy of it."""
+    """Yield the memory of a rank for three calls of each size, with a copy; the second and third call are prepared."""
     for count in COUNTS:
         for turn in range(3):
             whole = noise(SIZE * count, torch.int32, seed=10 * group.rank() + turn)
@@ -139,7 +140,7 @@ def test_blocking(together, transport, name):
 @pytest.mark.skipif(unavailable() is not None, reason=f"no shared memory: {unavailable()}")
 @pytest.mark.parametrize("name", CASES)
 async def test_registered(name):
-    """The others read it where it lies."""
+    """The other ranks read the inputs in place."""
     async with world_of(SIZE, transport="shm") as groups:
         await awaited(CASES[name], groups, register)
 

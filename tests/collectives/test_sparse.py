@@ -14,10 +14,10 @@ from asyncdist.testing.cluster import world_of
 SHAPE = (5, 4, 2)
 
 
-def sparse(places, sparse_dims=2, dtype=torch.float32, scale=1.0):
-    """Return a sparse tensor with values at some places, of which several may be the same one."""
+def sparse(places, sparse_dims=2, dtype=torch.float32):
+    """Return a sparse tensor with values at the places, which may repeat."""
     indices = torch.tensor(places, dtype=torch.int64).view(-1, sparse_dims).T
-    values = torch.arange(1, 1 + len(places) * torch.Size(SHAPE[sparse_dims:]).numel(), dtype=torch.float32) * scale
+    values = torch.arange(1, 1 + len(places) * torch.Size(SHAPE[sparse_dims:]).numel(), dtype=torch.float32)
     values = values.view(-1, *SHAPE[sparse_dims:]).to(dtype)
     return torch.sparse_coo_tensor(indices, values, SHAPE, check_invariants=True)
 
@@ -59,7 +59,7 @@ async def test_averages_of_integers_are_truncated_towards_zero(transport):
         assert [tensor.to_dense().tolist() for tensor in tensors] == [[-3, 0, 3]] * 2
 
 
-async def test_values_without_dimensions_of_their_own_and_nothing_at_all(transport):
+async def test_scalar_values_and_empty_tensors(transport):
     async with world_of(2, transport=transport) as groups:
         scalars = [torch.sparse_coo_tensor([[rank, 2]], [1.0, 2.0], (3,), check_invariants=True) for rank in range(2)]
         await reduced(groups, scalars, ReduceOp.SUM)
@@ -72,7 +72,7 @@ async def test_values_without_dimensions_of_their_own_and_nothing_at_all(transpo
 @pytest.mark.parametrize("inside", [True, False], ids=["called inside", "called outside"])
 @pytest.mark.parametrize("made_inside", [True, False], ids=["made inside", "made outside"])
 async def test_inference_mode(transport, made_inside, inside):
-    """What was made in it may be written in it only, and what was not is not to hold anything made in it."""
+    """A tensor made in inference mode can be written in that mode only, and another tensor must not hold such values."""
     async with world_of(2, transport=transport) as groups:
         with torch.inference_mode(made_inside):
             tensors = [sparse(PLACES[rank * 2]) for rank in range(2)]
@@ -85,7 +85,7 @@ async def test_inference_mode(transport, made_inside, inside):
             assert tensor.is_inference() == tensor.values().is_inference() == made_inside
 
 
-def test_a_tensor_of_training_summed_by_a_blocking_call_in_inference_mode(together, transport):
+def test_blocking_call_in_inference_mode_keeps_an_ordinary_tensor(together, transport):
     def rank(group):
         tensor = sparse(PLACES[group.rank()])
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""The public names of the package, and which of them two of its submodules share."""
+"""The public names of the package: those of torch.distributed, with its arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch.distributed
-import torch.testing._internal.distributed.fake_pg  # a back end that needs nobody and leaves nothing
+import torch.testing._internal.distributed.fake_pg  # a back end for one process
 
 import asyncdist
 import asyncdist.sync
@@ -24,19 +24,19 @@ LATER = {
     "timeout", "use_batch", "sort_ranks", "backend", "group_desc", "device_id", "group_src", "group_dst", "weights_only",
     "enable_reconfigure",
 }  # fmt: skip
-"""Arguments that some torch before the newest has not."""
+"""Arguments that the oldest supported torch may lack."""
 
 
-@pytest.mark.parametrize("face", [asyncdist, asyncdist.sync], ids=["awaited", "blocking"])
+@pytest.mark.parametrize("api", [asyncdist, asyncdist.sync], ids=["awaited", "blocking"])
 @pytest.mark.parametrize("name", TORCHS)
-def test_a_call_takes_the_arguments_of_torchs_in_their_order(name, face):
+def test_call_takes_the_arguments_of_torch_in_order(name, api):
     theirs = [one for one in inspect.signature(getattr(torch.distributed, name)).parameters if not one.startswith("_")]
-    ours = list(inspect.signature(getattr(face, name)).parameters)
+    ours = list(inspect.signature(getattr(api, name)).parameters)
     assert ours[: len(theirs)] == theirs
     assert set(ours) <= {*theirs, *LATER}
 
 
-async def test_a_group_whose_ranks_could_be_exchanged_is_refused():
+async def test_enable_reconfigure_is_refused():
     for begin in (asyncdist.init_process_group, asyncdist.sync.init_process_group):
         with pytest.raises(
             UsageError, match=r"Leave enable_reconfigure out; .* call destroy_process_group\(\) and init_process_group"
@@ -45,12 +45,12 @@ async def test_a_group_whose_ranks_could_be_exchanged_is_refused():
     assert not asyncdist.is_initialized()
 
 
-def test_both_faces_have_the_same_names():
+def test_both_apis_have_the_same_names():
     of_the_package = {"Config", "DistributedDataParallel", "DistributedSampler", "__version__"}
     assert set(asyncdist.__all__) - of_the_package == set(asyncdist.sync.__all__)
 
 
-def test_the_launcher_is_asked_which_process_of_its_host_this_is(monkeypatch):
+def test_node_local_rank_is_that_of_the_launcher(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert asyncdist.get_node_local_rank(fallback_rank=3) == 3
     with pytest.raises(UsageError, match="LOCAL_RANK is not set"):
@@ -59,7 +59,7 @@ def test_the_launcher_is_asked_which_process_of_its_host_this_is(monkeypatch):
     assert asyncdist.get_node_local_rank(fallback_rank=3) == 1
 
 
-def test_what_torchs_programs_ask_before_they_choose(monkeypatch):
+def test_availability_queries(monkeypatch):
     assert asyncdist.is_gloo_available() == torch.distributed.is_gloo_available()
     assert asyncdist.is_nccl_available() == torch.distributed.is_nccl_available()
     assert asyncdist.is_mpi_available() == torch.distributed.is_mpi_available()
@@ -70,7 +70,7 @@ def test_what_torchs_programs_ask_before_they_choose(monkeypatch):
     assert not asyncdist.is_torchelastic_launched()
 
 
-async def test_ranks_of_a_group_are_sorted_as_torchs_unless_told_otherwise(monkeypatch):
+async def test_new_group_sorts_ranks_unless_sort_ranks_is_false(monkeypatch):
     async with world_of(4) as groups:
         monkeypatch.setattr("asyncdist.groups.default_world._world", groups[3].world)
         assert asyncdist.new_group([3, 0, 2]).ranks == (0, 2, 3)
@@ -94,23 +94,23 @@ def test_package_is_a_plain_module_that_cloudpickle_can_send():
 
 
 @pytest.fixture
-def torchs_group():
-    """The default group of a torch.distributed that was begun by the program, where ours was not."""
+def torch_group():
+    """The default group of torch.distributed, while asyncdist has none."""
     torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield torch.distributed.group.WORLD
     torch.distributed.destroy_process_group()
 
 
-def test_who_began_torchs_process_group_only_is_told_that_ours_is_another(torchs_group):
+def test_process_group_of_torch_is_refused_with_advice(torch_group):
     model = torch.nn.Linear(1, 1)
     for call in (lambda: DistributedDataParallel(model), asyncdist.new_group, asyncdist.sync.barrier):
         with pytest.raises(NotInitializedError, match=r"only torch.distributed has one: call asyncdist.sync.init_pro"):
             call()
-    for call in (lambda: DistributedDataParallel(model, process_group=torchs_group), lambda: get_rank(torchs_group)):
+    for call in (lambda: DistributedDataParallel(model, process_group=torch_group), lambda: get_rank(torch_group)):
         with pytest.raises(UsageError, match=r"a process group of torch.distributed, not of asyncdist: if it"):
             call()
 
 
-def test_who_began_none_is_told_to():
+def test_call_without_process_group_is_refused():
     with pytest.raises(NotInitializedError, match=r"^no process group: call init_process_group\(\) first$"):
         asyncdist.get_rank()

@@ -1,4 +1,4 @@
-"""Worlds come together only of ranks that will run the same schedules."""
+"""Worlds: the ranks must agree on version and settings; timeouts, transports and the lifetime of groups."""
 
 from __future__ import annotations
 
@@ -17,18 +17,15 @@ from asyncdist.groups.world import open_world
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
 
-pytestmark = pytest.mark.each_loop
-
 
 async def refused(*opened):
-    """Let ranks meet that do not fit, and return what each is told."""
+    """Await calls of `open_world` that must be refused, and return the messages of their errors."""
     outcomes = await asyncio.wait_for(asyncio.gather(*opened, return_exceptions=True), 60)
     assert [type(outcome) for outcome in outcomes] == [RendezvousError] * len(outcomes)
     return [str(outcome) for outcome in outcomes]
 
 
-@pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
-async def test_a_timeout_that_is_set_counts_for_what_is_called_from_then_on(transport, monkeypatch):
+async def test_set_timeout_applies_to_later_operations(transport, monkeypatch):
     async with world_of(2, transport=transport, timeout=20) as (ours, _):
         monkeypatch.setattr("asyncdist.groups.default_world._world", ours.world)
         apart = ours.world.new_group([0, 1])
@@ -43,16 +40,13 @@ async def test_a_timeout_that_is_set_counts_for_what_is_called_from_then_on(tran
             await apart.recv(torch.ones(1), 1)
 
 
-async def test_a_destroyed_group_is_forgotten(transport):
+async def test_world_drops_destroyed_groups(transport):
     async with world_of(2, transport=transport) as worlds:
-
-        async def live_and_die(group):
-            for _ in range(5):
-                inner = group.world.new_group([0, 1])
-                await inner.barrier()
-                inner.close()
-
-        await asyncio.gather(*[live_and_die(group) for group in worlds])
+        for _ in range(5):
+            groups = [group.world.new_group([0, 1]) for group in worlds]
+            await asyncio.gather(*(group.barrier() for group in groups))
+            for group in groups:
+                group.close()
         assert [group.world.groups for group in worlds] == [[group] for group in worlds]
 
 
@@ -67,7 +61,7 @@ async def test_a_destroyed_group_is_forgotten(transport):
         ("ASYNCDIST_ALGORITHM", "all_reduce=doubling", "all_reduce=ring"),
     ],
 )
-async def test_ranks_with_other_settings_are_told_which(variable, common, other):
+async def test_different_settings_of_ranks_are_refused_by_name(variable, common, other):
     store = HashStore()
     configs = [Config.from_environment({variable: value}) for value in (common, common, other)]
     told = await refused(
@@ -92,7 +86,7 @@ async def test_ranks_with_other_settings_are_told_which(variable, common, other)
         ("cpu:gloo,cuda:nccl", "a", ["cpu:gloo,cuda:nccl"]),
     ],
 )
-async def test_a_back_end_is_what_is_used_and_may_be_asked_for(backend, hosts, used):
+async def test_get_backend_returns_the_used_transports_which_may_be_requested(backend, hosts, used):
     async with world_of(len(hosts), transport=backend, hosts=hosts) as groups:
         assert [asyncdist.get_backend(group) for group in groups] == used
     assert all(asyncdist.is_backend_available(name) for name in used)
@@ -108,7 +102,7 @@ async def test_a_back_end_is_what_is_used_and_may_be_asked_for(backend, hosts, u
     await asyncio.gather(*(world.close() for world in worlds))
 
 
-async def test_the_transports_that_are_named_must_be_there():
+async def test_unknown_transport_is_refused():
     with pytest.raises(TransportUnavailableError, match="there is no transport 'smh'"):
         await open_world(backend="tcp, smh", store=HashStore(), rank=0, world_size=2, timeout=60)
     assert not asyncdist.is_backend_available("tcp,smh")
@@ -122,13 +116,13 @@ async def test_the_transports_that_are_named_must_be_there():
         ("ASYNCDIST_TRANSPORT", "smh", TransportUnavailableError, "there is no transport 'smh'; there are inproc"),
     ],
 )
-async def test_settings_that_name_what_there_is_not_are_refused_before_anybody_is_met(variable, value, error, said):
+async def test_settings_with_unknown_names_are_refused_before_the_rendezvous(variable, value, error, said):
     config = Config.from_environment({variable: value})
     with pytest.raises(error, match=f"^{variable}='{value}': {said}"):
-        await open_world(store=HashStore(), rank=0, world_size=2, timeout=60, config=config)  # and nobody else comes
+        await open_world(store=HashStore(), rank=0, world_size=2, timeout=60, config=config)
 
 
-OF_THE_FUTURE = """
+OTHER_VERSION = """
 import sys
 import asyncdist
 import asyncdist.groups.world
@@ -139,10 +133,10 @@ dist.init_process_group("tcp", sys.argv[1], rank=1, world_size=2, timeout=60)
 
 
 @pytest.mark.processes
-async def test_ranks_with_another_version_are_told_which(tmp_path):
+async def test_different_versions_of_ranks_are_refused(tmp_path):
     where = f"file://{tmp_path}/meeting"
     other = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", OF_THE_FUTURE, where, stderr=asyncio.subprocess.PIPE
+        sys.executable, "-c", OTHER_VERSION, where, stderr=asyncio.subprocess.PIPE
     )
     reading = asyncio.create_task(other.communicate())
     (told,) = await refused(open_world(backend="tcp", init_method=where, rank=0, world_size=2, timeout=60))
@@ -164,17 +158,18 @@ async def begin():
     await asyncdist.init_process_group("tcp", sys.argv[1], rank=int(sys.argv[2]), world_size=2, timeout=60)
     await asyncdist.all_reduce(torch.ones(3))
 
-async def go_on():
+async def reduce():
     tensor = torch.ones(3)
     called = calls.pop()
-    while asyncdist.get_rank() == 1 and not called.exists():  # so that rank 0 does not find it done at the call
+    # Rank 1 calls later, so that the call of rank 0 is pending when it returns.
+    while asyncdist.get_rank() == 1 and not called.exists():
         await asyncio.sleep(0.001)
     work = asyncdist.all_reduce(tensor)
     called.touch()
     await work
     assert tensor.tolist() == [2.0] * 3
 
-for part in (begin, go_on, go_on, asyncdist.destroy_process_group):
+for part in (begin, reduce, reduce, asyncdist.destroy_process_group):
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(part())
     print(asyncdist.is_initialized())
@@ -184,7 +179,7 @@ for part in (begin, go_on, go_on, asyncdist.destroy_process_group):
 @pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
-def test_a_world_goes_on_and_may_be_closed_after_the_loop_that_opened_it(tmp_path, kind):
+def test_world_works_and_closes_after_the_loop_that_opened_it_has_ended(tmp_path, kind):
     pytest.importorskip(kind)
     ranks = [
         subprocess.Popen(
