@@ -47,7 +47,7 @@ def all_reduces(world, count):
 )  # fmt: skip
 async def test_connection_cut_at_any_byte_fails_the_operation_on_both_ranks(nbytes, eventually, monkeypatch):
     # A slow machine would retry the handshake, and the proxy cuts only once.
-    monkeypatch.setattr("asyncdist_transports.tcp.connection._KEPT_WAITING", math.inf)
+    monkeypatch.setattr("asyncdist_transports.tcp.connection._STALLED_AFTER", math.inf)
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
         world.proxies[0, 1].cut_after(nbytes)
         zero, one = await outcomes(all_reduces(world, 1000))

@@ -25,8 +25,8 @@ from asyncdist_transports.byte_stream import Ended, Reader, Writer
 Connected = socket.socket | TlsSocket
 READ, WRITE = select.POLLIN, select.POLLOUT
 HELLO = struct.Struct("<IHxx")  # rank, lane
-# Seconds after which a handshake counts as kept waiting by a peer that does not drive its transport.
-_KEPT_WAITING = 1.0
+# Seconds after which a handshake counts as stalled: perhaps no thread drives the peer's transport.
+_STALLED_AFTER = 1.0
 # Seconds that a TLS socket gets to send its last bytes.
 _LAST_BYTES_TIMEOUT = 1.0
 
@@ -47,7 +47,7 @@ class Outbound:
         self._lane = lane
         self._where = where
         self._host = host
-        # Messages that wait to be sent.
+        # The messages that have not been sent.
         self.queue: deque[Outgoing] = deque()
         self.closed = False
         self._sock = self._new_socket()
@@ -59,7 +59,7 @@ class Outbound:
             return sock
         return TlsSocket(sock, self._tls, serves=False, name=self._where[0] if self._tls.check_hostname else None)
 
-    def begin_again(self) -> None:
+    def reconnect(self) -> None:
         """Connect again, after the peer closed the connection before any message was sent."""
         self._host.retire(cast(socket.socket, self._sock))
         self._sock = self._new_socket()
@@ -71,16 +71,18 @@ class Outbound:
         self._proving: HandshakeDriver | None = None
         self.established = False
         self._securing = False
-        self._since = monotonic()
+        self._started_at = monotonic()
         code = self._sock.connect_ex(self._where)
         self._failed = "" if code in (0, errno.EINPROGRESS) else os.strerror(code)
 
     @property
-    def kept_waiting(self) -> bool:
-        """Whether the handshake has taken so long, for example because no thread drives the peer, that its end is
-        ambiguous."""
-        patience = min(self._host.config.handshake_timeout, _KEPT_WAITING)
-        return not self.established and self._proving is not None and monotonic() - self._since >= patience
+    def handshake_stalled(self) -> bool:
+        """Whether the handshake has taken so long that a closed connection does not mean the loss of the peer.
+
+        The peer closes a connection that does not authenticate in time, also when no thread drives the peer.
+        """
+        patience = min(self._host.config.handshake_timeout, _STALLED_AFTER)
+        return not self.established and self._proving is not None and monotonic() - self._started_at >= patience
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -106,40 +108,41 @@ class Outbound:
                 return self._reader.read() if ready else False
             moved = self.writer.flush() if self.queue else False
         except Ended:
-            # The peer may have sent the reason.
+            # The peer may have sent the reason before.
             self._reader.read()
             raise
         return (self._reader.read() or moved) if ready else moved
 
     @property
     def connectivity_problem(self) -> str:
-        """Describe a connection whose packets no host has answered, not even with a refusal; else empty.
+        """Describe a connection whose packets no host has answered, not even with a refusal; empty otherwise.
 
-        A peer that has not accepted the connection yet is no problem: its kernel answers.
+        It is also empty if the peer has not accepted the connection yet, because the peer's kernel answers.
         """
         if self.established or self.closed or select_writable(self._sock):
             return ""
-        tried = monotonic() - self._since
-        return f"rank {self._host.rank} has no connection to rank {self.peer} at {self._there} yet, tried for {tried:.0f} s"
+        tried = monotonic() - self._started_at
+        rank = self._host.rank
+        return f"rank {rank} has no connection to rank {self.peer} at {self._address} yet, tried for {tried:.0f} s"
 
     @property
-    def _there(self) -> str:
+    def _address(self) -> str:
         host, port = self._where
         return f"{f'[{host}]' if ':' in host else host}:{port}"
 
-    def _unreached(self, reason: str) -> Ended:
-        return Ended(f"cannot connect to it at {self._there}: {reason}; {UNREACHED}")
+    def _unreachable(self, reason: str) -> Ended:
+        return Ended(f"cannot connect to it at {self._address}: {reason}; {UNREACHED}")
 
     def _establish(self) -> bool:
         if self._failed:
-            raise self._unreached(self._failed)
+            raise self._unreachable(self._failed)
         try:
             if self._proving is None:
                 if not self._securing and not select_writable(self._sock):
                     return False
                 code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if code:
-                    raise self._unreached(os.strerror(code))
+                    raise self._unreachable(os.strerror(code))
                 if isinstance(self._sock, TlsSocket) and not self._sock.secured:
                     self._securing = True
                     self._sock.secure()
@@ -148,7 +151,7 @@ class Outbound:
                 # A few dozen bytes on an empty socket buffer do not block.
                 self._proving = HandshakeDriver(steps, self._sock.sendall)
             _prove(self._sock, self._proving)
-            if self.kept_waiting:
+            if self.handshake_stalled:
                 # Raises Ended if the peer has closed the connection.
                 self._reader.read()
             self._sock.sendall(HELLO.pack(self._host.rank, self._lane))
@@ -182,7 +185,7 @@ class Inbound:
         self._host = host
         self._proven = proven
         self.peer: int | None = None
-        # In effect as soon as the peer is known.
+        # Meaningful once `peer` is known.
         self.established = True
         steps = accept(host.config.token, purpose(host), secrets.token_bytes(NONCE_NBYTES))
         self._proving = HandshakeDriver(steps, self._sock.sendall)
@@ -299,7 +302,7 @@ def prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
-        # A host that vanishes is noticed within 40 s.
+        # The death of a host is detected within 40 s.
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 

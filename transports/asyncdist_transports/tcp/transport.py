@@ -22,7 +22,7 @@ from asyncdist_transports.tcp.listener import Listener
 log = logging.getLogger("asyncdist.tcp")
 
 # Unauthenticated connections allowed in addition to those of all peers.
-_MOST_STRANGERS = 256
+_MAX_UNAUTHENTICATED = 256
 
 
 class TcpTransport(Transport):
@@ -36,7 +36,7 @@ class TcpTransport(Transport):
         self._listener: Listener | None = None
         self.connections: dict[int, Inbound | Outbound] = {}
         # The oldest first.
-        self._strangers: dict[Inbound, None] = {}
+        self._unauthenticated: dict[Inbound, None] = {}
         contexts = tls.rank_contexts(host.config)
         self._accepting = contexts[0] if contexts else None
         self._dialling = contexts[1] if contexts else None
@@ -85,7 +85,7 @@ class TcpTransport(Transport):
         self.connections.pop(connection.fileno(), None)
         connection.close(say_goodbye=say_goodbye)
         if isinstance(connection, Inbound):
-            self._no_stranger(connection)
+            self._end_authentication(connection)
 
     # -- moving bytes --------------------------------------------------------------------------
 
@@ -126,16 +126,16 @@ class TcpTransport(Transport):
         except Ended as end:
             self._ended(connection, str(end))
         except AsyncdistError as error:
-            self._ended(connection, str(error), for_good=True)
+            self._ended(connection, str(error), is_lost=True)
         except MemoryError:
-            self._ended(connection, "it sent a message that does not fit into this rank's memory", for_good=True)
+            self._ended(connection, "it sent a message that does not fit into this rank's memory", is_lost=True)
         return True
 
-    def _ended(self, connection: Inbound | Outbound, reason: str, *, for_good: bool = False) -> None:
-        if isinstance(connection, Outbound) and connection.kept_waiting and not for_good:
+    def _ended(self, connection: Inbound | Outbound, reason: str, *, is_lost: bool = False) -> None:
+        if isinstance(connection, Outbound) and connection.handshake_stalled and not is_lost:
             self.connections.pop(connection.fileno(), None)
             try:
-                connection.begin_again()
+                connection.reconnect()
             # Out of descriptors: the engine fails the groups.
             except OSError:
                 connection.closed = True
@@ -146,15 +146,15 @@ class TcpTransport(Transport):
         peer = connection.peer
         if peer is None:
             log.warning("refused a connection: %s", reason)
-        elif for_good or (connection.established and not self._may_say_more(peer)):
+        elif is_lost or (connection.established and not self._has_other_connection(peer)):
             self.host.lost(peer, reason)
         # Another connection or another rank may deliver the reason.
         else:
             self.host.suspect(peer, reason)
 
-    def _may_say_more(self, peer: int) -> bool:
+    def _has_other_connection(self, peer: int) -> bool:
         """Return whether a connection is left that belongs to the peer, or may turn out to after authentication."""
-        return bool(self._strangers) or any(c.peer == peer for c in self.connections.values())
+        return bool(self._unauthenticated) or any(c.peer == peer for c in self.connections.values())
 
     # -- unauthenticated connections -----------------------------------------------------------
 
@@ -163,27 +163,29 @@ class TcpTransport(Transport):
         moved = False
         for sock in self._listener.take(self.host):
             prepare(sock)
-            connection = Inbound(sock, self.host, self._no_stranger, self._accepting)
+            connection = Inbound(sock, self.host, self._end_authentication, self._accepting)
             self.connections[connection.fileno()] = connection
-            self._strangers[connection] = None
+            self._unauthenticated[connection] = None
             until = monotonic() + self.host.config.handshake_timeout
             self.host.timers.schedule(connection, until, functools.partial(self._overdue, connection))
             self._pump(connection, True)
-            if len(self._strangers) > _MOST_STRANGERS + self.host.world_size * self.host.config.lanes:
-                self._ended(next(iter(self._strangers)), "it had not authenticated, and too many connections had not")
+            if len(self._unauthenticated) > _MAX_UNAUTHENTICATED + self.host.world_size * self.host.config.lanes:
+                self._ended(
+                    next(iter(self._unauthenticated)), "it had not authenticated, and too many connections had not"
+                )
             moved = True
         return moved
 
-    def _overdue(self, stranger: Inbound) -> None:
+    def _overdue(self, connection: Inbound) -> None:
         # The proof may have arrived since the last read.
-        self._pump(stranger, True)
-        if stranger in self._strangers:
-            self._ended(stranger, "it did not authenticate in time")
+        self._pump(connection, True)
+        if connection in self._unauthenticated:
+            self._ended(connection, "it did not authenticate in time")
 
-    def _no_stranger(self, connection: Inbound) -> None:
+    def _end_authentication(self, connection: Inbound) -> None:
         """Stop the timer of a connection that has authenticated, or is closed."""
-        if connection in self._strangers:
-            del self._strangers[connection]
+        if connection in self._unauthenticated:
+            del self._unauthenticated[connection]
             self.host.timers.cancel(connection)
 
 
