@@ -68,7 +68,7 @@ class TcpTransport(Transport):
         return any(c.peer == peer for c in self.connections.values() if isinstance(c, Inbound))
 
     def disconnect(self, peer: int) -> None:
-        # A peer that reaches this rank, but is not reached by it, is told the reason over its own connection.
+        # A peer that reaches this rank, but is not reached by it, receives the reason over its own connection.
         unreached = isinstance(self.host.gone(peer), PeerLostError)
         for connection in [c for c in self.connections.values() if c.peer == peer]:
             self.drop(connection, say_goodbye=unreached and isinstance(connection, Inbound))
