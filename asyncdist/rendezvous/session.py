@@ -55,7 +55,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class TimeLimit:
-    """The time limit of a whole rendezvous: the user's timeout in seconds, and its deadline."""
+    """The time limit of one rendezvous: the user's timeout in seconds, and its deadline."""
 
     timeout: float
     deadline: Deadline
@@ -152,7 +152,7 @@ class RendezvousSession:
     async def before_exchange(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await a coroutine before the next exchange; raise RendezvousError as soon as that exchange has failed.
 
-        It has failed if another rank wrote an error in place of this rank's payload, or if rank 0's store is gone.
+        It has failed if another rank wrote an error in place of this rank's payload, or if rank 0's store has ended.
         """
         failed = self._client.get(self.keys("payload", self._exchanges, self.rank), timeout=math.inf)
         done = asyncio.ensure_future(coroutine)
@@ -223,7 +223,7 @@ class RendezvousSession:
             async with asyncio.timeout(timeout):
                 await (self._close_as_host() if self.rank == 0 else self._close_as_member())
         except (TimeoutError, StoreError, RendezvousError):
-            pass  # rank 0 or its store is gone
+            pass  # rank 0 or its store has ended
         finally:
             await self._resources.aclose()
 

@@ -7,7 +7,8 @@ import pytest
 
 from asyncdist.errors import AddressError, RendezvousError
 from asyncdist.rendezvous.record_store import AddressRecord, BlockingStoreRecords, DaemonRecords, RecordFile
-from asyncdist.store import AsyncStore, FileStore, HashStore, PrefixStore, StoreServer, TCPStore
+from asyncdist.store import AsyncStore, StoreServer, TCPStore
+from tests.support.rendezvous_stores import BLOCKING_STORES
 
 ONE = AddressRecord("10.0.0.1", 4000, "secret", "aa", 2)
 TWO = AddressRecord("10.0.0.2", 4001, None, "bb", 2)
@@ -36,43 +37,32 @@ def test_invalid_record_decodes_to_none(data):
     assert AddressRecord.decode(data) is None
 
 
-@pytest.fixture(params=["HashStore", "FileStore", "PrefixStore", "RecordFile", "torch.HashStore", "torch.FileStore"])
-async def place(request, tmp_path):
-    if request.param.startswith("torch."):
-        import torch.distributed
-
-        kind = getattr(torch.distributed, request.param.removeprefix("torch."))
-        store = kind(str(tmp_path / "store"), 2) if "File" in request.param else kind()
-    elif request.param == "RecordFile":
-        store = RecordFile(str(tmp_path / "record"), "")
-    else:
-        store = {
-            "HashStore": HashStore,
-            "FileStore": lambda: FileStore(str(tmp_path / "store"), 2),
-            "PrefixStore": lambda: PrefixStore("part", HashStore()),
-        }[request.param]()
-    place = BlockingStoreRecords(store, "key", request.param)
-    yield place
-    await place.close()
+@pytest.fixture(params=[*BLOCKING_STORES, "RecordFile"])
+async def records(request, tmp_path):
+    make = BLOCKING_STORES.get(request.param, lambda path: RecordFile(path, ""))
+    store = make(str(tmp_path / "store"))
+    records = BlockingStoreRecords(store, "key", request.param)
+    yield records
+    await records.close()
     if hasattr(store, "close"):
         store.close()
 
 
-async def test_compare_and_set_semantics(place):
+async def test_compare_and_set_semantics(records):
     one, two = ONE.encode(), TWO.encode()
-    assert await place.read() == b""
-    assert await place.swap(two, one) == two, "absent, and something expected: what was expected comes back"
-    assert await place.read() == b""
-    assert await place.swap(b"", one) == one
-    assert await place.read() == one
-    assert await place.swap(b"", two) == one, "taken: what is there comes back"
-    assert await place.swap(two, one) == one
-    assert await place.swap(one, two) == two
-    await place.withdraw(one)
-    assert await place.read() == two, "another record is kept"
-    await place.withdraw(two)
-    assert await place.read() == b""
-    assert await place.swap(b"", one) == one
+    assert await records.read() == b""
+    assert await records.swap(two, one) == two, "an absent value is not replaced if one is expected"
+    assert await records.read() == b""
+    assert await records.swap(b"", one) == one
+    assert await records.read() == one
+    assert await records.swap(b"", two) == one, "another value is kept and returned"
+    assert await records.swap(two, one) == one
+    assert await records.swap(one, two) == two
+    await records.withdraw(one)
+    assert await records.read() == two, "another record is kept"
+    await records.withdraw(two)
+    assert await records.read() == b""
+    assert await records.swap(b"", one) == one
 
 
 async def test_blocked_store_does_not_block_the_loop():
@@ -86,27 +76,27 @@ async def test_blocked_store_does_not_block_the_loop():
         def get(self, key):
             return b"value"
 
-    place = BlockingStoreRecords(Slow(), "key", "slow")
-    reading = asyncio.ensure_future(place.read())
+    records = BlockingStoreRecords(Slow(), "key", "slow")
+    reading = asyncio.ensure_future(records.read())
     await entered.wait()
     release.set()
     assert await reading == b"value"
-    await place.close()
+    await records.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("asyncdist-rendezvous")]
 
 
 async def test_store_that_has_ended_raises_a_connection_error(in_thread):
     server = await StoreServer.start("127.0.0.1", 0)
-    place = None
+    records = None
     try:
         client = await in_thread(TCPStore, "127.0.0.1", server.port)
-        place = BlockingStoreRecords(client, "key", "store=TCPStore")
-        assert await place.read() == b""
+        records = BlockingStoreRecords(client, "key", "store=TCPStore")
+        assert await records.read() == b""
     finally:
         await server.close()
     with pytest.raises(ConnectionError):
-        await place.read()
-    await place.close()
+        await records.read()
+    await records.close()
     client.close()
 
 
@@ -115,10 +105,10 @@ async def test_errors_of_other_stores_become_rendezvous_errors():
         def check(self, keys):
             raise RuntimeError("Connection reset by peer\nException raised from …")
 
-    place = BlockingStoreRecords(Broken(), "key", "torchrun's store at node0:1")
+    records = BlockingStoreRecords(Broken(), "key", "torchrun's store at node0:1")
     with pytest.raises(RendezvousError, match="cannot use torchrun's store at node0:1: Connection reset by peer; "):
-        await place.read()
-    await place.close()
+        await records.read()
+    await records.close()
 
 
 async def test_record_of_a_daemon_is_deleted_by_close_unless_a_later_rank_0_has_replaced_it(eventually):

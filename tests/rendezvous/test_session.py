@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
-import threading
 import time
 
 import pytest
@@ -21,13 +20,14 @@ from asyncdist.errors import (
 from asyncdist.rendezvous import addresses, meet
 from asyncdist.rendezvous import join as joining
 from asyncdist.rendezvous.record_store import AddressRecord
-from asyncdist.store import AsyncPrefixStore, AsyncStore, FileStore, HashStore, PrefixStore, StoreServer, TCPStore
+from asyncdist.store import AsyncPrefixStore, AsyncStore, HashStore, StoreServer, TCPStore
 from asyncdist.store.client import connect as dialling
 from asyncdist.store.protocol.c10d import Code
 from asyncdist.testing.faults import Proxy
 from asyncdist.testing.stopwatch import Stopwatch
 from tests.support.c10d_peer import Peer
 from tests.support.ports import free_port
+from tests.support.rendezvous_stores import BLOCKING_STORES
 
 LONG = 60.0
 
@@ -72,40 +72,20 @@ async def test_world_meets_at_an_address(meet_as, size):
     await close_all(meetings)
 
 
-@pytest.fixture(
-    params=[
-        "HashStore",
-        "FileStore",
-        "PrefixStore",
-        "TCPStore",
-        "AsyncStore",
-        "AsyncPrefixStore",
-        "torch HashStore",
-        "torch PrefixStore",
-    ]
-)
+@pytest.fixture(params=[*BLOCKING_STORES, "TCPStore", "AsyncStore", "AsyncPrefixStore"])
 async def store(request, tmp_path, in_thread):
     async with contextlib.AsyncExitStack() as stack:
-        if request.param in ("TCPStore", "AsyncStore", "AsyncPrefixStore"):
+        if request.param in BLOCKING_STORES:
+            made = BLOCKING_STORES[request.param](str(tmp_path / "store"))
+            stack.callback(getattr(made, "close", lambda: None))
+        else:
             server = await stack.enter_async_context(await StoreServer.start("127.0.0.1", 0))
-        if request.param.startswith("torch"):
-            import torch.distributed as torch_distributed
-
-            made = torch_distributed.HashStore()
-            if request.param == "torch PrefixStore":
-                made = torch_distributed.PrefixStore("part", torch_distributed.FileStore(str(tmp_path / "store"), 3))
-        elif request.param == "TCPStore":
-            made = stack.enter_context(await in_thread(TCPStore, "127.0.0.1", server.port))
-        elif request.param.startswith("Async"):
-            made = await stack.enter_async_context(await AsyncStore.connect("127.0.0.1", server.port))
+            if request.param == "TCPStore":
+                made = stack.enter_context(await in_thread(TCPStore, "127.0.0.1", server.port))
+            else:
+                made = await stack.enter_async_context(await AsyncStore.connect("127.0.0.1", server.port))
             if request.param == "AsyncPrefixStore":
                 made = AsyncPrefixStore("part", made)
-        elif request.param == "FileStore":
-            made = stack.enter_context(FileStore(str(tmp_path / "store"), 3))
-        elif request.param == "PrefixStore":
-            made = PrefixStore("part", stack.enter_context(HashStore()))
-        else:
-            made = stack.enter_context(HashStore())
         yield made
 
 
@@ -539,27 +519,17 @@ async def test_cancellation_at_any_point_leaves_no_state(meet_as, tmp_path, step
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_ranks_on_loops_of_different_threads_meet(in_thread):
-    def live(rank, answers, where):
-        async def main():
-            config, launch = Config(), Launch()
-            meeting = await meet(where[0], rank=rank, world_size=2, config=config, launch=launch, timeout=10)
-            if rank == 0:
-                where[0] = meeting.where
-                published.set()
-            answers[rank] = await meeting.exchange(b"%d" % rank)
+async def test_ranks_on_loops_of_different_threads_meet(meet_as, in_thread):
+    leader = await meet_as("tcp://127.0.0.1:0", 0)
+
+    async def follow():
+        meeting = await meet(leader.where, rank=1, world_size=2, config=Config(), launch=Launch(), timeout=LONG)
+        try:
+            return await meeting.exchange(b"1")
+        finally:
             await meeting.close()
 
-        if rank == 1:
-            published.wait(10)
-        asyncio.run(main())
-
-    published, answers, where = threading.Event(), {}, ["tcp://127.0.0.1:0"]
-    threads = [threading.Thread(target=live, args=(rank, answers, where)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    await asyncio.gather(*(in_thread(thread.join) for thread in threads))
-    assert answers == {0: [b"0", b"1"], 1: [b"0", b"1"]}
+    assert await asyncio.gather(leader.exchange(b"0"), in_thread(asyncio.run, follow())) == [[b"0", b"1"]] * 2
 
 
 async def test_local_user_without_the_token_cannot_end_a_forming_world(meet_as, in_thread):

@@ -204,8 +204,8 @@ class Journal:
         with file:
             if last and _lacks_header(file):
                 logger.warning(
-                    "store: begin %s anew, which has %d bytes and no whole header: the store ended while it created the "
-                    "file, or the file was truncated and its contents are lost",
+                    "store: create %s again: it has %d bytes and no complete header, because the store ended while it "
+                    "created the file, or because the file was truncated and its contents are lost",
                     path, os.fstat(file.fileno()).st_size,
                 )  # fmt: skip
                 self._begin(number)

@@ -43,7 +43,7 @@ class EmbeddedServer:
         _open.add(self)
 
     def close(self, timeout: float | None = None) -> None:
-        """Stop the server and return when its connections are gone, or after ``timeout`` seconds. May be called again."""
+        """Stop the server and return when its connections have ended, or after ``timeout`` seconds. May be called again."""
         _open.discard(self)
         if self._finalizer.detach() is not None and not self._running.closed:
             with contextlib.suppress(TimeoutError):

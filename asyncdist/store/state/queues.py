@@ -69,7 +69,7 @@ class Queues:
         self._serve(key)
 
     def pop(self, place: Place, key: str, block: bool) -> Any:
-        """Return the first item, which the client confirms later; block or refuse the request if there is none."""
+        """Return the first item, which the client confirms later; block or refuse the request if the queue is empty."""
         if place[0] in self._woken:
             self._clear_wakeup(place[0], key)
         if key in self._queues:

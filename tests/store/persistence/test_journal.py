@@ -152,7 +152,7 @@ def test_log_cut_at_any_byte_has_the_frames_before(tmp_path, caplog):
         if whole and whole != nbytes:
             assert f"cut {nbytes - whole} bytes off {folder}/log-1 at offset {whole}" in caplog.text
         elif not whole:
-            assert f"begin {folder}/log-1 anew, which has {nbytes} bytes and no whole header" in caplog.text
+            assert f"create {folder}/log-1 again: it has {nbytes} bytes and no complete header" in caplog.text
         else:
             assert not caplog.text
         journal.commit(b"\x93\x01\xa1b\xc4\x01v", sync=False)
@@ -181,11 +181,13 @@ def test_damaged_byte_is_refused_with_its_offset(tmp_path):
             journal.close()
 
 
-def test_segment_of_a_header_with_a_wrong_checksum_is_begun_anew_with_a_warning(tmp_path, caplog):
+def test_segment_of_a_header_with_a_wrong_checksum_is_created_again_with_a_warning(tmp_path, caplog):
     written(tmp_path, [])
     (tmp_path / "log-1").write_bytes(bytes(log_format.HEADER_NBYTES))
     opened(tmp_path)[0].close()
-    assert f"begin {tmp_path}/log-1 anew, which has {log_format.HEADER_NBYTES} bytes and no whole header" in caplog.text
+    assert (
+        f"create {tmp_path}/log-1 again: it has {log_format.HEADER_NBYTES} bytes and no complete header" in caplog.text
+    )
 
 
 def misplaced(frames: list[bytes]) -> Iterator[tuple[int, list[bytes]]]:

@@ -140,32 +140,7 @@ async def test_requests_of_a_reset_connection_are_not_applied(server, store, mon
     assert await store.check(["k"]) is False
 
 
-class Unknown(asyncio.Transport):
-    """A connection that was reset before the server read its peer address."""
-
-    ended = False
-
-    def abort(self) -> None:
-        self.ended = True
-
-    close = pause_reading = abort
-
-
-async def test_connection_without_a_peer_address_is_dropped(server):
-    with socket.socket() as unconnected:
-        transport = Unknown({"socket": unconnected, "peername": None})
-        stranger = accept.PendingConnection(server)
-        try:
-            stranger.connection_made(transport)
-            assert transport.ended
-            assert server.num_connections == 0
-            stranger.data_received(HELLO + encode(Code.SET, b"/k", b"v"))
-            assert len(server.state.keys) == 0
-        finally:
-            stranger.connection_lost(None)
-
-
-# -- requests that cannot be done ------------------------------------------------------------------
+# -- bad requests ---------------------------------------------------------------------------------
 
 BAD = {
     "an unknown code": (b"\x42", "0x42"),

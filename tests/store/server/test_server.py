@@ -259,24 +259,6 @@ async def test_repeated_listings_do_not_starve_other_clients(server, store, on_l
     assert answered == list(range(20))
 
 
-async def test_queued_listing_stays_queued_while_reading_is_paused(server, store, on_listing):
-    listed = []
-
-    def pause(client: object, count: int) -> None:
-        listed.append(count)
-        if count == 3:
-            server.pause_reading()
-
-    on_listing(pause)
-    asked = [store.list_keys() for _ in range(6)]
-    await asked[3]
-    await turns(20)
-    assert listed == [0, 1, 2, 3]
-    server.resume_reading()
-    assert await asyncio.gather(*asked) == [[]] * 6
-    assert await store.add("n", 1) == 1
-
-
 @pytest.mark.each_loop
 async def test_queued_listing_is_not_executed_when_the_server_drains(server, connect, on_listing):
     draining, listed, store = [], [], await connect(store_reconnect=0.0)
