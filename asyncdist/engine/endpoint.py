@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any
@@ -22,14 +23,14 @@ from asyncdist.engine.control_messages import call_notice
 from asyncdist.engine.executor import Executor
 from asyncdist.engine.group_failures import GroupFailures
 from asyncdist.engine.machine import Until, Wait
-from asyncdist.engine.operation import Channel, Operation, awaited
+from asyncdist.engine.operation import Channel, Operation, Plan, awaited
 from asyncdist.engine.progress import Progress
 from asyncdist.engine.routing import Addresses, TransportSelector
 from asyncdist.engine.wait_probes import WaitProbes, timeout_error
 from asyncdist.engine.work import Work
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, TransportUnavailableError
 from asyncdist.memory.buffers import Scratch
-from asyncdist.tracing.recorder import Recorder
+from asyncdist.tracing.recorder import Entry, Recorder
 from asyncdist.transport.base import DiscardReceive, Link, MatchingQueue, Outgoing, Receive, Transport
 from asyncdist.transport.wire_format import ABORT, CALLED, GOODBYE, PROBE, WAITING
 
@@ -126,7 +127,7 @@ class Endpoint:
         """Return a condition that holds once every failure notice has been sent, also over connections opened for it."""
         begun: list[bool] = []
         self.progress.submit(lambda: begun.append(True))  # after the failures that other threads have submitted
-        return Until(lambda: bool(begun) and not (self.failures.any_failed and self.transport_selector.busy()))
+        return Until(lambda: bool(begun) and not (self.failures.failed and self.transport_selector.busy()))
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
@@ -314,13 +315,10 @@ class Endpoint:
 
     def busy(self) -> bool:
         # After a failure this rank stays reachable: a peer that connects later must learn of the failure too.
-        return (
-            bool(self._executor.operations or self.failures.any_failed or self.timers.pending)
-            or self.transport_selector.busy()
-        )
+        return bool(self._executor.operations or self.failures.failed or self.timers) or self.transport_selector.busy()
 
     def next_deadline(self) -> float:
-        if self.timers.pending:
+        if self.timers:
             return min(self._executor.next_deadline(), self.timers.next_due())
         return self._executor.next_deadline()
 
@@ -334,16 +332,19 @@ class Endpoint:
 
     # -- for groups ----------------------------------------------------------------------------
 
-    def issue(self, operation: Operation, *, background: bool) -> None:
-        """Start an operation; drive it to its end in this thread, or with ``background`` let a driver continue it."""
-        start = functools.partial(self.start, operation)
-        if not background:
+    def issue(self, channel: Channel, plan: Plan, entry: Entry, timeout: float, *, background: bool) -> Work:
+        """Start a plan; drive it to its end in this thread, or with ``background`` let a driver continue it."""
+        progress = self.progress
+        work = Work(progress)
+        start = functools.partial(self.start, Operation(channel, plan, work, timeout, entry))
+        if background:
+            progress.submit(start)
+            if not work.is_completed() or channel.error is not None:
+                progress.ensure_driven()
+        else:
             try:
-                self.progress.run(start, operation.work, float("inf"))
+                progress.drive(work, math.inf, start)
             except BaseException:
-                operation.work.exception()  # the interrupted caller has no work from which to retrieve the error
+                work.exception()  # the interrupted caller has no work from which to retrieve the error
                 raise
-            return
-        self.progress.submit(start)
-        if not operation.work.is_completed() or operation.channel.error is not None:
-            self.progress.ensure_driven()
+        return work

@@ -78,16 +78,12 @@ class GroupFailures:
         """The errors of lost peers, by rank."""
         self.gone = self.lost_peers.get
         """Returns the error of a lost peer; None if the peer is not lost."""
-        self._failed: dict[int, GroupError] = {}
+        self.failed: dict[int, GroupError] = {}
+        """The errors of failed groups, by number. With one, this rank stays reachable, so that its peers learn of it."""
         self._leaving: dict[int, str] = {}
         self._goodbye = LEFT
 
     # -- groups --------------------------------------------------------------------------------
-
-    @property
-    def any_failed(self) -> bool:
-        """Whether a group has failed. This rank then stays reachable, so that its peers learn of the failure."""
-        return bool(self._failed)
 
     def open(self, channel: Channel) -> None:
         """Accept operations and messages of a group from now on."""
@@ -120,7 +116,7 @@ class GroupFailures:
         """Fail all pending operations and later calls of a group; ``notified_by`` is the peer that sent the notice."""
         if channel.error is not None:
             return
-        self._failed[channel.number] = error
+        self.failed[channel.number] = error
         log.info("rank %d: group %r failed: %s", self._rank, channel.name, error.reason)
         if self._config.dump_dir:
             self._recorder.dump(self._config.dump_dir, str(error))
@@ -175,7 +171,7 @@ class GroupFailures:
     @property
     def closing_frames(self) -> bytes:
         """The frames to write before a connection is closed: the failures of groups, then goodbye."""
-        return closing_frames(self._failed, self._rank, self._goodbye)
+        return closing_frames(self.failed, self._rank, self._goodbye)
 
     def end_with_process(self) -> None:
         """Set the goodbye to that of a process that ends without destroying its groups."""

@@ -113,16 +113,14 @@ class Operation:
     def __init__(
         self,
         channel: Channel,
-        name: str,
-        sequence: int,
         plan: Plan,
         work: Work,
         timeout: float,
         entry: Entry,
     ) -> None:
         self.channel = channel
-        self.name = name
-        self.sequence = sequence
+        self.name = entry.op
+        self.sequence = entry.seq
         self.plan = plan
         self.work = work
         self.timeout = timeout
@@ -133,7 +131,7 @@ class Operation:
         self.entry = entry
         self.parts = enumerate(plan.parts)
         self.tasks: list[Task] = []
-        self.key = channel.prefix + (sequence & _NUMBERS).to_bytes(4, "little")
+        self.key = channel.prefix + (entry.seq & _NUMBERS).to_bytes(4, "little")
         if channel.point_to_point:
             self.key += next(_tickets).to_bytes(8, "little")
 

@@ -211,11 +211,6 @@ class Progress:
         if running is not None and running is self.loop:
             raise LoopThreadError(what)
 
-    def run(self, action: Callable[[], None], work: Finishable, until: float) -> None:
-        """Run ``action``, which starts ``work``, and drive until ``work`` is completed."""
-        self._inbox.append(action)
-        self.drive(work, until)
-
     def attempt(self, schedule: Schedule, group: Failing, *, wait: bool) -> bool:
         """Run a schedule that needs no links inline, without an operation object.
 
@@ -267,18 +262,23 @@ class Progress:
             if self._standby or self._inbox:
                 self._hand_over()
 
-    def drive(self, work: Finishable, until: float) -> None:
-        """Drive, or wait for another driver, until ``work`` is completed or the monotonic time is ``until``."""
-        while not work.is_completed():
-            if self._driver_lock.acquire(blocking=False):
-                try:
-                    self._drive_locked(work, until)
-                finally:
-                    self._driver_lock.release()
-                    self._hand_over()
+    def drive(self, work: Finishable, until: float, start: Callable[[], None] | None = None) -> None:
+        """Drive, or wait for another driver, until ``work`` is completed or the monotonic time is ``until``.
+
+        ``start`` starts the work; None if it has started.
+        """
+        if start is not None:
+            self._inbox.append(start)
+        elif work.is_completed():
+            return
+        while not self._driver_lock.acquire(blocking=False):
+            if not self._follow(work, until) or work.is_completed():
                 return
-            if not self._follow(work, until):
-                return
+        try:
+            self._drive_locked(work, until)
+        finally:
+            self._driver_lock.release()
+            self._hand_over()
 
     def _drive_locked(self, work: Finishable, until: float) -> None:
         ready: Iterable[int] | None = None
@@ -337,7 +337,7 @@ class Progress:
 
         work.add_done_callback(completed)
         try:
-            self.submit(lambda: None)  # run the action that `run` added: the driver may be asleep
+            self.submit(lambda: None)  # run the action that `drive` added: the driver may be asleep
             if self._driver_lock.locked() and not work.is_completed():
                 event.wait(None if until == math.inf else max(0.0, until - monotonic()))
             return monotonic() < until

@@ -25,7 +25,7 @@ from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
 from asyncdist.collectives.prepared import PreparedCollective, Result, device_of, finish_call
 from asyncdist.engine.endpoint import Endpoint
-from asyncdist.engine.operation import Channel, Operation, Plan
+from asyncdist.engine.operation import Channel, Plan
 from asyncdist.engine.work import Work, completed
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
 from asyncdist.memory.buffers import Scratch
@@ -227,7 +227,7 @@ class Group(CollectiveOps):
         except Exception as cause:
             schedules = (raising(cause),)
         plan = Plan(schedules, fingerprint, fold, functools.partial(finish_call, *result), window, nbytes)
-        return self._start(channel, plan, entry, background, limit)
+        return self.mesh.issue(channel, plan, entry, limit, background=background)
 
     def _limit(self, name: str, background: bool, timeout: Timeout) -> float:
         """Return the timeout of a call in seconds; raise if the group is destroyed or the call may not block here."""
@@ -236,12 +236,6 @@ class Group(CollectiveOps):
         if not background:
             self.mesh.progress.refuse_loop_thread(name)
         return self.timeout if timeout is None else seconds(timeout)
-
-    def _start(self, channel: Channel, plan: Plan, entry: Entry, background: bool, limit: float) -> Work:
-        work = Work(self.mesh.progress)
-        operation = Operation(channel, entry.op, entry.seq, plan, work, limit, entry)
-        self.mesh.issue(operation, background=background)
-        return work
 
     def _start_plan(self, name: str, plan: Plan, tag: int | None, background: bool, limit: float) -> Work:
         """Start a planned collective, or a message if there is a ``tag``."""
@@ -252,7 +246,7 @@ class Group(CollectiveOps):
         self._record(entry)
         if tag is None and self._native is not None:
             plan.parts = preceded(self._native.publish(entry.seq, plan.fingerprint), plan.parts)
-        return self._start(channel, plan, entry, background, limit)
+        return self.mesh.issue(channel, plan, entry, limit, background=background)
 
     def _run_plan(
         self,

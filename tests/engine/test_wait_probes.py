@@ -32,7 +32,7 @@ class Rank:
         if channel.point_to_point:
             channel.sibling = Channel(GROUP, "world", members, self.rank)
         entry = Entry("world", name, sequence, 0, 0)
-        operation = Operation(channel, name, sequence, Plan(), Work(), TIMEOUT, entry)
+        operation = Operation(channel, Plan(), Work(), TIMEOUT, entry)
         for peer in peers:
             task = Task(operation, 0, iter(()), deque())
             task.awaits = peer

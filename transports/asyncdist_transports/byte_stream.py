@@ -155,26 +155,24 @@ class Reader:
         return self._blocked
 
     @property
-    def eager(self) -> bool:
-        """Whether to read without a readiness event: a receive is posted, or a body or the backlog is partly read."""
-        if self._blocked:
-            return False
-        return self._receive is not None or self._backlog is not None or bool(self._inbox and self._inbox.posted)
-
-    @property
     def backlogged(self) -> bool:
         """Whether bytes have left the stream and are not parsed yet, so that no readiness event reports them."""
         return self._backlog is not None
 
-    def read(self) -> bool:
-        """Read about `QUANTUM` bytes at most; return whether any byte was read. Raises Ended and ProtocolError."""
+    def read(self, ready: bool = True) -> bool:
+        """Read about `QUANTUM` bytes at most; return whether any byte was read. Raises Ended and ProtocolError.
+
+        Args:
+            ready: Whether bytes may have arrived, as after a readiness event. Without it the reader asks the stream only
+                if a receive is posted, or a body or the backlog is partly read.
+        """
         budget = QUANTUM
         try:
             while budget > 0 and not self._blocked:
                 if self._receive is not None:
                     budget -= self._read_body()
-                # The first read needs no such reason, because the caller may know that bytes have arrived.
-                elif budget == QUANTUM or self.eager:
+                elif ready or self._backlog is not None or (self._inbox is not None and self._inbox.posted):
+                    ready = False
                     budget -= self._read_header()
                 else:
                     break

@@ -95,12 +95,15 @@ class Outbound:
         return READ if self._proving is not None else WRITE
 
     @property
-    def eager(self) -> bool:
-        return bool(self.queue) or (self._tls is not None and _is_unsent(self._sock))
+    def unsent(self) -> bool:
+        """Whether bytes wait to be sent."""
+        return bool(self.queue) or _is_unsent(self._sock)
 
     def pump(self, ready: bool) -> bool:
         """Connect, authenticate, send, and read control messages if the socket is ready. Raises Ended and
         AsyncdistError."""
+        if not (ready or self.unsent):
+            return False
         if not self.established:
             return self._establish()
         try:
@@ -201,16 +204,13 @@ class Inbound:
             return WRITE if self._sock.wants_write else READ
         return 0 if self._reader is not None and self._reader.blocked else READ
 
-    @property
-    def eager(self) -> bool:
-        reader = self._reader
-        return reader is not None and reader.eager
-
     def pump(self, ready: bool) -> bool:
         """Authenticate the peer, then read; raises Ended and AsyncdistError."""
         reader = self._reader
         if reader is not None:
-            return _read_all(self._sock, reader) if isinstance(self._sock, TlsSocket) else reader.read()
+            return _read_all(self._sock, reader, ready) if isinstance(self._sock, TlsSocket) else reader.read(ready)
+        if not ready:
+            return False
         try:
             if isinstance(self._sock, TlsSocket) and self._securing:
                 self._sock.secure()
@@ -230,7 +230,7 @@ class Inbound:
         self.peer = rank
         self._proven(self)
         self._reader = Reader(self._sock, rank, self._host, self._host.inbox(rank))
-        _read_all(self._sock, self._reader)
+        _read_all(self._sock, self._reader, True)
         return True
 
     def close(self, *, say_goodbye: bool) -> None:
@@ -253,9 +253,9 @@ def _come(sock: Connected, nbytes: int) -> bytes:
     return chunk
 
 
-def _read_all(sock: Connected, reader: Reader) -> bool:
+def _read_all(sock: Connected, reader: Reader, ready: bool) -> bool:
     """Read until no decrypted bytes are left, which no poll would report."""
-    moved = reader.read()
+    moved = reader.read(ready)
     if isinstance(sock, TlsSocket):
         while sock.unread and not reader.blocked and reader.read():
             moved = True

@@ -93,7 +93,8 @@ class TcpTransport(Transport):
         moved = False
         if ready is None:
             for connection in list(self.connections.values()):
-                if connection.eager:
+                # The usual case of a connection without work costs no call.
+                if type(connection) is not Outbound or connection.queue or self._dialling is not None:
                     moved = self._pump(connection, False) or moved
             return moved
         for descriptor in ready:
@@ -113,7 +114,9 @@ class TcpTransport(Transport):
     def busy(self) -> bool:
         # Called without the driver lock too, hence the copy.
         for connection in list(self.connections.values()):
-            if type(connection) is Outbound and (connection.queue or (self._dialling is not None and connection.eager)):
+            if type(connection) is Outbound and (
+                connection.queue or (self._dialling is not None and connection.unsent)
+            ):
                 return True
         return False
 
