@@ -114,7 +114,7 @@ def fingerprint(
     return Fingerprint(
         collective=collective,
         dtype=0 if dtype is None else dtype_number(dtype),
-        reduction=0 if op is None else ReduceOp[op.name].value,
+        reduction=0 if op is None else (op if isinstance(op, ReduceOp) else ReduceOp.PREMUL_SUM).value,
         root=0 if root is None else root + 1,
         count=count & 0xFFFFFF,
         shape=0 if form is None else shape_checksum(form),

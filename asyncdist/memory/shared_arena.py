@@ -77,8 +77,10 @@ class ArenaMapping:
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ``count`` elements that begin at an offset, a multiple of their size, as a flat tensor."""
-        with torch.inference_mode(False):
-            return self._bytes[offset : offset + count * dtype.itemsize].view(dtype)
+        if torch.is_inference_mode_enabled():  # see `__init__`
+            with torch.inference_mode(False):
+                return self.tensor(offset, count, dtype)
+        return self._bytes[offset : offset + count * dtype.itemsize].view(dtype)
 
     def discard(self, offset: int, nbytes: int) -> None:
         """Return whole pages to the system."""

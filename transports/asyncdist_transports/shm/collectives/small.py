@@ -77,24 +77,22 @@ class _SmallCall:
         self.count = signature.count
         self.nbytes = self.count * signature.dtype.itemsize
         self.others = slots.others
-
-    @property
-    def result_offset(self) -> int:
+        self.result_offset = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
         """Offset in an area, after the staged data, at which a member shows a result."""
-        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
-
-    @property
-    def shares_result(self) -> bool:
-        return (
-            self.size > 2 and self.slots.oversubscribed and self.result_offset + self.nbytes <= self.slots.area_nbytes
-        )
+        shows = signature.collective is Collective.all_reduce and self.size > 2 and slots.oversubscribed
+        self.shares_result = shows and self.result_offset + self.nbytes <= slots.area_nbytes
+        self.area_nbytes = self.header + self.blocks * self.nbytes
+        """Bytes of its area that a member uses."""
+        if self.shares_result:
+            self.area_nbytes = self.result_offset + self.nbytes
+        elif signature.collective is Collective.barrier:
+            self.area_nbytes = 0
 
     # -- areas ---------------------------------------------------------------------------------
 
     def staged_block(self, number: int, rank: int, block: int = 0) -> torch.Tensor:
         """Return a block of a member's area as a tensor of the result's shape."""
         signature, count = self.signature, self.count
-        self.slots.reserve(number, 0, self.header + self.blocks * self.nbytes)
         area = self.slots.first_half(number, rank, self.header, self.blocks * count, signature.dtype)
         return area[block * count : (block + 1) * count].view(signature.shape)
 
@@ -128,20 +126,24 @@ class _SmallCall:
         self, moves: Callable[[int], Moves], goal: int = STAGED, fallback: PreparedCall | None = None
     ) -> SmallExchange:
         call = self.signature.fingerprint
-        return SmallExchange(self.slots, call, moves, self.others, first=goal, goal=goal, fallback=fallback)
+        return SmallExchange(
+            self.slots, call, self.area_nbytes, moves, self.others, first=goal, goal=goal, fallback=fallback
+        )
 
     def from_root(self, send: Callable[[int], Moves], read: Callable[[int], Moves]) -> SmallExchange:
         slots, call = self.slots, self.signature.fingerprint
         # The root reads nothing, so its first step is its last.
         if self.rank == self.root:
-            return SmallExchange(slots, call, send, (), first=DONE, goal=STAGED)
-        return SmallExchange(slots, call, read, (slots.members_by_rank[self.root],), first=POSTED, goal=STAGED)
+            return SmallExchange(slots, call, self.area_nbytes, send, (), first=DONE, goal=STAGED)
+        return SmallExchange(
+            slots, call, self.area_nbytes, read, (slots.members_by_rank[self.root],), first=POSTED, goal=STAGED
+        )
 
     def to_root(self, send: Callable[[int], Moves], read: Callable[[int], Moves]) -> SmallExchange:
         slots, call = self.slots, self.signature.fingerprint
         if self.rank == self.root:
-            return SmallExchange(slots, call, read, self.others, first=POSTED, goal=STAGED)
-        return SmallExchange(slots, call, send, (), first=DONE, goal=STAGED)
+            return SmallExchange(slots, call, self.area_nbytes, read, self.others, first=POSTED, goal=STAGED)
+        return SmallExchange(slots, call, self.area_nbytes, send, (), first=DONE, goal=STAGED)
 
 
 # -- reducing -----------------------------------------------------------------------------------------
@@ -180,7 +182,6 @@ def _found_or_reduced(small: _SmallCall, number: int, areas: Sequence[torch.Tens
     """
     slots, arithmetic, nbytes = small.slots, small.signature.arithmetic, small.nbytes
     result_offset, count, dtype = small.result_offset, small.count, small.signature.dtype
-    slots.reserve(number, 0, result_offset + nbytes)
     staged_block = [
         slots.first_half(number, each, result_offset, count, dtype).view(small.signature.shape)
         for each in range(small.size)

@@ -49,6 +49,7 @@ class SmallExchange:
     Args:
         slots: The group's slot table.
         call: The fingerprint that the members compare.
+        nbytes: Bytes of its area that this member uses.
         moves: ``moves(number)`` returns this member's actions in the slot of the n-th collective.
         sources: The members that this member waits for.
         first: The step that this member has reached after staging; it may be the last one.
@@ -60,6 +61,7 @@ class SmallExchange:
         self,
         slots: SlotTable,
         call: int,
+        nbytes: int,
         moves: Callable[[int], Moves],
         sources: Sequence[SlotMember],
         *,
@@ -67,7 +69,7 @@ class SmallExchange:
         goal: int,
         fallback: PreparedCall | None = None,
     ) -> None:
-        self._slots, self._call, self._make = slots, call, moves
+        self._slots, self._call, self._nbytes, self._make = slots, call, nbytes, moves
         self._sources, self._first, self._goal, self._fallback = sources, first, goal, fallback
         self._moves: list[Moves | None] = [None] * SLOTS
 
@@ -134,5 +136,6 @@ class SmallExchange:
                 member.signal()
 
     def _made(self, number: int) -> Moves:
+        self._slots.reserve(number, 0, self._nbytes)
         made = self._moves[number % SLOTS] = self._make(number)
         return made
