@@ -14,10 +14,12 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.config import Config
-from asyncdist.engine.operation import Operation
+from asyncdist.engine.operation import Channel, Plan
+from asyncdist.engine.work import Work
 from asyncdist.groups.group import Group
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import CollectiveCase, moving, reducing
+from asyncdist.tracing.recorder import Entry
 from asyncdist_transports.shm.collectives.slot_table import SLOTS
 
 SMALL = Config().with_(shm_area_nbytes=4096)
@@ -34,9 +36,7 @@ class Held:
         monkeypatch.setattr(group.mesh.progress, "attempt", lambda *_, **__: False)
         monkeypatch.setattr(group.mesh, "issue", self._hold)
 
-    def _hold(self, operation: Operation, *, background: bool) -> None:
-        plan = operation.plan
-
+    def _hold(self, channel: Channel, plan: Plan, entry: Entry, timeout: float, *, background: bool) -> Work:
         def whole() -> Schedule:
             for part in plan.parts:
                 yield from part
@@ -44,6 +44,7 @@ class Held:
                 plan.finish()
 
         self.schedules.append(whole())
+        return Work()
 
     def resume(self, schedule: Schedule) -> bool:
         """Resume a schedule once; return whether it has made progress."""
