@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,12 +111,9 @@ class _Stop:
     def __init__(self, loop: asyncio.AbstractEventLoop, *, ends_process: bool) -> None:
         self._loop = loop
         self._ends_process = ends_process
-        self._first, self._second = asyncio.Event(), asyncio.Event()
+        self._signals: asyncio.Queue[int] = asyncio.Queue()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._signal)
-
-    def _signal(self) -> None:
-        (self._second if self._first.is_set() else self._first).set()
+            loop.add_signal_handler(number, self._signals.put_nowait, number)
 
     async def first_signal(self, server: StoreServer) -> None:
         """Return on the first signal.
@@ -124,23 +121,12 @@ class _Stop:
         Raises:
             JournalError: The server's data cannot be written any more.
         """
-        first: asyncio.Future[Any] = asyncio.ensure_future(self._first.wait())
-        failed = [server.durability.failure] if server.durability is not None else []
-        try:
-            await asyncio.wait([first, *failed], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            first.cancel()
-        if failed and failed[0].done():
-            failed[0].result()
+        failure = [asyncio.shield(server.durability.failure)] if server.durability is not None else []
+        await _first_of(self._signals.get(), *failure)
 
     async def until_second_signal(self, draining: Coroutine[Any, Any, None]) -> None:
         """Wait for ``draining``, or until the second signal."""
-        work = asyncio.ensure_future(draining)
-        second = asyncio.ensure_future(self._second.wait())
-        await asyncio.wait([work, second], return_when=asyncio.FIRST_COMPLETED)
-        for each in (work, second):
-            each.cancel()
-        await asyncio.gather(work, second, return_exceptions=True)
+        await _first_of(self._signals.get(), draining)
 
     def close(self) -> None:
         """Remove the signal handlers; ignore the signals if the process ends with the daemon."""
@@ -151,3 +137,16 @@ class _Stop:
             if self._ends_process:
                 signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+async def _first_of(*awaitables: Awaitable[Any]) -> None:
+    """Wait until one of these is done, cancel the others, and raise its error if it has failed."""
+    futures = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in futures:
+            each.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+    for each in done:
+        each.result()
