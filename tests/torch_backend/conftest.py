@@ -27,6 +27,10 @@ PRELOAD = (
     "torch.distributed.nn.functional", "torch.distributed.optim", "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel", "torch._inductor.compile_fx",
 )  # fmt: skip
+LIGHT_PRELOAD = (
+    "asyncdist.torch_backend.rendezvous_handler", "asyncdist_transports.shm", "asyncdist_transports.tcp",
+    "torch.distributed.fsdp",
+)  # fmt: skip
 PATIENCE = 40.0
 """Default time limit of a program in seconds; the timeout of a collective is three quarters of it."""
 GRACE = 3.0
@@ -61,7 +65,6 @@ def ended():
     def ended(*ranks, status=0):
         for rank in ranks:
             assert rank.wait() == status, rank.output()
-            rank.close()
 
     return ended
 
@@ -80,7 +83,21 @@ def shut_down(ended):
 
 
 @pytest.fixture(scope="session")
-def nursery():
+def light_nursery():
+    """A nursery with few imports: with all imports of a team, the interpreter of a rank takes a second to shut down."""
+    with Nursery(LIGHT_PRELOAD) as nursery:
+        yield nursery
+
+
+@pytest.fixture
+def nursery(light_nursery):
+    """The same; ranks that a test has not ended are killed after it."""
+    yield light_nursery
+    light_nursery.clear()
+
+
+@pytest.fixture(scope="session")
+def team_nursery():
     with Nursery(PRELOAD) as nursery:
         yield nursery
 
@@ -181,14 +198,14 @@ class Team:
 
 
 @pytest.fixture(scope="session")
-def teams(nursery, tmp_path_factory):
+def teams(team_nursery, tmp_path_factory):
     """All teams by (transport, world); gloo's transport is "gloo"."""
     folder = tmp_path_factory.mktemp("teams")
     teams = {}
     for world in (2, 4):
-        teams["gloo", world] = Team(nursery, "gloo", "", world, folder)
+        teams["gloo", world] = Team(team_nursery, "gloo", "", world, folder)
         for transport in ("shm", "tcp"):
-            teams[transport, world] = Team(nursery, "asyncdist", transport, world, folder)
+            teams[transport, world] = Team(team_nursery, "asyncdist", transport, world, folder)
     return teams
 
 
@@ -215,16 +232,16 @@ def same_over_gloo(teams, transport, world):
 
 
 @pytest.fixture
-def as_it_should_be(teams, transport, world):
+def as_expected(teams, transport, world):
     """Run a program over an asyncdist transport that returns pairs of actual and expected results."""
 
-    def as_it_should_be(module, name, *, close=False, patience=PATIENCE):
+    def as_expected(module, name, *, close=False, patience=PATIENCE):
         for pairs in teams[transport, world].run(module, name, patience=patience):
             assert pairs, f"{name} returns nothing to compare"
             for actual, expected in pairs:
                 assert_alike(actual, expected, close)
 
-    return as_it_should_be
+    return as_expected
 
 
 @pytest.fixture(params=["shm", "tcp"])

@@ -55,9 +55,9 @@ def test_groups(same_over_gloo, program):
     "program", ["stacked_outputs", "scaled_sums", "after_a_group_made_locally", "together_with_gloo",
                 "callbacks_that_block", "methods_of_the_group", "awaited"],
 )  # fmt: skip
-def test_operation_that_gloo_refuses(as_it_should_be, program):
-    as_it_should_be("programs_beyond_gloo", program)
+def test_operation_that_gloo_refuses(as_expected, program):
+    as_expected("programs_beyond_gloo", program)
 
 
-def test_blocking_call_runs_in_the_calling_thread(as_it_should_be):
-    as_it_should_be("programs_threads", "stays_in_its_thread")
+def test_blocking_call_runs_in_the_calling_thread(as_expected):
+    as_expected("programs_threads", "stays_in_its_thread")

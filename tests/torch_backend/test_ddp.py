@@ -45,5 +45,5 @@ def test_hooks_of_cpp(same_over_gloo):
 
 
 @pytest.mark.parametrize("program", ["where_buckets_lie", "exact_in_registered_buckets"])
-def test_buckets(as_it_should_be, program):
-    as_it_should_be("programs_ddp", program)
+def test_buckets(as_expected, program):
+    as_expected("programs_ddp", program)

@@ -6,7 +6,6 @@ with the status of a program that did not crash.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import signal
@@ -16,51 +15,25 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.testing.processes import Nursery
-
 pytestmark = pytest.mark.processes
 HERE = Path(__file__).parent
 PROGRAM = HERE / "programs_failures.py"
 
 
-@pytest.fixture(scope="module")
-def brief_lives():
-    """A nursery with few imports: the interpreter shutdown of a rank with all imports of a team takes a second."""
-    modules = (
-        "asyncdist.torch_backend",
-        "asyncdist_transports.shm",
-        "asyncdist_transports.tcp",
-        "torch.distributed.fsdp",
-    )
-    with Nursery(modules) as nursery:
-        yield nursery
-
-
 @pytest.fixture
-def start(brief_lives, transport, tmp_path):
+def start(nursery, transport, tmp_path):
     """Fork the ranks of a world that run a function of the program: ``start(world, function, *arguments)``."""
-    meetings, started = itertools.count(), []
+    meetings = itertools.count()
 
-    def start(world, function, *arguments, come=None):
+    def start(world, function, *arguments, ranks=None):
         meeting = f"file://{tmp_path}/meeting-{next(meetings)}"
         environment = {"ASYNCDIST_TRANSPORT": transport}
-        ranks = [
-            brief_lives.start(PROGRAM, function, rank, world, meeting, *arguments, environment=environment)
-            for rank in range(come or world)
+        return [
+            nursery.start(PROGRAM, function, rank, world, meeting, *arguments, environment=environment)
+            for rank in range(ranks or world)
         ]
-        started.extend(ranks)
-        return ranks
 
-    yield start
-    for rank in started:
-        try:
-            rank.wait(0.0)
-        except TimeoutError:
-            # The rank may exit between the timeout and the kill.
-            with contextlib.suppress(ProcessLookupError):
-                rank.kill()
-            rank.wait()
-        rank.close()
+    return start
 
 
 def check_lost(failure, kind, peer):
@@ -82,18 +55,18 @@ DYING = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("what", DYING)
-def test_peer_death_during_backward_is_raised(start, what, world):
+def test_peer_death_during_backward_is_raised(start, ended, what, world):
     program, options = DYING[what]
     *survivors, victim = start(world, program, options)
-    assert victim.wait() == -signal.SIGKILL
+    ended(victim, status=-signal.SIGKILL)
     for rank in survivors:
         check_lost(rank.hear(), "RuntimeError", world - 1)
         kinds, text = rank.hear()
         assert "GroupError" in kinds, text
-    assert [rank.wait() for rank in survivors] == [0] * len(survivors), survivors[0].output()
+    ended(*survivors)
 
 
-def test_peer_death_fails_every_waiting_call(start):
+def test_peer_death_fails_every_waiting_call(start, ended):
     *survivors, victim = start(3, "dies")
     assert [rank.hear() for rank in (*survivors, victim)] == ["waiting", "waiting", "here"]
     victim.kill()
@@ -103,32 +76,32 @@ def test_peer_death_fails_every_waiting_call(start):
         for call, failure in told.items():
             check_lost(failure, "RuntimeError" if call == "future" else "PeerLostError", 2)
     assert [rank.hear() for rank in survivors] == [2.0, 2.0], "the survivors continue in a new group"
-    assert [rank.wait() for rank in survivors] == [0, 0], survivors[0].output()
+    ended(*survivors)
 
 
 # -- peers that leave or never arrive ----------------------------------------------------------------
 
 
-def test_peer_that_destroys_its_group_is_lost_to_the_others(start):
+def test_peer_that_destroys_its_group_is_lost_to_the_others(start, ended):
     *stayed, left = start(3, "leaves")
-    assert left.wait() == 0, left.output()
+    ended(left)
     for rank in stayed:
         check_lost(rank.hear(), "PeerLostError", 2)
-    assert [rank.wait() for rank in stayed] == [0, 0], stayed[0].output()
+    ended(*stayed)
 
 
-def test_rendezvous_timeout_names_the_missing_rank(start):
-    ranks = start(3, "never_complete", come=2)
+def test_rendezvous_timeout_names_the_missing_rank(start, ended):
+    ranks = start(3, "never_complete", ranks=2)
     for rank in ranks:
         kinds, text = rank.hear()
         assert "RendezvousTimeoutError" in kinds, text
         assert "missing 2" in text, text
         assert rank.hear() is False
-    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
+    ended(*ranks)
 
 
 @pytest.mark.exhaustive
-def test_late_peer_fails_operations_with_a_timeout(start):
+def test_late_peer_fails_operations_with_a_timeout(start, ended):
     punctual, late, third = start(3, "late")
     kinds, text = punctual.hear()
     assert "OperationTimeoutError" in kinds, text
@@ -147,65 +120,65 @@ def test_late_peer_fails_operations_with_a_timeout(start):
         assert "OperationTimeoutError" in kinds, text
         assert re.match(rf"{call} #1 on group .*: timed out after 0\.5 s", text), text
     late.say("come")
-    assert [rank.wait() for rank in (punctual, late, third)] == [0, 0, 0], late.output()
+    ended(punctual, late, third)
 
 
-def test_wait_timeout_leaves_the_operation_running(start):
+def test_wait_timeout_leaves_the_operation_running(start, ended):
     waiting, late = start(2, "waits_briefly")
     kinds, text = waiting.hear()
     assert "WaitTimeoutError" in kinds, text
     late.say("come")
     waiting.say("wait again")
     assert [rank.hear() for rank in (waiting, late)] == [3.0, 3.0]
-    assert [rank.wait() for rank in (waiting, late)] == [0, 0]
+    ended(waiting, late)
 
 
-def test_mismatched_calls_raise_on_every_rank(start):
+def test_mismatched_calls_raise_on_every_rank(start, ended):
     ranks = start(2, "mismatched")
     for rank in ranks:
         kinds, text = rank.hear()
         assert "MismatchError" in kinds, text
         assert "10" in text, text
         assert "11" in text, text
-    assert [rank.wait() for rank in ranks] == [0, 0]
+    ended(*ranks)
 
 
 # -- mistakes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("program", ["devices", "counts", "by_cpp", "features_of_later_releases"])
-def test_user_mistake_is_refused(as_it_should_be, program):
-    as_it_should_be("programs_refusals", program)
+def test_user_mistake_is_refused(as_expected, program):
+    as_expected("programs_refusals", program)
 
 
 # -- exit --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["undestroyed", "pending", "from a thread", "in a callback"])
-def test_exit_without_destroying_the_group(start, how):
+def test_exit_without_destroying_the_group(start, ended, how):
     ranks = start(2, "ends", how)
-    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
+    ended(*ranks)
 
 
-def test_uncaught_exception_exits_with_status_1(start):
+def test_uncaught_exception_exits_with_status_1(start, ended):
     ranks = start(2, "ends", "raising")
-    assert [rank.wait() for rank in ranks] == [1, 1], ranks[0].output()
+    ended(*ranks, status=1)
     assert 'KeyError: "a user\'s mistake"' in ranks[0].output()
 
 
-def test_group_destroyed_twice_or_in_the_wrong_order_raises(start):
+def test_group_destroyed_twice_or_in_the_wrong_order_raises(start, ended):
     for how in ("twice", "default first"):
         ranks = start(2, "ends", how)
         for rank in ranks:
             kinds, text = rank.hear()
             assert kinds != ["nothing"], text
-            assert rank.wait() == 0, rank.output()
+            ended(rank)
 
 
-def test_process_group_is_initialized_again_after_destroy(start):
+def test_process_group_is_initialized_again_after_destroy(start, ended):
     ranks = start(2, "ends", "again")
     assert [[rank.hear() for _ in range(3)] for rank in ranks] == [[[2.0] * 10] * 3] * 2
-    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output()
+    ended(*ranks)
 
 
 @pytest.mark.exhaustive
@@ -234,7 +207,7 @@ def test_interrupt_of_torchrun_ends_agent_and_ranks(transport, busy, monkeypatch
         job.communicate()
 
 
-def test_abort_process_group_reaches_every_rank(start):
+def test_abort_process_group_reaches_every_rank(start, ended):
     """The abort reaches peers without an open connection while the aborting process is still alive."""
     first, *others = start(3, "aborts")
     for kinds, text in [*first.hear(), *(rank.hear() for rank in others)]:
@@ -246,4 +219,4 @@ def test_abort_process_group_reaches_every_rank(start):
     assert "NotInitializedError" in kinds, text
     for rank in (first, *others):
         rank.say("go")
-    assert [rank.wait() for rank in (first, *others)] == [0, 0, 0], first.output()
+    ended(first, *others)

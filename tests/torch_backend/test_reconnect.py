@@ -20,65 +20,65 @@ pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_at_daemon.py"
 
 
-class Place:
-    """A store daemon with a data folder. Agents connect to ``endpoint``; ``breaks()`` breaks their connections."""
+class Daemon:
+    """A store daemon with a data folder. Clients connect to ``endpoint``; ``break_connections()`` cuts them off."""
 
     def __init__(self, stack, how, folder):
-        self.daemon = stack.enter_context(started("--port", "0", "--data", folder))
-        self.endpoint = f"127.0.0.1:{self.daemon.port}"
+        self.server = stack.enter_context(started("--port", "0", "--data", folder))
+        self.endpoint = f"127.0.0.1:{self.server.port}"
         if how == "cut":
-            proxy = stack.enter_context(Proxy("127.0.0.1", self.daemon.port))
+            proxy = stack.enter_context(Proxy("127.0.0.1", self.server.port))
             self.endpoint = f"127.0.0.1:{proxy.address[1]}"
-            self.breaks = proxy.cut
+            self.break_connections = proxy.cut
         else:
-            self.breaks = self._begin_again
+            self.break_connections = self._restart
         self._stack, self._folder = stack, folder
 
-    def _begin_again(self):
-        self.daemon.process.kill()
-        self.daemon.process.wait()
-        self.daemon = self._stack.enter_context(started("--port", str(self.daemon.port), "--data", self._folder))
+    def _restart(self):
+        self.server.process.kill()
+        self.server.process.wait()
+        self.server = self._stack.enter_context(started("--port", str(self.server.port), "--data", self._folder))
 
 
 @pytest.fixture(params=["cut", "killed"])
-def place(request, tmp_path):
+def daemon(request, tmp_path):
     with ExitStack() as stack:
-        yield Place(stack, request.param, str(tmp_path))
+        yield Daemon(stack, request.param, str(tmp_path))
 
 
 @pytest.mark.exhaustive
-def test_agent_reopens_its_lost_endpoint_in_the_next_round(place, nursery, shut_down):
-    agent = nursery.start(PROGRAM, "agent", place.endpoint, "job", 1)
+def test_agent_reopens_its_lost_endpoint_in_the_next_round(daemon, nursery, shut_down):
+    agent = nursery.start(PROGRAM, "agent", daemon.endpoint, "job", 1)
     assert agent.hear() == [b"there"]
-    place.breaks()
+    daemon.break_connections()
     agent.say("again")
     assert agent.hear() == [b"there"]
     shut_down(agent)
 
 
 @pytest.mark.exhaustive
-def test_waiting_agent_is_found_by_the_next_agent_after_reconnect(place, nursery, until, shut_down):
+def test_waiting_agent_is_found_by_the_next_agent_after_reconnect(daemon, nursery, until, shut_down):
     """The second agent waits for the first one to reconnect; otherwise it would delete the keys of the job."""
-    with place.daemon.client() as store:
-        first = nursery.start(PROGRAM, "agent", place.endpoint, "job", 2)
+    with daemon.server.client() as store:
+        first = nursery.start(PROGRAM, "agent", daemon.endpoint, "job", 2)
         until(lambda: any("torch.rendezvous" in key for key in store.list_keys()))
-    place.breaks()
-    with place.daemon.client() as store:
-        second = nursery.start(PROGRAM, "agent", place.endpoint, "job", 2)
+    daemon.break_connections()
+    with daemon.server.client() as store:
+        second = nursery.start(PROGRAM, "agent", daemon.endpoint, "job", 2)
         assert first.hear() == second.hear() == [b"there"] * 2
         shut_down(first, second)
         until(lambda: store.num_keys() == 0)
 
 
-def test_idle_ranks_reconnect_and_keep_their_ephemeral_keys(place, nursery, until, ended):
+def test_idle_ranks_reconnect_and_keep_their_ephemeral_keys(daemon, nursery, until, ended):
     """The daemon deletes the ephemeral keys of a session that does not reconnect within its lease."""
-    url = f"asyncdist://{place.endpoint}/job"
+    url = f"asyncdist://{daemon.endpoint}/job"
     ranks = [nursery.start(PROGRAM, "compute", url, rank, 2) for rank in range(2)]
     assert [rank.hear() for rank in ranks] == ["there"] * 2
-    with place.daemon.client() as store:
+    with daemon.server.client() as store:
         before = store.request(operations.status())
-    place.breaks()
-    with place.daemon.client() as store:
+    daemon.break_connections()
+    with daemon.server.client() as store:
         taken = before["connections_total"] if store.request(operations.status())["pid"] == before["pid"] else 0
         until(lambda: store.request(operations.status())["connections_total"] >= taken + 1 + len(ranks))
     for rank in ranks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -25,19 +24,13 @@ def server():
 SHORT_LEASE = {"ASYNCDIST_STORE_LEASE": "0.3", "ASYNCDIST_STORE_RECONNECT": "0.3"}
 
 
-@pytest.fixture
-def kill(ended):
-    """Kill ranks or agents, one after the other."""
-
-    def kill(*processes):
-        for process in processes:
-            process.kill()
-            ended(process, status=-signal.SIGKILL)
-
-    return kill
+def kill(*processes):
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
-def test_keys_are_deleted_after_the_last_rank_is_killed(server, nursery, until, kill):
+def test_keys_are_deleted_after_the_last_rank_is_killed(server, nursery, until):
     with TCPStore("127.0.0.1", server.port) as store:
         store.set("job of others", b"")
         url = f"asyncdist://127.0.0.1:{server.port}/job"
@@ -74,7 +67,7 @@ def test_keys_of_agents_are_deleted_with_the_last_agent_of_the_job(server, nurse
         until(lambda: store.num_keys() == 0)
 
 
-def test_killed_job_runs_again_and_its_keys_are_deleted_with_its_leases(server, nursery, until, kill):
+def test_killed_job_runs_again_and_its_keys_are_deleted_with_its_leases(server, nursery, until):
     with TCPStore("127.0.0.1", server.port) as store:
         kill(*start_agents(nursery, server, "job"))
         again = start_agents(nursery, server, "job")
