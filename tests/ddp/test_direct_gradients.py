@@ -1,4 +1,4 @@
-"""Gradients of linear layers that backward writes into their buckets, and all that must go torch's way instead."""
+"""Gradients of linear layers that backward writes into their buckets, and the cases that use torch's own path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where buckets lie, when they are sent, and how gradients are divided: what a group's shared memory changes."""
+"""Where buckets lie, when they are sent, and how gradients are divided, with and without shared memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def is_registered(tensor):
 
 
 def train(toy, group, module, steps=2, **how):
-    ours = DistributedDataParallel(module, process_group=group, **how)
+    model = DistributedDataParallel(module, process_group=group, **how)
     for _ in range(steps):
-        ours.zero_grad()
-        toy.loss_of(ours, *toy.share(group, toy.samples())).backward()
-    return ours
+        model.zero_grad()
+        toy.loss_of(model, *toy.share(group, toy.samples())).backward()
+    return model
 
 
 def alone(toy, module):
@@ -41,10 +41,10 @@ def test_buckets_lie_in_shared_memory(together, toy, transport):
     before = arena().used_nbytes
 
     def rank(group):
-        ours = train(toy, group, toy.network(), bucket_cap_mb=0.0001)
-        assert len(ours.bucket_parameters) > 1
-        toy.assert_close(toy.gradients(ours), alone(toy, toy.network()))
-        return [is_registered(parameter.grad) for parameter in ours.parameters()]
+        model = train(toy, group, toy.network(), bucket_cap_mb=0.0001)
+        assert len(model.bucket_parameters) > 1
+        toy.assert_close(toy.gradients(model), alone(toy, toy.network()))
+        return [is_registered(parameter.grad) for parameter in model.parameters()]
 
     for registered in together(2, rank, transport=transport):
         assert set(registered) == {transport == "shm"}
@@ -55,12 +55,12 @@ def test_buckets_lie_in_shared_memory(together, toy, transport):
 @without_memory
 def test_buckets_lie_in_ordinary_memory_if_shared_memory_is_full(together, toy, monkeypatch):
     def rank(group):
-        ours = train(toy, group, toy.network(), steps=0)
+        model = train(toy, group, toy.network(), steps=0)
         group.barrier(background=False).wait()
         monkeypatch.setattr(reducer, "empty", full)
-        toy.loss_of(ours, *toy.share(group, toy.samples())).backward()
-        toy.assert_close(toy.gradients(ours), alone(toy, toy.network()))
-        return [is_registered(parameter.grad) for parameter in ours.parameters()]
+        toy.loss_of(model, *toy.share(group, toy.samples())).backward()
+        toy.assert_close(toy.gradients(model), alone(toy, toy.network()))
+        return [is_registered(parameter.grad) for parameter in model.parameters()]
 
     def full(*_, **__):
         raise reducer.SharedMemoryError(os.strerror(errno.ENOSPC))
@@ -92,14 +92,14 @@ def test_gradients_that_accumulate_are_averaged_like_fresh_ones(together, dtype)
         module = nn.Linear(1, 1, bias=False).to(dtype)
         with torch.no_grad():
             module.weight.fill_(1)
-        ours = DistributedDataParallel(module, process_group=group)
+        model = DistributedDataParallel(module, process_group=group)
         seen = []
         for factor in (1, 2):
-            ours(torch.full((1, 1), factor * 4.0 * (group.rank() + 1), dtype=dtype)).sum().backward()
+            model(torch.full((1, 1), factor * 4.0 * (group.rank() + 1), dtype=dtype)).sum().backward()
             seen.append(module.weight.grad.item())
-        with ours.no_sync():
-            ours(torch.full((1, 1), 4.0 * group.rank(), dtype=dtype)).sum().backward()
-        ours(torch.full((1, 1), 4.0, dtype=dtype)).sum().backward()
+        with model.no_sync():
+            model(torch.full((1, 1), 4.0 * group.rank(), dtype=dtype)).sum().backward()
+        model(torch.full((1, 1), 4.0, dtype=dtype)).sum().backward()
         return [*seen, module.weight.grad.item()]
 
     assert together(4, rank) == [[10.0, 30.0, 40.0]] * 4
@@ -107,30 +107,30 @@ def test_gradients_that_accumulate_are_averaged_like_fresh_ones(together, dtype)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_gradients_are_aligned_to_cache_lines(together, dtype):
-    """A product that is written into memory across lines takes half as long again."""
+    """A matrix product that is written across cache lines takes 1.5 times as long."""
 
     def rank(group):
-        ours = DistributedDataParallel(nn.Linear(3, 5).to(dtype), process_group=group)
-        for _ in range(2):  # buckets are dealt anew after the first
-            ours(torch.ones(2, 3, dtype=dtype)).sum().backward()
+        model = DistributedDataParallel(nn.Linear(3, 5).to(dtype), process_group=group)
+        for _ in range(2):  # buckets are assigned again after the first
+            model(torch.ones(2, 3, dtype=dtype)).sum().backward()
         # One line for the bias, and one or two for the weight.
-        assert ours.module.bias.grad.untyped_storage().nbytes() in (128, 192)
-        return [parameter.grad.data_ptr() % 64 for parameter in ours.parameters()]
+        assert model.module.bias.grad.untyped_storage().nbytes() in (128, 192)
+        return [parameter.grad.data_ptr() % 64 for parameter in model.parameters()]
 
     assert together(2, rank) == [[0, 0]] * 2
 
 
 @without_memory
 def test_copied_gradients_are_kept_until_the_next_forward_up_to_a_limit(together, toy, monkeypatch):
-    """So that one gradient's memory need not be given back to the system before the next is made."""
+    """The memory of one gradient does not return to the system before the next one is allocated."""
     monkeypatch.setattr(reducer, "_COPIED_NBYTES", 600)
     monkeypatch.setattr(direct_gradients, "LEAST_NBYTES", 1 << 30)
 
     def rank(group):
-        ours = train(toy, group, toy.network(), steps=1)
-        kept = [tuple(tensor.shape) for tensor in ours._reducer._copied_gradients]
-        ours(toy.samples()[0])
-        return kept, ours._reducer._copied_gradients
+        model = train(toy, group, toy.network(), steps=1)
+        kept = [tuple(tensor.shape) for tensor in model._reducer._copied_gradients]
+        model(toy.samples()[0])
+        return kept, model._reducer._copied_gradients
 
     for kept, after in together(2, rank, transport="shm"):
         assert sorted(kept) == [(3,), (3, 8), (8,), (16,), (16, 6)]  # (8, 16) would exceed it

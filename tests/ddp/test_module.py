@@ -24,7 +24,7 @@ def test_training_equals_a_single_process_on_the_global_batch(together, toy, siz
         return [p.detach() for p in module.parameters()]
 
     def rank(group):
-        module = toy.network(seed=group.rank())  # only rank 0's first values count
+        module = toy.network(seed=group.rank())  # rank 0's values overwrite these
         model = DistributedDataParallel(
             module, process_group=group, bucket_cap_mb=toy.SMALL_MB, gradient_as_bucket_view=as_view
         )
@@ -72,7 +72,7 @@ def test_mixed_dtypes_frozen_shared_empty_and_scalar_parameters(together, toy):
     assert results[0]["frozen.weight"].grad is None
     for name, parameter in base.named_parameters():
         if parameter.requires_grad:
-            tolerance = 0.02 if parameter.dtype == torch.bfloat16 else 0.01  # everything passes the bfloat16 layer
+            tolerance = 0.02 if parameter.dtype == torch.bfloat16 else 0.01  # all activations pass the bfloat16 layer
             torch.testing.assert_close(results[0][name].grad, parameter.grad, rtol=tolerance, atol=tolerance)
             assert torch.equal(results[0][name].grad, results[1][name].grad)
 
@@ -103,7 +103,7 @@ def test_cast_model_is_averaged_in_its_new_dtype(together, toy, steps, as_view):
         data = toy.share(group, toy.samples())
         for _ in range(steps):
             toy.loss_of(model, *data).backward()
-        module[:3].double()  # goes past the wrapper
+        module[:3].double()  # without calling the wrapper
         module[3].register_forward_hook(lambda _, __, output: output.float())
         for _ in range(2):
             model.zero_grad()
@@ -149,7 +149,7 @@ def test_gradients_stay_views_of_their_buckets(together, toy):
         module = toy.network()
         model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=toy.SMALL_MB)
         inputs, targets = toy.share(group, toy.samples())
-        toy.loss_of(model, inputs, targets).backward()  # buckets are dealt again after this one
+        toy.loss_of(model, inputs, targets).backward()  # buckets are assigned again after this one
         storages = []
         for _ in range(3):
             model.zero_grad(set_to_none=False)
@@ -193,7 +193,7 @@ def test_buckets_follow_the_order_of_rank_0s_gradients(together, toy):
             return x
 
     def rank(group):
-        # Rank 1 has its gradients in the opposite order; the buckets are sent in rank 0's all the same.
+        # Rank 1's gradients arrive in the opposite order, but the buckets are sent in rank 0's order.
         model = DistributedDataParallel(
             Branches([2, 0, 3, 1] if group.rank() == 0 else [1, 3, 0, 2]), process_group=group, bucket_cap_mb=1e-5
         )

@@ -73,12 +73,12 @@ def test_buffers_are_broadcast_before_forward_if_requested(together, arguments):
     assert ours == pytest.approx([0.0, 0.1, 0.29, 0.29])
     if arguments:  # the statistics of each rank's own samples
         assert theirs == pytest.approx([1.0, 2.0, 3.0, 3.0], abs=0.5)
-    else:  # rank 0's, then one's own sample on top; in evaluation rank 0's
+    else:  # rank 0's statistics plus the rank's own sample; in evaluation rank 0's
         assert theirs == pytest.approx([1.0, 1.1, 1.29, 0.29])
 
 
 class Running(nn.Module):
-    """Puts a new buffer in the old one's place in each forward."""
+    """Replaces its buffers in each forward."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ def test_replaced_buffers_are_broadcast_when_join_ends(together):
                 model(torch.full((1, 1), 1.0 + group.rank())).sum().backward()
         return module.mean.item()
 
-    assert together(2, rank) == [3.0, 3.0]  # of rank 1, which was last: 2, then half of it and 2
+    assert together(2, rank) == [3.0, 3.0]  # rank 1 is last: 2, then 2 / 2 + 2
 
 
 def test_buffers_are_broadcast_between_two_forwards_of_one_backward(together):

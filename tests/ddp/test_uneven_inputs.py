@@ -37,7 +37,7 @@ def batches(toy):
 
 @pytest.fixture
 def alone(toy, batches):
-    """``alone(counts, by_all)``: the network that a single process trains on what ranks with these counts have."""
+    """``alone(counts, by_all)``: the network that a single process trains on the inputs of ranks with these counts."""
 
     def alone(counts, by_all, epochs=1):
         module = toy.network()
@@ -74,7 +74,7 @@ def test_training_equals_a_single_process_on_all_inputs(together, toy, batches, 
     def rank(group):
         model = toy.wrapped(group, gradient_as_bucket_view=as_view)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):  # the second time buckets have been dealt by arrival
+        for _ in range(2):  # the second time buckets follow the order of arrival
             with model.join(divide_by_initial_world_size=by_all):
                 for batch in batches(group.rank(), counts[group.rank()]):
                     optimizer.zero_grad()
@@ -148,7 +148,7 @@ def test_join_allows_forwards_without_backward_and_repeated_backwards(together, 
 
     reference = toy.network()
     toy.loss_of(reference, *batches(1, 3)[2]).backward()
-    # Two losses' worth over two ranks; then that again on top of it, the sum over two ranks.
+    # The first backward averages two losses over two ranks. The second adds two losses and averages the sum.
     expected = [(2 / 2 + 2) / 2 * gradient for gradient in toy.gradients(reference)]
     toy.assert_close(together(2, rank)[1], expected)
 
@@ -157,7 +157,7 @@ def test_join_allows_forwards_without_backward_and_repeated_backwards(together, 
 
 
 class Tally(nn.Module):
-    """A layer whose buffer adds up what this rank has seen."""
+    """A layer whose buffer adds up this rank's inputs."""
 
     def __init__(self):
         super().__init__()
@@ -173,7 +173,7 @@ class Tally(nn.Module):
 @pytest.mark.parametrize(
     ("counts", "left"),
     [
-        ([2, 2], [11.0, 101.0]),  # rank 0's after the first step, then each its own
+        ([2, 2], [11.0, 101.0]),  # rank 0's after the first step, then each rank's own
         ([3, 1], [111.0, 111.0]),
         ([1, 3], [300.0, 300.0]),  # rank 1's own from the second step on
     ],
@@ -186,7 +186,7 @@ def test_buffers_are_those_of_the_lowest_rank_with_inputs(together, counts, left
             for step in range(counts[own]):
                 model(torch.full((1,), float([1, 10, 100][step] if own == 0 else 100))).sum().backward()
         tally = model.module.seen.item()
-        model(torch.zeros(1)).sum().backward()  # what comes after starts from rank 0's on every rank
+        model(torch.zeros(1)).sum().backward()  # outside join() every rank gets rank 0's buffer
         return tally, model.module.seen.item()
 
     results = together(2, rank)
@@ -204,7 +204,7 @@ def test_ranks_with_inputs_may_evaluate_inside_join(together):
                 with torch.no_grad():  # overwrites buffers, as the first forward after a training step does
                     model.eval()(torch.ones(1))
         tally = model.module.seen.item()
-        model.train()(torch.ones(1)).sum().backward()  # overwrites them on both, though only one has evaluated
+        model.train()(torch.ones(1)).sum().backward()  # overwrites the buffers of both ranks
         return tally, model.module.seen.item()
 
     assert together(2, rank) == [(2.0, 3.0)] * 2
@@ -285,7 +285,7 @@ def test_mismatched_ranks_inside_join_raise_on_every_rank(together):
         def epoch():
             with model.join():
                 if group.rank() == 1:
-                    model._require_forward_buffer_sync = False  # as after an evaluation that only this rank made
+                    model._require_forward_buffer_sync = False  # as after an evaluation on this rank only
                 if group.rank() < 2:
                     model(torch.ones(1)).sum().backward()
 

@@ -15,9 +15,9 @@ def main(backend, ending):
     total = torch.ones(1)
     dist.all_reduce(total)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    who = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+    identity = f"rank {dist.get_rank()} of {dist.get_world_size()}"
     # One write, because all ranks write to the same pipe.
-    os.write(1, f"{backend}: {who}, attempt {attempt}, sum {total.item():g}\n".encode())
+    os.write(1, f"{backend}: {identity}, attempt {attempt}, sum {total.item():g}\n".encode())
     if ending == "fails once" and attempt == 0 and dist.get_rank() == 1:
         os._exit(3)
     # Loop until the agent restarts this rank, because another agent has joined or was lost.

@@ -103,7 +103,7 @@ def differentiable_collectives(rank, world):
         tensor = numbers(rank, world * 2).requires_grad_()
         output = call(tensor * 1)
         (output * numbers(rank, output.numel())).sum().backward()
-        defined = rank == 0 or number != 2  # what a reduce leaves elsewhere is not
+        defined = rank == 0 or number != 2  # a reduce leaves the output undefined on other ranks
         results += [output.detach() if defined else None, tensor.grad]
     return results
 
@@ -192,7 +192,7 @@ def compiled_training(rank, world):
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     compiled = torch.compile(model, backend="aot_eager")
-    for _ in range(3):  # the second time buckets are dealt anew, in the middle of forward
+    for _ in range(3):  # the second forward assigns buckets again
         compiled(numbers(rank, 8).view(2, 4)).square().sum().backward()
 
     @functools.partial(torch.compile, backend="inductor", fullgraph=True)

@@ -44,19 +44,19 @@ class Job:
                 self.lines.append(line.strip())
                 self.changed.notify_all()
 
-    def hears(self, text):
+    def wait_for_output(self, text):
         """Wait until the agent or a worker has printed this text."""
         with self.changed:
             assert self.changed.wait_for(lambda: any(text in line for line in self.lines), LIMIT), "\n".join(self.lines)
 
-    def loses_power(self):
+    def kill_with_workers(self):
         """Kill the agent, then its workers; a living agent would restart them."""
         workers = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         self.process.kill()
         for worker in workers:
             os.kill(int(worker), signal.SIGKILL)
 
-    def said(self):
+    def output_of_workers(self):
         """Return what the workers printed after the job has ended with status 0."""
         self.reader.join(LIMIT)
         assert self.process.wait(LIMIT) == 0, "\n".join(self.lines)
@@ -89,7 +89,7 @@ def nothing_is_kept(daemon, until):
 def test_workers_restarted_by_torchrun_find_an_empty_store(daemon, backend):
     """gloo needs it as well: its ranks read stale addresses from a store that was used before."""
     with job(daemon, backend, "fails once", "--nproc-per-node=2", "--max-restarts=1") as agent:
-        assert agent.said() == [
+        assert agent.output_of_workers() == [
             f"{backend}: rank {rank} of 2, attempt {attempt}, sum 2" for rank in range(2) for attempt in range(2)
         ]
 
@@ -98,7 +98,7 @@ def test_workers_restarted_by_torchrun_find_an_empty_store(daemon, backend):
 def test_job_runs_again_under_the_same_name(daemon, nothing_is_kept):
     for _ in range(2):
         with job(daemon, "asyncdist", "well", "--nproc-per-node=1", "--rdzv-id=job") as agent:
-            assert agent.said() == ["asyncdist: rank 0 of 1, attempt 0, sum 1"]
+            assert agent.output_of_workers() == ["asyncdist: rank 0 of 1, attempt 0, sum 1"]
         nothing_is_kept()
 
 
@@ -106,9 +106,9 @@ def test_job_runs_again_under_the_same_name(daemon, nothing_is_kept):
 def test_late_node_joins_an_elastic_job(daemon, nothing_is_kept):
     elastic = [*ELASTIC, "--rdzv-conf=last_call_timeout=1"]
     with job(daemon, "asyncdist", "needs two", *elastic) as first:
-        first.hears("rank 0 of 1")
+        first.wait_for_output("rank 0 of 1")
         with job(daemon, "asyncdist", "needs two", *elastic) as second:
-            said = first.said() + second.said()
+            said = first.output_of_workers() + second.output_of_workers()
     assert sorted(line.partition(", ")[0] for line in said) == [
         "asyncdist: rank 0 of 1", "asyncdist: rank 0 of 2", "asyncdist: rank 1 of 2"
     ]  # fmt: skip
@@ -124,9 +124,9 @@ def test_elastic_job_continues_without_a_lost_node(daemon, nothing_is_kept):
         job(daemon, "asyncdist", "loses one", *elastic) as lost,
     ):
         for agent in (first, lost):
-            agent.hears("of 2, attempt 0")
-        lost.loses_power()
-        said = first.said()
+            agent.wait_for_output("of 2, attempt 0")
+        lost.kill_with_workers()
+        said = first.output_of_workers()
     assert re.search(r"rank 0 of 1, attempt [1-3], sum 1", "\n".join(said)), said
     nothing_is_kept()
 
