@@ -78,6 +78,9 @@ except ImportError:  # Windows
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    marker = item.get_closest_marker("asyncio")
+    # pytest-asyncio skips a test that names a loop of which there is no factory.
+    assert marker is None or not marker.kwargs.get("loop_factories"), f"{item.nodeid}: use the marker each_loop"
     kinds = LOOPS if item.get_closest_marker("each_loop") else list(LOOPS)[-1:]
     return {kind: LOOPS[kind] for kind in kinds}
 

@@ -1,4 +1,4 @@
-"""A forked child closes its copies of the descriptors of connections, listeners and locks, and its parent keeps its own."""
+"""A forked child closes its copies of the descriptors of connections, listeners and locks; the parent's stay open."""
 
 from __future__ import annotations
 
@@ -33,24 +33,22 @@ pytestmark = [
 
 
 def opened():
-    """Return what the descriptors of this process refer to, where that is a socket or a regular file, by number."""
-    found = {}
+    """Return the sockets and regular files to which the descriptors of this process refer."""
+    found = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            referred = os.readlink(f"/proc/self/fd/{number}")
-            if referred.startswith(("socket:", "/")) and not referred.startswith("/dev/"):
-                found[number] = referred
-    return found
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+    return {target for target in found if target.startswith(("socket:", "/")) and not target.startswith("/dev/")}
 
 
 def kept_by_a_child(before):
-    """Fork a child; return what it has open beyond ``before``, and what its parent has."""
-    here = set(opened().values()) - before
+    """Fork a child; return the files that it has open, and those of its parent, without the files in ``before``."""
+    here = opened() - before
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(writer, json.dumps(sorted(set(opened().values()) - before)).encode())
+            os.write(writer, json.dumps(sorted(opened() - before)).encode())
         finally:
             os._exit(0)
     os.close(writer)
@@ -78,9 +76,10 @@ def test_child_keeps_no_socket_of_a_store_and_its_clients(run, secured, tmp_path
 
     async def program():
         background_loop()
-        with socket.socket() as probe:  # the first socket opens what the process keeps for all
+        # The first socket opens descriptors that the process keeps.
+        with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-        before = set(opened().values())
+        before = opened()
         path = tmp_path / "store.sock"
         with unix_socket(path) as sock:
             async with (
@@ -111,7 +110,7 @@ def test_child_keeps_no_socket_of_a_store_and_its_clients(run, secured, tmp_path
 def test_child_keeps_no_socket_between_ranks(run, transport, more):
     async def program():
         background_loop()
-        before = set(opened().values())
+        before = opened()
         config = Config(token="a token", **more)
         async with world_of(3, transport=transport, config=config) as groups:
 
@@ -139,7 +138,7 @@ def test_child_keeps_no_lock_of_a_file_store(tmp_path):
         assert store.get("k") == b"v"
 
 
-def test_port_of_a_killed_store_is_free_though_a_forked_child_lives_on():
+def test_port_of_a_killed_store_is_free_while_a_forked_child_lives():
     reader, writer = os.pipe()
     server = os.fork()
     if server == 0:

@@ -53,7 +53,7 @@ class CollectiveOps(ABC):
     device: torch.device
     """The device of all tensors."""
     context: data_movement.GroupContext
-    """What the preparation of a call needs to know of the group."""
+    """The rank and size in the group, and the settings, for the preparation of calls."""
     _rank: int
 
     def __init__(self) -> None:
@@ -225,18 +225,18 @@ class CollectiveOps(ABC):
         input_split_sizes: Sequence[int] | None = None,
         **options: Unpack[CallOptions],
     ) -> Work:
-        """Exchange parts of one tensor; split sizes count along the first dimension, equal parts if not given."""
+        """Exchange parts of one tensor. Split sizes are lengths in the first dimension; None means equal parts."""
         sizes = _hashable(output_split_sizes), _hashable(input_split_sizes)
         return self._call("all_to_all_single", data_movement.all_to_all_single, (output, input), options, sizes)
 
     def barrier(self, **options: Unpack[CallOptions]) -> Work:
-        """Complete when every rank has called it."""
+        """Complete when every rank has called the barrier."""
         return self._call("barrier", data_movement.barrier, (), options, writes=False)
 
     # -- between two ranks ---------------------------------------------------------------------
 
     def send(self, tensor: Any, dst: int, tag: int = 0, **options: Unpack[CallOptions]) -> Work:
-        """Send ``tensor`` to rank ``dst``; complete when the caller may change the memory of ``tensor``."""
+        """Send ``tensor`` to rank ``dst``. The work completes when the caller may change the memory of ``tensor``."""
         try:
             return self._group_for(tensor)._send(tensor, dst, checked_tag(tag), options)
         except UsageError as error:

@@ -1,7 +1,7 @@
-"""Calls of collectives with tensors of the same dtypes and shapes: what they have in common, done once.
+"""Prepared collectives: the work that is done once for all calls with tensors of the same dtypes and shapes.
 
-`reductions` and `data_movement` prepare the calls, `Group` and `DeviceGroup` cache and run them. A prepared call takes
-contiguous tensors; `converted` makes such tensors of what users pass. This module imports no group.
+`reductions` and `data_movement` prepare the calls; `Group` and `DeviceGroup` cache and run them. A prepared call takes
+contiguous tensors; `converted` makes them from the users' arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STRIDED = torch.strided
 
 
 class PreparedCollective(NamedTuple):
-    """What calls with tensors of the same dtypes and shapes have in common.
+    """The common part of all calls with tensors of the same dtypes and shapes.
 
     Attributes:
         fingerprint: Fingerprint of the call.
@@ -30,7 +30,7 @@ class PreparedCollective(NamedTuple):
         native: Makes the schedule of a native collective; None if the call uses links.
         parts: ``parts(*tensors)`` are the schedules of a call over links.
         fold: Arithmetic of the actions Reduce and Combine.
-        window: Most parts that run at once.
+        window: Largest number of parts that run at once.
     """
 
     fingerprint: int
@@ -45,7 +45,7 @@ def cache_key(key: tuple[Hashable, ...], values: Sequence[Any], *, contiguous: b
     """Return ``key`` extended by the dtypes and shapes of the values: tensors, lists of tensors, and None.
 
     Returns:
-        The key; None if a value cannot be used as it is. ``contiguous`` says that all tensors can.
+        The key; None if a value needs conversion. ``contiguous`` says that all tensors have been converted.
     """
     for value in values:
         kind = type(value)

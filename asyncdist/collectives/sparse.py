@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from asyncdist.algorithms import pairwise, ring
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
 from asyncdist.collectives.data_movement import GroupContext, fingerprint
+from asyncdist.collectives.validation import reduction
 from asyncdist.engine.operation import Plan
 from asyncdist.errors import UnsupportedError
 from asyncdist.memory.buffers import DTYPE_NUMBERS, Memory, TensorBlocks, input_memory
 from asyncdist.memory.reduce_kernels import check, divide
 
 
-def all_reduce(group: GroupContext, tensor: torch.Tensor, op: Reduction) -> Plan:
+def all_reduce(group: GroupContext, tensor: torch.Tensor, op: Any) -> Plan:
     """Sum or average a sparse COO tensor over the ranks, in place; all ranks get the same bits, coalesced.
 
     Every rank gathers the indices and values of all ranks and adds them up in the order of ranks.
     """
+    op = reduction(op)
     own = _checked(tensor, op)
     indices, values = input_memory(own.indices()), input_memory(own.values())
     dense_shape = own.shape[own.sparse_dim() :]

@@ -256,7 +256,7 @@ class Group(CollectiveOps):
         options: CallOptions,
         tag: int | None = None,
     ) -> Work:
-        """Start what ``make(context, *arguments)`` plans: a collective, or a message if there is a ``tag``."""
+        """Start the plan ``make(context, *arguments)``: a collective, or a message if there is a ``tag``."""
         try:
             plan = make(self.context, *arguments)
             background = options.get("background", True)
@@ -279,7 +279,7 @@ class Group(CollectiveOps):
     # -- monitoring ------------------------------------------------------------------------------
 
     def monitored_barrier(self, **options: Unpack[CallOptions]) -> Work:
-        """Complete when every rank has called it. On a timeout, the error of rank 0 names every missing rank.
+        """Complete when every rank has called the barrier. On a timeout, the error of rank 0 names every missing rank.
 
         The other ranks wait twice as long, so that they receive the error of rank 0.
         """

@@ -141,7 +141,6 @@ async def test_large_tensor_over_several_lanes(transport, lanes):
         await run(groups, [*reducing(2, LARGE, torch.float32), *list(moving(2, LARGE, torch.float32))[5:]])
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio-debug"])
 @pytest.mark.parametrize("schedule", ["doubling", "ring"])
 async def test_narrow_floats_larger_than_a_segment(schedule):
     """At most 2^20 elements are widened at a time."""

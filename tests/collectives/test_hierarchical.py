@@ -265,7 +265,6 @@ def sent(monkeypatch):
     return nbytes
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio-debug"])
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aaabbb", "aabbcc"])
 async def test_bytes_between_hosts_fall_by_the_number_of_ranks_a_host(hosts, sent):
     """Of H hosts each sends the least possible: 2 (H-1)/H of the tensor in an all-reduce, (H-1)/H in the others."""

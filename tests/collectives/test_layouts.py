@@ -1,4 +1,4 @@
-"""Tensors of every layout: what lies around a view is not touched, and what shares no memory is written back."""
+"""Tensors of every layout: a call leaves the elements around a view alone, and writes copied outputs back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def base_of(rank, shape, dtype=torch.float32):
     return (torch.arange(count) % 50 + rank + 1).to(dtype).view(shape)
 
 
-# Each takes a base tensor of 4 x 6 x 8 elements and returns a view of it.
+# Functions of a base tensor of 4 x 6 x 8 elements that return a view of it.
 VIEWS = {
     "whole": lambda base: base,
     "flat slice in the middle": lambda base: base.view(-1)[7:90],
@@ -53,37 +53,37 @@ async def test_all_reduce_of_views_leaves_the_rest_alone(transport, name):
                 assert torch.equal(result, total)
 
 
+def movements(zero, one, source, target, shape):
+    """Return pairs of calls of two ranks that copy ``source`` to ``target``, by name."""
+    room, ones = torch.empty(shape), torch.ones(shape)
+    return {
+        "broadcast": (lambda: zero.broadcast(source, 0), lambda: one.broadcast(target, 0)),
+        "send": (lambda: zero.send(source, 1), lambda: one.recv(target, 0)),
+        "scatter": (lambda: zero.scatter(room, [ones, source], 0), lambda: one.scatter(target, None, 0)),
+        "gather": (lambda: zero.gather(ones, [room, target], 0), lambda: one.gather(source, None, 0)),
+        "all_gather": (
+            lambda: zero.all_gather([room, target], ones),
+            lambda: one.all_gather([torch.empty(shape), torch.empty(shape)], source),
+        ),
+        "all_to_all": (
+            lambda: zero.all_to_all([room, torch.empty(shape)], [ones, source]),
+            lambda: one.all_to_all([target, torch.empty(shape)], [ones, ones]),
+        ),
+    }
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", VIEWS)
-async def test_data_movement_into_views(transport, name):
-    view = VIEWS[name]
+async def test_data_movement_into_views_leaves_the_rest_alone(transport, name):
+    view, base, source = VIEWS[name], base_of(9, (4, 6, 8)), base_of(0, (4, 6, 8))
+    expected = base.clone()
+    view(expected).copy_(view(source))
     async with world_of(2, transport=transport) as (zero, one):
-        source = base_of(0, (4, 6, 8))
-        shape = view(source).shape
-
-        async def moved(*works, into=None):
-            """Check that the target's view has become the source's and the rest of it is as it was."""
-            await asyncio.gather(*works)
-            wanted = base_of(9, (4, 6, 8))
-            view(wanted).copy_(view(source))
-            assert torch.equal(into, wanted)
-
-        target = base_of(9, (4, 6, 8))
-        await moved(zero.broadcast(view(source), 0), one.broadcast(view(target), 0), into=target)
-        target = base_of(9, (4, 6, 8))
-        await moved(zero.send(view(source), 1), one.recv(view(target), 0), into=target)
-        target = base_of(9, (4, 6, 8))
-        scattered = zero.scatter(torch.empty(shape), [torch.zeros(shape), view(source)], 0)
-        await moved(scattered, one.scatter(view(target), None, 0), into=target)
-        target = base_of(9, (4, 6, 8))
-        gathered = zero.gather(torch.ones(shape), [torch.empty(shape), view(target)], 0)
-        await moved(gathered, one.gather(view(source), None, 0), into=target)
-        target = base_of(9, (4, 6, 8))
-        all_gathered = zero.all_gather([torch.empty(shape), view(target)], torch.ones(shape))
-        await moved(all_gathered, one.all_gather([torch.empty(shape) for _ in "12"], view(source)), into=target)
-        target = base_of(9, (4, 6, 8))
-        exchanged = zero.all_to_all([torch.empty(shape) for _ in "12"], [torch.ones(shape), view(source)])
-        await moved(exchanged, one.all_to_all([view(target), torch.empty(shape)], [torch.ones(shape)] * 2), into=target)
+        target = base.clone()
+        for calls in movements(zero, one, view(source), view(target), view(source).shape).values():
+            target.copy_(base)
+            await asyncio.gather(*(call() for call in calls))
+            assert torch.equal(target, expected)
 
 
 async def test_reduce_scatter_reads_and_writes_views(transport):
@@ -109,8 +109,8 @@ async def test_rows_of_a_transposed_matrix_are_exchanged(transport):
             assert torch.equal(outputs[rank], torch.cat([one[2 * rank : 2 * rank + 2] for one in inputs]))
 
 
-async def test_outputs_that_share_memory_with_inputs(transport):
-    """The forms in which FSDP and others call: one's own block of the output is the input."""
+async def test_own_block_of_the_output_may_be_the_input(transport):
+    """FSDP calls collectives in this form."""
     async with world_of(3, transport=transport) as groups:
         whole = [torch.zeros(3, 5) for _ in range(3)]
         for rank in range(3):
@@ -150,7 +150,7 @@ async def test_ranks_may_differ_in_layout(transport):
         assert torch.equal(columns, total)
 
 
-# -- tensors with something about them --------------------------------------------------------------
+# -- gradients, conjugates, inference mode ----------------------------------------------------------
 
 
 async def test_tensors_that_require_gradients(transport):
@@ -171,7 +171,7 @@ async def test_tensors_that_require_gradients(transport):
             assert tensor[:, 1:].eq(12).all()
 
 
-async def test_conjugates_and_negatives_that_are_not_carried_out(transport):
+async def test_conjugate_and_negative_views(transport):
     async with world_of(2, transport=transport) as groups:
         values = [torch.tensor([1 + 2j, 3 - 4j]) * (rank + 1) for rank in range(2)]
         expected = sum(value.conj() for value in values).resolve_conj()
@@ -194,7 +194,7 @@ async def test_conjugates_and_negatives_that_are_not_carried_out(transport):
 
 @pytest.mark.parametrize("inside", [True, False], ids=["called inside", "called outside"])
 async def test_tensors_made_in_inference_mode(transport, inside):
-    """Such a tensor may be written in inference mode only, and who drives the operation may not be in it."""
+    """Only inference mode can write such a tensor, and the driver of the operation may be in another mode."""
     async with world_of(2, transport=transport) as groups:
         for dtype in (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex128):
             for count in (0, 3, 100_000):
@@ -211,20 +211,20 @@ async def test_tensors_made_in_inference_mode(transport, inside):
                     assert column.to(torch.complex64).eq(2).all()
 
 
-LONE = {
+SINGLE = {
     "a vector": lambda: torch.ones(4)[:1:2].as_strided((1,), (2,)),
     "a matrix": lambda: torch.ones(3, 2)[:1].t()[:, :1][:1],
     "nothing": lambda: torch.ones(4)[::2][:0],
 }
 
 
-@pytest.mark.parametrize("name", LONE)
-async def test_a_lone_element_made_in_inference_mode_whose_stride_is_not_one(transport, name):
-    """It is contiguous to torch, which shows it as bytes only where its last stride is 1."""
+@pytest.mark.parametrize("name", SINGLE)
+async def test_single_element_made_in_inference_mode_whose_stride_is_not_one(transport, name):
+    """torch calls it contiguous, but can view it as bytes only with stride 1."""
     async with world_of(2, transport=transport) as groups:
         with torch.inference_mode():
-            tensors = [LONE[name]() for _ in groups]
-            rooms = [[LONE[name]() for _ in groups] for _ in groups]
+            tensors = [SINGLE[name]() for _ in groups]
+            rooms = [[SINGLE[name]() for _ in groups] for _ in groups]
         assert all(tensor.is_contiguous() and tensor.stride(-1) == 2 for tensor in tensors)
         await asyncio.gather(*(g.all_reduce(tensors[g.rank()]) for g in groups))
         await asyncio.gather(*(g.all_gather(rooms[g.rank()], tensors[g.rank()]) for g in groups))
@@ -270,7 +270,7 @@ async def test_arrays_are_reduced_in_place(transport, name):
             assert result is array
 
 
-async def test_arrays_and_tensors_may_meet(transport):
+async def test_ranks_may_mix_arrays_and_tensors(transport):
     async with world_of(2, transport=transport) as (zero, one):
         array, tensor = np.ones((2, 3), dtype=np.float32), torch.ones(2, 3)
         await asyncio.gather(zero.all_reduce(array), one.all_reduce(tensor))
@@ -281,7 +281,7 @@ async def test_arrays_and_tensors_may_meet(transport):
         assert received.tolist() == [0, 1, 2]
 
 
-async def test_read_only_arrays_are_read_and_not_written(transport):
+async def test_read_only_arrays_may_be_inputs_only(transport):
     async with world_of(2, transport=transport) as (zero, one):
         array = np.ones(3, dtype=np.float32)
         array.setflags(write=False)

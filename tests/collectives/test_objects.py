@@ -1,4 +1,4 @@
-"""Collectives of Python objects: what arrives is what was given, of any size, without pickle unless it is allowed."""
+"""Collectives of Python objects of any size, which need no pickle unless the objects do."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def done(*works):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 async def test_every_object_collective(transport, size):
     async with world_of(size, transport=transport) as groups:
-        # Every rank has another object of another size; the last ones are large.
+        # Every rank has a different object of a different size; the object of rank 0 is large.
         given = [PLAIN[-1 - rank] for rank in range(size)]
         gathered = [[None] * size for _ in groups]
         results = await done(*(g.all_gather_object(gathered[g.rank()], given[g.rank()]) for g in groups))
@@ -87,7 +87,8 @@ async def test_tensors_and_arrays_in_objects(transport):
         assert torch.equal(got["weights"][0], value["weights"][0])
         assert got["weights"][1].shape == ()
         assert (got["mask"] == np.eye(2, dtype=bool)).all()
-        got["weights"][0].add_(1)  # it is ours to change
+        # The receiver may change what it has received.
+        got["weights"][0].add_(1)
         got["mask"][:] = False
 
 
@@ -112,7 +113,7 @@ async def test_pickles_are_carried_where_every_rank_allows_them(transport):
 
 
 async def test_a_pickle_from_a_peer_is_not_read(transport, monkeypatch):
-    """One rank allows pickles and sends one; the other has not and must not open it."""
+    """One rank allows pickles and sends one. The other rank does not, and must not read it."""
     monkeypatch.setattr("pickle.loads", lambda *_: pytest.fail("a pickle was read"))
     async with world_of(2, transport=transport) as (zero, one):
         zero.context = dataclasses.replace(zero.context, config=Config(allow_pickle=True))
@@ -126,14 +127,15 @@ async def test_a_pickle_from_a_peer_is_not_read(transport, monkeypatch):
 
 
 class Executes:
-    """What a pickle can be: reading it calls a function of the sender's choice."""
+    """An object whose pickle calls a function of the sender's choice."""
 
     def __reduce__(self):
         return pytest.fail, ("a pickle was read",)
 
 
 WEIGHTS = OrderedDict(weight=torch.eye(2), count=torch.tensor(3))
-CALLS = {  # what root 0 sends to rank 1, and the room into which rank 1 receives
+# Calls that send a value from rank 0 into the list of rank 1.
+CALLS = {
     "all_gather": lambda g, value, room: g.all_gather_object(room, value, weights_only=True),
     "gather": lambda g, value, room: g.gather_object(value, room if g.rank() else None, 1, weights_only=True),
     "scatter": lambda g, value, room: g.scatter_object_list(
@@ -160,8 +162,8 @@ async def test_weights_only_types_need_no_pickle(transport, call):
         assert all(torch.equal(got[name], WEIGHTS[name]) for name in WEIGHTS)
 
 
-def sent_without_a_look(call, by, forger):
-    """Send, as a rank would that does not care, what executes where it is read."""
+def send_unchecked(call, by, forger):
+    """Call as a malicious rank would: with a pickle that executes code where it is read."""
     if by == "a pickle":
         forger.setattr(p2p, "pack", lambda value, **_: pack(value, allow_pickle=True))
     else:
@@ -172,16 +174,17 @@ def sent_without_a_look(call, by, forger):
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("by", ["a pickle", "torch.save"])
 async def test_weights_only_refuses_executable_pickles(call, by, monkeypatch):
-    """Every rank allows pickles, and one sends what executes: the call fails where that would be read, and the group."""
+    """Every rank allows pickles, and one sends code: the call and the group fail, and no rank executes the code."""
     async with world_of(2, config=Config(allow_pickle=True)) as (zero, one):
         with pytest.raises(UsageError, match=r"Executes cannot be sent with weights_only=True"):
             call(zero, Executes(), [None, None])
         with monkeypatch.context() as forger:
-            sent = sent_without_a_look(lambda: call(zero, Executes(), [None, None]), by, forger)
+            sent = send_unchecked(lambda: call(zero, Executes(), [None, None]), by, forger)
         room = ["kept", "kept"]
         async with asyncio.timeout(20):
             _, refused = await asyncio.gather(sent, call(one, "harmless", room), return_exceptions=True)
-            with pytest.raises(GroupError):  # a sender that had nothing left to wait for hears of it, too
+            # The sender may have completed its call before the group failed.
+            with pytest.raises(GroupError):
                 await zero.barrier()
         assert isinstance(refused, GroupError)
         assert re.search(
@@ -199,41 +202,25 @@ async def test_lists_of_different_lengths(transport):
             works[1].result()
 
 
-def with_weights(group):
-    """Call every one with what is carried with ``weights_only=True`` alone."""
-    mine, size, value = group.rank(), group.size(), torch.Size((1, 2))
-    how = {"group": group, "weights_only": True}
-    gathered, room, told = [None] * size, [None], [value if mine == 1 else None]
-    dist.all_gather_object(gathered, value, **how)
-    assert gathered == [value] * size
-    collected = [None] * size if mine == 1 else None
-    dist.gather_object(value, collected, dst=1, **how)
-    assert collected == ([value] * size if mine == 1 else None)
-    dist.scatter_object_list(room, [value] * size if mine == 2 else None, src=2, **how)
-    dist.broadcast_object_list(told, src=1, **how)
-    assert [*room, *told] == [value, value]
-    if mine == 0:
-        dist.send_object_list([value], dst=1, **how)
-    elif mine == 1:
-        dist.recv_object_list(room, src=0, **how)
-    assert type(room[0]) is torch.Size
-
-
-def test_blocking_calls(together, transport):
+@pytest.mark.parametrize("value", [{"k": 1}, torch.Size((1, 2))], ids=["plain", "weights only"])
+def test_blocking_calls(together, transport, value):
     def rank(group):
-        mine, size = group.rank(), group.size()
-        gathered, room, told = [None] * size, [None], [mine, None]
-        assert dist.all_gather_object(gathered, {"rank": mine}, group=group) is None
-        collected = [None] * size if mine == 1 else None
-        dist.gather_object(mine, collected, dst=1, group=group)
-        dist.scatter_object_list(room, list("abc") if mine == 2 else None, src=2, group=group)
-        dist.broadcast_object_list(told, src=1, group=group)
-        with_weights(group)
-        return gathered, collected, room, told
+        own, size = group.rank(), group.size()
+        options = {"group": group, "weights_only": isinstance(value, torch.Size)}
+        gathered, scattered, received = [None] * size, [None], [None]
+        collected = [None] * size if own == 1 else None
+        broadcast = [value if own == 1 else None]
+        assert dist.all_gather_object(gathered, value, **options) is None
+        assert dist.gather_object(value, collected, dst=1, **options) is None
+        assert dist.scatter_object_list(scattered, [value] * size if own == 2 else None, src=2, **options) is None
+        assert dist.broadcast_object_list(broadcast, src=1, **options) is None
+        if own == 0:
+            assert dist.send_object_list([value], dst=1, **options) is None
+        elif own == 1:
+            assert dist.recv_object_list(received, src=0, **options) == 0
+        assert gathered == [value] * size
+        assert collected == (gathered if own == 1 else None)
+        assert scattered == broadcast == [value]
+        assert received == [value if own == 1 else None]
 
-    results = together(3, rank, transport=transport)
-    for mine, (gathered, collected, room, told) in enumerate(results):
-        assert gathered == [{"rank": other} for other in range(3)]
-        assert collected == ([0, 1, 2] if mine == 1 else None)
-        assert room == ["abc"[mine]]
-        assert told == [1, None]
+    together(3, rank, transport=transport)

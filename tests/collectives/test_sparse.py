@@ -42,6 +42,15 @@ async def test_sums_and_averages_are_those_of_dense_tensors(transport, size, op)
             assert torch.equal(tensor.values(), tensors[0].values())
 
 
+@pytest.mark.parametrize("op", ["sum", torch.distributed.ReduceOp.SUM], ids=["name", "torch"])
+async def test_reduction_is_accepted_by_name_and_from_torch(op):
+    async with world_of(2) as groups:
+        tensors = [sparse(PLACES[0]) for _ in groups]
+        total = tensors[0].to_dense() * 2
+        await reduced(groups, tensors, op)
+        assert all(torch.equal(tensor.to_dense(), total) for tensor in tensors)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.complex64])
 async def test_every_kind_of_number(transport, dtype):
     async with world_of(2, transport=transport) as groups:

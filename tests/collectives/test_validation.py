@@ -14,23 +14,22 @@ from asyncdist import sync
 from asyncdist.errors import LoopThreadError, NotInitializedError, UnsupportedError, UsageError
 from asyncdist.testing.cluster import world_of
 
-pytestmark = pytest.mark.asyncio(loop_factories=["asyncio-debug"])
-
 
 def ones(*shape, dtype=torch.float32):
     return torch.ones(shape, dtype=dtype)
 
 
 class Unknown:
-    """Something that is neither plain data nor a tensor."""
+    """A class that is neither plain data nor a tensor."""
 
 
 BIG_ENDIAN = np.ones(3, dtype=np.dtype(">f4"))
 BACKWARDS = np.arange(4)[::-1]
 
-# Calls on rank 0 of a group of two, and what the sentence says.
+# Calls on rank 0 of a group of two, and patterns of the messages.
 WRONG_TENSORS = {
-    "no tensor": (lambda g: g.all_reduce([1.0]), "a tensor or numpy array is needed here, not list"),
+    "a number": (lambda g: g.all_reduce(1.0), "a tensor or numpy array is needed here, not float"),
+    "a list": (lambda g: g.all_reduce([ones(1)]), "a tensor or numpy array is needed here, not list"),
     "None": (lambda g: g.broadcast(None, 0), "not NoneType"),
     "a numpy scalar": (lambda g: g.all_reduce(np.float32(1)), "not float32"),
     "on another device": (lambda g: g.all_reduce(torch.ones(3, device="meta")), "on meta: move it with"),
@@ -43,7 +42,7 @@ WRONG_TENSORS = {
     "expanded": (lambda g: g.all_reduce(ones(1).expand(4)), r"expanded.*pass \.clone\(\)"),
     "expanded rows": (lambda g: g.recv(ones(3).expand(2, 3), 1), "expanded"),
     "unfolded": (lambda g: g.all_reduce(ones(6).unfold(0, 3, 2)), r"unfolded.*pass \.clone\(\)"),
-    "unfolded, and each row twice": (lambda g: g.broadcast(ones(6).as_strided((2, 2, 3), (0, 2, 1)), 0), "unfolded"),
+    "unfolded, and each row twice": (lambda g: g.all_reduce(ones(6).as_strided((2, 2, 3), (0, 2, 1))), "unfolded"),
     "expanded in a list": (lambda g: g.all_gather([ones(3), ones(1).expand(3)], ones(3)), "expanded"),
     "big-endian": (lambda g: g.all_reduce(BIG_ENDIAN), "this numpy array cannot be communicated"),
     "strings": (lambda g: g.send(np.array(["a"]), 1), "cannot be communicated"),
@@ -70,13 +69,13 @@ WRONG_LISTS = {
     "of another input": (lambda g: g.all_to_all([ones(1)] * 2, [ones(1)]), "input_tensor_list has 1"),
     "missing at the root": (lambda g: g.gather(ones(2), None, 0), "gather_list on the destination rank is missing"),
     "missing at the source": (lambda g: g.scatter(ones(2), None, 0), "scatter_list on the source rank is missing"),
-    "beside the root": (lambda g: g.gather(ones(2), [ones(2)] * 2, 1), "belongs to the destination, rank 1"),
-    "beside the source": (lambda g: g.scatter(ones(2), [ones(2)] * 2, 1), "belongs to the source, rank 1"),
+    "on another rank than the root": (lambda g: g.gather(ones(2), [ones(2)] * 2, 1), "belongs to the destination, rank 1"),
+    "on another rank than the source": (lambda g: g.scatter(ones(2), [ones(2)] * 2, 1), "belongs to the source, rank 1"),
     "of other sizes": (lambda g: g.gather(ones(2), [ones(2), ones(3)], 0), r"gather_list\[1\] has 3 x torch.float32"),
     "to scatter of other sizes": (lambda g: g.scatter(ones(2), [ones(2), ones(3)], 0), r"scatter_list\[1\] has 3"),
     "of mixed dtypes": (lambda g: g.all_gather([ones(2), ones(2, dtype=torch.int8)], ones(2)), "use one dtype"),
     "of another dtype": (lambda g: g.all_gather([ones(2, dtype=torch.int8)] * 2, ones(2)), "this rank gives 2 x"),
-    "with another place for ourselves": (lambda g: g.all_gather([ones(3), ones(2)], ones(2)), "this rank gives 2 x"),
+    "own place of another size": (lambda g: g.all_gather([ones(3), ones(2)], ones(2)), "this rank gives 2 x"),
     "reduced to another size": (lambda g: g.reduce_scatter(ones(3), [ones(2)] * 2), "the output has 3 x"),
     "reduced to another dtype": (lambda g: g.reduce_scatter(ones(2, dtype=torch.float64), [ones(2)] * 2), "the output"),
     "coalesced of none": (lambda g: g.all_reduce_coalesced([]), "at least one tensor"),
@@ -100,7 +99,7 @@ WRONG_SPLITS = {
     "sum of input sizes": (lambda g: g.all_to_all_single(ones(4), ones(4), [2, 2], [1, 2]), "input_split_sizes"),
     "number of sizes": (lambda g: g.all_to_all_single(ones(4), ones(4), [4], [2, 2]), "output_split_sizes has 1 entries"),
     "negative size": (lambda g: g.all_to_all_single(ones(4), ones(4), [5, -1], [2, 2]), "do not add up"),
-    "what we keep": (lambda g: g.all_to_all_single(ones(4), ones(4), [2, 2], [3, 1]), "this rank sends itself 3"),
+    "own part": (lambda g: g.all_to_all_single(ones(4), ones(4), [2, 2], [3, 1]), "this rank sends itself 3"),
 }  # fmt: skip
 WRONG_OTHERS = {
     "op": (lambda g: g.all_reduce(ones(3), "median"), "is not a reduction; use one of SUM"),
@@ -121,21 +120,21 @@ ALL = {
 }
 
 
-OTHERWISE_CALLED = {
+NAMES_OF_OPERATIONS = {
     "all_gather_single": "all_gather_into_tensor",
     "gather_single": "gather_into_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
 
 
-class Asked:
-    """A group that notes which of its methods was called."""
+class Recording:
+    """A group that records the name of the operation that was called."""
 
     def __init__(self, group):
         self._group = group
 
     def __getattr__(self, name):
-        self.op = OTHERWISE_CALLED.get(name, name)
+        self.op = NAMES_OF_OPERATIONS.get(name, name)
         return getattr(self._group, name)
 
 
@@ -143,38 +142,38 @@ class Asked:
 async def test_invalid_arguments_are_refused_and_group_stays_usable(name):
     call, message = ALL[name]
     async with world_of(2) as (zero, one):
-        asked = Asked(zero)
+        recording = Recording(zero)
         with pytest.raises(UsageError, match=message) as refused:
-            call(asked)
+            call(recording)
         again = pickle.loads(pickle.dumps(refused.value))
         for error in (refused.value, again):
-            assert str(error).startswith(f"{asked.op} on group 'world', rank 0: ")
-            assert (error.op, error.group, error.rank) == (asked.op, "world", 0)
+            assert str(error).startswith(f"{recording.op} on group 'world', rank 0: ")
+            assert (error.op, error.group, error.rank) == (recording.op, "world", 0)
         async with asyncio.timeout(5):
             total = await asyncio.gather(zero.all_reduce(ones(2)), one.all_reduce(ones(2)))
         assert all(tensor.eq(2).all() for tensor in total)
 
 
-WRONG_RANKS_TO_THE_FACES = {
-    "reduce": lambda face, g: face.reduce(ones(3), 4, group=g),
-    "gather_into_tensor": lambda face, g: face.gather_single(ones(3), None, 4, group=g),
-    "recv": lambda face, g: face.irecv(ones(3), 1, group=g, group_src=1),
-    "send": lambda face, g: face.isend(ones(3), group=g),
-    "isend": lambda face, g: face.P2POp(face.isend, ones(3), 4, g),
-    "broadcast_object_list": lambda face, g: face.broadcast_object_list([1], 4, g),
+WRONG_RANKS_OF_APIS = {
+    "reduce": lambda api, g: api.reduce(ones(3), 4, group=g),
+    "gather_into_tensor": lambda api, g: api.gather_single(ones(3), None, 4, group=g),
+    "recv": lambda api, g: api.irecv(ones(3), 1, group=g, group_src=1),
+    "send": lambda api, g: api.isend(ones(3), group=g),
+    "isend": lambda api, g: api.P2POp(api.isend, ones(3), 4, g),
+    "broadcast_object_list": lambda api, g: api.broadcast_object_list([1], 4, g),
 }
 
 
-@pytest.mark.parametrize("op", WRONG_RANKS_TO_THE_FACES)
-@pytest.mark.parametrize("face", [asyncdist, sync], ids=["awaited", "blocking"])
-async def test_error_of_an_invalid_rank_names_the_calling_rank(face, op):
+@pytest.mark.parametrize("op", WRONG_RANKS_OF_APIS)
+@pytest.mark.parametrize("api", [asyncdist, sync], ids=["awaited", "blocking"])
+async def test_error_of_an_invalid_rank_names_the_calling_rank(api, op):
     async with world_of(2) as (_, one):
         with pytest.raises(UsageError, match=rf"^{op} on group 'world', rank 1: "):
-            WRONG_RANKS_TO_THE_FACES[op](face, one)
+            WRONG_RANKS_OF_APIS[op](api, one)
 
 
 async def test_repeated_invalid_call_is_refused_like_the_first(transport):
-    """Whose plan is not made again."""
+    """The call is prepared only once."""
     async with world_of(2, transport=transport) as groups:
         await asyncio.gather(*(group.all_reduce(ones(2)) for group in groups))
         with pytest.raises(UsageError, match=r"^all_reduce on group 'world', rank 1: a timeout is"):
@@ -194,7 +193,6 @@ async def test_unsupported_tensors_raise_unsupported_error():
 
 
 async def test_refused_call_does_not_write_tensors():
-    """A call that is refused leaves every tensor as it was."""
     async with world_of(2) as (zero, _):
         outputs, row = [torch.zeros(2), torch.zeros(3)], torch.ones(2)
         with pytest.raises(UsageError):

@@ -110,7 +110,6 @@ def arm64(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [7, 20_000])
-@pytest.mark.asyncio(loop_factories=["asyncio-debug"])
 async def test_every_collective_with_the_fences_of_arm64(arm64, count):
     async with world_of(3, transport="shm", config=Config(shm_area_nbytes=1 << 14)) as groups:
         for drill in collective_cases(3, count, torch.float32):
