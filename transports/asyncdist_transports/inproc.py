@@ -32,7 +32,8 @@ class InprocTransport(Transport):
     def __init__(self, host: Host) -> None:
         super().__init__(host)
         self._number = next(_numbers)
-        self._heard: set[int] = set()
+        # The peers that have sent messages, and have not left.
+        self._senders: set[int] = set()
 
     @classmethod
     def probe(cls) -> str | None:
@@ -59,7 +60,7 @@ class InprocTransport(Transport):
         return False
 
     def may_receive_from(self, peer: int) -> bool:
-        return peer in self._heard
+        return peer in self._senders
 
     def disconnect(self, peer: int) -> None:
         """Do nothing: a lost rank of the same process has closed its mailbox."""
@@ -83,7 +84,7 @@ class InprocTransport(Transport):
         if self._number not in _mailboxes:
             delivery.refuse()
         elif delivery.kind == DATA:
-            self._heard.add(peer)
+            self._senders.add(peer)
             inbox = self.host.inbox(peer)
             receive = inbox.arrive(delivery.key, delivery.fingerprint, delivery.nbytes)
             if receive is not None:
@@ -91,10 +92,10 @@ class InprocTransport(Transport):
             else:
                 inbox.block(delivery)
         else:
-            self._heard.add(peer)
+            self._senders.add(peer)
             self.host.control(peer, delivery.kind, delivery.key, bytes(delivery.message.body))
             if delivery.kind == GOODBYE:
-                self._heard.discard(peer)
+                self._senders.discard(peer)
                 self.host.lost(peer, "it has left")
 
 

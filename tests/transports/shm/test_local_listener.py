@@ -193,15 +193,6 @@ async def test_destroyed_groups_leak_no_memory():
 
 
 @pytest.mark.exhaustive
-async def test_closed_worlds_leak_no_memory():
-    used = arena().used_nbytes
-    for _ in range(60):
-        async with world_of(2, transport="shm") as groups:
-            await check_sums(groups)
-        assert arena().used_nbytes == used
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "failing", [(LocalListener, "accept"), (transport, "connect_peer")], ids=["accepting", "connecting"]
 )

@@ -63,18 +63,6 @@ async def test_concurrent_collectives_share_the_stream():
             await check(groups, 40 * PIECE, 10, 21 * PIECE + 1, 2 * PIECE, 5, 70 * PIECE, *[3 * PIECE] * 10)
 
 
-async def test_coalesced_tensors_share_the_stream():
-    async with world_of(2, transport="shm", config=SMALL) as groups:
-        counts = (30 * PIECE + 3, 17, 2 * PIECE, 45 * PIECE)
-        for _ in range(3):
-            rows = [[numbers(group, count) for count in counts] for group in groups]
-            await asyncio.gather(*[
-                group.all_reduce_coalesced(row) for group, row in zip(groups, rows, strict=True)
-            ])  # fmt: skip
-            for row in rows:
-                assert all(torch.equal(t, total(groups, count)) for t, count in zip(row, counts, strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])
 async def test_near_and_far_staging_give_identical_bits(dtype):
     op = ReduceOp.SUM if dtype is torch.int64 else ReduceOp.AVG

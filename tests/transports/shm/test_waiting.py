@@ -1,4 +1,4 @@
-"""Waiting in shared memory: wake-ups, memory order, spinning, and operations that another driver continues."""
+"""Waiting in shared memory: wake-ups, memory order, spinning, threads, and ranks that have left."""
 
 from __future__ import annotations
 
@@ -300,38 +300,7 @@ async def test_spin_setting_is_applied():
         assert [group.mesh.progress.spin for group in groups] == [0.0, 0.0]
 
 
-# -- begun by one driver, finished by another --------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", COUNTS)
-async def test_operation_begun_inline_is_finished_by_the_loop(count):
-    async with world_of(2, transport="shm") as (zero, one):
-        tensors = [torch.full((count,), rank + 1.0) for rank in range(2)]
-        first = zero.all_reduce(tensors[0])
-        assert not first.is_completed()
-        assert zero.mesh.operations
-        await one.all_reduce(tensors[1])
-        await first
-        assert [tensor[-1].item() for tensor in tensors] == [3.0, 3.0]
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_background_operation_is_finished_by_the_waiting_thread(count):
-    late = threading.Event()
-
-    def program(group):
-        tensor = torch.full((count,), group.rank() + 1.0)
-        if group.rank() == 0:
-            work = group.all_reduce(tensor)
-            assert not work.is_completed()
-            late.set()
-            work.wait()
-        else:
-            assert late.wait(10)
-            group.all_reduce(tensor, background=False).result()
-        return tensor[-1].item()
-
-    assert run_ranks(2, program, transport="shm") == [3.0, 3.0]
+# -- threads ----------------------------------------------------------------------------------------
 
 
 def test_concurrent_threads_with_overlapping_groups():

@@ -1,9 +1,9 @@
 """Deferred release of shared memory: memory that this rank no longer uses while a peer may still read it.
 
-A member that has finished its group's last collective may leave at once; other members may still read its slots. Its
-slot table stays allocated, and published in the control block, until they have finished or gone. Every release checks
-all pending ones. A world that is left while peers are still in it also has a thread that waits for their sockets to
-close, because the process may never call this transport again.
+A member that has finished its group's last collective may leave at once, while other members still read its slots. Its
+slot table stays allocated, and published in the control block, until they have finished or left. Every release checks
+all pending ones. If peers are still in a closed world, a thread also waits for their sockets to close, because the
+process may never call this transport again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def release_slots(slots: SlotTable, control: OwnControlBlock) -> None:
     slots.mark_left()
     with _lock:
         _slot_tables.append((slots, control))
-    free_unused()
+    _free_unused()
 
 
 def release_world(control: OwnControlBlock, local_peers: Sequence[LocalPeer]) -> None:
@@ -56,10 +56,10 @@ def release_world(control: OwnControlBlock, local_peers: Sequence[LocalPeer]) ->
                 functools.partial(_await_peers, local_peers), "asyncdist-deferred-free", awaited_at_exit=False
             )
     # After `has_left`: if every peer had left by then, no later call would check again.
-    free_unused()
+    _free_unused()
 
 
-def free_unused() -> None:
+def _free_unused() -> None:
     """Free what no peer reads any more."""
     with _lock:
         # A peer may leave at any moment, so worlds are checked first: once all peers of a world have left, none of its slot
@@ -88,7 +88,7 @@ def _await_peers(local_peers: Sequence[LocalPeer]) -> None:
             poll.register(sock, READABLE)
         poll.poll()
     _close(local_peers)
-    free_unused()
+    _free_unused()
 
 
 def _close(local_peers: Sequence[LocalPeer]) -> None:

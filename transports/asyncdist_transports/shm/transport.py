@@ -263,7 +263,7 @@ class ShmTransport(Transport):
             for descriptor in ready:
                 local_peer = self._by_descriptor.get(descriptor)
                 if local_peer is not None:
-                    self._listen(local_peer)
+                    self._read_socket(local_peer)
                     moved = True
         return self._pump() or moved
 
@@ -278,7 +278,7 @@ class ShmTransport(Transport):
                 self._lose_peer(local_peer, local_peer.end_reason)
         return moved
 
-    def _listen(self, local_peer: LocalPeer) -> None:
+    def _read_socket(self, local_peer: LocalPeer) -> None:
         try:
             local_peer.flush_control()
             local_peer.receive_packets()

@@ -41,7 +41,7 @@ class Listener:
                 f"cannot listen on {where}: {cause.strerror or cause}; choose an interface with ASYNCDIST_SOCKET_IFNAME"
             ) from cause
         self.port: int = sock.getsockname()[1]
-        self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
+        self._spare_descriptor: int | None = os.open(os.devnull, os.O_RDONLY)
         self.paused = False
         """Whether the listener pauses after an error."""
         self._reported: int | None = None
@@ -49,7 +49,7 @@ class Listener:
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    def take(self, host: Host) -> Iterator[socket.socket]:
+    def accept_pending(self, host: Host) -> Iterator[socket.socket]:
         """Yield the pending connections; pause after an error that does not concern one connection alone."""
         if self.paused:
             return
@@ -61,7 +61,7 @@ class Listener:
             except OSError as cause:
                 if is_transient(cause):
                     continue
-                if not (is_exhausted(cause) and self._turn_away()):
+                if not (is_exhausted(cause) and self._reject_one()):
                     self._pause(host, cause)
                     return
                 log.error("rejected a connection: %s; raise the limit on open files (ulimit -n)", cause)
@@ -86,14 +86,14 @@ class Listener:
     def _resume(self) -> None:
         self.paused = False
 
-    def _turn_away(self) -> bool:
+    def _reject_one(self) -> bool:
         """Accept and close a connection with the spare descriptor; left pending, it would wake the poll each time."""
-        if self._spare is None:
+        if self._spare_descriptor is None:
             with contextlib.suppress(OSError):
-                self._spare = os.open(os.devnull, os.O_RDONLY)
+                self._spare_descriptor = os.open(os.devnull, os.O_RDONLY)
             return False
-        os.close(self._spare)
-        self._spare = None
+        os.close(self._spare_descriptor)
+        self._spare_descriptor = None
         try:
             self.sock.accept()[0].close()
         # No connection was pending, or another thread took the descriptor.
@@ -101,13 +101,13 @@ class Listener:
             return False
         finally:
             with contextlib.suppress(OSError):
-                self._spare = os.open(os.devnull, os.O_RDONLY)
+                self._spare_descriptor = os.open(os.devnull, os.O_RDONLY)
         return True
 
     def close(self, host: Host) -> None:
         """Stop listening."""
         host.timers.cancel(self)
         host.retire(self.sock)
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
+        if self._spare_descriptor is not None:
+            os.close(self._spare_descriptor)
+            self._spare_descriptor = None

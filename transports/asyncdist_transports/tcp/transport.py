@@ -164,7 +164,7 @@ class TcpTransport(Transport):
     def _accept(self) -> bool:
         assert self._listener is not None
         moved = False
-        for sock in self._listener.take(self.host):
+        for sock in self._listener.accept_pending(self.host):
             prepare(sock)
             connection = Inbound(sock, self.host, self._end_authentication, self._accepting)
             self.connections[connection.fileno()] = connection
