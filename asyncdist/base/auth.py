@@ -104,7 +104,7 @@ class HandshakeDriver:
         self._buffer = bytearray()
         self._wanted = 0
         self.done = False
-        self._advance(next(handshake))
+        self._handle(next(handshake))
 
     @property
     def missing(self) -> int:
@@ -117,19 +117,18 @@ class HandshakeDriver:
         while not self.done and len(self._buffer) >= self._wanted:
             piece = bytes(self._buffer[: self._wanted])
             del self._buffer[: self._wanted]
-            self._advance(None, piece)
+            try:
+                self._handle(self._handshake.send(piece))
+            except StopIteration:
+                self.done, self._wanted = True, 0
         if not self.done:
             return b""
         following = bytes(self._buffer)
         self._buffer.clear()
         return following
 
-    def _advance(self, step: bytes | int | None, piece: bytes = b"") -> None:
-        try:
-            step = self._handshake.send(piece) if step is None else step
-            while isinstance(step, bytes):
-                self._write(step)
-                step = next(self._handshake)
-            self._wanted = step
-        except StopIteration:
-            self.done, self._wanted = True, 0
+    def _handle(self, step: bytes | int) -> None:
+        while isinstance(step, bytes):
+            self._write(step)
+            step = next(self._handshake)
+        self._wanted = step

@@ -25,6 +25,7 @@ from asyncdist.errors import CertificateError, UsageError
 
 RECORD_NBYTES = 16 << 10
 """The longest payload of a TLS record."""
+_WOULD_BLOCK = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 def server_context(config: Config) -> ssl.SSLContext | None:
@@ -128,11 +129,8 @@ class TlsSocket:
             lifecycle.close_in_children(self._tls)
         try:
             self._tls.do_handshake()
-        except ssl.SSLWantReadError:
-            self.wants_write = False
-            raise BlockingIOError from None
-        except ssl.SSLWantWriteError:
-            self.wants_write = True
+        except _WOULD_BLOCK as error:
+            self.wants_write = isinstance(error, ssl.SSLWantWriteError)
             raise BlockingIOError from None
         except ssl.SSLEOFError as error:
             raise ConnectionResetError(
@@ -154,7 +152,7 @@ class TlsSocket:
         try:
             with self._lock:
                 return self._tls.recv_into(buffer, nbytes or len(buffer))
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        except _WOULD_BLOCK:
             raise BlockingIOError from None
 
     def recvmsg_into(self, buffers: Sequence[Any]) -> tuple[int]:
@@ -183,7 +181,7 @@ class TlsSocket:
                 try:
                     # OpenSSL requires a retry with the same bytes.
                     self._unsent_bytes = self._unsent_bytes[self._tls.send(self._unsent_bytes) :]
-                except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                except _WOULD_BLOCK:
                     raise BlockingIOError from None
 
     def finish(self, timeout: float) -> None:
@@ -203,7 +201,7 @@ class TlsSocket:
         with self._lock:
             try:
                 return self._tls.send(record)
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            except _WOULD_BLOCK:
                 self._unsent_bytes = bytes(record)
                 return len(self._unsent_bytes)
 

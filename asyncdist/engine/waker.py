@@ -34,13 +34,9 @@ class Waker:
             poll.register(descriptor, events)
         ready = [fd for fd, _ in poll.poll(None if seconds == math.inf else max(0, math.ceil(seconds * 1e3)))]
         if self.reader in ready:
-            self.clear()
+            os.read(self.reader, 64)
             return None
         return ready
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.reader, 64)
 
     def __del__(self) -> None:  # until then another thread may call `ring`
         for descriptor in {self.reader, self.writer}:
