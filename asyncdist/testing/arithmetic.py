@@ -1,4 +1,4 @@
-"""Expected results of collectives, computed by torch without communication, on values for which every order is exact.
+"""Expected results of reductions, computed by torch without communication, and inputs for which every order is exact.
 
 Used by `collective_cases` and tests.
 """
@@ -16,13 +16,13 @@ import torch
 from asyncdist.base.ops import PremulSum, ReduceOp, Reduction, premul_sum
 
 UNREDUCED = frozenset((torch.float4_e2m1fn_x2, torch.float8_e8m0fnu))
-"""Dtypes that are only ever moved: without arithmetic, or without a zero."""
+"""Dtypes that can be copied but not reduced: they have no arithmetic, or no zero."""
 
 _UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def numbers(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return ``count`` elements to reduce: 1 or 2 if floating or complex, anything that fits if not."""
+    """Return ``count`` elements to reduce: floating and complex ones are 1 or 2, integers and bools are random."""
     random = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randint(1, 3, (count,), generator=random).to(torch.float32).to(dtype)
@@ -30,18 +30,18 @@ def numbers(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def noise(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return ``count`` elements of any bits at all, but for bool, to be moved."""
+    """Return ``count`` elements of random bits (valid ones for bool) to copy."""
     random = torch.Generator().manual_seed(seed)
     bound = 2 if dtype is torch.bool else 256
     raw = torch.randint(0, bound, (count * dtype.itemsize,), generator=random, dtype=torch.uint8)
     return raw.view(dtype)
 
 
-def same(ours: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Say whether two tensors have the same shape, dtype and bits (-0.0 is not 0.0, and a NaN is itself)."""
-    if ours.shape != expected.shape or ours.dtype is not expected.dtype:
+def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape, dtype and bits: -0.0 differs from 0.0, a NaN equals itself."""
+    if actual.shape != expected.shape or actual.dtype is not expected.dtype:
         return False
-    return ours.numel() == 0 or torch.equal(_bytes(ours), _bytes(expected))
+    return actual.numel() == 0 or torch.equal(_bytes(actual), _bytes(expected))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reduced(inputs: Sequence[torch.Tensor], op: Reduction) -> torch.Tensor:
-    """Return what all ranks' tensors come to, computed here; narrow floats in float32, rounded once."""
+    """Return the reduction of the tensors of all ranks. Floats are computed in float64 and rounded once."""
     dtype = inputs[0].dtype
     if dtype.is_floating_point or dtype.is_complex:
         return _reduced_floats(inputs, op).to(dtype)
@@ -64,7 +64,7 @@ def reduced(inputs: Sequence[torch.Tensor], op: Reduction) -> torch.Tensor:
 
 
 def _averaged(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of integers in their own dtype, divided with truncation by Python, which rounds down."""
+    """Return the sum of integers in their own dtype, divided by the number of ranks with truncation."""
     total = reduced(inputs, ReduceOp.SUM)
     size = len(inputs)
     quotients = [abs(number) // size * (1 if number > 0 else -1) for number in total.tolist()]
@@ -77,7 +77,8 @@ def _reduced_floats(inputs: Sequence[torch.Tensor], op: Reduction) -> torch.Tens
     wides = [tensor.to(torch.float32).to(wide) if dtype.itemsize == 1 else tensor.to(wide) for tensor in inputs]
     if op is ReduceOp.AVG:
         total = cast(torch.Tensor, sum(wides))
-        if dtype.is_complex:  # part by part: a complex division rounds twice
+        # A complex division rounds twice, a division of both parts rounds once.
+        if dtype.is_complex:
             return torch.view_as_complex(torch.view_as_real(total) / len(wides))
         return total / len(wides)
     if isinstance(op, PremulSum):
@@ -101,7 +102,7 @@ _WHOLE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 
 
 def reductions(dtype: torch.dtype) -> list[Reduction]:
-    """Return the reductions that make sense for a dtype."""
+    """Return the reductions that are defined for a dtype."""
     if dtype.is_complex:
         return [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, premul_sum(0.5)]
     if dtype.is_floating_point:

@@ -1,9 +1,9 @@
-"""Many ranks in one process: worlds over any transport for tests, on one event loop or one thread a rank.
+"""Worlds of several ranks in one process, over any transport, on one event loop or with one thread per rank.
 
-async with world_of(4) as groups:            # ranks as tasks of one loop, over inproc
+async with world_of(4) as groups:            # awaited calls of all ranks on one loop, over inproc
     await asyncio.gather(*(g.all_reduce(t) for g, t in zip(groups, tensors)))
 
-run_ranks(4, program)                        # program(group) in a thread of each rank, blocking calls
+run_ranks(4, program)                        # blocking calls: program(group) in a thread of each rank
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run_ranks(
 ) -> list[T]:
     """Run ``program(group)`` in one thread per rank and return the results by rank; ``hosts`` as in `world_of`.
 
-    If programs raise, the lowest rank's error is raised once all have ended.
+    If programs raise errors, the error of the lowest rank is raised after all programs have ended.
     """
     store = HashStore()
 

@@ -1,7 +1,7 @@
 """Every collective with inputs and expected outputs, for conformance tests of groups over any transport.
 
 A *collective case* is one operation with inputs for all ranks and the result that torch computes for them without
-communication. A test that holds the groups starts the case on each of them, waits, and checks the outcome:
+communication. A test with the groups of all ranks starts the case on each group, waits, and checks the result::
 
     for case in collective_cases(size=4, count=1000, dtype=torch.float32):
         await asyncio.gather(*(work for group in groups for work in case.start(group)))
@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CollectiveCase:
-    """One operation: ``start(group, **options)`` on every rank, then ``check()``, which raises AssertionError.
+    """One operation: call ``start(group, **options)`` on every rank, wait, then call ``check()``.
 
-    ``options`` are passed to the group's methods.
+    ``options`` are passed to the group's methods. ``check`` raises AssertionError if a result is wrong.
     """
 
     name: str
@@ -47,7 +47,7 @@ def _case(
     expected: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor] = (),
 ) -> CollectiveCase:
-    """Return the case of one method of a group, with its arguments by rank; it must not change ``inputs``."""
+    """Return the case of one method of a group. ``arguments`` returns those of a rank. ``inputs`` must not change."""
     name, kept = f"{method} of {what}", [tensor.clone() for tensor in inputs]
 
     def check() -> None:
@@ -62,9 +62,9 @@ def _case(
 
 def _check(what: str, outputs: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
     assert len(outputs) == len(expected), f"{what}: {len(outputs)} tensors instead of {len(expected)}"
-    for place, (mine, wanted) in enumerate(zip(outputs, expected, strict=True)):
-        if not same(mine, wanted):
-            raise AssertionError(f"{what}, tensor {place}: {mine} instead of {wanted}")
+    for place, (output, wanted) in enumerate(zip(outputs, expected, strict=True)):
+        if not same(output, wanted):
+            raise AssertionError(f"{what}, tensor {place}: {output} instead of {wanted}")
 
 
 def _flat(rows: Iterable[Iterable[T]]) -> list[T]:
@@ -155,8 +155,8 @@ def _row(size: int, counts: Sequence[int], dtype: torch.dtype, seed: int) -> lis
     return [noise(counts[place], dtype, seed=seed + 101 * place) for place in range(size)]
 
 
-def _room(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return zeros of the shapes of the tensors."""
+def _zeros_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return zeros with the shapes and dtypes of the tensors."""
     return [torch.zeros_like(tensor.view(torch.uint8)).view(tensor.dtype) for tensor in tensors]
 
 
@@ -164,8 +164,8 @@ def _rooted(size: int, count: int, dtype: torch.dtype, root: int) -> Iterator[Co
     inputs, what = _row(size, [count] * size, dtype, seed=root), f"{count} x {dtype}, root {root}"
     tensors = [tensor.clone() for tensor in inputs]
     yield _case("broadcast", what, lambda rank: (tensors[rank], root), tensors, [inputs[root]] * size)
-    gathered, scattered = _room(inputs), _room(inputs)
-    (single,) = _room([noise(count * size, dtype, seed=0)])
+    gathered, scattered = _zeros_like(inputs), _zeros_like(inputs)
+    (single,) = _zeros_like([noise(count * size, dtype, seed=0)])
 
     def on_root(rank: int, value: T) -> T | None:
         return value if rank == root else None
@@ -178,14 +178,14 @@ def _rooted(size: int, count: int, dtype: torch.dtype, root: int) -> Iterator[Co
 
 def _all_gather(size: int, counts: list[int], dtype: torch.dtype) -> CollectiveCase:
     inputs = _row(size, counts, dtype, seed=1)
-    outputs = [_room(inputs) for _ in range(size)]
+    outputs = [_zeros_like(inputs) for _ in range(size)]
     what = f"{counts} x {dtype}"
     return _case("all_gather", what, lambda rank: (outputs[rank], inputs[rank]), _flat(outputs), inputs * size)
 
 
 def _all_gather_single(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     inputs = _row(size, [count] * size, dtype, seed=2)
-    outputs = _room([noise(count * size, dtype, seed=0)] * size)
+    outputs = _zeros_like([noise(count * size, dtype, seed=0)] * size)
     what, joined = f"{count} x {dtype}", _joined(inputs)
     return _case("all_gather_single", what, lambda rank: (outputs[rank], inputs[rank]), outputs, [joined] * size)
 
@@ -193,7 +193,7 @@ def _all_gather_single(size: int, count: int, dtype: torch.dtype) -> CollectiveC
 def _coalesced_all_gather(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     counts = [count, 1, 0, count + 1]
     inputs = [_row(len(counts), counts, dtype, seed=1000 * rank) for rank in range(size)]
-    outputs = [[_room(row) for row in inputs] for _ in range(size)]
+    outputs = [[_zeros_like(row) for row in inputs] for _ in range(size)]
     return _case(
         "all_gather_coalesced",
         f"{counts} x {dtype}",
@@ -207,7 +207,7 @@ def _all_to_all(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     sizes = [[(count + 3 * sender + 5 * taker) % (2 * count + 1) for taker in range(size)] for sender in range(size)]
     inputs = [_row(size, sizes[rank], dtype, seed=1000 * rank) for rank in range(size)]
     expected = [[inputs[sender][rank] for sender in range(size)] for rank in range(size)]
-    outputs = [_room(row) for row in expected]
+    outputs = [_zeros_like(row) for row in expected]
     what = f"{sizes} x {dtype}"
     return _case("all_to_all", what, lambda rank: (outputs[rank], inputs[rank]), _flat(outputs), _flat(expected))
 
@@ -220,7 +220,7 @@ def _all_to_all_single(size: int, count: int, dtype: torch.dtype, *, uneven: boo
     inputs = [noise(2 * sum(row), dtype, seed=17 * rank).view(-1, 2) for rank, row in enumerate(rows)]
     parts = [tensor.split(row) for tensor, row in zip(inputs, rows, strict=True)]
     expected = [_joined([parts[sender][rank] for sender in ranks]).view(-1, 2) for rank in ranks]
-    outputs = [_room([tensor])[0] for tensor in expected]
+    outputs = [_zeros_like([tensor])[0] for tensor in expected]
 
     def arguments(rank: int) -> tuple[Any, ...]:
         return outputs[rank], inputs[rank], *((incoming[rank], rows[rank]) if uneven else ())
@@ -241,7 +241,7 @@ _tag_numbers = itertools.count(1)
 
 
 def between_two(size: int, count: int, dtype: torch.dtype) -> Iterator[CollectiveCase]:
-    """Yield cases of send and recv: around a ring, one and three per tag; two tags in reverse order; from any rank."""
+    """Yield cases of send and recv: around a ring with one and three messages per tag and with two tags; from any rank."""
     if size > 1:
         yield _ring(size, dtype, [count], [next(_tag_numbers)], "")
         yield _ring(size, dtype, [count] * 3, [next(_tag_numbers)] * 3, ", with one tag")
@@ -250,13 +250,13 @@ def between_two(size: int, count: int, dtype: torch.dtype) -> Iterator[Collectiv
 
 
 def _ring(size: int, dtype: torch.dtype, counts: list[int], tags: list[int], how: str) -> CollectiveCase:
-    """Messages to the next rank, received in the reverse order of the tags.
+    """Each rank sends messages to the next rank, which receives them in the reverse order of the tags.
 
-    The memory of a message is overwritten as soon as its send has completed.
+    The sender overwrites the memory of a message as soon as its send has completed.
     """
     inputs = [_row(len(counts), counts, dtype, seed=5000 * (rank + 1)) for rank in range(size)]
     kept = [[tensor.clone() for tensor in row] for row in inputs]
-    outputs = [_room(row) for row in inputs]
+    outputs = [_zeros_like(row) for row in inputs]
     name = f"{len(counts)} messages of {counts[0]} x {dtype} around a ring{how}"
 
     def send(group: Group, tensor: torch.Tensor, tag: int, options: dict[str, Any]) -> Work:
@@ -275,7 +275,7 @@ def _ring(size: int, dtype: torch.dtype, counts: list[int], tags: list[int], how
 
 def _from_any(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
     inputs = _row(size, [count] * size, dtype, seed=4)
-    outputs = _room(inputs[1:])
+    outputs = _zeros_like(inputs[1:])
     receipts: list[Work] = []
     global_ranks: list[int] = []
     tag, name = next(_tag_numbers), f"{size - 1} x {count} x {dtype} from any rank"
@@ -299,15 +299,13 @@ def _from_any(size: int, count: int, dtype: torch.dtype) -> CollectiveCase:
 
 
 def barriers(size: int) -> Iterator[CollectiveCase]:
-    """Yield both kinds of barrier."""
-    yield CollectiveCase("barrier", lambda group, **options: [group.barrier(**options)], lambda: None)
-    yield CollectiveCase(
-        "monitored_barrier", lambda group, **options: [group.monitored_barrier(**options)], lambda: None
-    )
+    """Yield a case of `barrier` and one of `monitored_barrier`."""
+    for method in ("barrier", "monitored_barrier"):
+        yield _case(method, f"{size} ranks", lambda rank: (), (), ())
 
 
 def collective_cases(size: int, count: int, dtype: torch.dtype) -> Iterator[CollectiveCase]:
-    """Yield every case for ``size`` ranks that a dtype allows, reductions by sums."""
+    """Yield every case for ``size`` ranks that is defined for a dtype. Reductions are sums."""
     if dtype not in UNREDUCED:
         yield from reducing(size, count, dtype)
     yield from moving(size, count, dtype)

@@ -1,13 +1,13 @@
-"""Faults for tests: a proxy that delays, blocks and cuts connections, a misbehaving peer, and cancellation at any step.
+"""Faults for tests: a proxy that delays, blocks and cuts connections, an impostor, and cancellation at any suspension.
 
     with proxied_world(2) as world:                       # every connection goes through its own proxy
-        world.proxies[0, 1].cut_after(1000)               # what rank 0 sends to rank 1
+        world.proxies[0, 1].cut_after(1000)               # after 1000 bytes from rank 0 to rank 1
         await world.groups[0].all_reduce(tensor)          # raises PeerLostError
 
-    for number in itertools.count():                      # until the coroutine ends before the cancellation
+    for number in itertools.count():                      # until the coroutine suspends fewer times than this
         task = asyncio.ensure_future(cancelled_at(number, coroutine()))
 
-For processes that are killed and frozen see `asyncdist.testing.processes`.
+`asyncdist.testing.processes` kills and stops processes.
 """
 
 from __future__ import annotations
@@ -38,18 +38,25 @@ T = TypeVar("T")
 PATIENCE = 20.0
 """Seconds after which waiting for a proxy or a peer is an error."""
 
-# Socket buffer size on either side of a proxy, small so that a clogged proxy holds little.
+# The size of the socket buffers on either side of a proxy. They are small, so that a clogged proxy holds few bytes.
 _BUFFER_NBYTES = 1 << 16
 
 
 class Proxy:
-    """A TCP proxy at ``address`` in front of the ``target`` ``(host, port)``, in its own thread.
+    """A TCP proxy in front of a server, in its own thread. All methods are thread-safe.
 
-    All methods are thread-safe.
+    Args:
+        host: The host of the server.
+        port: The port of the server.
 
-    Two faults are attributes that may be set at any time: ``delay`` (seconds before each chunk is passed on, in both
-    directions) and ``chunk_nbytes`` (the longest chunk). ``passed_nbytes`` counts the bytes passed on towards the target;
-    ``cut_at`` is the monotonic time of the latest cut, and ``since_cut`` a `Stopwatch` started then.
+    Attributes:
+        address: The ``(host, port)`` at which the proxy listens.
+        target: The ``(host, port)`` of the server.
+        delay: Seconds before each chunk is forwarded, in both directions. It may be set at any time.
+        chunk_nbytes: The length of the longest chunk in bytes. It may be set at any time.
+        passed_nbytes: The number of bytes forwarded to the target.
+        cut_at: The monotonic time of the latest cut.
+        since_cut: A `Stopwatch` that started at the latest cut.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -71,8 +78,8 @@ class Proxy:
         self._loop = asyncio.new_event_loop()
         self._gate = asyncio.Event()
         self._gate.set()
-        self._hold = math.inf
-        self._held = asyncio.Event()
+        self._hold_limit = math.inf
+        self._released = asyncio.Event()
         self._loop.add_reader(self._listener, self._accept)
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
@@ -80,11 +87,11 @@ class Proxy:
     # -- faults --------------------------------------------------------------------------------
 
     def clog(self) -> None:
-        """Stop reading and passing on, until `unclog`."""
+        """Stop reading and forwarding until `unclog`."""
         self._call(self._gate.clear)
 
     def unclog(self) -> None:
-        """Pass on again."""
+        """Continue to read and forward."""
         self._call(self._gate.set)
 
     def cut(self) -> None:
@@ -92,20 +99,20 @@ class Proxy:
         self._call(self._cut)
 
     def cut_after(self, nbytes: int) -> None:
-        """`cut` once, when exactly ``nbytes`` have been passed on towards the target over all connections."""
+        """`cut` once, when exactly ``nbytes`` have been forwarded to the target over all connections."""
         self._limit = nbytes
 
     def hold_after(self, nbytes: int) -> None:
-        """Pass the bytes after the first ``nbytes`` on towards the target only after `release`."""
-        self._call(self._held.clear)
-        self._hold = nbytes
+        """Forward the bytes after the first ``nbytes`` to the target only after `release`."""
+        self._call(self._released.clear)
+        self._hold_limit = nbytes
 
     def release(self) -> None:
-        """Pass on the held bytes."""
-        self._call(self._held.set)
+        """Forward the held bytes."""
+        self._call(self._released.set)
 
     def refuse(self) -> None:
-        """Refuse new connections. Existing ones continue."""
+        """Refuse new connections. The open ones continue."""
         self._call(self._refuse)
 
     @property
@@ -114,10 +121,14 @@ class Proxy:
         return len(self._connections)
 
     def until(self, true: Callable[[], object]) -> None:
-        """Wait until something is so that changes only as bytes or connections pass; TimeoutError if it never is."""
+        """Wait for a condition that changes only with forwarded bytes or connections.
+
+        Raises:
+            TimeoutError: The condition is false for `PATIENCE` seconds.
+        """
         with self._changed:
             if not self._changed.wait_for(true, PATIENCE):
-                raise TimeoutError(f"still not so, with {self.passed_nbytes} bytes passed on")
+                raise TimeoutError(f"the condition is false after {self.passed_nbytes} forwarded bytes")
 
     def close(self) -> None:
         """Cut every connection and stop. Idempotent."""
@@ -144,7 +155,7 @@ class Proxy:
 
         asyncio.run_coroutine_threadsafe(call(), self._loop).result(PATIENCE)
 
-    def _note(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -152,7 +163,7 @@ class Proxy:
         self.cut_at, self.since_cut = time.monotonic(), Stopwatch()
         for sockets in self._connections.values():
             for sock in sockets:
-                # No linger: closing throws away what is under way, and the other side gets a reset, not an end.
+                # Without linger, closing discards unsent bytes, and the other side gets a reset instead of an end.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         for task in self._connections:
             task.cancel()
@@ -170,7 +181,7 @@ class Proxy:
     def _accept(self) -> None:
         try:
             near, _ = self._listener.accept()
-        except OSError:  # the connection is closed already
+        except OSError:  # the client has closed the connection
             return
         far = socket.socket(near.family, socket.SOCK_STREAM)
         for sock in (near, far):
@@ -180,31 +191,31 @@ class Proxy:
         task = self._loop.create_task(self._connect(near, far))
         self._connections[task] = (near, far)
         task.add_done_callback(self._ended)
-        self._note()
+        self._notify()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         for sock in self._connections.pop(task):
             sock.close()
-        self._note()
+        self._notify()
 
     async def _connect(self, near: socket.socket, far: socket.socket) -> None:
         with contextlib.suppress(OSError):
             await self._loop.sock_connect(far, self.target)
-            await asyncio.gather(self._pass_on(near, far, forth=True), self._pass_on(far, near, forth=False))
+            await asyncio.gather(self._forward(near, far, to_target=True), self._forward(far, near, to_target=False))
 
-    async def _pass_on(self, source: socket.socket, sink: socket.socket, *, forth: bool) -> None:
+    async def _forward(self, source: socket.socket, sink: socket.socket, *, to_target: bool) -> None:
         while chunk := await self._loop.sock_recv(source, self.chunk_nbytes):
             if self.delay:
                 await asyncio.sleep(self.delay)
             await self._gate.wait()
-            if forth and self._limit is not None:
+            if to_target and self._limit is not None:
                 chunk = chunk[: max(0, self._limit - self.passed_nbytes)]
-            if forth and self.passed_nbytes + len(chunk) > self._hold:
-                await self._held.wait()
+            if to_target and self.passed_nbytes + len(chunk) > self._hold_limit:
+                await self._released.wait()
             await self._loop.sock_sendall(sink, chunk)
-            if forth:
+            if to_target:
                 self.passed_nbytes += len(chunk)
-                self._note()
+                self._notify()
                 if self.passed_nbytes == self._limit:
                     self._limit = None
                     self._cut()
@@ -212,15 +223,19 @@ class Proxy:
         sink.shutdown(socket.SHUT_WR)
 
 
-# -- worlds by hand -------------------------------------------------------------------------------
+# -- a world behind proxies -----------------------------------------------------------------------
 
 
 @dataclass
 class ProxiedWorld:
     """Ranks of this process, each of whose connections goes through its own `Proxy`.
 
-    ``groups`` and ``meshes`` by rank; ``proxies[writer, reader]`` is what the one rank's connections to the other go
-    through: a connection carries messages from who opened it.
+    A connection carries the messages of the rank that opened it.
+
+    Attributes:
+        meshes: The endpoints by rank.
+        groups: The groups of all ranks, by rank.
+        proxies: By (writer, reader), the proxy of the connections that the writer opens to the reader.
     """
 
     meshes: list[Endpoint]
@@ -229,7 +244,7 @@ class ProxiedWorld:
     _made: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def new_group(self, ranks: list[int], timeout: float = PATIENCE) -> dict[int, Group]:
-        """Make a group of some ranks; return it by rank."""
+        """Make a group of some ranks; return each rank's `Group` by rank."""
         nonce = next(self._made)
         return {rank: Group(self.meshes[rank], ranks, f"ranks {ranks}", timeout, nonce=nonce) for rank in ranks}
 
@@ -240,8 +255,11 @@ def proxied_world(
 ) -> Iterator[ProxiedWorld]:
     """Run a world of ``size`` ranks over tcp in this process, without a store, with a proxy for each connection.
 
-    ``home`` is the loop that drives them; None for blocking calls, with one thread per rank. ``timeout`` is the operations'
-    timeout in seconds.
+    Args:
+        size: The number of ranks.
+        timeout: The timeout of operations in seconds.
+        config: Settings of all ranks; None for the defaults with a random token.
+        home: The loop that drives the ranks; None for blocking calls, with one thread per rank.
     """
     config = config or Config(token=secrets.token_hex(8))
     kinds = registry.selected("tcp")
@@ -269,7 +287,7 @@ def _behind(proxy: Proxy | None, listening: dict[str, Any]) -> dict[str, dict[st
     return {"tcp": listening if proxy is None else {"host": proxy.address[0], "port": proxy.address[1]}}
 
 
-# -- peers that misbehave -------------------------------------------------------------------------
+# -- an impostor ----------------------------------------------------------------------------------
 
 
 def greet(sock: socket.socket, steps: Handshake) -> None:
@@ -283,7 +301,7 @@ def greet(sock: socket.socket, steps: Handshake) -> None:
 
 
 def impostor(address: tuple[str, int], world_id: str, rank: int, token: str | None) -> socket.socket:
-    """Connect to a rank's tcp listener as ``rank`` of its world would; return the socket, to say anything on it."""
+    """Connect to a rank's tcp listener as ``rank`` of its world does, and return the socket."""
     from asyncdist_transports.tcp.connection import HELLO
 
     sock = socket.create_connection(address, PATIENCE)
@@ -296,7 +314,7 @@ def impostor(address: tuple[str, int], world_id: str, rank: int, token: str | No
     return sock
 
 
-# -- bad moments ----------------------------------------------------------------------------------
+# -- cancellation ---------------------------------------------------------------------------------
 
 
 @types.coroutine
@@ -308,8 +326,8 @@ def cancelled_at(number: int, coroutine: Coroutine[Any, Any, T]) -> Generator[An
     while True:
         try:
             future = resume(value)
-        except StopIteration as over:
-            result: T = over.value
+        except StopIteration as end:
+            result: T = end.value
             return result
         if suspended == number:
             task = asyncio.current_task()

@@ -1,12 +1,12 @@
 """Ranks as real processes that a test starts, exchanges values with, stops and kills.
 
-A `Nursery` is a process that has imported torch and asyncdist once and forks a rank in milliseconds. A rank runs one
-function of a program file, whose first argument is the rank's end of a pipe. Over the pipe the test and the rank tell each
-other how far they are, so that no test has to sleep::
+A `Nursery` is a process that imports torch and asyncdist once and then forks a rank in milliseconds. A rank runs one
+function of a program file, whose first argument is the rank's end of a pipe. The test and the rank report their progress
+over the pipe, so that no test has to sleep::
 
     with Nursery() as nursery:
         ranks = [nursery.start("program.py", "train", rank) for rank in range(4)]   # def train(test, rank): ...
-        assert ranks[0].hear() == "in the middle of it"                             # test.send("in the middle of it")
+        assert ranks[0].hear() == "in the call"                                     # test.send("in the call")
         ranks[1].kill()
         assert ranks[0].wait() == 0
 """
@@ -33,7 +33,7 @@ from typing import Any, Self
 from asyncdist.testing.stopwatch import Stopwatch, stood_in_line
 
 PATIENCE = 60.0
-"""Seconds after which a test that waits for a rank gives up, unless it says otherwise: far too many for any."""
+"""The default of seconds after which waiting for a rank is an error. No test needs as many."""
 
 
 class RankEndedError(AssertionError):
@@ -50,17 +50,22 @@ class RankProcess:
         self._output = output
 
     def say(self, value: Any) -> None:
-        """Send a value, which the rank gets from ``test.recv()``."""
+        """Send a value, which ``test.recv()`` returns in the rank."""
         self._pipe.send(value)
 
     def hear(self, timeout: float = PATIENCE) -> Any:
-        """Return the next value that the rank sends; RankEndedError with its output if it ends first."""
+        """Return the next value that the rank sends.
+
+        Raises:
+            RankEndedError: The rank ends first. The message has its output.
+            TimeoutError: No value arrives within ``timeout`` seconds.
+        """
         if not self._pipe.poll(timeout):
-            raise TimeoutError(f"process {self.pid} said nothing for {timeout:g} s; its output: {self.output()}")
+            raise TimeoutError(f"process {self.pid} sent nothing for {timeout:g} s; its output: {self.output()}")
         try:
             return self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise RankEndedError(f"it ended with status {self.wait()}; its output: {self.output()}") from None
+            raise RankEndedError(f"the rank ended with status {self.wait()}; its output: {self.output()}") from None
 
     def kill(self) -> None:
         """Kill the rank with SIGKILL, as a power failure would: none of its handlers run."""
@@ -71,7 +76,7 @@ class RankProcess:
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continue a frozen rank."""
+        """Continue a stopped rank with SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     def interrupt(self) -> None:
@@ -79,7 +84,7 @@ class RankProcess:
         os.kill(self.pid, signal.SIGINT)
 
     def wait(self, timeout: float = PATIENCE) -> int:
-        """Return its exit status once it has ended; a signal's number is negative. TimeoutError with its output."""
+        """Wait until the rank ends, and return its exit status: the negative number of the signal if one killed it."""
         return self._nursery.status(self, timeout)
 
     def output(self) -> str:
@@ -94,7 +99,7 @@ class RankProcess:
 
 
 class Nursery:
-    """Forks ranks off a process that has imported their modules. Closing it kills the ranks that still run."""
+    """Forks ranks from a process that has imported the modules ``preload``. Closing it kills the ranks that still run."""
 
     def __init__(self, preload: Sequence[str] = ("torch", "asyncdist", "asyncdist.sync")) -> None:
         self._control, theirs = Pipe()
@@ -102,15 +107,15 @@ class Nursery:
         with theirs:
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._statuses: dict[int, int] = {}
-        self._stood: dict[int, float] = {}
+        self._waited: dict[int, float] = {}
         self._ranks: list[RankProcess] = []
 
     def start(
         self, program: str | Path, function: str, *args: Any, environment: Mapping[str, str] | None = None
     ) -> RankProcess:
-        """Fork a rank that calls ``function(test, *args)`` of a program file, with more variables in its environment."""
+        """Fork a rank that calls ``function(test, *args)`` of a program file, with additional environment variables."""
         ours, theirs = Pipe()
-        output = tempfile.TemporaryFile()  # noqa: SIM115  # the rank's own, closed with it
+        output = tempfile.TemporaryFile()  # noqa: SIM115  # RankProcess.close closes it
         with theirs:
             self._control.send((str(program), function, args, dict(environment or {})))
             for descriptor in (theirs.fileno(), output.fileno()):
@@ -121,7 +126,7 @@ class Nursery:
         return rank
 
     def status(self, rank: RankProcess, timeout: float) -> int:
-        """Return a rank's exit status once it has ended."""
+        """Wait until a rank ends, and return its exit status."""
         while rank.pid not in self._statuses:
             try:
                 self._next(timeout, expected="ended")
@@ -134,20 +139,20 @@ class Nursery:
     def _next(self, timeout: float, *, expected: str) -> int:
         while True:
             if not self._control.poll(timeout):
-                raise TimeoutError(f"the nursery did not say {expected!r} within {timeout:g} s")
-            what, pid, status, stood = self._control.recv()
-            if what == "ended":
-                self._statuses[pid], self._stood[pid] = status, stood
-            if what == expected:
+                raise TimeoutError(f"the nursery did not report {expected!r} within {timeout:g} s")
+            event, pid, status, waited = self._control.recv()
+            if event == "ended":
+                self._statuses[pid], self._waited[pid] = status, waited
+            if event == expected:
                 return int(pid)
 
     def stopwatch(self) -> Stopwatch:
         """Return a stopwatch that begins now, for all ranks that have not ended."""
         running = (rank.pid for rank in self._ranks if rank.pid not in self._statuses)
-        return Stopwatch(*running, ended=self._stood)
+        return Stopwatch(*running, ended=self._waited)
 
     def clear(self) -> None:
-        """Kill every rank that still runs, and wait for it; call it at the end of each test."""
+        """Kill the ranks that still run, and wait until they end. Call it at the end of each test."""
         for rank in self._ranks:
             if rank.pid not in self._statuses:
                 with contextlib.suppress(ProcessLookupError):
@@ -157,7 +162,7 @@ class Nursery:
             rank.close()
         self._ranks.clear()
         self._statuses.clear()
-        self._stood.clear()
+        self._waited.clear()
 
     def close(self) -> None:
         """Kill the ranks that still run, and end the forking process."""
@@ -179,7 +184,7 @@ class Nursery:
 
 
 class _Job:
-    """What a forked rank runs."""
+    """A request for a rank: the program of the rank, its pipe and its output."""
 
     def __init__(self, control: Connection) -> None:
         self.program, self.function, self.args, self.environment = control.recv()
@@ -187,39 +192,39 @@ class _Job:
         self.output = recv_handle(control)
 
     def run(self) -> None:
-        """Run the rank's program in the forked child, and return or raise as the program does."""
+        """Run the rank's program in the forked process."""
         os.dup2(self.output, 1)
         os.dup2(self.output, 2)
         os.close(self.output)
         os.environ.update(self.environment)
         runpy.run_path(self.program)[self.function](self.pipe, *self.args)
 
-    def forget(self) -> None:
-        """Close the parent's copies of the descriptors, so that the rank's end is the end of the pipe."""
+    def close(self) -> None:
+        """Close the nursery's copies of the descriptors, so that the pipe ends when the rank ends."""
         self.pipe.close()
         os.close(self.output)
 
 
 def _serve(control: Connection) -> _Job | None:
-    """Fork until the test hangs up; return a job in each child, and None in the parent."""
+    """Fork until the test closes the connection; return a job in each child, and None in the parent."""
     children: set[int] = set()
-    bell, rings = socket.socketpair()
-    bell.setblocking(False)
-    rings.setblocking(False)
-    signal.set_wakeup_fd(rings.fileno())
+    signalled, wakeup = socket.socketpair()
+    signalled.setblocking(False)
+    wakeup.setblocking(False)
+    signal.set_wakeup_fd(wakeup.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    with selectors.DefaultSelector() as selector, bell, rings:
+    with selectors.DefaultSelector() as selector, signalled, wakeup:
         selector.register(control, selectors.EVENT_READ)
-        selector.register(bell, selectors.EVENT_READ)
+        selector.register(signalled, selectors.EVENT_READ)
         while True:
             ready = [key.fileobj for key, _ in selector.select()]
-            if bell in ready:
-                bell.recv(4096)
+            if signalled in ready:
+                signalled.recv(4096)
                 _report_ended(control, children)
             if control in ready:
                 try:
                     job = _Job(control)
-                except EOFError:  # the test is gone: nothing of it is to go on
+                except EOFError:  # the test has ended
                     for pid in children:
                         os.kill(pid, signal.SIGKILL)
                     return None
@@ -230,18 +235,18 @@ def _serve(control: Connection) -> _Job | None:
                     control.close()
                     return job
                 children.add(pid)
-                job.forget()
+                job.close()
                 control.send(("forked", pid, 0, 0.0))
 
 
 def _report_ended(control: Connection, children: set[int]) -> None:
     for child in list(children):
-        stood = stood_in_line(child)  # unknown after waitpid
+        waited = stood_in_line(child)  # unknown after waitpid
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid != 0:
             children.discard(pid)
             with contextlib.suppress(BrokenPipeError):
-                control.send(("ended", pid, os.waitstatus_to_exitcode(status), stood))
+                control.send(("ended", pid, os.waitstatus_to_exitcode(status), waited))
 
 
 def _main(arguments: Sequence[str]) -> None:
@@ -249,7 +254,8 @@ def _main(arguments: Sequence[str]) -> None:
     for name in preload:
         __import__(name)
     gc.collect()
-    gc.freeze()  # a rank's collector need not look at what it shares with us: looking alone would copy it, page by page
+    # A rank's garbage collector would otherwise write to the shared pages, and so copy them.
+    gc.freeze()
     job = _serve(Connection(int(descriptor)))
     if job is not None:
         run: Callable[[], None] = job.run

@@ -1,9 +1,9 @@
-"""Runs schedules over numpy arrays: in lock step, which counts their cost, or in an order drawn from a seed.
+"""Run schedules over numpy arrays: in lock step, which counts their cost, or in an order drawn from a seed.
 
-`lock_step` moves in rounds and hands a message over when both ends have reached it, without buffers. A schedule that
-completes here needs no buffering, and its cost can be compared with its author's claim. `adversary` buffers every message,
+`lock_step` runs in rounds and delivers a message when both ranks have reached it, without buffers. A schedule that
+completes there needs no buffering, and its cost can be compared with the documented one. `adversary` buffers every message,
 lets ranks run ahead of or behind each other, overwrites memory that waits for a message, and swaps the operands of
-`Reduce`. A schedule with the same result there relies on nothing that the rules do not guarantee.
+`Reduce`. A schedule with the same result there relies only on what the rules guarantee.
 
 Both check the rules of `asyncdist.algorithms.schedule` and describe a violation::
 
@@ -42,7 +42,7 @@ class UnsafeStepError(ScheduleError):
 
 
 class SizeMismatchError(ScheduleError):
-    """A message has another size than its receiver's place."""
+    """The size of a message differs from the size of its receiver's place."""
 
 
 class DeadlockError(ScheduleError):
@@ -80,69 +80,83 @@ class Trace(NamedTuple):
 def lock_step(
     schedules: Sequence[Schedule | Sequence[Schedule]], *, fold: Fold = np.add, ports: int | None = None
 ) -> Trace:
-    """Run the schedules, one or several at once per rank, in rounds; return what they took.
+    """Run the schedules in rounds and return their cost.
 
-    A round hands over all messages whose two ends are there when it begins; with ``ports``, at most that many out of
-    and into each rank, those of a rank's first schedules first. Raises `ScheduleError`.
+    A round delivers all messages that both ranks have reached when it begins.
+
+    Args:
+        schedules: For each rank, one schedule or several concurrent ones.
+        fold: Reduces two arrays.
+        ports: The most messages that a rank can send and can receive in a round, those of its first schedules first;
+            None for any number.
+
+    Raises:
+        ScheduleError: A schedule breaks a rule, or no schedule can continue.
     """
     world = _World(schedules, fold)
     for task in world.tasks:
-        world.begin(task)
-    busiest = [world.close_round()]
+        world.resume(task)
+    costs = [world.close_round()]
     while not world.finished():
-        messages = list(world.meetings(ports))
+        messages = list(world.ready_messages(ports))
         if not messages:
             raise world.deadlock()
         for send, receive in messages:
-            world.hand_over(send, receive, send.bytes())
-        for task in {end.task.key: end.task for message in messages for end in message}.values():
-            if not task.open:
-                world.begin(task)
-        busiest.append(world.close_round())
+            world.deliver(receive, send.bytes())
+            world.complete(send)
+        for task in dict.fromkeys(end.task for message in messages for end in message):
+            world.resume(task)
+        costs.append(world.close_round())
     # Steps before the first message are not a round.
-    cost = sum(busiest, Cost(rounds=-1))
+    cost = sum(costs, Cost(rounds=-1))
     return Trace(cost, world.sent_messages, world.sent_nbytes)
 
 
 def adversary(schedules: Sequence[Schedule | Sequence[Schedule]], *, seed: int, fold: Fold = np.add) -> None:
-    """Run the schedules in an order drawn from ``seed``; messages between the same two ends stay in order.
+    """Run the schedules in an order drawn from ``seed``. Messages between the same two schedules stay in order.
 
-    Raises `ScheduleError`.
+    Args:
+        schedules: For each rank, one schedule or several concurrent ones.
+        seed: Determines the order.
+        fold: Reduces two arrays.
+
+    Raises:
+        ScheduleError: A schedule breaks a rule, or no schedule can continue.
     """
-    chance = random.Random(seed)
-    world = _World(schedules, fold, chance)
-    wires: dict[_Channel, deque[bytes]] = {}
-    haste = [chance.choice((0.01, 1.0, 1.0)) for _ in schedules]
+    choices = random.Random(seed)
+    world = _World(schedules, fold, choices)
+    sent: dict[_Channel, deque[bytes]] = {}
+    speeds = [choices.choice((0.01, 1.0, 1.0)) for _ in schedules]
 
-    def depart(channel: _Channel) -> None:
+    def send(channel: _Channel) -> None:
         end = world.sends[channel].popleft()
-        wires.setdefault(channel, deque()).append(end.bytes())
-        world.close(end)
+        sent.setdefault(channel, deque()).append(end.bytes())
+        world.complete(end)
 
-    def arrive(channel: _Channel) -> None:
-        world.hand_over(None, world.receives[channel].popleft(), wires[channel].popleft())
+    def receive(channel: _Channel) -> None:
+        world.deliver(world.receives[channel].popleft(), sent[channel].popleft())
 
     while True:
         events: list[tuple[int, Callable[[], None]]] = []
-        events += [(task.rank, partial(world.begin, task)) for task in world.tasks if not task.done and not task.open]
-        events += [(channel.source, partial(depart, channel)) for channel, sends in world.sends.items() if sends]
-        events += [(c.target, partial(arrive, c)) for c, wire in wires.items() if wire and world.receives.get(c)]
+        events += [(task.rank, partial(world.resume, task)) for task in world.tasks if not task.done and not task.open]
+        events += [(channel.source, partial(send, channel)) for channel, sends in world.sends.items() if sends]
+        events += [(c.target, partial(receive, c)) for c, data in sent.items() if data and world.receives.get(c)]
         if not events:
             break
-        _, happen = chance.choices(events, [haste[rank] for rank, _ in events])[0]
-        happen()
+        _, event = choices.choices(events, [speeds[rank] for rank, _ in events])[0]
+        event()
     if not world.finished():
         raise world.deadlock()
-    for channel, wire in wires.items():
-        if wire:
-            raise ScheduleError(f"rank {channel.target} never received what rank {channel.source} sent it")
+    for channel, data in sent.items():
+        if data:
+            raise ScheduleError(f"rank {channel.target} has not received a message that rank {channel.source} sent")
 
 
-# -- the machine ----------------------------------------------------------------------------------
+# -- tasks and messages ---------------------------------------------------------------------------
 
 
 class _Channel(NamedTuple):
-    """A pair of ranks whose messages stay in order. ``part`` is the index of the schedule on its rank."""
+    """Messages from one schedule to another, which stay in order. ``part`` is the index of the schedules on their ranks."""
 
     part: int
     source: int
@@ -151,7 +165,7 @@ class _Channel(NamedTuple):
 
 @dataclass(eq=False)
 class _Task:
-    """One schedule of one rank: its current step and the step's open messages."""
+    """One schedule of one rank: its current step, and the actions of the step that wait for their messages."""
 
     rank: int
     part: int
@@ -161,13 +175,9 @@ class _Task:
     steps: int = 0
     done: bool = False
 
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.rank, self.part
-
 
 class _SimulatedEnd(NamedTuple):
-    """One end of a message: an open action and its schedule."""
+    """One end of a message: the action of a schedule."""
 
     task: _Task
     action: Send | Recv | Reduce
@@ -178,11 +188,11 @@ class _SimulatedEnd(NamedTuple):
 
 class _World:
     def __init__(
-        self, schedules: Sequence[Schedule | Sequence[Schedule]], fold: Fold, chance: random.Random | None = None
+        self, schedules: Sequence[Schedule | Sequence[Schedule]], fold: Fold, choices: random.Random | None = None
     ) -> None:
         self.size = len(schedules)
         self.fold = fold
-        self.chance = chance
+        self.choices = choices
         self.tasks = [
             _Task(rank, part, schedule)
             for rank, given in enumerate(schedules)
@@ -194,9 +204,7 @@ class _World:
         self.sent_nbytes = [0] * self.size
         self._clear_round()
 
-    # a step begins
-
-    def begin(self, task: _Task) -> None:
+    def resume(self, task: _Task) -> None:
         """Resume a schedule until it ends or waits for a message."""
         while not task.done and not task.open:
             task.step = ()
@@ -220,33 +228,28 @@ class _World:
             self._reduced[task.rank] += action.place.nbytes
             return
         task.open.append(action)
+        end = _SimulatedEnd(task, action)
         if isinstance(action, Send):
-            self.sends.setdefault(_Channel(task.part, task.rank, action.peer), deque()).append(
-                _SimulatedEnd(task, action)
-            )
+            self.sends.setdefault(_Channel(task.part, task.rank, action.peer), deque()).append(end)
             return
-        self.receives.setdefault(_Channel(task.part, action.peer, task.rank), deque()).append(
-            _SimulatedEnd(task, action)
-        )
-        if isinstance(action, Recv) and self.chance is not None:
-            action.place.reshape(-1).view(np.uint8)[...] = self.chance.randrange(256)
+        self.receives.setdefault(_Channel(task.part, action.peer, task.rank), deque()).append(end)
+        if isinstance(action, Recv) and self.choices is not None:
+            action.place.reshape(-1).view(np.uint8)[...] = self.choices.randrange(256)
 
-    # messages
-
-    def meetings(self, ports: int | None) -> Iterator[tuple[_SimulatedEnd, _SimulatedEnd]]:
-        """Remove from the channels, and yield, the messages that a round delivers."""
-        leaving, coming = [0] * self.size, [0] * self.size
+    def ready_messages(self, ports: int | None) -> Iterator[tuple[_SimulatedEnd, _SimulatedEnd]]:
+        """Remove the messages of a round from the channels, and yield the two ends of each."""
+        sending, receiving = [0] * self.size, [0] * self.size
         for channel in sorted(self.sends):
             sends, receives = self.sends[channel], self.receives.get(channel, deque())
             while sends and receives:
-                if ports is not None and max(leaving[channel.source], coming[channel.target]) >= ports:
+                if ports is not None and max(sending[channel.source], receiving[channel.target]) >= ports:
                     break
-                leaving[channel.source] += 1
-                coming[channel.target] += 1
+                sending[channel.source] += 1
+                receiving[channel.target] += 1
                 yield sends.popleft(), receives.popleft()
 
-    def hand_over(self, send: _SimulatedEnd | None, receive: _SimulatedEnd, data: bytes) -> None:
-        """Copy a message into its receiver's place and complete both ends."""
+    def deliver(self, receive: _SimulatedEnd, data: bytes) -> None:
+        """Copy a message into its receiver's place and complete the receive."""
         action, target = receive.action, receive.task.rank
         if len(data) != action.place.nbytes:
             raise SizeMismatchError(
@@ -256,24 +259,20 @@ class _World:
         if isinstance(action, Recv):
             action.place[...] = incoming
         else:
-            swapped = self.chance is not None and self.chance.random() < 0.5
+            swapped = self.choices is not None and self.choices.random() < 0.5
             action.place[...] = self.fold(incoming, action.place) if swapped else self.fold(action.place, incoming)
             self._reduced[target] += len(data)
         self._received[target] += 1, len(data)
-        self.close(receive)
-        if send is not None:
-            self.close(send)
+        self.complete(receive)
 
-    def close(self, end: _SimulatedEnd) -> None:
+    def complete(self, end: _SimulatedEnd) -> None:
         """Complete one end of a message."""
         if isinstance(end.action, Send):
             self._sent[end.task.rank] += 1, end.action.place.nbytes
             self.sent_messages[end.task.rank] += 1
             self.sent_nbytes[end.task.rank] += end.action.place.nbytes
-        is_it = [action is end.action for action in end.task.open]  # arrays do not compare to one truth
-        del end.task.open[is_it.index(True)]
-
-    # books
+        # list.remove would compare arrays, which have no single truth value.
+        del end.task.open[[action is end.action for action in end.task.open].index(True)]
 
     def close_round(self) -> Cost:
         """Return the cost of the busiest rank since the last call."""
@@ -291,7 +290,7 @@ class _World:
         return all(task.done for task in self.tasks)
 
     def deadlock(self) -> DeadlockError:
-        """Describe who waits for whom."""
+        """Return the error that says which ranks wait for which peers."""
         waiting: dict[int, list[int]] = {}
         lines = ["no schedule can continue:"]
         for task in self.tasks:
@@ -303,8 +302,6 @@ class _World:
                 lines.append(f"  rank {task.rank}, step {task.steps}: {'; '.join(map(_phrase, task.open))}")
         return DeadlockError(waiting, "\n".join(lines))
 
-    # rules
-
     def _check(self, task: _Task, step: Step) -> None:
         where = f"rank {task.rank}, step {task.steps}"
         if not step:
@@ -313,7 +310,7 @@ class _World:
         for use in _uses(step):
             peer = getattr(use.action, "peer", None)
             if peer is not None and (peer == task.rank or not 0 <= peer < self.size):
-                raise UnsafeStepError(f"{where}: {_phrase(use.action)}, which is no peer among {self.size}")
+                raise UnsafeStepError(f"{where}: {_phrase(use.action)}, which is not a peer among {self.size} ranks")
             for other in in_use:
                 if use.overlaps(other):
                     raise UnsafeStepError(
@@ -323,29 +320,29 @@ class _World:
 
 
 class _Use(NamedTuple):
-    """Addresses that an action uses."""
+    """The addresses that an action uses."""
 
     start: int
     stop: int
     action: Action
 
     def overlaps(self, other: _Use) -> bool:
-        only_read = isinstance(self.action, Send) and isinstance(other.action, Send)
-        return max(self.start, other.start) < min(self.stop, other.stop) and not only_read
+        both_read = isinstance(self.action, Send) and isinstance(other.action, Send)
+        return max(self.start, other.start) < min(self.stop, other.stop) and not both_read
 
 
 def _uses(step: Step) -> Iterator[_Use]:
     for action in step:
         for place in (action.place, action.other) if isinstance(action, Combine) else (action.place,):
             if not isinstance(place, np.ndarray) or not place.flags.c_contiguous:
-                raise TypeError(f"a place is a C-contiguous array here, not {place!r}")
+                raise TypeError(f"a simulated place must be a C-contiguous array, not {place!r}")
             start = place.__array_interface__["data"][0]
             yield _Use(start, start + place.nbytes, action)
 
 
 def _phrase(action: Action) -> str:
     if isinstance(action, Combine):
-        return f"fold {action.other.nbytes} bytes into others"
+        return f"combine {action.other.nbytes} bytes with others"
     if isinstance(action, Send):
         return f"send {action.place.nbytes} bytes to rank {action.peer}"
     what = "receive" if isinstance(action, Recv) else "reduce"

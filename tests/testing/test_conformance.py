@@ -1,6 +1,6 @@
-"""The conformance tests of transports: every bundled transport passes, and each injected fault is detected.
+"""The conformance tests of transports: every bundled transport passes them, and they detect each injected fault.
 
-The faulty ones are the transport of docs/writing-a-transport.md, each with one thing wrong.
+The faults are injected into the transport of docs/writing-a-transport.md.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "writing-a-transport.md"
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 async def test_product_transports_conform(transport, promise):
     if transport == "inproc" and promise is conformance.peer_declared_lost_is_told:
-        pytest.skip("nothing lies between ranks of one process that could break")
+        pytest.skip("the connection between ranks of one process cannot break")
     await promise(transport)
 
 
-# -- transports with one thing wrong ------------------------------------------------------------------
+# -- injected faults ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def pair(monkeypatch):
-    """The page's module, announced as the only transport."""
+    """The module of the page, registered as the only transport."""
     code = re.search(r"```python\n# asyncdist_pair.py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1]
     names = {"__name__": "asyncdist_pair"}
     exec(compile(code, "asyncdist_pair.py", "exec"), names)
@@ -44,7 +44,7 @@ def pair(monkeypatch):
     return SimpleNamespace(**names)
 
 
-def overtakes(pair):
+def messages_overtake_others(pair):
     def send(self, message):
         outlet = self._connected()
         outlet.queue.insert(1 if outlet.queue and outlet.queue[0].sent else 0, message)
@@ -53,7 +53,7 @@ def overtakes(pair):
     pair.PairLink.send = send
 
 
-def finishes_before_it_has_left(pair):
+def sends_complete_too_early(pair):
     send = pair.PairLink.send
 
     def early(self, message):
@@ -72,39 +72,36 @@ def finishes_before_it_has_left(pair):
     pair.PairLink.send, pair.Outlet._send_some = early, send_some
 
 
-def writes_on_into_what_was_given_up(pair):
+def failed_receives_are_written_to(pair):
     expect = pair.Inlet._expect
 
-    def into_the_same(self, receive):
+    def keep_the_receive(self, receive):
         if not isinstance(receive, pair.DiscardReceive):
             expect(self, receive)
 
-    pair.Inlet._expect = into_the_same
+    pair.Inlet._expect = keep_the_receive
 
 
-def never_opens(pair):
+def links_never_open(pair):
     pair.PairLink.open = lambda self: None
 
 
-def never_says_goodbye(pair):
+def goodbye_is_missing(pair):
     drop = pair.PairTransport.drop
     pair.PairTransport.drop = lambda self, end, *, goodbye: drop(self, end, goodbye=False)
 
 
-def never_disconnects(pair):
+def disconnect_does_nothing(pair):
     pair.PairTransport.disconnect = lambda self, peer: None
 
 
 FAULTS = {
-    overtakes: (conformance.messages_queue_in_order, "message 2 of one tag came as"),
-    finishes_before_it_has_left: (conformance.messages_queue_in_order, r"message 1 of one tag came as \[-1.0"),
-    writes_on_into_what_was_given_up: (
-        conformance.cancelled_receive_leaves_memory_alone,
-        "was written on into",
-    ),
-    never_opens: (conformance.receiver_learns_of_closed_link, "only by its own query that its peer left"),
-    never_says_goodbye: (conformance.orderly_departure_is_not_a_loss, "rank 1 was lost"),
-    never_disconnects: (conformance.peer_declared_lost_is_told, "that its peer left"),
+    messages_overtake_others: (conformance.messages_queue_in_order, "message 2 of one tag came as"),
+    sends_complete_too_early: (conformance.messages_queue_in_order, r"message 1 of one tag came as \[-1.0"),
+    failed_receives_are_written_to: (conformance.cancelled_receive_leaves_memory_alone, "wrote into the memory"),
+    links_never_open: (conformance.receiver_learns_of_closed_link, "only by its own query that its peer left"),
+    goodbye_is_missing: (conformance.orderly_departure_is_not_a_loss, "rank 1 was lost"),
+    disconnect_does_nothing: (conformance.peer_declared_lost_is_told, "that its peer left"),
 }
 
 
@@ -115,22 +112,23 @@ async def test_documented_example_transport_conforms(pair, promise):
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 async def test_conformance_detects_injected_fault(pair, fault, monkeypatch):
-    monkeypatch.setattr(conformance, "_PATIENCE", 1.0)  # the time until a rank that is not told gives up
+    monkeypatch.setattr(conformance, "_PATIENCE", 1.0)  # a receive whose peer has left unnoticed ends after this
     promise, words = FAULTS[fault]
     fault(pair)
     with pytest.raises((AssertionError, PeerLostError), match=words):
         await promise("pair")
 
 
-@pytest.mark.parametrize("fault", [overtakes, finishes_before_it_has_left], ids=lambda fault: fault.__name__)
-async def test_drills_detect_injected_fault(pair, fault):
+@pytest.mark.parametrize(
+    "fault", [messages_overtake_others, sends_complete_too_early], ids=lambda fault: fault.__name__
+)
+async def test_collective_cases_detect_injected_fault(pair, fault):
+    async def run_cases():
+        async with world_of(2, transport="pair") as groups:
+            for case in between_two(2, 200_000, torch.float32):
+                await asyncio.gather(*(work for group in groups for work in case.start(group)))
+                case.check()
+
     fault(pair)
     with pytest.raises(AssertionError, match="messages of 200000"):
-        await drilled()
-
-
-async def drilled():
-    async with world_of(2, transport="pair") as groups:
-        for drill in between_two(2, 200_000, torch.float32):
-            await asyncio.gather(*(work for group in groups for work in drill.start(group)))
-            drill.check()
+        await run_cases()

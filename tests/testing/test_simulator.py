@@ -1,4 +1,4 @@
-"""The simulator finds what it is there to find: else the tests of the schedules would prove nothing."""
+"""The simulator detects each violation of the rules. Otherwise the tests of the schedules would prove nothing."""
 
 from collections.abc import Callable
 
@@ -126,27 +126,27 @@ def test_sends_may_share_memory_and_adjacent_places_are_allowed() -> None:
 
 
 @pytest.mark.parametrize("peer", [0, 2, -1])
-def test_a_peer_is_another_rank_of_the_world(peer: int) -> None:
-    with pytest.raises(UnsafeStepError, match="no peer among 2"):
+def test_peer_must_be_another_rank_of_the_world(peer: int) -> None:
+    with pytest.raises(UnsafeStepError, match="not a peer among 2 ranks"):
         lock_step([steps(Send(peer, MEMORY)), steps()])
 
 
 @either
-def test_one_action_may_stand_twice_in_a_step(run: Callable[[list[Schedule]], object]) -> None:
+def test_step_may_repeat_an_action(run: Callable[[list[Schedule]], object]) -> None:
     twice, spare = (Send(1, np.ones(1)),) * 2, np.zeros(2)
     run([steps(twice), steps(Recv(0, spare[:1]), Recv(0, spare[1:]))])
     assert spare.tolist() == [1, 1]
 
 
-def test_an_empty_step_is_refused() -> None:
+def test_empty_step_is_refused() -> None:
     with pytest.raises(UnsafeStepError, match="step 1 is empty"):
         lock_step([steps(())])
 
 
 def test_adversary_overwrites_posted_receive_memory() -> None:
-    """A schedule that looks at it by other means than actions, which the rules cannot see, sees what is not there."""
+    """A schedule that reads this memory without an action, which the rules cannot detect, gets a wrong result."""
 
-    def seen(seed: int) -> float:
+    def read(seed: int) -> float:
         incoming, found = np.zeros(1), np.zeros(1)
 
         def peek() -> Schedule:
@@ -159,10 +159,10 @@ def test_adversary_overwrites_posted_receive_memory() -> None:
         assert incoming == 0
         return float(found[0])
 
-    assert any(seen(seed) != 0 for seed in range(20))
+    assert any(read(seed) != 0 for seed in range(20))
 
 
-def test_the_adversary_reduces_in_either_order() -> None:
+def test_adversary_reduces_in_either_order() -> None:
     def folded(seed: int) -> int:
         place = np.array([1])
         adversary([steps(Reduce(1, place)), steps(Send(0, np.array([2])))], seed=seed, fold=lambda first, second: first)
@@ -171,23 +171,23 @@ def test_the_adversary_reduces_in_either_order() -> None:
     assert {folded(seed) for seed in range(20)} == {1, 2}
 
 
-def test_the_adversary_is_a_function_of_its_seed() -> None:
+def test_order_of_the_adversary_depends_only_on_its_seed() -> None:
     def order(seed: int) -> list[int]:
-        seen: list[int] = []
+        finished: list[int] = []
 
-        def note(rank: int) -> Schedule:
+        def exchange(rank: int) -> Schedule:
             peer = (rank + 1) % 8
             yield Send(peer, np.zeros(1)), Recv((rank - 1) % 8, np.zeros(1))
-            seen.append(rank)
+            finished.append(rank)
 
-        adversary([note(rank) for rank in range(8)], seed=seed)
-        return seen
+        adversary([exchange(rank) for rank in range(8)], seed=seed)
+        return finished
 
     assert order(3) == order(3)
     assert len({tuple(order(seed)) for seed in range(5)}) > 1
 
 
-def test_blocks_are_views_and_runs_of_them_too() -> None:
+def test_blocks_and_slices_of_blocks_are_views() -> None:
     array = np.arange(7)
     blocks = ArrayBlocks(array, 3)
     assert [blocks[i].tolist() for i in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]

@@ -12,7 +12,9 @@ import pytest
 from asyncdist.testing.processes import Nursery
 from asyncdist.testing.stopwatch import Stopwatch
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not say who waits")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="the kernel does not report waiting time"
+)
 
 
 def test_sleep_counts_as_elapsed():
@@ -26,9 +28,9 @@ def test_seconds_until_a_time_from_another_process():
     assert 99.0 < since.seconds(time.monotonic() + 100.0) <= 100.1
 
 
-def _run(cores: set[int], going) -> None:
+def _spin(cores: set[int], started) -> None:
     os.sched_setaffinity(0, cores)
-    going.set()
+    started.set()
     while True:
         pass
 
@@ -38,27 +40,27 @@ def _run(cores: set[int], going) -> None:
 def test_time_waiting_for_a_processor_does_not_count(until):
     """Two processes share one core; the time of one does not count for the other."""
     fork, cores = multiprocessing.get_context("fork"), {min(os.sched_getaffinity(0))}
-    going = [fork.Event() for _ in range(2)]
-    runners = [fork.Process(target=_run, args=(cores, each), daemon=True) for each in going]
+    started = [fork.Event() for _ in range(2)]
+    processes = [fork.Process(target=_spin, args=(cores, event), daemon=True) for event in started]
     try:
-        for runner in runners:
-            runner.start()
-        for each in going:
-            assert each.wait(20)
-        since, before = Stopwatch(*(runner.pid for runner in runners)), time.monotonic()
+        for process in processes:
+            process.start()
+        for event in started:
+            assert event.wait(20)
+        since, before = Stopwatch(*(process.pid for process in processes)), time.monotonic()
         until(lambda: time.monotonic() - before - since.seconds() > 0.3)
     finally:
-        for runner in runners:
-            runner.kill()
-            runner.join()
-            runner.close()
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
 
 
-RUNS = """
-import os, sys, time
-def run_on(test, core, seconds):
+PROGRAM = """
+import os, time
+def spin(test, core, seconds):
     os.sched_setaffinity(0, {core})
-    test.send("going")
+    test.send("started")
     until = time.process_time() + seconds
     while time.process_time() < until:
         pass
@@ -67,11 +69,12 @@ def run_on(test, core, seconds):
 
 @pytest.mark.processes
 def test_waiting_time_of_ended_process_is_known(tmp_path):
-    (tmp_path / "runs.py").write_text(RUNS)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
     core = min(os.sched_getaffinity(0))
     with Nursery(()) as nursery:
-        ranks = [nursery.start(tmp_path / "runs.py", "run_on", core, 0.3) for _ in range(2)]
-        assert [rank.hear() for rank in ranks] == ["going"] * 2
+        ranks = [nursery.start(program, "spin", core, 0.3) for _ in range(2)]
+        assert [rank.hear() for rank in ranks] == ["started"] * 2
         since, before = nursery.stopwatch(), time.monotonic()
         assert [rank.wait() for rank in ranks] == [0, 0]
         assert time.monotonic() - before - since.seconds() > 0.2
