@@ -142,18 +142,18 @@ def test_requests_of_many_threads(any_store, threads):
 
 
 def test_each_item_is_popped_once(store, threads):
-    taking = [threads.submit(store.queue_pop, "q") for _ in range(20)]
+    popping = [threads.submit(store.queue_pop, "q") for _ in range(20)]
     for number in range(20):
         store.queue_push("q", str(number))
-    assert sorted(int(future.result(LONG)) for future in taking) == list(range(20))
+    assert sorted(int(future.result(LONG)) for future in popping) == list(range(20))
 
 
 def test_item_is_not_lost_to_a_pop_that_times_out(store, threads):
     for number in range(10):
         try:
-            taking = threads.submit(store.queue_pop, "q", True, UNIT / 10)
+            popping = threads.submit(store.queue_pop, "q", True, UNIT / 10)
             store.queue_push("q", str(number))
-            assert taking.result(LONG) == str(number).encode()
+            assert popping.result(LONG) == str(number).encode()
         except StoreTimeoutError:
             assert store.queue_pop("q") == str(number).encode()
 
@@ -161,8 +161,8 @@ def test_item_is_not_lost_to_a_pop_that_times_out(store, threads):
 def test_barrier_of_threads(store, threads):
     with pytest.raises(StoreTimeoutError):
         store.barrier("b", 3, timedelta(seconds=UNIT))
-    standing = [threads.submit(store.barrier, "b", 3) for _ in range(3)]
-    for future in standing:
+    waiting = [threads.submit(store.barrier, "b", 3) for _ in range(3)]
+    for future in waiting:
         assert future.result(LONG) is None
 
 
@@ -174,9 +174,9 @@ def test_publish_and_subscribe(store, threads):
         assert next(messages) == b"2"
         with pytest.raises(StoreTimeoutError):
             messages.get(UNIT)
-        hearing = threads.submit(messages.get, LONG)
+        receiving = threads.submit(messages.get, LONG)
         store.publish("news", "3")
-        assert hearing.result(LONG) == b"3"
+        assert receiving.result(LONG) == b"3"
     messages.close()
 
 
@@ -196,9 +196,9 @@ def test_close_ends_subscriptions_and_watches(kind, tmp_path, threads):
     store = make(kind, tmp_path)
     news, key = store.subscribe("news"), store.watch("k")
     assert key.get() is None
-    hearing, seeing = threads.submit(news.get, LONG), threads.submit(key.get, LONG)
+    receiving, watching = threads.submit(news.get, LONG), threads.submit(key.get, LONG)
     store.close()
-    for future in (hearing, seeing):
+    for future in (receiving, watching):
         with pytest.raises(StoreConnectionError, match="closed"):
             future.result(LONG)
     for listen in (store.subscribe, store.watch):

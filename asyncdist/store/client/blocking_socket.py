@@ -32,9 +32,7 @@ class BlockingSocket:
     ``is_open(request)`` tells whether the rest of a request's long message still has to be sent.
     """
 
-    def __init__(
-        self, sock: socket.socket, tls: TlsSocket | None = None, is_open: Callable[[int], bool] = lambda request: True
-    ) -> None:
+    def __init__(self, sock: socket.socket, tls: TlsSocket | None, is_open: Callable[[int], bool]) -> None:
         sock.setblocking(False)
         self._sock: socket.socket | TlsSocket = tls or sock
         self._tls = tls
@@ -154,11 +152,7 @@ class BlockingSocket:
 
 
 def open_blocking_socket(
-    host: str,
-    port: int,
-    tls: ssl.SSLContext | None,
-    deadline: Deadline,
-    is_open: Callable[[int], bool] = lambda request: True,
+    host: str, port: int, tls: ssl.SSLContext | None, deadline: Deadline, is_open: Callable[[int], bool]
 ) -> BlockingSocket:
     """Connect, without the TLS handshake (`secure`). Over a Unix socket there is no TLS.
 

@@ -107,11 +107,6 @@ class ClientProtocol:
         self._encoder = Encoder()
         self._parser = FrameParser(FRAME_NBYTES)
 
-    @property
-    def num_open(self) -> int:
-        """The number of requests without a final answer."""
-        return len(self._open)
-
     def open_requests(self) -> Collection[ResponseHandler]:
         """Return the requests without a final answer."""
         return self._open.values()

@@ -91,7 +91,7 @@ def test_leader_that_has_its_answer_passes_the_lead_on(master, threads):
             for number in range(8) if turn % 2 else reversed(range(8)):
                 master.set(f"{turn}/{number}", str(number))
             assert [future.result(LONG) for future in waiting] == [str(number).encode() for number in range(8)]
-        assert other.connection.protocol.num_open == 0
+        assert not other.connection.protocol.open_requests()
 
 
 def test_leader_or_follower_that_times_out_passes_the_lead_on(master, threads):
@@ -104,7 +104,7 @@ def test_leader_or_follower_that_times_out_passes_the_lead_on(master, threads):
         master.set("k", "v")
         assert {future.result(LONG) for future in long} == {b"v"}
         assert other.check(["k"])
-        assert other.connection.protocol.num_open == 0
+        assert not other.connection.protocol.open_requests()
 
 
 def test_large_values_both_ways_at_once(master, threads):
@@ -147,7 +147,7 @@ def test_an_interrupted_wait_leaves_nothing_behind(master, monkeypatch):
             other.get("k")
         master.set("k", "v")
         assert other.get("k") == b"v"
-        assert other.connection.protocol.num_open == 0
+        assert not other.connection.protocol.open_requests()
 
 
 @contextlib.contextmanager

@@ -110,7 +110,7 @@ def test_store_works_after_an_interrupt_at_any_moment(call: Callable[[TCPStore, 
                 over = True
             try:
                 assert other_thread.submit(store.add, "n", 1).result(LONG) > 0
-                assert store.connection.protocol.num_open == 0
+                assert not store.connection.protocol.open_requests()
                 assert server.state.num_open == 0  # the server holds no item for the interrupted call
             finally:
                 other_thread.submit(store.close).result(LONG)
@@ -148,7 +148,7 @@ def test_store_works_after_an_interrupt_during_the_wait_for_a_lock(call, monkeyp
                     call(store, master)
                     over = True
                 assert other_thread.submit(store.add, "n", 1).result(LONG) > 0
-                assert store.connection.protocol.num_open == 0
+                assert not store.connection.protocol.open_requests()
             if over:
                 break
         assert place > 3

@@ -77,7 +77,7 @@ async def test_cancelling_any_form_of_waiting_withdraws_the_request(store, serve
         assert not future.done()
         future.cancel()
     await eventually(lambda: server.state.num_open == 0)
-    assert store.connection.protocol.num_open == 0
+    assert not store.connection.protocol.open_requests()
 
 
 async def test_error_of_create_task_says_that_no_task_is_needed(store):

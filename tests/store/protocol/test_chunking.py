@@ -156,7 +156,7 @@ def test_blocking_socket_sends_queued_requests_between_the_chunks_of_a_large_val
     """A request that another thread queues while a chunk is written is sent before the next chunk."""
     near, far = socket.socketpair()
     with near, far:
-        blocking = BlockingSocket(near)
+        blocking = BlockingSocket(near, None, lambda request: True)
         value = ChunkedMessage(Encoder().pack, (1, Op.SET, "large", bytes(4 * PIECE_NBYTES)), request_piece)
         frames, parser = [], FrameParser(FRAME_NBYTES)
         write = blocking._sock.send

@@ -68,7 +68,7 @@ def test_replies_reach_their_requests_in_any_order(protocol):
     (one, _), (two, _) = protocol.ask(first), protocol.ask(second)
     protocol.receive(answer(two, OperationKind.RESULT, b"2") + answer(one, OperationKind.RESULT, b"1"))
     assert (first.answers, second.answers) == ([b"1"], [b"2"])
-    assert protocol.num_open == 0
+    assert not protocol.open_requests()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_end_rejects_each_request_with_its_own_error(protocol):
 def test_message_that_cannot_be_sent_is_refused(protocol, command, error):
     with pytest.raises(UsageError, match=error):
         protocol.ask(Handler(command))
-    assert protocol.num_open == 0
+    assert not protocol.open_requests()
 
 
 def test_server_of_another_version_is_refused():
