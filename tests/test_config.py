@@ -16,8 +16,8 @@ from asyncdist.testing.cluster import world_of
 def test_misspelt_setting_is_logged_once_with_a_suggestion(caplog):
     for _ in range(2):
         assert Config.from_environment({"ASYNCDIST_TRNSPORT": "tcp"}).transport == "auto"
-    (told,) = caplog.messages
-    assert told.startswith("ASYNCDIST_TRNSPORT is not a setting; did you mean ASYNCDIST_TRANSPORT?")
+    (message,) = caplog.messages
+    assert message.startswith("ASYNCDIST_TRNSPORT is not a setting; did you mean ASYNCDIST_TRANSPORT?")
 
 
 def test_kubernetes_service_variables_are_not_reported_as_misspelt(caplog):
@@ -44,7 +44,7 @@ def test_setting_is_parsed(variable, text, field, value):
 
 
 @pytest.mark.parametrize(
-    ("variable", "text", "told"),
+    ("variable", "text", "message"),
     [
         ("ASYNCDIST_TCP_LANES", "two", "is not a whole number"),
         ("ASYNCDIST_TCP_LANES", "-1", "is not a whole number"),
@@ -60,8 +60,8 @@ def test_setting_is_parsed(variable, text, field, value):
         ("ASYNCDIST_STORE_C10D", "lan", "is not one of auto, off, loopback, any"),
     ],
 )
-def test_unparsable_setting_names_its_variable(variable, text, told):
-    with pytest.raises(ValueError, match=f"{variable}='{text}' {told}"):
+def test_unparsable_setting_names_its_variable(variable, text, message):
+    with pytest.raises(ValueError, match=f"{variable}='{text}' {message}"):
         Config.from_environment({variable: text})
 
 
@@ -71,8 +71,8 @@ def test_deprecated_variable_for_c10d_is_translated_with_a_warning(caplog, monke
     former = {"ASYNCDIST_ALLOW_UNAUTHENTICATED_C10D": text}
     assert Config.from_environment(former).store_c10d == meant
     assert Config.from_environment({**former, "ASYNCDIST_STORE_C10D": "off"}).store_c10d == "off"
-    (told,) = caplog.messages
-    assert "deprecated: set ASYNCDIST_STORE_C10D=any" in told
+    (message,) = caplog.messages
+    assert "deprecated: set ASYNCDIST_STORE_C10D=any" in message
 
 
 LEAST = {f.name: f.metadata["least"] for f in fields(Config) if type(f.default) in (int, float)}

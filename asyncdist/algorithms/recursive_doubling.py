@@ -151,9 +151,9 @@ def _place(rank: int, size: int) -> int:
 def _gather_runs(rank: int, size: int, blocks: Blocks) -> Schedule:
     """Exchange runs of 1, 2, 4, … blocks, each aligned to its own length."""
     for distance, peer in _pairs(rank, size):
-        mine = _place(rank, size) & -distance
-        theirs = mine ^ distance
-        yield Send(peer, blocks[mine : mine + distance]), Recv(peer, blocks[theirs : theirs + distance])
+        own = _place(rank, size) & -distance
+        other = own ^ distance
+        yield Send(peer, blocks[own : own + distance]), Recv(peer, blocks[other : other + distance])
 
 
 def _with_outside(rank: int, size: int, data: Place, core: Schedule) -> Schedule:

@@ -7,17 +7,17 @@ from asyncdist.memory.buffers import DTYPES
 from asyncdist.transport.wire_format import Fingerprint
 
 
-def describe_call(ours: Fingerprint, rank: int, theirs: Fingerprint, peer: int) -> str:
+def describe_call(call: Fingerprint, rank: int, other_call: Fingerprint, peer: int) -> str:
     """Return one clause: the calls of two ranks, and the fields in which they differ."""
-    one, other, differences = call_in_words(ours), call_in_words(theirs), ours.differences(theirs)
-    if not ours.collective:
+    own, other, differences = call_in_words(call), call_in_words(other_call), call.differences(other_call)
+    if not call.collective:
         return f"rank {peer} called {other} where rank {rank} called something else, long ago"
     if differences == ["shape"]:
-        return f"rank {rank} and rank {peer} called {one} on tensors of different shapes"
+        return f"rank {rank} and rank {peer} called {own} on tensors of different shapes"
     # Both ends of a message have the fingerprint of a send, and the receiver compares.
-    if ours.collective == theirs.collective == Collective.send:
-        one = call_in_words(ours, "recv")
-    return f"rank {rank} called {one} while rank {peer} called {other} (different {', '.join(differences)})"
+    if call.collective == other_call.collective == Collective.send:
+        own = call_in_words(call, "recv")
+    return f"rank {rank} called {own} while rank {peer} called {other} (different {', '.join(differences)})"
 
 
 def call_in_words(call: Fingerprint, name: str = "") -> str:

@@ -98,11 +98,11 @@ async def test_invalid_reductions_are_refused_before_sending():
 
 
 def test_reductions_are_accepted_by_every_name():
-    theirs = torch.distributed.ReduceOp
+    torch_ops = torch.distributed.ReduceOp
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"):
         assert reduction(ReduceOp[name]) is ReduceOp[name]
         assert reduction(name.lower()) is ReduceOp[name]
-        assert reduction(getattr(theirs, name)) is ReduceOp[name]
+        assert reduction(getattr(torch_ops, name)) is ReduceOp[name]
     for wrong, message in ((ReduceOp.PREMUL_SUM, "factor"), ("mean", "use one of SUM, AVG"), (None, "reduction")):
         with pytest.raises(ValueError, match=message):
             reduction(wrong)

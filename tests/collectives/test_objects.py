@@ -193,13 +193,16 @@ async def test_weights_only_refuses_executable_pickles(call, by, monkeypatch):
         assert room == ["kept", "kept"]
 
 
-async def test_lists_of_different_lengths(transport):
+async def test_lists_of_different_lengths_fail_the_group(transport):
     async with world_of(3, transport=transport) as groups:
         works = [g.broadcast_object_list([0] * (2 + (g.rank() == 1)), 0) for g in groups]
         async with asyncio.timeout(10):
             await asyncio.gather(*works, return_exceptions=True)
-        with pytest.raises(GroupError, match="broadcasts 2 objects, but this rank's list has 3"):
-            works[1].result()
+            with pytest.raises(GroupError, match="broadcasts 2 objects, but this rank's list has 3") as failed:
+                works[1].result()
+            assert isinstance(failed.value.__cause__, UsageError)
+            with pytest.raises(GroupError):
+                await groups[0].barrier()
 
 
 @pytest.mark.parametrize("value", [{"k": 1}, torch.Size((1, 2))], ids=["plain", "weights only"])

@@ -30,10 +30,12 @@ LATER = {
 @pytest.mark.parametrize("api", [asyncdist, asyncdist.sync], ids=["awaited", "blocking"])
 @pytest.mark.parametrize("name", TORCHS)
 def test_call_takes_the_arguments_of_torch_in_order(name, api):
-    theirs = [one for one in inspect.signature(getattr(torch.distributed, name)).parameters if not one.startswith("_")]
-    ours = list(inspect.signature(getattr(api, name)).parameters)
-    assert ours[: len(theirs)] == theirs
-    assert set(ours) <= {*theirs, *LATER}
+    torch_names = [
+        one for one in inspect.signature(getattr(torch.distributed, name)).parameters if not one.startswith("_")
+    ]
+    names = list(inspect.signature(getattr(api, name)).parameters)
+    assert names[: len(torch_names)] == torch_names
+    assert set(names) <= {*torch_names, *LATER}
 
 
 async def test_enable_reconfigure_is_refused():

@@ -26,13 +26,13 @@ async def refused(*opened):
 
 
 async def test_set_timeout_applies_to_later_operations(transport, monkeypatch):
-    async with world_of(2, transport=transport, timeout=20) as (ours, _):
-        monkeypatch.setattr("asyncdist.groups.default_world._world", ours.world)
-        apart = ours.world.new_group([0, 1])
-        before = ours.recv(torch.ones(1), 1)
+    async with world_of(2, transport=transport, timeout=20) as (group, _):
+        monkeypatch.setattr("asyncdist.groups.default_world._world", group.world)
+        apart = group.world.new_group([0, 1])
+        before = group.recv(torch.ones(1), 1)
         asyncdist.set_timeout(timedelta(seconds=0.2))
         with pytest.raises(OperationTimeoutError, match=r"after 0\.2 s"):
-            await ours.recv(torch.ones(1), 1, tag=1)
+            await group.recv(torch.ones(1), 1, tag=1)
         assert before.exception() is not None  # the group has failed
         assert apart.timeout == 20
         asyncdist.set_timeout(0.2, apart)
@@ -64,16 +64,16 @@ async def test_world_drops_destroyed_groups(transport):
 async def test_different_settings_of_ranks_are_refused_by_name(variable, common, other):
     store = HashStore()
     configs = [Config.from_environment({variable: value}) for value in (common, common, other)]
-    told = await refused(
+    messages = await refused(
         *(
             open_world(backend="inproc", store=store, rank=rank, world_size=3, timeout=60, config=config)
             for rank, config in enumerate(configs)
         )
     )
     shown = [repr(int(value) if value.isdigit() else value) for value in (common, other)]
-    assert f"rank 2 runs with {variable}={shown[1]}, but rank 0 with {shown[0]}; " in told[0]
-    assert f"rank 2 runs with {variable}={shown[1]}, but rank 1 with {shown[0]}; " in told[1]
-    assert f"rank 0 runs with {variable}={shown[0]}, but rank 2 with {shown[1]}; " in told[2]
+    assert f"rank 2 runs with {variable}={shown[1]}, but rank 0 with {shown[0]}; " in messages[0]
+    assert f"rank 2 runs with {variable}={shown[1]}, but rank 1 with {shown[0]}; " in messages[1]
+    assert f"rank 0 runs with {variable}={shown[0]}, but rank 2 with {shown[1]}; " in messages[2]
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ async def test_different_versions_of_ranks_are_refused(tmp_path):
         sys.executable, "-c", OTHER_VERSION, where, stderr=asyncio.subprocess.PIPE
     )
     reading = asyncio.create_task(other.communicate())
-    (told,) = await refused(open_world(backend="tcp", init_method=where, rank=0, world_size=2, timeout=60))
-    assert told.startswith(f"rank 1 runs asyncdist 99.0, but rank 0 asyncdist {asyncdist.__version__}; install")
+    (message,) = await refused(open_world(backend="tcp", init_method=where, rank=0, world_size=2, timeout=60))
+    assert message.startswith(f"rank 1 runs asyncdist 99.0, but rank 0 asyncdist {asyncdist.__version__}; install")
     _, said = await reading
     assert f"rank 0 runs asyncdist {asyncdist.__version__}, but rank 1 asyncdist 99.0; install" in said.decode()
 

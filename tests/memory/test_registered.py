@@ -98,7 +98,7 @@ def test_memory_is_freed_with_the_last_view(nothing_kept):
 def test_freed_memory_is_reused():
     generator = torch.Generator().manual_seed(0)
     kept = []
-    for count in torch.randint(1, 600_000, (300,), generator=generator).tolist():
+    for count in torch.randint(1, 600_000, (100,), generator=generator).tolist():
         tensor = asyncdist.empty(count, dtype=torch.int32)
         tensor.fill_(count)
         kept.append(tensor)
@@ -107,8 +107,8 @@ def test_freed_memory_is_reused():
             assert gone.unique().tolist() == [gone.numel()]
     assert all(tensor.unique().tolist() == [tensor.numel()] for tensor in kept)
     highest = max(tensor.data_ptr() + tensor.nbytes for tensor in kept) - arena().mapping.address
-    # 360 MiB were allocated in all.
-    assert highest < 200 << 20
+    # The test allocates about 115 MiB, of which it keeps about 12 MiB.
+    assert highest < 60 << 20
 
 
 @pytest.mark.usefixtures("nothing_kept")

@@ -63,7 +63,7 @@ def ranks(tmp_path, monkeypatch):
     return lambda size, *more: Ranks(tmp_path, monkeypatch, size, *more)
 
 
-def told(records):
+def report(records):
     return "\n".join(desync_report.tell(records))
 
 
@@ -73,7 +73,7 @@ def test_report_of_completed_calls(ranks, calls):
     for rank, number in itertools.product(range(3), range(1, calls + 1)):
         three.call(rank, number, number - 1, number)
     records = three.records()
-    assert told(records) == "No collective is pending: every call has completed on all ranks that wrote a file."
+    assert report(records) == "No collective is pending: every call has completed on all ranks that wrote a file."
     (standing,) = desync_report.standings(records)
     assert standing.number is None
 
@@ -84,7 +84,7 @@ def test_report_names_rank_that_has_not_called(ranks):
         three.call(rank, 1, 0, 1)
     three.call(0, 2, 60)
     three.call(2, 2, 70)
-    assert told(three.records()).splitlines() == [
+    assert report(three.records()).splitlines() == [
         "group 'world', collective #2: all_reduce(8 x float32, SUM) has not completed.",
         "  ranks 0 and 2 called it 30.0 to 40.0 s ago.",
         "  rank 1 has not called it: the other ranks wait for it. Its last call was #1, "
@@ -100,7 +100,7 @@ def test_report_when_other_ranks_continued_past_a_missing_call(ranks):
     two.call(0, 3, 3)
     (standing,) = desync_report.standings(two.records())
     assert (standing.number, standing.through, standing.behind) == (1, [0], {1: 0})
-    assert "rank 1 has called nothing in this group" in told(desync_report.read(two.folder)[0])
+    assert "rank 1 has called nothing in this group" in report(desync_report.read(two.folder)[0])
 
 
 def test_report_of_different_calls(ranks):
@@ -109,16 +109,16 @@ def test_report_of_different_calls(ranks):
     three.call(1, 1, op="barrier", fingerprint=BARRIER)
     three.call(2, 1)
     calls = "ranks 0 and 2 called all_reduce(8 x float32, SUM); rank 1 called barrier()"
-    assert f"the ranks made different calls. {calls}." in told(three.records())
+    assert f"the ranks made different calls. {calls}." in report(three.records())
 
 
 def test_report_names_rank_without_dump(ranks):
     three = ranks(3)
     for rank in (0, 2):
         three.call(rank, 1)
-    said = told(three.records(0, 2))
-    assert said.startswith("rank 1 left no flight recorder")
-    assert "  rank 1 of this group left no recorder." in said
+    text = report(three.records(0, 2))
+    assert text.startswith("rank 1 left no flight recorder")
+    assert "  rank 1 of this group left no recorder." in text
 
 
 def test_evicted_call_does_not_count_as_missing(ranks):
@@ -129,7 +129,7 @@ def test_evicted_call_does_not_count_as_missing(ranks):
         two.call(1, number, 0, 1)
     for _ in range(10):
         two.call(0, 0, 2, 3, op="send", fingerprint=0)
-    assert "No collective is pending" in told(two.records())
+    assert "No collective is pending" in report(two.records())
 
 
 def test_pending_call_is_found_behind_later_calls(ranks):
@@ -145,7 +145,7 @@ def test_pending_call_is_found_behind_later_calls(ranks):
     records = three.records()
     (standing,) = desync_report.standings(records)
     assert (standing.number, list(standing.waiting), standing.through, standing.behind) == (3, [0], [2], {1: 2})
-    assert told(records).splitlines() == [
+    assert report(records).splitlines() == [
         "group 'world', collective #3: all_reduce(8 x float32, SUM) has not completed.",
         "  rank 0 called it 99.0 s ago.",
         "  rank 1 has not called it: the other ranks wait for it. Its last call was #2, which has completed.",
@@ -180,7 +180,7 @@ def test_report_of_unmatched_messages(ranks):
     two.call(0, 7, 90, op="recv", fingerprint=SEND, peer=1)
     two.call(0, 7, 95, op="recv", fingerprint=SEND, peer=1)
     two.call(1, 3, 90, op="recv_object_list", fingerprint=0)
-    assert told(two.records()).splitlines()[:2] == [
+    assert report(two.records()).splitlines()[:2] == [
         "rank 0 waits for 2 messages; the oldest, a recv(8 x float32) from rank 1 (tag 7, 32 bytes), has been pending for "
         "10.0 s.",
         "rank 1 waits for 1 message; the oldest, a recv_object_list from any rank (tag 3, 32 bytes), has been pending for "
@@ -192,7 +192,7 @@ def test_message_peer_is_reported_as_world_rank(ranks):
     four = ranks(4)
     four.group("half", (2, 3))
     four.call(3, 1, 90, op="send", fingerprint=SEND, peer=0, group="half")
-    assert "rank 3 waits for 1 message; the oldest, a send(8 x float32) to rank 2 (tag 1," in told(four.records())
+    assert "rank 3 waits for 1 message; the oldest, a send(8 x float32) to rank 2 (tag 1," in report(four.records())
 
 
 def test_report_of_slowest_rank(ranks):

@@ -18,7 +18,7 @@ def profiled():
     return profile(activities=[ProfilerActivity.CPU])
 
 
-def ours(profiler):
+def spans(profiler):
     return [event for event in profiler.events() if event.name.startswith("asyncdist:")]
 
 
@@ -30,7 +30,7 @@ async def test_profiler_shows_each_operation_once_per_rank(transport):
             await asyncio.gather(*(group.broadcast(torch.ones(1_000_000), 0) for group in groups))
             await asyncio.gather(groups[0].send(torch.ones(1), 1), groups[1].recv(torch.ones(1), 0))
         assert [entry.op for group in groups for entry in group.mesh.recorder if entry.span is not None] == []
-        seen = Counter(event.name for event in ours(profiler))
+        seen = Counter(event.name for event in spans(profiler))
         assert seen == {
             "asyncdist:all_reduce": 4, "asyncdist:broadcast": 2, "asyncdist:send": 1, "asyncdist:recv": 1,
         }  # fmt: skip
@@ -43,7 +43,7 @@ async def test_span_ends_with_the_operation_and_contains_no_other_operator():
             torch.ones(100) + 1
             await late.send(torch.ones(1), 0)
             await waiting
-        (span,) = (event for event in ours(profiler) if event.name == "asyncdist:recv")
+        (span,) = (event for event in spans(profiler) if event.name == "asyncdist:recv")
         (between,) = (event for event in profiler.events() if event.name == "aten::add")
         assert span.time_range.start < between.time_range.start
         assert span.time_range.end > between.time_range.end
@@ -60,7 +60,7 @@ def test_only_the_profiled_thread_is_recorded(together, transport, background):
             work = group.all_reduce(torch.ones(300_000), background=background)
             work.add_done_callback(lambda _: over.set())
             assert over.wait(20)
-        return [event.name for event in ours(profiler)]
+        return [event.name for event in spans(profiler)]
 
     assert together(2, program, transport=transport) == [["asyncdist:all_reduce"], []]
 
@@ -74,14 +74,14 @@ async def test_profiler_shows_late_and_failed_operations():
             assert await asyncio.gather(waiting, failing, return_exceptions=True)
             beyond = first.recv(torch.ones(1), 1)
         assert beyond.exception() is not None
-        assert [event.name for event in ours(profiler)] == ["asyncdist:recv"] * 3
+        assert [event.name for event in spans(profiler)] == ["asyncdist:recv"] * 3
 
 
 async def test_profiler_shows_device_operations():
     async with devices_of(2) as groups:
         with profiled() as profiler:
             await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
-        assert Counter(event.name for event in ours(profiler))["asyncdist:all_reduce"] >= 2
+        assert Counter(event.name for event in spans(profiler))["asyncdist:all_reduce"] >= 2
 
 
 def test_no_span_without_profiler(monkeypatch):
