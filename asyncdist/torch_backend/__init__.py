@@ -1,6 +1,6 @@
 """A back end of torch.distributed: unmodified PyTorch code communicates over asyncdist's groups.
 
-    import asyncdist.torch_backend
+    import asyncdist.torch_backend  # not needed with torch 2.14 and later, which find the back end by its entry point
     torch.distributed.init_process_group("asyncdist")
 
 DDP, FSDP2, DTensor, DeviceMesh, tensor and pipeline parallel, checkpointing, functional collectives and `torch.compile`
