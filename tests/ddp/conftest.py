@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from asyncdist.ddp import DistributedDataParallel, direct_gradients
+from asyncdist.testing.processes import Nursery
 
 SMALL_MB = 1 / 4096
 """A ``bucket_cap_mb`` of 256 bytes: two buckets for `network`."""
@@ -76,6 +77,21 @@ def assert_equal(ours, expected):
 
 def loss_of(module, inputs, targets):
     return nn.functional.mse_loss(module(inputs), targets)
+
+
+@pytest.fixture(scope="session")
+def shared_nursery():
+    # The first optimizer of a process imports torch._dynamo, which takes seconds.
+    preload = ("asyncdist.sync", "asyncdist.ddp", "asyncdist_transports.shm", "torch.nn.parallel", "torch._dynamo")
+    with Nursery(preload) as nursery:
+        yield nursery
+
+
+@pytest.fixture
+def nursery(shared_nursery):
+    """Start ranks as processes; those that a test has not ended are killed after it."""
+    yield shared_nursery
+    shared_nursery.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -7,21 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.testing.processes import Nursery
-
 PROGRAM = Path(__file__).parent / "program_backwards.py"
 pytestmark = pytest.mark.processes
 
 
 @pytest.mark.exhaustive
-def test_backwards_average_as_in_torch_except_second_backwards_and_no_sync(tmp_path):
+def test_backwards_average_as_in_torch_except_second_backwards_and_no_sync(nursery, tmp_path):
     names = runpy.run_path(str(PROGRAM))["CASES"]
-    with Nursery(("torch", "torch.distributed", "asyncdist.sync", "asyncdist.ddp.module")) as nursery:
-        ranks = [nursery.start(PROGRAM, "compare", rank, f"file://{tmp_path}/world") for rank in range(2)]
-        for rank in ranks:
-            rank.say(names)
-        found = {name: [rank.hear() for rank in ranks] for name in names}
-        assert [rank.wait() for rank in ranks] == [0, 0]
+    ranks = [nursery.start(PROGRAM, "compare", rank, f"file://{tmp_path}/world") for rank in range(2)]
+    for rank in ranks:
+        rank.say(names)
+    found = {name: [rank.hear() for rank in ranks] for name in names}
+    assert [rank.wait() for rank in ranks] == [0, 0]
     average, local = [1.5, 1.5], [[1.0, 1.0], [2.0, 2.0]]
     for name in ("two_backwards_of_one_forward", "two_forwards_two_backwards"):
         for rank, seen in enumerate(found.pop(name)):

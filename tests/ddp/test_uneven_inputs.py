@@ -11,7 +11,6 @@ from torch import nn
 
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import MismatchError, UnevenInputsError, UsageError
-from asyncdist.testing.processes import Nursery
 
 STEPS = 4
 
@@ -298,12 +297,6 @@ def test_mismatched_ranks_inside_join_raise_on_every_rank(together):
 # -- processes ---------------------------------------------------------------------------------------
 
 PROGRAM = Path(__file__).parent / "program_uneven.py"
-
-
-@pytest.fixture
-def nursery():
-    with Nursery(("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm")) as nursery:
-        yield nursery
 
 
 @pytest.mark.exhaustive
