@@ -1,4 +1,4 @@
-"""Fixtures of all tests: the kinds of event loops, the transports, waiting, and the check that nothing is left behind.
+"""Fixtures of all tests: event loops, transports, processes, waiting, and the check that nothing is left behind.
 
 A coroutine test runs on uvloop; marked ``each_loop`` it also runs on asyncio's own loop in debug mode. A test that takes
 ``transport`` runs over each transport. After each test no new thread, task, process, socket, pipe, event descriptor or
