@@ -87,13 +87,6 @@ def shared_nursery():
         yield nursery
 
 
-@pytest.fixture
-def nursery(shared_nursery):
-    """Start ranks as processes; those that a test has not ended are killed after it."""
-    yield shared_nursery
-    shared_nursery.clear()
-
-
 @pytest.fixture(autouse=True)
 def toys_are_large_enough(monkeypatch):
     """Let backward write the gradients of the small weights of these models directly into buckets."""

@@ -83,17 +83,10 @@ def shut_down(ended):
 
 
 @pytest.fixture(scope="session")
-def light_nursery():
+def shared_nursery():
     """A nursery with few imports: with all imports of a team, the interpreter of a rank takes a second to shut down."""
     with Nursery(LIGHT_PRELOAD) as nursery:
         yield nursery
-
-
-@pytest.fixture
-def nursery(light_nursery):
-    """The same; ranks that a test has not ended are killed after it."""
-    yield light_nursery
-    light_nursery.clear()
 
 
 @pytest.fixture(scope="session")
