@@ -1,4 +1,4 @@
-"""Shared by the tests of the benchmark: timings, and ranks as threads with sockets between them."""
+"""Fixtures of the benchmark's tests: timings, and ranks as threads with sockets between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncdist.bench.result import Timing
 
 @pytest.fixture
 def unknown_machine():
-    """The description of a machine, without values."""
+    """A description of a machine with "?" for each value."""
     return dict.fromkeys(machine(), "?")
 
 

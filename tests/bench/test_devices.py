@@ -87,7 +87,7 @@ def test_command_without_a_device_prints_one_sentence():
 
 
 @pytest.fixture
-def pretended(monkeypatch):
+def host_as_device(monkeypatch):
     """Let the host stand in for one CUDA device."""
     nothing = {name: lambda *_: None for name in ("set_device", "synchronize")}
     for name, call in {**nothing, "device_count": lambda: 1, "get_device_name": lambda _: "a host"}.items():
@@ -98,7 +98,7 @@ def pretended(monkeypatch):
     monkeypatch.setattr(Group, "on", lambda *_: SimpleNamespace(backend="staged", all_reduce=lambda _: started))
 
 
-def test_rank_measures_every_usable_contender(pretended, tmp_path):
+def test_rank_measures_every_usable_contender(host_as_device, tmp_path):
     plan = BenchPlan(ON_DEVICES, (4, 4096), ranks=1, repeat=3, device="cpu")
     shares = []
     with devices.open_device_contenders(plan, 0, tmp_path, StartPacer(0, [None])) as contenders:

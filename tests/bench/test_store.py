@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 
 import pytest
@@ -10,7 +12,7 @@ from click.testing import CliRunner
 from asyncdist.bench.report.store_table import store_page
 from asyncdist.bench.store import benchmark
 from asyncdist.bench.store.benchmark import Case, StorePlan, StoreProcesses, StoreReport, run_store_benchmark
-from asyncdist.bench.store.client_process import call_rate
+from asyncdist.bench.store.client_process import Clients, call_rate
 from asyncdist.cli import main
 from asyncdist.errors import BenchmarkError
 
@@ -46,7 +48,7 @@ def test_small_run_measures_every_case():
 
 
 @pytest.mark.processes
-def test_error_of_a_client_process_has_its_last_words():
+def test_error_of_a_client_process_shows_its_standard_error():
     def send_unknown_command() -> None:
         with StoreProcesses() as processes:
             (worker,) = processes.start_clients(1)
@@ -58,23 +60,40 @@ def test_error_of_a_client_process_has_its_last_words():
     assert "Traceback" in caught.value.__notes__[0]
 
 
-def test_delayed_client_has_a_rate():
+@pytest.mark.processes
+def test_measured_time_of_a_crowd_contains_no_garbage_collection(monkeypatch):
+    collections: list[bool] = []
+    with StoreProcesses() as processes, processes.server() as server:
+        clients = Clients(processes.token)
+        with contextlib.closing(clients.loop):
+            monkeypatch.setattr(gc, "collect", lambda: collections.append(True))
+            assert clients.prepare_crowd("asyncdist") == 0
+            assert clients.crowd("asyncdist", server.port, 2, 2, "crowd")["served"] == 2
+    assert collections == [True]
+
+
+def test_call_rate_of_a_delayed_client_is_positive():
     assert call_rate(lambda: None, 1e-9) > 0
 
 
-def test_case_reaches_its_bar_or_not():
-    assert Case("", "calls/s", 30.0, 20.0, 1.5).ratio == 1.5
-    assert Case("", "calls/s", 30.0, 20.0, 1.5).reached
-    assert not Case("", "calls/s", 29.0, 20.0, 1.5).reached
-    assert Case("", "s", 2.0, 3.0, 1.0, less_is_better=True).ratio == 1.5
-    assert not Case("", "s", 3.0, 2.0, 1.0, less_is_better=True).reached
-    assert Case("", "KiB", 19.0, None, 20.0).reached
-    assert not Case("", "KiB", 21.0, None, 20.0).reached
+@pytest.mark.parametrize(
+    ("case", "ratio", "reached"),
+    [
+        (Case("", "calls/s", 30.0, 20.0, 1.5), 1.5, True),
+        (Case("", "calls/s", 29.0, 20.0, 1.5), 1.45, False),
+        (Case("", "s", 2.0, 3.0, 1.0, less_is_better=True), 1.5, True),
+        (Case("", "s", 4.0, 2.0, 1.0, less_is_better=True), 0.5, False),
+        (Case("", "KiB", 19.0, None, 20.0), None, True),
+        (Case("", "KiB", 21.0, None, 20.0), None, False),
+    ],
+)
+def test_case_compares_its_ratio_or_its_figure_with_the_bar(case, ratio, reached):
+    assert (case.ratio, case.reached) == (ratio, reached)
 
 
 @pytest.fixture
 def plans(monkeypatch, unknown_machine):
-    """The plans of benchmarks, which are not executed: they give two figures."""
+    """The plans of benchmarks, which are recorded instead of executed; each reports the same two cases."""
     cases = [Case("get", "calls/s", 1234.5, 1000.0, 1.0), Case("m", "KiB", 2.5, None, 20.0)]
     found: list[StorePlan] = []
 

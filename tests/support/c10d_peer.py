@@ -1,10 +1,10 @@
-"""A client of torch's TCPStore whose every byte a test decides: one request at a time, or many, or half of one.
+"""A client with the format of torch's TCPStore for tests that choose its bytes: whole, concurrent or partial requests.
 
-The store benchmark and the tests of torch's protocol use it. with Peer(port) as peer:
-    peer.send(Code.WAIT, [b"/k"])           # whatever comes back is read later
-    peer.settle()                           # 0: all that was sent has been dealt with, and nothing was released
+with Peer(port) as peer:
+    peer.send(Code.WAIT, [b"/k"])           # the test reads the reply later
+    peer.settle()                           # 0: the server has handled all requests and released no wait
     other.ask(Code.SET, b"/k", b"value")
-    peer.settle()                           # 1: the wait was
+    peer.settle()                           # 1: it has released the wait
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, Self
 from asyncdist.store.protocol.c10d import MAGIC, Code
 
 PATIENCE = 20.0
-"""Seconds after which a server that says nothing is an error."""
+"""Seconds after which a missing reply is an error."""
 
-_NONCE = b"\xff\xee\xdd\xcc"  # begins with no byte that releases a wait
+_NONCE = b"\xff\xee\xdd\xcc"  # the first byte is not a release of a wait
 
 
 def encode(code: int, *arguments: Any) -> bytes:
-    """Return a request: keys and values as bytes, numbers as int (a PING's as u32), lists of keys, dicts of pairs."""
+    """Return a request. Arguments are keys and values as bytes, numbers as int, lists of keys, and dicts of pairs."""
     return bytes([code]) + b"".join(_field(code, argument) for argument in arguments)
 
 
@@ -37,7 +37,7 @@ def _field(code: int, argument: Any) -> bytes:
 
 
 class Peer:
-    """A connection that has said hello. Not for two threads at a time."""
+    """A connection after the greeting, for one thread at a time."""
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self.sock = socket.create_connection((host, port), PATIENCE)
@@ -50,11 +50,11 @@ class Peer:
             raise
 
     def send(self, code: int, *arguments: Any) -> None:
-        """Send a request and read nothing."""
+        """Send a request without reading the reply."""
         self.sock.sendall(encode(code, *arguments))
 
     def ask(self, code: int, *arguments: Any) -> Any:
-        """Send a request and return its reply; for one that has none, wait until the server has dealt with it."""
+        """Send a request and return its reply. If it has no reply, wait until the server has handled it."""
         self.send(code, *arguments)
         return self.reply(code, *arguments)
 
@@ -79,7 +79,7 @@ class Peer:
                 return None
 
     def settle(self) -> int:
-        """Wait until all that was sent has been dealt with; return how many waits were released until then."""
+        """Wait until the server has handled all requests; return how many waits it has released until then."""
         self.sock.sendall(bytes([Code.PING]) + _NONCE)
         released = 0
         while (byte := self.exactly(1)) == b"\x00":
@@ -97,24 +97,24 @@ class Peer:
         return self.exactly(self.number())
 
     def exactly(self, nbytes: int) -> bytes:
-        """Read so many bytes. Raises ConnectionError at the stream's end, TimeoutError after `PATIENCE`."""
+        """Read ``nbytes`` bytes. Raises ConnectionError at the end of the stream, TimeoutError after `PATIENCE`."""
         data = bytearray()
         while len(data) < nbytes:
             piece = self.sock.recv(min(nbytes - len(data), 1 << 20))
             if not piece:
-                raise ConnectionResetError("the server hung up")
+                raise ConnectionResetError("the server has closed the connection")
             data += piece
         return bytes(data)
 
     def ended(self) -> bool:
-        """Wait until the server has hung up, reading what it still says."""
+        """Read until the server has closed the connection, and return True."""
         with contextlib.suppress(ConnectionError):
             while self.sock.recv(1 << 16):
                 pass
         return True
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.sock.close()
 
     def __enter__(self) -> Self:

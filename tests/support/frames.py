@@ -1,4 +1,4 @@
-"""Counts the Python functions that a call enters in the calling thread."""
+"""Count the Python functions that a call enters in the calling thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports for programs that need a port number before they listen. Used by all tests."""
+"""Ports for programs that need a port number before they listen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 _LOWEST = 20_000
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_USUAL = 32_768
+_USUAL_FIRST = 32_768
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -16,9 +16,9 @@ def free_port(host: str = "127.0.0.1") -> int:
 
     The kernel could assign a port of its own range to a connection of another program before the test uses it.
     """
-    anywhere = random.SystemRandom()  # independent of seeds in tests
+    ports = random.SystemRandom()  # independent of seeds in tests
     for _ in range(1000):
-        port = anywhere.randrange(_LOWEST, _first_of_the_kernels())
+        port = ports.randrange(_LOWEST, _first_port_of_the_kernel())
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))
@@ -28,7 +28,6 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise OSError(f"no free port found at {host}")
 
 
-def _first_of_the_kernels() -> int:
-    """Return the first port of the kernel's range."""
-    first = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else _USUAL
-    return first if first > _LOWEST else _USUAL
+def _first_port_of_the_kernel() -> int:
+    first = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else _USUAL_FIRST
+    return first if first > _LOWEST else _USUAL_FIRST

@@ -1,4 +1,4 @@
-"""A connection to a store server whose bytes the test decides."""
+"""A connection to a store server for tests that choose its bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asyncdist.store.protocol.codec import FrameParser
 from asyncdist.store.protocol.operations import OperationKind
 
 LIMIT = 10.0
-"""Seconds for a reply that the server sends at once."""
+"""Seconds for a reply that the server sends immediately."""
 
 
 class RawConnection:
@@ -54,7 +54,7 @@ class RawConnection:
                             yield message
 
     async def ended(self) -> bool:
-        """Read until the server has closed the connection."""
+        """Read until the server has closed the connection, and return True."""
         async with asyncio.timeout(LIMIT):
             with contextlib.suppress(ConnectionError):
                 while await self.reader.read(1 << 16):
