@@ -1,22 +1,22 @@
 """A pretended NCCL between the threads of one process: the interface of ``cupy.cuda.nccl`` over host memory.
 
-Each rank is a thread. A call is over when it returns; it blocks until the other ranks have made it too. AssertionError
-says which rule was broken: calls that differ between ranks, counts that do not fit, two threads in one communicator.
+Each rank is a thread. A call blocks until the other ranks have made it too, and is complete when it returns. An
+AssertionError names the rule that was broken: calls that differ between ranks, counts that do not fit, two threads in one
+communicator.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from asyncdist.memory.reduce_kernels import divide
+from asyncdist.base.ops import ReduceOp
+from asyncdist.testing.arithmetic import reduced
 from asyncdist_transports.nccl import Nccl
 from asyncdist_transports.nccl.bindings import Bindings
 
@@ -25,9 +25,9 @@ _DTYPES = [
     torch.int8, torch.uint8, torch.int32, torch.uint32, torch.int64, torch.uint64,
     torch.float16, torch.float32, torch.float64, torch.bfloat16,
 ]  # fmt: skip
-_AVERAGE = 4
-_KERNELS: list[Callable[..., Any]] = [np.add, np.multiply, np.maximum, np.minimum, np.add]
-_PATIENCE = 20.0  # seconds after which a rank stops waiting for a peer: their calls differ
+_OPERATIONS = [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.AVG]
+# Seconds after which a rank stops waiting for a peer: their calls differ.
+_PEER_TIMEOUT = 20.0
 
 
 class NcclError(RuntimeError):
@@ -53,7 +53,7 @@ class PretendNccl:
         self.communicators: list[PretendCommunicator] = []
         self.collected = 0
         self._version = version
-        self._numbers = itertools.count(1)
+        self.num_unique_ids = 0
         self._meetings: dict[bytes, _Meeting] = {}
         self._lock = threading.Lock()
         self._group = threading.local()
@@ -64,8 +64,9 @@ class PretendNccl:
         return self._version
 
     def get_unique_id(self) -> bytes | tuple[int, ...]:
-        raw = (255 - next(self._numbers) % 256).to_bytes(1, "little") * UNIQUE_ID_NBYTES
-        return tuple(np.frombuffer(raw, np.int8).tolist()) if self.signed else raw
+        self.num_unique_ids += 1
+        number = 255 - self.num_unique_ids
+        return (number - 256,) * UNIQUE_ID_NBYTES if self.signed else bytes([number]) * UNIQUE_ID_NBYTES
 
     def groupStart(self) -> None:
         assert self.calls is None, "groups are not nested here"
@@ -74,7 +75,7 @@ class PretendNccl:
     def groupEnd(self) -> None:
         calls, self._group.calls = self.calls, None
         assert calls is not None, "groupEnd without groupStart"
-        _do(calls)
+        _run(calls)
 
     @property
     def calls(self) -> list[_Call] | None:
@@ -82,8 +83,20 @@ class PretendNccl:
         found: list[_Call] | None = getattr(self._group, "calls", None)
         return found
 
+    def fail_creation(self, rank: int, after: Callable[[], object] = lambda: None) -> None:
+        """Let the creation of one rank's communicators raise, after a call of ``after``."""
+        plain = self.NcclCommunicator.__init__
+
+        def init(communicator: PretendCommunicator, size: int, unique_id: Any, its_rank: int) -> None:
+            if its_rank == rank:
+                after()
+                raise NcclError(1)
+            plain(communicator, size, unique_id, its_rank)
+
+        self.NcclCommunicator.__init__ = init  # type: ignore[method-assign]
+
     def hang_up(self) -> None:
-        """Raise an error on ranks that wait for this one, as a closed socket does."""
+        """Raise an error on all waiting ranks, as closed sockets do."""
         for meeting in self._meetings.values():
             with meeting.changed:
                 meeting.broken = True
@@ -161,7 +174,7 @@ class PretendCommunicator:
         call = _Call(self, name, arguments)
         calls = self.nccl.calls
         if calls is None:
-            _do([call])
+            _run([call])
         else:
             calls.append(call)
 
@@ -179,11 +192,13 @@ class PretendCommunicator:
         self._end("aborted")
 
     def _end(self, how: str) -> None:
-        if "meeting" in self.__dict__:  # not if it was never made
+        # A communicator whose creation has failed has no meeting.
+        if "meeting" in self.__dict__:
             with self.meeting.changed:
                 self.ended = self.ended or how
+                # A peer that makes the call later does not find this rank in it.
                 for round_ in self.meeting.collectives.values():
-                    if len(round_) < self.size:  # who comes now does not find us
+                    if len(round_) < self.size:
                         round_.pop(self.rank, None)
                 self.meeting.changed.notify_all()
 
@@ -194,8 +209,8 @@ class PretendCommunicator:
     def wait_for(self, true: Callable[[], bool]) -> None:
         """Wait, holding ``meeting.changed``, until a condition holds; raise NcclError if this communicator is aborted."""
         meeting = self.meeting
-        over = meeting.changed.wait_for(lambda: true() or bool(self.ended) or meeting.broken, _PATIENCE)
-        assert over, "a peer never came"
+        has_ended = meeting.changed.wait_for(lambda: true() or bool(self.ended) or meeting.broken, _PEER_TIMEOUT)
+        assert has_ended, "a peer never made this call"
         if not true():
             raise NcclError(6 if meeting.broken else 3)
 
@@ -234,79 +249,79 @@ _CALLS = {
 
 
 class _Call:
-    """A call of one rank: it first gives what the others need, then takes what it needs of them."""
+    """A call of one rank: it first publishes its data, then receives that of its peers."""
 
     def __init__(self, communicator: PretendCommunicator, name: str, arguments: Sequence[int]) -> None:
         names = (*_CALLS[name], "stream")
         assert len(arguments) == len(names), f"{name} takes {names}"
         self.communicator, self.name = communicator, name
-        self.given = dict(zip(names, arguments, strict=True))
-        self.dtype = _DTYPES[self.given["type"]]
-        self.nbytes = self.given["count"] * self.dtype.itemsize
+        self.arguments = dict(zip(names, arguments, strict=True))
+        self.dtype = _DTYPES[self.arguments["type"]]
+        self.nbytes = self.arguments["count"] * self.dtype.itemsize
         for what in ("peer", "root"):
-            assert 0 <= self.given.get(what, 0) < communicator.size
-        assert self.given.get("peer") != communicator.rank, "a message to oneself"
+            assert 0 <= self.arguments.get(what, 0) < communicator.size
+        assert self.arguments.get("peer") != communicator.rank, "a message to oneself"
         self.number = 0
 
-    def give(self) -> None:
-        us, meeting = self.communicator, self.communicator.meeting
+    def publish(self) -> None:
+        own, meeting = self.communicator, self.communicator.meeting
         if self.name == "recv":
             return
         if self.name == "send":
-            meeting.messages[us.rank, self.given["peer"]].append(_read(self.given["buffer"], self.nbytes))
+            meeting.messages[own.rank, self.arguments["peer"]].append(_read(self.arguments["buffer"], self.nbytes))
             return
-        agreed = {key: self.given[key] for key in ("count", "type", "op", "root") if key in self.given}
-        self.number = us.number = us.number + 1
-        nbytes = self.nbytes * (us.size if self.name == "reduceScatter" else 1)
-        sends = self.name != "broadcast" or us.rank == self.given["root"]
-        data = _read(self.given["send"], nbytes) if sends else b""
-        meeting.collectives[self.number][us.rank] = (self.name, agreed), data
+        agreed = {key: self.arguments[key] for key in ("count", "type", "op", "root") if key in self.arguments}
+        self.number = own.number = own.number + 1
+        nbytes = self.nbytes * (own.size if self.name == "reduceScatter" else 1)
+        sends = self.name != "broadcast" or own.rank == self.arguments["root"]
+        data = _read(self.arguments["send"], nbytes) if sends else b""
+        meeting.collectives[self.number][own.rank] = (self.name, agreed), data
 
-    def take(self) -> None:
-        us, meeting = self.communicator, self.communicator.meeting
+    def receive(self) -> None:
+        own, meeting = self.communicator, self.communicator.meeting
         if self.name == "send":
             return
         if self.name == "recv":
-            messages = meeting.messages[self.given["peer"], us.rank]
-            us.wait_for(lambda: bool(messages))
+            messages = meeting.messages[self.arguments["peer"], own.rank]
+            own.wait_for(lambda: bool(messages))
             data = messages.popleft()
             assert len(data) == self.nbytes, f"{len(data)} bytes were sent where {self.nbytes} are expected"
-            _write(self.given["buffer"], data)
+            _write(self.arguments["buffer"], data)
             return
         round_ = meeting.collectives[self.number]
-        us.wait_for(lambda: len(round_) == us.size)
+        own.wait_for(lambda: len(round_) == own.size)
         for what, _ in round_.values():
-            assert what == round_[us.rank][0], f"ranks differ: {[each for each, _ in round_.values()]}"
-        if self.name != "reduce" or us.rank == self.given["root"]:
-            _write(self.given["recv"], self._result([round_[rank][1] for rank in range(us.size)]))
+            assert what == round_[own.rank][0], f"ranks differ: {[each for each, _ in round_.values()]}"
+        if self.name != "reduce" or own.rank == self.arguments["root"]:
+            _write(self.arguments["recv"], self._result([round_[rank][1] for rank in range(own.size)]))
 
     def _result(self, data: list[bytes]) -> bytes:
         if self.name == "broadcast":
-            return data[self.given["root"]]
+            return data[self.arguments["root"]]
         if self.name == "allGather":
             return b"".join(data)
         if self.name == "reduceScatter":
             start = self.communicator.rank * self.nbytes
             data = [each[start : start + self.nbytes] for each in data]
-        return _reduced(data, self.dtype, self.given["op"])
+        return _reduced(data, self.dtype, self.arguments["op"])
 
 
-def _do(calls: Sequence[_Call]) -> None:
-    """Do calls of one rank together."""
+def _run(calls: Sequence[_Call]) -> None:
+    """Run calls of one rank as a group."""
     if not calls:
         return
-    us = calls[0].communicator
-    with us.meeting.changed:
-        assert us.inside is None, f"{us.inside} is inside the communicator already"
-        us.inside = threading.current_thread()
+    own = calls[0].communicator
+    with own.meeting.changed:
+        assert own.inside is None, f"{own.inside} is inside the communicator already"
+        own.inside = threading.current_thread()
         try:
             for call in calls:
-                call.give()
-            us.meeting.changed.notify_all()
+                call.publish()
+            own.meeting.changed.notify_all()
             for call in calls:
-                call.take()
+                call.receive()
         finally:
-            us.inside = None
+            own.inside = None
 
 
 def _read(place: int, nbytes: int) -> bytes:
@@ -319,20 +334,7 @@ def _write(place: int, data: bytes) -> None:
     ctypes.memmove(place, data, len(data))
 
 
-def _reduced(data: Sequence[bytes], dtype: torch.dtype, operation: int) -> bytes:
-    """Reduce what the ranks gave, in their order; averages as NCCL does, of integers by dividing the sum."""
-    tensors = [torch.frombuffer(bytearray(each), dtype=dtype) for each in data]
-    arrays = [(each.float() if dtype is torch.bfloat16 else each).numpy() for each in tensors]
-    if operation == _AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
-        total = arrays[0].copy()
-        for each in arrays[1:]:
-            total += each
-        averaged = torch.from_numpy(total)
-        divide(averaged, len(arrays))
-        return averaged.view(torch.uint8).numpy().tobytes()
-    if operation == _AVERAGE:
-        arrays = [each * each.dtype.type(1 / len(arrays)) for each in arrays]
-    result = arrays[0].copy()
-    for each in arrays[1:]:
-        _KERNELS[operation](result, each, out=result)
-    return torch.from_numpy(result).to(dtype).view(torch.uint8).numpy().tobytes()
+def _reduced(inputs: Sequence[bytes], dtype: torch.dtype, operation: int) -> bytes:
+    """Reduce the data of the ranks."""
+    tensors = [torch.frombuffer(bytearray(each), dtype=dtype) for each in inputs]
+    return reduced(tensors, _OPERATIONS[operation]).view(torch.uint8).numpy().tobytes()
