@@ -22,7 +22,6 @@ from asyncdist.collectives import p2p
 from asyncdist.devices.completion_watcher import CompletionWatcher, Pending
 from asyncdist.devices.cpu_group import CpuGroup
 from asyncdist.devices.side_group import SideGroup
-from asyncdist.engine.work import Work
 from asyncdist.errors import MismatchError
 from asyncdist.memory.buffers import Memory, OutputTensor
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
@@ -35,6 +34,7 @@ from asyncdist.transport.device_p2p import (
     DeviceP2P,
     Transfer,
     TransferRefused,
+    unlogged,
 )
 from asyncdist.transport.device_streams import DeviceEvent
 from asyncdist.transport.host_group import HostWork
@@ -118,10 +118,10 @@ class DevicePointToPoint:
         """Send a tensor's elements, which are ready after the event ``before``; ``deadline`` is in monotonic seconds."""
         host, data = self._host, memory.raw
 
-        def send_first(message: torch.Tensor) -> Work:
+        def send_first(message: torch.Tensor) -> HostWork:
             plan = p2p.send(host.context, message, peer)
             plan.fingerprint = fingerprint
-            return host.start_message("send", tag, plan, timeout=max(0.0, deadline - monotonic()))
+            return unlogged(host.start_message("send", tag, plan, timeout=max(0.0, deadline - monotonic())))
 
         number = next(self._numbers) % MAX_CONCURRENT_MESSAGES
         channel = ControlChannel(
@@ -164,7 +164,7 @@ class DevicePointToPoint:
         buffer = torch.empty(CONTROL_MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
         plan = p2p.receive(host.context, buffer, peer, host.ranks)
         plan.fingerprint = fingerprint
-        received = host.start_message("recv", tag, plan, timeout=max(0.0, deadline - monotonic()))
+        received = unlogged(host.start_message("recv", tag, plan, timeout=max(0.0, deadline - monotonic())))
         yield received
         source, message = received.result(), ControlMessage.unpacked(buffer)
         # The fingerprint holds the number of elements modulo 2**24.

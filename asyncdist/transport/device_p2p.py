@@ -101,9 +101,7 @@ class ControlChannel:
         assert len(payload) <= MAX_PAYLOAD_NBYTES
         message = ControlMessage(kind, self.number, self.nbytes, payload).packed()
         first, self._first = self._first, None
-        sent = self.send_data(message) if first is None else first(message)
-        sent.add_done_callback(lambda work: work.exception())
-        return sent
+        return self.send_data(message) if first is None else first(message)
 
     def recv(self) -> Transfer[ControlMessage]:
         """Return the peer's next control message. Raises `TransferRefused` if the peer refuses."""
@@ -116,15 +114,21 @@ class ControlChannel:
 
     def send_data(self, data: torch.Tensor) -> HostWork:
         """Send part of the user's message from host memory."""
-        return self._control_group.send(data, self.peer, self._our_tag, timeout=self._left)
+        return unlogged(self._control_group.send(data, self.peer, self._our_tag, timeout=self._left))
 
     def recv_data(self, buffer: torch.Tensor) -> HostWork:
         """Receive into host memory what the peer passes to `send_data`."""
-        return self._control_group.recv(buffer, self.peer, self._their_tag, timeout=self._left)
+        return unlogged(self._control_group.recv(buffer, self.peer, self._their_tag, timeout=self._left))
 
     @property
     def _left(self) -> float:
         return max(0.0, self._deadline - monotonic())
+
+
+def unlogged(work: HostWork) -> HostWork:
+    """Return a work whose error is not logged if no transfer retrieves it: the device group reports the error."""
+    work.add_done_callback(lambda work: work.exception())
+    return work
 
 
 class DeviceP2P(ABC):

@@ -600,13 +600,15 @@ def test_unmatched_receive_times_out(count):
     run_on_devices(2, program, [cuda_ipc_over()])
 
 
-async def test_pending_messages_fail_when_the_group_is_destroyed():
+async def test_pending_messages_fail_when_the_group_is_destroyed(caplog):
     async with devices_of(2, [cuda_ipc_over()]) as groups:
         works = [groups[0].send(torch.ones(LARGE), 1), groups[0].recv(torch.ones(LARGE), 1)]
         groups[0].close()
         for outcome in await asyncio.gather(*works, return_exceptions=True):
             assert isinstance(outcome, GroupAbortedError)
             assert "the group was destroyed" in str(outcome)
+    gc.collect()
+    assert "never retrieved" not in caplog.text, "the works of the control messages were logged, too"
 
 
 async def test_receive_completes_after_all_senders_have_left(transport, eventually):
