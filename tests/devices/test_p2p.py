@@ -601,6 +601,9 @@ def test_unmatched_receive_times_out(count):
 
 
 async def test_pending_messages_fail_when_the_group_is_destroyed(caplog):
+    # Works of earlier tests may be logged when they are collected.
+    gc.collect()
+    caplog.clear()
     async with devices_of(2, [cuda_ipc_over()]) as groups:
         works = [groups[0].send(torch.ones(LARGE), 1), groups[0].recv(torch.ones(LARGE), 1)]
         groups[0].close()
@@ -608,7 +611,7 @@ async def test_pending_messages_fail_when_the_group_is_destroyed(caplog):
             assert isinstance(outcome, GroupAbortedError)
             assert "the group was destroyed" in str(outcome)
     gc.collect()
-    assert "never retrieved" not in caplog.text, "the works of the control messages were logged, too"
+    assert "(control_group)" not in caplog.text, "the works of the control messages were logged, too"
 
 
 async def test_receive_completes_after_all_senders_have_left(transport, eventually):
