@@ -1,6 +1,6 @@
 """The CUDA IPC backend over a pretended driver, which keeps CUDA's rules in host memory.
 
-Ranks are threads, so that mapping another rank's memory only needs its address. tests/gpu runs the same on real devices.
+Ranks are threads, so that mapping another rank's memory only needs its address.
 """
 
 from __future__ import annotations
@@ -40,77 +40,92 @@ def run(until):
     return run
 
 
-def cases(size, dtype, counts=(1, 300, 40_000)):
+def cases_of(size, dtype, counts=(1, 300, 40_000)):
     return [
         case for count in counts for case in collective_cases(size, count, dtype) if case.name != "monitored_barrier"
     ]
 
 
-def one_after_the_other(todo):
-    """Return a program that runs collective cases and waits for each operation."""
+def run_cases(run, size, cases, **options):
+    """Run collective cases, one after the other on every rank, and check them."""
 
     def program(device):
-        for case in todo:
+        for case in cases:
             for work in case.start(device):
                 work.wait()
 
-    return program
+    run(size, program, **options)
+    for case in cases:
+        case.check()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("small", [0, 64 << 10], ids=["all", "large"])
-@pytest.mark.parametrize("shareable", [True, False], ids=["shown", "copied"])
+@pytest.mark.parametrize("shareable", [True, False], ids=["exported", "copied"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_collective(size, shareable, small, monkeypatch, run):
     monkeypatch.setattr(module, "_SMALL_NBYTES", small)
-    todo = cases(size, torch.float32)
-    run(size, one_after_the_other(todo), shareable=shareable)
-    for drill in todo:
-        drill.check()
+    run_cases(run, size, cases_of(size, torch.float32), shareable=shareable)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float64, torch.int32, torch.uint16, torch.bool, torch.complex64]
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint16, torch.bool, torch.complex64], ids=str)
 def test_every_dtype(dtype, monkeypatch, run):
     monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
-    todo = cases(3, dtype, (300,))
-    run(3, one_after_the_other(todo))
-    for drill in todo:
-        drill.check()
+    run_cases(run, 3, cases_of(3, dtype, [300]))
 
 
 def test_background_and_blocking_calls_in_flight(monkeypatch, run):
     monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
-    todo = cases(3, torch.float32)
+    cases = cases_of(3, torch.float32, [1, 300])
 
-    def program(group):
-        works = [
-            work for n, drill in enumerate(todo) for work in drill.start(group, background=(n + group.rank()) % 3 != 0)
-        ]
+    def program(device):
+        works = []
+        for number, case in enumerate(cases):
+            works += case.start(device, background=(number + device.rank()) % 3 != 0)
         for work in works:
             work.wait()
 
     run(3, program, transport="shm")
-    for drill in todo:
-        drill.check()
+    for case in cases:
+        case.check()
+
+
+@pytest.mark.parametrize(("count", "maps"), [(64, False), (16_384, False), (16_385, True)])
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_small_calls_go_through_the_host(collective, count, maps, run):
+    """``count`` is the number of float32 elements of the whole call."""
+    made = []
+
+    def program(device):
+        device.barrier().wait()
+        before = made[0].handles
+        block, whole = torch.ones(count // 2 + count % 2), torch.ones(2 * (count // 2 + count % 2))
+        if collective == "all_reduce":
+            device.all_reduce(torch.ones(count)).wait()
+        elif collective == "all_gather":
+            device.all_gather_single(whole, block).wait()
+        else:
+            device.reduce_scatter_single(block, whole).wait()
+        return made[0].handles > before
+
+    assert any(run(2, program, made=made)) == maps
 
 
 def test_unsigned_minima_are_staged(monkeypatch, run):
     monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
 
-    def program(group):
-        tensor = torch.tensor([group.rank(), 9 - group.rank()], dtype=torch.uint32)
-        group.all_reduce(tensor, ReduceOp.MIN).wait()
+    def program(device):
+        tensor = torch.tensor([device.rank(), 9 - device.rank()], dtype=torch.uint32)
+        device.all_reduce(tensor, ReduceOp.MIN).wait()
         return tensor.tolist()
 
     assert run(2, program) == [[0, 8], [0, 8]]
 
 
 def test_mismatched_calls_raise(run):
-    def program(group):
+    def program(device):
         tensor = torch.ones(100_000)
-        work = group.broadcast(tensor, 0) if group.rank() else group.all_reduce(tensor)
+        work = device.broadcast(tensor, 0) if device.rank() else device.all_reduce(tensor)
         with pytest.raises(GroupError) as caught:
             work.wait()
         return caught.value
@@ -121,12 +136,12 @@ def test_mismatched_calls_raise(run):
 
 
 def test_mismatched_sizes_raise(run):
-    def program(group):
-        rank = group.rank()
+    def program(device):
+        rank = device.rank()
         sent = [torch.ones(50_000) for _ in range(2)]
         came = [torch.empty(50_000 + (rank == 0 and peer == 1)) for peer in range(2)]
         with pytest.raises(GroupError) as caught:
-            group.all_to_all(came, sent).wait()
+            device.all_to_all(came, sent).wait()
         return str(caught.value)
 
     zero, one = run(2, program)
@@ -241,10 +256,10 @@ def test_event_is_recorded_again_only_after_all_streams_wait_for_it(monkeypatch,
     """`TheirEvent` asserts it."""
     monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
 
-    def program(group):
+    def program(device):
         tensor = torch.ones(1000)
         for _ in range(50):
-            group.all_reduce(tensor, ReduceOp.AVG).wait()
+            device.all_reduce(tensor, ReduceOp.AVG).wait()
         return tensor.sum().item()
 
     assert run(4, program, transport="shm") == [1000.0] * 4
