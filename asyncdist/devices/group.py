@@ -332,14 +332,18 @@ class DeviceGroup(CollectiveOps):
                 rank = self.ranks[self._rank]
                 self.error = GroupAbortedError(f"rank {rank} failed: {cause}", peer=rank)
                 self.error.__cause__ = cause
-            self.host.abort(str(self.error.reason))
-            self.messages.abort(str(self.error.reason))
-            self.desync_detector.close()
-            if self._backend is not None:
-                self._backend.abort()
+            self._abort(self.error)
         for one in self._watcher.remove_unfinished():
             self._fail_one(one, self.error)
         return self.error
+
+    def _abort(self, error: GroupError) -> None:
+        """Notify the other ranks, and end all waits of this rank for them. Idempotent."""
+        self.host.abort(str(error.reason))
+        self.messages.abort(str(error.reason))
+        self.desync_detector.close()
+        if self._backend is not None:
+            self._backend.abort()
 
     def _fail_one(self, pending: Pending, error: GroupError) -> None:
         entry, rank = pending.entry, self.ranks[self._rank]
@@ -353,6 +357,9 @@ class DeviceGroup(CollectiveOps):
         if self._closed:
             return
         self._closed = True
+        if self.error is not None:
+            # The thread that has found the error may not have aborted yet; the backends must not wait for peers.
+            self._abort(self.error)
         error = GroupAbortedError("the group was destroyed")
         for pending in self._watcher.remove_unfinished():
             self._fail_one(pending, error)

@@ -572,6 +572,32 @@ def test_close_does_not_wait_for_a_device_that_cannot_complete(failure, run, mon
     run(1, program, streams=streams, ends=("aborted",))
 
 
+def test_failed_group_aborts_its_communicator_if_it_is_closed_at_once(run, until, monkeypatch):
+    monkeypatch.setattr("asyncdist.devices.group._DRAIN_TIMEOUT", 0.0)
+    nccl, streams, proceed = PretendNccl(), [RanksStreams(0)], threading.Event()
+
+    def program(device):
+        device.all_reduce(torch.ones(3)).wait()
+        closing, close = threading.current_thread(), device.desync_detector.close
+
+        def held_close():
+            """Stop the watcher's thread when it has set the error and not yet aborted the communicator."""
+            assert threading.current_thread() is closing or proceed.wait(60)
+            close()
+
+        monkeypatch.setattr(device.desync_detector, "close", held_close)
+        streams[0].hold()
+        device.all_reduce(torch.ones(3))
+        nccl.communicators[0].broken = 6
+        until(lambda: device.error is not None)
+        streams[0].release()
+        device.close()
+        until(lambda: nccl.communicators[0].ended)
+        proceed.set()
+
+    run(1, program, nccl=nccl, streams=streams, ends=("aborted",))
+
+
 def test_exiting_process_aborts_open_communicators(until):
     nccl = PretendNccl()
     made = alone(Bindings(nccl))
