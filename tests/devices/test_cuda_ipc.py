@@ -10,13 +10,12 @@ import torch
 
 from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import AsyncdistError, GroupError, MismatchError
-from asyncdist.testing.collective_cases import collective_cases
 from asyncdist.transport.device_streams import cuda_missing
 from asyncdist_transports.cuda_ipc import collectives as module
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import NOTHING, ExportedMemory, Exports, Imports
 from tests.support.cuda import HANDLE, PretendDriver, cuda_ipc_over
-from tests.support.devices import run_on_devices
+from tests.support.devices import device_cases, run_on_devices
 
 
 @pytest.fixture
@@ -40,12 +39,6 @@ def run(until):
     return run
 
 
-def cases_of(size, dtype, counts=(1, 300, 40_000)):
-    return [
-        case for count in counts for case in collective_cases(size, count, dtype) if case.name != "monitored_barrier"
-    ]
-
-
 def run_cases(run, size, cases, **options):
     """Run collective cases, one after the other on every rank, and check them."""
 
@@ -65,18 +58,18 @@ def run_cases(run, size, cases, **options):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_collective(size, shareable, small, monkeypatch, run):
     monkeypatch.setattr(module, "_SMALL_NBYTES", small)
-    run_cases(run, size, cases_of(size, torch.float32), shareable=shareable)
+    run_cases(run, size, device_cases(size, [1, 300, 40_000], torch.float32), shareable=shareable)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint16, torch.bool, torch.complex64], ids=str)
 def test_every_dtype(dtype, monkeypatch, run):
     monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
-    run_cases(run, 3, cases_of(3, dtype, [300]))
+    run_cases(run, 3, device_cases(3, [300], dtype))
 
 
 def test_background_and_blocking_calls_in_flight(monkeypatch, run):
     monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
-    cases = cases_of(3, torch.float32, [1, 300])
+    cases = device_cases(3, [1, 300], torch.float32)
 
     def program(device):
         works = []

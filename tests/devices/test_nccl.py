@@ -33,11 +33,11 @@ from asyncdist.groups.group import Group
 from asyncdist.store import HashStore
 from asyncdist.testing.arithmetic import reductions
 from asyncdist.testing.cluster import run_ranks
-from asyncdist.testing.collective_cases import collective_cases, reducing
+from asyncdist.testing.collective_cases import reducing
 from asyncdist.transport.device_streams import cuda_missing
 from asyncdist_transports.nccl import Nccl, bindings, collectives, communicator
 from asyncdist_transports.nccl.bindings import Bindings, Numbers, numbers_of
-from tests.support.devices import PretendStreams, device_group
+from tests.support.devices import PretendStreams, device_cases, device_group
 from tests.support.nccl import PretendNccl, nccl_over
 
 REDUCED = [
@@ -123,17 +123,12 @@ def run_cases(cases, run, size):
         case.check()
 
 
-def cases_of(size, *counts):
-    cases = [case for count in counts for case in collective_cases(size, count, torch.float32)]
-    return [case for case in cases if case.name != "monitored_barrier"]
-
-
 # -- collectives --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_collective(size, run):
-    run_cases(cases_of(size, 0, 1, 300), run, size)
+    run_cases(device_cases(size, [0, 1, 300], torch.float32), run, size)
 
 
 @pytest.mark.exhaustive
@@ -149,7 +144,7 @@ def test_gathered_reductions_are_split_to_fit_the_scratch_memory(run, monkeypatc
 
 
 def test_background_and_blocking_calls_in_flight(run):
-    cases = cases_of(3, 1, 300)
+    cases = device_cases(3, [1, 300], torch.float32)
 
     def program(device):
         works = []

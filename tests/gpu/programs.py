@@ -75,7 +75,7 @@ def every_drill(test, where, device, backend):
         for dtype, count in cases:
             made = [itertools.chain(collective_cases(size, count, dtype), *_more(size, count, dtype)) for _ in range(2)]
             for on_host, on_device in zip(*made, strict=True):
-                if on_host.name == "monitored_barrier":
+                if on_host.name.startswith("monitored_barrier"):
                     continue
                 ours, theirs = Moved(group, "cpu"), Moved(group, device)
                 for work in on_host.start(ours):

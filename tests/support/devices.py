@@ -19,6 +19,7 @@ from asyncdist.groups.group import Group
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.testing.cluster import run_ranks, world_of
+from asyncdist.testing.collective_cases import CollectiveCase, collective_cases
 from asyncdist.transport.device_collectives import DeviceCollectives
 from asyncdist.transport.device_streams import DeviceEvent, Streams
 from asyncdist_transports.staged import Staged
@@ -174,6 +175,12 @@ def run_on_devices(
             device.close()
 
     return run_ranks(size, rank, **options)
+
+
+def device_cases(size: int, counts: Sequence[int], dtype: torch.dtype) -> list[CollectiveCase]:
+    """Return the collective cases of all operations that device groups have: all but `monitored_barrier`."""
+    cases = [case for count in counts for case in collective_cases(size, count, dtype)]
+    return [case for case in cases if not case.name.startswith("monitored_barrier")]
 
 
 class Queued(PretendStaged):
