@@ -23,11 +23,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from asyncdist.testing.stopwatch import Stopwatch, stood_in_line
@@ -174,9 +173,7 @@ class Nursery:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -258,9 +255,7 @@ def _main(arguments: Sequence[str]) -> None:
     gc.freeze()
     job = _serve(Connection(int(descriptor)))
     if job is not None:
-        run: Callable[[], None] = job.run
-        del job
-        run()
+        job.run()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
+from click.testing import CliRunner
+
+from asyncdist.cli import main
 from asyncdist.config import Config
 from asyncdist.store import TCPStore
 
@@ -76,8 +79,11 @@ class Daemon:
         return TCPStore(self.host, self.port, timeout=LIMIT, config=Config(token=token, store_reconnect=0.0))
 
     def ask(self, *arguments: str, code: int = 0, stdin: str | None = None) -> str:
-        """Run a command that queries this daemon; see `asked`."""
-        return asked("--port", str(self.port), *arguments, code=code, stdin=stdin)
+        """Run a command that queries this daemon, in this process; see `asked`."""
+        unset = {name: None for name in os.environ if name.startswith("ASYNCDIST_")}
+        run = CliRunner(env=unset).invoke(main, ["store", "--port", str(self.port), *arguments], input=stdin)
+        assert run.exit_code == code, run.output
+        return run.stderr if code else run.stdout
 
     def end(self) -> tuple[int, str]:
         """Wait until the daemon ends; return its exit code and its standard error."""
