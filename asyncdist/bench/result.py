@@ -62,7 +62,7 @@ class ResultRow:
         return "device_rows" if self.device else "rows"
 
     @property
-    def ours(self) -> Timing:
+    def blocking(self) -> Timing:
         """The timing of asyncdist's blocking API."""
         return self.timings["asyncdist"]
 
@@ -74,7 +74,7 @@ class ResultRow:
     @property
     def algorithm_bandwidth(self) -> float:
         """Bytes of the tensor per second."""
-        return self.nbytes / self.ours.median
+        return self.nbytes / self.blocking.median
 
     @property
     def bus_bandwidth(self) -> float:
@@ -92,7 +92,7 @@ class ResultRow:
     def above_blocking(self, contender: str) -> float | None:
         """Return the seconds that a call takes longer than with the blocking API; None if it was not measured."""
         timing = self.timings.get(contender)
-        return None if timing is None else timing.median - self.ours.median
+        return None if timing is None else timing.median - self.blocking.median
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data: times in microseconds, bandwidths in bytes per second."""

@@ -246,7 +246,7 @@ def _progress_bar() -> Iterator[Callable[[float, ResultRow | None], None]]:
     def update(done: float, row: ResultRow | None) -> None:
         text = "measuring"
         if row is not None and "asyncdist" in row.timings:
-            text = f"{row.name} {size(row.nbytes)}: {duration(row.ours.median)}"
+            text = f"{row.name} {size(row.nbytes)}: {duration(row.blocking.median)}"
         bar.update(task, completed=done, description=text)
         bar.refresh()
 

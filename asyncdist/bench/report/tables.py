@@ -110,7 +110,7 @@ def sections(plan: BenchPlan) -> list[tuple[str, list[Column]]]:
 
 def _medians(plan: BenchPlan) -> list[Column]:
     columns = [(contender_label(who), _median(who)) for who in plan.contenders if who != "idle"]
-    columns.insert(1, ("p99", lambda row: duration(row.ours.p99)))
+    columns.insert(1, ("p99", lambda row: duration(row.blocking.p99)))
     return columns
 
 
