@@ -269,40 +269,6 @@ def test_stuck_device_times_out_on_all_ranks(together, until, background):
     assert OperationTimeoutError in together(2, program)
 
 
-async def test_device_error_reaches_all_ranks():
-    streams = [PretendStreams() for _ in range(3)]
-    async with devices_of(3, streams=streams) as groups:
-        await asyncio.gather(*(group.all_reduce(torch.ones(1)) for group in groups))
-        streams[1].broken = RuntimeError("an illegal memory access was encountered")
-        works = [group.barrier() for group in groups]
-        for outcome in await asyncio.gather(*works, return_exceptions=True):
-            assert isinstance(outcome, GroupAbortedError)
-            assert outcome.peer == 1
-            assert "an illegal memory access was encountered" in str(outcome)
-        for group in groups:
-            with pytest.raises(GroupAbortedError, match="illegal memory access"):
-                await group.barrier()
-
-
-async def test_failure_inside_a_call_reaches_all_ranks():
-    class Failing(Queued):
-        name = "failing"
-
-        def all_reduce(self, fingerprint, memories, how):
-            if self.context.rank == 1:
-                raise RuntimeError("out of pinned memory")
-            return super().all_reduce(fingerprint, memories, how)
-
-    streams = [PretendStreams() for _ in range(2)]
-    async with devices_of(2, [Failing], streams) as groups:
-        await asyncio.gather(*(group.barrier() for group in groups))
-        streams[0].hold()
-        works = [group.all_reduce(torch.ones(1)) for group in groups]
-        for outcome in await asyncio.gather(*works, return_exceptions=True):
-            assert isinstance(outcome, GroupAbortedError)
-            assert "rank 1 failed: out of pinned memory" in str(outcome)
-
-
 async def test_destroyed_group_fails_pending_operations():
     streams = [PretendStreams() for _ in range(2)]
     async with devices_of(2, streams=streams) as groups:
