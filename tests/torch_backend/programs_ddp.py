@@ -7,9 +7,10 @@ import gc
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.algorithms.model_averaging import averagers
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from toys import gradients, network, samples, state, train
@@ -57,6 +58,13 @@ def starts_from_rank_0(rank, world):
     return _trained(rank, network(seed=rank))
 
 
+def double_precision(rank, world):
+    model = DistributedDataParallel(network().double(), **SMALL)
+    inputs, targets = (tensor.double() for tensor in samples(rank, 0))
+    functional.mse_loss(model(inputs), targets).backward()
+    return gradients(model)
+
+
 def buffers_follow_rank_0(rank, world):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
@@ -89,6 +97,15 @@ def without_synchronization(rank, world):
                 functional.mse_loss(model(inputs), targets).backward()
             results.append(gradients(model))
     return results
+
+
+def mixed_precision_of_autocast(rank, world):
+    model = DistributedDataParallel(network(), **SMALL)
+    inputs, targets = samples(rank, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(inputs)
+    functional.mse_loss(outputs.float(), targets).backward()
+    return gradients(model)
 
 
 def in_a_subgroup(rank, world):
@@ -146,6 +163,17 @@ def hook_power_sgd(rank, world):
     )
     model.register_comm_hook(hook_state, powerSGD_hook.powerSGD_hook)
     return train(model, rank, steps=5), state(model)
+
+
+def post_local_sgd(rank, world):
+    model = DistributedDataParallel(network(), **SMALL)
+    own, _ = dist.new_subgroups(1)
+    hook_state = post_localSGD_hook.PostLocalSGDState(process_group=None, subgroup=own, start_localSGD_iter=2)
+    model.register_comm_hook(hook_state, post_localSGD_hook.post_localSGD_hook)
+    optimizer = PostLocalSGDOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), averagers.PeriodicModelAverager(period=2, warmup_steps=2)
+    )
+    return train(model, rank, steps=7, optimizer=optimizer), state(model)
 
 
 # -- uneven inputs, sharded optimizers ---------------------------------------------------------------
@@ -245,6 +273,18 @@ def zero_redundancy(rank, world):
     optimizer.consolidate_state_dict(to=0)
     whole = optimizer.state_dict()["state"] if rank == 0 else {}
     return losses, state(model), {key: sorted(value) for key, value in whole.items()}
+
+
+def zero_redundancy_joined(rank, world):
+    model = DistributedDataParallel(network(), **SMALL)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, parameters_as_bucket_view=True)
+    with Join([model, optimizer]):
+        for step in range(rank + 1):
+            inputs, targets = samples(rank, step)
+            optimizer.zero_grad()
+            functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    return state(model)
 
 
 # -- buckets -----------------------------------------------------------------------------------------

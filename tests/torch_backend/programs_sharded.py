@@ -176,3 +176,26 @@ FIRST_VERSIONS = {
 
 def first_version(rank, world, name):
     return _trained_first_version(rank, **FIRST_VERSIONS[name])
+
+
+def first_version_hybrid(rank, world):
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    return _trained_first_version(rank, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+def first_version_sharded_state(rank, world):
+    with _quietly():
+        model = _wrapped(device_mesh=init_device_mesh("cpu", (world,)))
+        train(model, rank)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def first_version_clipped_norm(rank, world):
+    with _quietly():
+        model = _wrapped()
+        inputs, targets = samples(rank, 0)
+        functional.mse_loss(model(inputs), targets).backward()
+        norm = model.clip_grad_norm_(0.1)
+        with FullyShardedDataParallel.summon_full_params(model):
+            return norm, [parameter.clone() for parameter in model.parameters()]

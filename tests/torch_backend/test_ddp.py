@@ -30,6 +30,12 @@ def test_training(same_over_gloo, world, program):
     same_over_gloo("programs_ddp", program, close=world > 2)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("program", ["double_precision", "post_local_sgd", "zero_redundancy_joined"])
+def test_training_with_other_parts_of_torch(same_over_gloo, world, program):
+    same_over_gloo("programs_ddp", program, close=world > 2)
+
+
 def test_hook_of_torch(same_over_gloo, world):
     same_over_gloo("programs_ddp", "hook", "all-reduce", close=world > 2)
 
@@ -38,6 +44,11 @@ def test_hook_of_torch(same_over_gloo, world):
 def test_hook_with_half_precision(same_over_gloo, name):
     """gloo rounds narrow floats after every addition; asyncdist rounds them once."""
     same_over_gloo("programs_ddp", "hook", name, close=NARROW)
+
+
+@pytest.mark.exhaustive
+def test_autocast(same_over_gloo):
+    same_over_gloo("programs_ddp", "mixed_precision_of_autocast", close=NARROW)
 
 
 def test_hooks_of_cpp(same_over_gloo):

@@ -145,6 +145,23 @@ def test_url_initializes_one_world_after_another(daemon, nursery, ended, nothing
     nothing_is_kept()
 
 
+@pytest.mark.exhaustive
+def test_torch_rpc_runs_together_with_asyncdist_groups(daemon, nursery, ended):
+    """The trainers use DistributedDataParallel and reach a parameter server through torch's RPC."""
+    url = f"asyncdist://127.0.0.1:{daemon.port}"
+    ranks = [nursery.start(HERE / "program_rpc.py", "train", url, rank) for rank in range(3)]
+    for rank in range(2):
+        weight, bias, rows = ranks[rank].hear(LIMIT)
+        # The first step averages the sums 20 and 25 of the embeddings, the second 17.5 and 22.5.
+        first, second = 22.5, 22.5 - 2.5
+        assert weight == [1 - 0.5 * (first + second)] * 4
+        assert bias == -1.0
+        # Each trainer has embeddings of its own; the gradient of its words is the layer's weight.
+        step = 0.5 * 1 + 0.5 * (1 - 0.5 * first)
+        assert rows == [row - step * (row % 2 == rank) for row in range(10)]
+    ended(*ranks)
+
+
 def test_url_without_a_port_is_refused(nursery, ended):
     rank = nursery.start(AT_DAEMON, "meet", "asyncdist://somewhere/job", 0, 1, ("asyncdist",))
     assert "lacks its port; use asyncdist://host:port" in rank.hear()

@@ -16,14 +16,16 @@ def test_mesh(same_over_gloo, program):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "program", ["redistribute", "redistribute_in_two_dimensions", "redistribute_asynchronously_and_backward",
-                "distributed_from_rank_0"],
+                "multiply", "distributed_from_rank_0"],
 )  # fmt: skip
 def test_distributed_tensor(same_over_gloo, program):
     same_over_gloo("programs_mesh", program)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("program", ["sequence_parallel", "sharded_losses"])
+@pytest.mark.parametrize(
+    "program", ["operators", "module_distributed", "sequence_parallel", "sharded_embeddings", "sharded_losses"]
+)
 def test_tensor_parallel(same_over_gloo, world, program):
     same_over_gloo("programs_mesh", program, close=world > 2)
 
@@ -55,6 +57,14 @@ def test_fsdp2(same_over_gloo, world, program):
 )
 def test_variants_of_fsdp1(same_over_gloo, world, name):
     same_over_gloo("programs_sharded", "first_version", name, close=world > 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "program", ["first_version_hybrid", "first_version_sharded_state", "first_version_clipped_norm"]
+)
+def test_fsdp1(same_over_gloo, world, program):
+    same_over_gloo("programs_sharded", program, close=world > 2)
 
 
 def test_fsdp2_half_precision_sums(same_over_gloo):
