@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.bench.report.plot import require_matplotlib as require_matplotlib
-from asyncdist.tracing.desync_report import TracedCall, TraceRecord, name_of
+from asyncdist.tracing.desync_report import name_of
+from asyncdist.tracing.trace_record import TracedCall, TraceRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from asyncdist.tracing.desync_report import RankPace, RankPosition, TracedCall, TraceRecord
+    from asyncdist.tracing.desync_report import RankPace, RankPosition
+    from asyncdist.tracing.trace_record import TracedCall, TraceRecord
 
 _GROUPS = 8
 """The largest number of groups with a table. Blocked groups come first."""
