@@ -21,6 +21,7 @@ from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.memory.buffers import OutputTensor
+from asyncdist.memory.tensor_types import TensorLike, TensorListsT, TensorsT, TensorT
 from asyncdist.memory.torch_compile import excluded_from_compile
 
 _CACHED_CALLS = 512
@@ -147,95 +148,109 @@ class CollectiveOps(ABC):
 
     # -- reductions ----------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: Any, op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]) -> Work:
+    def all_reduce(
+        self, tensor: TensorT, op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]
+    ) -> Work[TensorT]:
         """Reduce ``tensor`` over the ranks, in place, with the same bits on every rank."""
         return self._call("all_reduce", reductions.all_reduce, (tensor,), options, (op,))
 
     def all_reduce_coalesced(
-        self, tensors: Sequence[Any], op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]
-    ) -> Work:
+        self, tensors: TensorsT, op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]
+    ) -> Work[TensorsT]:
         """Reduce several tensors of one dtype over the ranks as one operation."""
         return self._call("all_reduce_coalesced", reductions.all_reduce_coalesced, (tensors,), options, (op,))
 
-    def reduce(self, tensor: Any, dst: int, op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]) -> Work:
+    def reduce(
+        self, tensor: TensorT, dst: int, op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]
+    ) -> Work[TensorT]:
         """Reduce ``tensor`` to rank ``dst``; the other ranks' tensors keep their content."""
         at_root = dst == self._rank
         return self._call("reduce", reductions.reduce, (tensor,), options, (dst, op), writes=at_root)
 
     def reduce_scatter(
-        self, output: Any, input_list: Sequence[Any], op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]
-    ) -> Work:
+        self,
+        output: TensorT,
+        input_list: Sequence[TensorLike],
+        op: Reduction = ReduceOp.SUM,
+        **options: Unpack[CallOptions],
+    ) -> Work[TensorT]:
         """Reduce ``input_list[i]`` over the ranks into rank ``i``'s ``output``; sizes may differ by rank."""
         return self._call("reduce_scatter", reductions.reduce_scatter_list, (output, input_list), options, (op,))
 
     def reduce_scatter_single(
-        self, output: Any, input: Any, op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]
-    ) -> Work:
+        self, output: TensorT, input: TensorLike, op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]
+    ) -> Work[TensorT]:
         """Reduce the ``i``-th equal part of ``input`` over the ranks into rank ``i``'s ``output``."""
         return self._call("reduce_scatter_tensor", reductions.reduce_scatter_single, (output, input), options, (op,))
 
     # -- moving --------------------------------------------------------------------------------
 
-    def broadcast(self, tensor: Any, src: int, **options: Unpack[CallOptions]) -> Work:
+    def broadcast(self, tensor: TensorT, src: int, **options: Unpack[CallOptions]) -> Work[TensorT]:
         """Copy rank ``src``'s tensor into every rank's."""
         receives = src != self._rank
         return self._call("broadcast", data_movement.broadcast, (tensor,), options, (src,), writes=receives)
 
-    def all_gather(self, tensor_list: Sequence[Any], tensor: Any, **options: Unpack[CallOptions]) -> Work:
+    def all_gather(self, tensor_list: TensorsT, tensor: TensorLike, **options: Unpack[CallOptions]) -> Work[TensorsT]:
         """Gather every rank's ``tensor`` into ``tensor_list``, by rank; sizes may differ by rank."""
         return self._call("all_gather", data_movement.all_gather_list, (tensor_list, tensor), options)
 
     def all_gather_coalesced(
-        self, tensor_lists: Sequence[Sequence[Any]], tensors: Sequence[Any], **options: Unpack[CallOptions]
-    ) -> Work:
+        self, tensor_lists: TensorListsT, tensors: Sequence[TensorLike], **options: Unpack[CallOptions]
+    ) -> Work[TensorListsT]:
         """Gather several tensors as one operation: rank ``r``'s ``tensors[i]`` into ``tensor_lists[r][i]``."""
         lists = tensor_lists, tensors
         return self._call("all_gather_coalesced", data_movement.all_gather_coalesced, lists, options)
 
-    def all_gather_single(self, output: Any, input: Any, **options: Unpack[CallOptions]) -> Work:
+    def all_gather_single(self, output: TensorT, input: TensorLike, **options: Unpack[CallOptions]) -> Work[TensorT]:
         """Gather every rank's ``input`` into ``output``, concatenated in group order."""
         return self._call("all_gather_into_tensor", data_movement.all_gather_single, (output, input), options)
 
-    def gather(self, tensor: Any, gather_list: Sequence[Any] | None, dst: int, **options: Unpack[CallOptions]) -> Work:
+    def gather(
+        self, tensor: TensorLike, gather_list: TensorsT | None, dst: int, **options: Unpack[CallOptions]
+    ) -> Work[TensorsT | None]:
         """Gather every rank's tensor into ``gather_list`` on rank ``dst``; pass None on the other ranks."""
         tensors, at_root = (gather_list, tensor), dst == self._rank
         return self._call("gather", data_movement.gather, tensors, options, (dst,), writes=at_root)
 
-    def gather_single(self, tensor: Any, output: Any, dst: int, **options: Unpack[CallOptions]) -> Work:
+    def gather_single(
+        self, tensor: TensorLike, output: TensorT | None, dst: int, **options: Unpack[CallOptions]
+    ) -> Work[TensorT | None]:
         """Gather every rank's tensor into rank ``dst``'s ``output``, concatenated in group order."""
         at_root = dst == self._rank
         tensors = output if at_root else None, tensor
         return self._call("gather_into_tensor", data_movement.gather_single, tensors, options, (dst,), writes=at_root)
 
     def scatter(
-        self, tensor: Any, scatter_list: Sequence[Any] | None, src: int, **options: Unpack[CallOptions]
-    ) -> Work:
+        self, tensor: TensorT, scatter_list: Sequence[TensorLike] | None, src: int, **options: Unpack[CallOptions]
+    ) -> Work[TensorT]:
         """Copy the ``i``-th tensor of rank ``src``'s ``scatter_list`` into rank ``i``'s ``tensor``."""
         return self._call("scatter", data_movement.scatter, (tensor, scatter_list), options, (src,))
 
-    def all_to_all(self, output_list: Sequence[Any], input_list: Sequence[Any], **options: Unpack[CallOptions]) -> Work:
+    def all_to_all(
+        self, output_list: TensorsT, input_list: Sequence[TensorLike], **options: Unpack[CallOptions]
+    ) -> Work[TensorsT]:
         """Send ``input_list[i]`` to rank ``i``, and receive from it into ``output_list[i]``; any sizes."""
         return self._call("all_to_all", data_movement.all_to_all_lists, (output_list, input_list), options)
 
     def all_to_all_single(
         self,
-        output: Any,
-        input: Any,
+        output: TensorT,
+        input: TensorLike,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         **options: Unpack[CallOptions],
-    ) -> Work:
+    ) -> Work[TensorT]:
         """Exchange parts of one tensor. Split sizes are lengths in the first dimension; None means equal parts."""
         sizes = _hashable(output_split_sizes), _hashable(input_split_sizes)
         return self._call("all_to_all_single", data_movement.all_to_all_single, (output, input), options, sizes)
 
-    def barrier(self, **options: Unpack[CallOptions]) -> Work:
+    def barrier(self, **options: Unpack[CallOptions]) -> Work[None]:
         """Complete when every rank has called the barrier."""
         return self._call("barrier", data_movement.barrier, (), options, writes=False)
 
     # -- between two ranks ---------------------------------------------------------------------
 
-    def send(self, tensor: Any, dst: int, tag: int = 0, **options: Unpack[CallOptions]) -> Work:
+    def send(self, tensor: TensorLike, dst: int, tag: int = 0, **options: Unpack[CallOptions]) -> Work[None]:
         """Send ``tensor`` to rank ``dst``. The work completes when the caller may change the memory of ``tensor``."""
         try:
             return self._group_for(tensor)._send(tensor, dst, checked_tag(tag), options)
@@ -243,7 +258,9 @@ class CollectiveOps(ABC):
             self.refused("send", error)
             raise
 
-    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, **options: Unpack[CallOptions]) -> Work:
+    def recv(
+        self, tensor: TensorLike, src: int | None = None, tag: int = 0, **options: Unpack[CallOptions]
+    ) -> Work[int]:
         """Receive into ``tensor`` from rank ``src``, or from any rank; the result is the sender's global rank."""
         try:
             return self._group_for(tensor)._receive(tensor, src, checked_tag(tag), options)

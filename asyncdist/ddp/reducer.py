@@ -303,6 +303,7 @@ class Reducer:
         if not self._works:
             self._reduction = ReduceOp.AVG if self.joining is None else self.joining.reduction()
         bucket = self._buckets[len(self._works)]
+        assert bucket.flat is not None
         times = self._step.buckets[bucket.index]
         times.started = perf_counter()
         work = self._group.all_reduce(bucket.flat, self._reduction, background=background)

@@ -15,7 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Generator, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout, seconds
@@ -23,8 +23,16 @@ from asyncdist.errors import UsageError, WaitTimeoutError
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import TypeVar
 
     from asyncdist.engine.progress import Progress
+
+    T_co = TypeVar("T_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    # typing.TypeVar takes a default in Python 3.13 and later.
+    T_co = TypeVar("T_co", covariant=True)
 
 log = logging.getLogger("asyncdist")
 
@@ -45,7 +53,7 @@ _callbacks_lock = threading.RLock()
 """One lock for the callbacks of all works: it is held briefly, and threads rarely compete for it."""
 
 
-class Work:
+class Work(Generic[T_co]):
     """The handle of one operation, which has started and progresses without further calls.
 
     A work can be awaited any number of times, without a task: several with `asyncio.gather`, for a limited time with
@@ -53,7 +61,8 @@ class Work:
     `asyncio.wait`.
 
     The value of a work, which ``await``, `result` and `get_future` return, is what the operation wrote: a tensor, or a
-    list of tensors or objects. The value of a receive is the sender's global rank, and that of a barrier is None.
+    list of tensors or objects. The value of a receive is the sender's global rank, and that of a barrier is None. In
+    annotations ``Work[T]`` is a work whose value has the type ``T``, and ``Work`` one whose value has any type.
 
     Example:
         >>> work = group.all_reduce(gradients)
@@ -114,7 +123,7 @@ class Work:
         self._mark_retrieved()
         return self._error
 
-    def result(self) -> Any:
+    def result(self) -> T_co:
         """Return the operation's value.
 
         Raises:
@@ -125,11 +134,12 @@ class Work:
             raise UsageError("the operation is pending: await it, or call wait() first")
         return self._outcome()
 
-    def _outcome(self) -> Any:
+    def _outcome(self) -> T_co:
         if self._error is not None:
             self._mark_retrieved()
             raise self._error
-        return self._value
+        value: T_co = self._value
+        return value
 
     # -- waiting -------------------------------------------------------------------------------
 
@@ -159,7 +169,7 @@ class Work:
         """Block until the data has arrived, as torch's `synchronize` does; like `wait`, but returns nothing."""
         self.wait(timeout)
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, T_co]:
         if not self._done and self._progress is not None:
             self._progress.try_now(self)
         if not self._done and self._progress is not None:
@@ -208,7 +218,7 @@ class Work:
             if stall_check is not None:
                 stall_check.cancel()
 
-    def add_done_callback(self, callback: Callable[[Work], object]) -> None:
+    def add_done_callback(self, callback: Callable[[Work[T_co]], object]) -> None:
         """Call ``callback(work)`` when the operation is complete, or at once in the calling thread if it is complete.
 
         Any thread may call the callback, so it must not block.
@@ -222,13 +232,13 @@ class Work:
         if self._done:
             self.run_callbacks()
 
-    def remove_done_callback(self, callback: Callable[[Work], object]) -> None:
+    def remove_done_callback(self, callback: Callable[[Work[T_co]], object]) -> None:
         """Do not call a callback that has not been called yet."""
         with _callbacks_lock:
             if self._callbacks is not None and callback in self._callbacks:
                 self._callbacks.remove(callback)
 
-    def get_future(self) -> torch.futures.Future[Any]:
+    def get_future(self) -> torch.futures.Future[T_co]:
         """Return a `torch.futures.Future` of the operation's value; every call returns the same future.
 
         A daemon thread completes it and runs its callbacks, which may therefore block.
@@ -237,7 +247,7 @@ class Work:
 
         with _callbacks_lock:
             first = self._future is None
-            future: torch.futures.Future[Any] = torch.futures.Future() if first else self._future
+            future: torch.futures.Future[T_co] = torch.futures.Future() if first else self._future
             self._future = future
         if first:
             self.add_done_callback(_complete_future_in_thread)
@@ -271,7 +281,7 @@ def completed(value: Any = None) -> Work:
     return work
 
 
-def joined(works: Sequence[Work]) -> Work:
+def joined(works: Sequence[Work]) -> Work[list[Any]]:
     """Return a work that completes when all ``works`` are complete.
 
     Its value is the list of their values. Its error is that of the first failed work in the order of ``works``.
@@ -301,7 +311,7 @@ def joined(works: Sequence[Work]) -> Work:
     return whole
 
 
-class _SequentialWork(Work):
+class _SequentialWork(Work[list[Any]]):
     """Waits for several works in turn, because some of them (`DeviceWork`) override the methods that wait."""
 
     def __init__(self, works: Sequence[Work]) -> None:

@@ -278,7 +278,7 @@ class Group(CollectiveOps):
 
     # -- monitoring ------------------------------------------------------------------------------
 
-    def monitored_barrier(self, **options: Unpack[CallOptions]) -> Work:
+    def monitored_barrier(self, **options: Unpack[CallOptions]) -> Work[None]:
         """Complete when every rank has called the barrier. On a timeout, the error of rank 0 names every missing rank.
 
         The other ranks wait twice as long, so that they receive the error of rank 0.
@@ -295,14 +295,14 @@ class Group(CollectiveOps):
 
     def all_gather_object(
         self, output: list[Any], value: Any, weights_only: bool = False, **options: Unpack[CallOptions]
-    ) -> Work:
+    ) -> Work[list[Any]]:
         """Gather every rank's object into every rank's list."""
         args = output, value, weights_only
         return self._run_plan("all_gather_object", p2p.all_gather_object, args, options)
 
     def gather_object(
         self, value: Any, output: list[Any] | None, dst: int, weights_only: bool = False, **options: Unpack[CallOptions]
-    ) -> Work:
+    ) -> Work[list[Any] | None]:
         """Gather every rank's object into the list of rank ``dst``; ``output`` is None on the other ranks."""
         args = value, output, dst, weights_only
         return self._run_plan("gather_object", p2p.gather_object, args, options)
@@ -314,21 +314,21 @@ class Group(CollectiveOps):
         src: int,
         weights_only: bool = False,
         **options: Unpack[CallOptions],
-    ) -> Work:
+    ) -> Work[list[Any]]:
         """Put the ``i``-th object of rank ``src``'s list into rank ``i``'s ``output[0]``."""
         args = output, values, src, weights_only
         return self._run_plan("scatter_object_list", p2p.scatter_objects, args, options)
 
     def broadcast_object_list(
         self, values: list[Any], src: int, weights_only: bool = False, **options: Unpack[CallOptions]
-    ) -> Work:
+    ) -> Work[list[Any]]:
         """Replace every rank's list by the list of rank ``src``."""
         args = values, src, weights_only
         return self._run_plan("broadcast_object_list", p2p.broadcast_objects, args, options)
 
     def send_object_list(
         self, values: Sequence[Any], dst: int, tag: int = 0, weights_only: bool = False, **options: Unpack[CallOptions]
-    ) -> Work:
+    ) -> Work[None]:
         """Send a list of objects to rank ``dst``."""
         args = values, dst, weights_only
         return self._run_plan("send_object_list", p2p.send_objects, args, options, tag)
@@ -340,7 +340,7 @@ class Group(CollectiveOps):
         tag: int = 0,
         weights_only: bool = False,
         **options: Unpack[CallOptions],
-    ) -> Work:
+    ) -> Work[int]:
         """Receive a list of objects of the same length; the result is the global rank of the sender."""
         args = values, src, self.ranks, weights_only
         return self._run_plan("recv_object_list", p2p.receive_objects, args, options, tag)
