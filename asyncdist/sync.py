@@ -15,7 +15,8 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.engine.work import Work
 from asyncdist.groups import default_world
-from asyncdist.groups.collectives_api import CollectivesApi, P2POp
+from asyncdist.groups.blocking_api import BlockingApi
+from asyncdist.groups.collectives_api import P2POp
 from asyncdist.groups.default_world import (
     GroupMember,
     get_backend,
@@ -171,7 +172,7 @@ def _finish(work: Work, async_op: bool) -> Work | None:
 # The name of torch.distributed, for annotations.
 ProcessGroup = Group
 
-_api: CollectivesApi[Work | None, Any] = CollectivesApi(_finish, Work.result, blocking=True)
+_api = BlockingApi(_finish, Work.result, blocking=True)
 
 all_gather = _api.all_gather
 all_gather_coalesced = _api.all_gather_coalesced

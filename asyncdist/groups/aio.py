@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from asyncdist.base.deadline import Timeout
-from asyncdist.engine.work import Work
 from asyncdist.groups import default_world
 from asyncdist.groups.collectives_api import CollectivesApi
 from asyncdist.groups.group import Group
@@ -105,4 +104,4 @@ async def process_group(
         await world.close()
 
 
-api: CollectivesApi[Work, Work] = CollectivesApi(lambda work, _: work, lambda work: work, blocking=False)
+api = CollectivesApi(lambda work, _: work, lambda work: work, blocking=False)
