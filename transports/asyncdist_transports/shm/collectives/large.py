@@ -171,7 +171,9 @@ class Large:
             self._slots,
             number,
             signature.fingerprint,
-            zero_copy.shared_location(self._slots, memory.tensor) if sends else 0,
+            zero_copy.shared_location(self._slots, memory.tensor)
+            if sends and memory.nbytes >= zero_copy.MIN_NBYTES
+            else 0,
         )
         pieces = Pieces(state, 1, memory.dtype)
         count = 1 if state.location else pieces.round_count(memory.count)

@@ -57,11 +57,7 @@ class PeerViews:
 
 
 def shared_location(slots: SlotTable, tensor: torch.Tensor) -> int:
-    """Return 1 + the arena offset of a flat registered tensor; 0 if it is not registered, or small enough to stage."""
-    return _arena_location(slots, tensor) if tensor.nbytes >= MIN_NBYTES else 0
-
-
-def _arena_location(slots: SlotTable, tensor: torch.Tensor) -> int:
+    """Return 1 + the arena offset of a flat registered tensor; 0 if it is not registered."""
     offset = slots.arena.offset_of(tensor.data_ptr(), tensor.nbytes)
     return 0 if offset is None or offset % tensor.itemsize else offset + 1
 
@@ -73,7 +69,7 @@ def post_locations(slots: SlotTable, number: int, tensors: Sequence[torch.Tensor
         The location of the table; 0 if a tensor is not registered, or all are small enough to stage. The table leaves
         ``offset`` words free at its start.
     """
-    locations = [_arena_location(slots, tensor) if tensor.numel() else 1 for tensor in tensors]
+    locations = [shared_location(slots, tensor) if tensor.numel() else 1 for tensor in tensors]
     nbytes = 8 * (offset + len(locations))
     if 0 in locations or sum(tensor.nbytes for tensor in tensors) < MIN_NBYTES or nbytes > slots.area_nbytes:
         return 0
