@@ -197,6 +197,7 @@ class OperationTimeoutError(GroupError, TimeoutError):
     Attributes:
         peers: Global ranks: those at the end of the chain of waiting ranks that do not answer or have no pending call, if
             this rank could tell; else those for which the operation waited.
+        awaited: Global ranks for which the operation waited.
         timeout: The operation's timeout in seconds.
     """
 
@@ -205,9 +206,18 @@ class OperationTimeoutError(GroupError, TimeoutError):
         "init_process_group or new_group"
     )
 
-    def __init__(self, reason: str, *, peers: Sequence[int] = (), timeout: float = 0.0, **where: object) -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        peers: Sequence[int] = (),
+        awaited: Sequence[int] = (),
+        timeout: float = 0.0,
+        **where: object,
+    ) -> None:
         super().__init__(reason, **where)  # type: ignore[arg-type]
         self.peers = tuple(peers)
+        self.awaited = tuple(awaited or peers)
         self.timeout = timeout
 
 

@@ -251,7 +251,8 @@ def timeout_error(operation: Operation, findings: Iterable[Finding], problem: st
         problem: Why the ranks that it waits for cannot be reached; empty if they can.
     """
     rank = operation.channel.world_rank
-    reason, peers = waiting_for(operation)
+    reason, awaited = waiting_for(operation)
+    peers = awaited
     ranks_by_kind: dict[str, list[int]] = {}
     for finding in [] if problem else findings:
         if finding.kind == MISMATCH:
@@ -261,7 +262,7 @@ def timeout_error(operation: Operation, findings: Iterable[Finding], problem: st
         peers = sorted(set().union(*ranks_by_kind.values()))
         reason += f" ({', '.join(_describe(kind, numbers) for kind, numbers in ranks_by_kind.items())})"
     error = OperationTimeoutError(
-        f"timed out after {operation.timeout:g} s, {reason}", peers=peers, timeout=operation.timeout
+        f"timed out after {operation.timeout:g} s, {reason}", peers=peers, awaited=awaited, timeout=operation.timeout
     )
     error.explain(problem)
     return error

@@ -19,11 +19,12 @@ from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine import work as started
-from asyncdist.errors import SharedMemoryError, UnsupportedError
+from asyncdist.errors import GroupError, OperationTimeoutError, SharedMemoryError, UnsupportedError
 from asyncdist.groups.default_world import SAME_RANKS
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World
 from asyncdist.memory.torch_compile import excluded_from_compile
+from asyncdist.torch_backend import gloo_words
 from asyncdist.torch_backend.memory_pool import MemoryPool
 from asyncdist.torch_backend.reduce_ops import reduction_of
 from asyncdist.torch_backend.torch_work import DONE, Work
@@ -81,7 +82,11 @@ class ProcessGroup(torch_distributed.ProcessGroup):
             return Work(start(*args, timeout=limit), outputs)
         work = start(*args, background=False, timeout=limit)
         if not work.is_success():
-            work.result()
+            try:
+                work.result()
+            except OperationTimeoutError as error:
+                gloo_words.add_timeout(error)
+                raise
         return DONE
 
     def _background(
@@ -184,8 +189,15 @@ class ProcessGroup(torch_distributed.ProcessGroup):
         return barrier
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
-        """Return when every rank has called it; after ``timeout``, rank 0's error names every missing rank."""
-        self.group.monitored_barrier(timeout=timeout, background=False).result()
+        """Return when every rank has called it; after ``timeout``, rank 0's error names every missing rank.
+
+        ``wait_all_ranks`` concerns gloo's words within the message: they name every missing rank instead of the first.
+        """
+        try:
+            self.group.monitored_barrier(timeout=timeout, background=False).result()
+        except GroupError as error:
+            gloo_words.add_monitored_barrier(error, self.group.ranks, self.group.rank(), wait_all_ranks)
+            raise
 
     # -- point-to-point ------------------------------------------------------------------------
 

@@ -15,7 +15,9 @@ import torch.distributed as torch_distributed
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine import work as started
 from asyncdist.engine.work import call_in_thread
+from asyncdist.errors import OperationTimeoutError
 from asyncdist.memory.torch_compile import excluded_from_compile
+from asyncdist.torch_backend import gloo_words
 
 _NONE = timedelta(0)
 """torch's value for "no timeout"."""
@@ -46,7 +48,11 @@ class Work(torch_distributed.Work):
         On a device, order the current stream after the operation and return without blocking. ``timeout`` limits only
         this wait: after a WaitTimeoutError the operation is still running.
         """
-        return self._work.wait(timeout or None)
+        try:
+            return self._work.wait(timeout or None)
+        except OperationTimeoutError as error:
+            gloo_words.add_timeout(error)
+            raise
 
     def synchronize(self) -> None:
         """Order the current stream after the operation on a device; block on the CPU."""
@@ -62,11 +68,18 @@ class Work(torch_distributed.Work):
 
     def exception(self) -> BaseException | None:
         """Return the operation's error, None if it has succeeded or is still running."""
-        return self._work.exception()
+        error = self._work.exception()
+        if isinstance(error, OperationTimeoutError):
+            gloo_words.add_timeout(error)
+        return error
 
     def result(self) -> list[torch.Tensor]:
         """Return the output tensors; raise the operation's error, or UsageError while it is running."""
-        self._work.result()
+        try:
+            self._work.result()
+        except OperationTimeoutError as error:
+            gloo_words.add_timeout(error)
+            raise
         return self._outputs
 
     def _source_rank(self) -> int:

@@ -1,0 +1,59 @@
+"""The words with which torch's gloo reports timeouts and missing ranks.
+
+Programs and tests match these words. The methods of torch's classes add them to the messages of asyncdist's errors, which
+keep their own text. `process_group` and `torch_work` use this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncdist.errors import GroupError, MismatchError, OperationTimeoutError, PeerLostError
+
+
+def add_timeout(error: OperationTimeoutError) -> None:
+    """Add the words of an operation that timed out. Idempotent, because several callers may see one error."""
+    direction = "send" if error.op == "send" else "recv"
+    _add(error, f"Timed out waiting {_milliseconds(error.timeout)}ms for {direction} operation to complete")
+
+
+def add_monitored_barrier(error: GroupError, ranks: Sequence[int], rank: int, wait_all_ranks: bool) -> None:
+    """Add the words of a monitored barrier that failed on this rank.
+
+    Args:
+        error: The error; a MismatchError stays as it is.
+        ranks: Global ranks of the group.
+        rank: This process's rank in the group.
+        wait_all_ranks: Name every missing rank, instead of the first one in the order of ranks.
+    """
+    if isinstance(error, MismatchError):
+        return
+    numbering = "" if list(ranks) == list(range(len(ranks))) else "with the group's own rank numbers, "
+    if rank != 0:
+        _add(
+            error,
+            f"{numbering}Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
+            "send/recv from rank 0. Please check rank 0 logs for faulty rank.",
+        )
+    elif isinstance(error, OperationTimeoutError) and error.timeout == 0 and not wait_all_ranks:
+        _add(
+            error,
+            "Rank 0 timed out in monitoredBarrier after 0 ms. No ranks successfully processed in monitoredBarrier.",
+        )
+    elif isinstance(error, OperationTimeoutError):
+        missing = sorted(ranks.index(each) for each in error.awaited)
+        named = f"Ranks {', '.join(map(str, missing))}" if wait_all_ranks else f"Rank {missing[0]}"
+        limit = _milliseconds(error.timeout)
+        _add(error, f"{numbering}[Rank 0]: {named} failed to pass monitoredBarrier in {limit} ms")
+    elif isinstance(error, PeerLostError):
+        named = f"{'Ranks' if wait_all_ranks else 'Rank'} {ranks.index(error.peer)}"
+        _add(error, f"{numbering}[Rank 0]: {named} failed to pass monitoredBarrier")
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+def _add(error: GroupError, words: str) -> None:
+    if words not in error.reason:
+        error.reason += f"; in gloo's words: {words}"
