@@ -1,0 +1,80 @@
+"""A program for type checkers, which never runs: what they know about the results, and which calls they reject.
+
+mypy checks it with the product, and reports each ``type: ignore`` of a line that has no error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, assert_type
+
+import numpy as np
+import torch
+from torch.nn import Parameter
+
+import asyncdist as dist
+import asyncdist.sync as blocking
+from asyncdist import Group, Work
+
+Tensors = list[torch.Tensor]
+
+
+async def awaited(tensor: torch.Tensor, tensors: Tensors, parameter: Parameter, array: np.ndarray[Any, Any]) -> None:
+    assert_type(dist.all_reduce(tensor), Work[torch.Tensor])
+    assert_type(await dist.all_reduce(tensor), torch.Tensor)
+    assert_type(await dist.all_reduce(parameter, dist.ReduceOp.AVG), Parameter)
+    assert_type(await dist.all_reduce(array), np.ndarray[Any, Any])
+    assert_type(await dist.all_reduce_coalesced(tensors), Tensors)
+    assert_type(await dist.reduce(tensor, 0), torch.Tensor)
+    assert_type(await dist.broadcast(tensor, src=0), torch.Tensor)
+    assert_type(await dist.all_gather(tensors, tensor), Tensors)
+    assert_type(await dist.all_gather_into_tensor(tensor, array), torch.Tensor)
+    assert_type(await dist.all_gather_coalesced([tensors], tensors), list[Tensors])
+    assert_type(await dist.gather(tensor, tensors, 0), Tensors | None)
+    assert_type(await dist.gather_into_tensor(tensor, tensor, 0), torch.Tensor | None)
+    assert_type(await dist.scatter(tensor, tensors), torch.Tensor)
+    assert_type(await dist.reduce_scatter(tensor, tensors), torch.Tensor)
+    assert_type(await dist.reduce_scatter_tensor(tensor, tensor), torch.Tensor)
+    assert_type(await dist.all_to_all(tensors, tensors), Tensors)
+    assert_type(await dist.all_to_all_single(tensor, tensor), torch.Tensor)
+    assert_type(await dist.all_gather_object([None], "object"), list[Any])
+    assert_type(dist.barrier(), Work[None])
+    assert_type(dist.isend(tensor, 1), Work[None])
+    assert_type(await dist.recv(tensor), int)
+    assert_type(dist.irecv(tensor).result(), int)
+    assert_type(dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 1)]), list[Work[Any]])
+
+
+async def of_a_group(group: Group, tensor: torch.Tensor, tensors: Tensors) -> None:
+    assert_type(await group.all_reduce(tensor), torch.Tensor)
+    assert_type(group.all_gather(tensors, tensor, timeout=1.0).result(), Tensors)
+    assert_type(group.all_reduce(tensor).get_future(), torch.futures.Future[torch.Tensor])
+    assert_type(await group.recv_object_list([None]), int)
+    of_any_value: Work = group.broadcast(tensor, 0)
+    of_tensors: Work[torch.Tensor] = group.broadcast(Parameter(tensor), 0)
+    await of_any_value
+    await of_tensors
+
+
+def blocked(tensor: torch.Tensor, tensors: Tensors, flag: bool) -> None:
+    blocking.all_reduce(tensor)
+    blocking.barrier()
+    assert_type(blocking.all_reduce(tensor, async_op=True), Work[torch.Tensor])
+    assert_type(blocking.all_reduce(tensor, async_op=flag), Work[torch.Tensor] | None)
+    assert_type(blocking.all_gather(tensors, tensor, async_op=True), Work[Tensors])
+    assert_type(blocking.reduce_scatter_tensor(tensor, tensor, async_op=True).result(), torch.Tensor)
+    assert_type(blocking.isend(tensor, 1), Work[None])
+    assert_type(blocking.recv(tensor), int)
+
+
+async def wrong(group: Group, tensor: torch.Tensor, tensors: Tensors) -> None:
+    await dist.all_reduce(tensors)  # type: ignore[type-var]
+    await dist.all_reduce(1.0)  # type: ignore[type-var]
+    await dist.all_gather(tensor, tensor)  # type: ignore[type-var]
+    await dist.broadcast(tensor, src="0")  # type: ignore[arg-type]
+    await dist.all_reduce(tensor, axis=0)  # type: ignore[call-arg]
+    await group.all_reduce(tensors)  # type: ignore[type-var]
+    await group.all_reduce(tensor, timeout="soon")  # type: ignore[arg-type]
+    blocking.all_reduce(tensors)  # type: ignore[call-overload]
+    number: int = await dist.all_reduce(tensor)  # type: ignore[assignment]
+    work: Work[torch.Tensor] = blocking.all_reduce(tensor)  # type: ignore[assignment]
+    print(number, work)
