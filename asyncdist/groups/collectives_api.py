@@ -218,7 +218,7 @@ class CollectivesApi:
 
         Raises:
             UsageError: Not exactly one of ``src`` and ``group_src`` is given, or it names no rank of the group.
-            MismatchError: Number of elements, dtype or source differ between ranks.
+            MismatchError: Shape, dtype or source differ between ranks.
             GroupError: A rank died, the timeout passed, or the group has failed.
 
         Example:
@@ -300,7 +300,7 @@ class CollectivesApi:
 
         Args:
             output_tensor_lists: Outputs, one list for each rank of the group, each with one tensor for each input.
-            input_tensor_list: Inputs: their number, shapes and dtypes are the same on all ranks.
+            input_tensor_list: Inputs, one at least: any shapes. Their number and dtypes are the same on all ranks.
             group: The group; None means the default group.
             async_op: Return a work instead of blocking. Calls of `asyncdist` always return one.
 
@@ -308,8 +308,8 @@ class CollectivesApi:
             A work whose value is ``output_tensor_lists``. `asyncdist.sync` returns None unless ``async_op=True``.
 
         Raises:
-            UsageError: An output is missing, or does not fit its input.
-            MismatchError: Number, sizes or dtypes of the inputs differ between ranks.
+            UsageError: An output is missing, or the outputs of one input have several dtypes.
+            MismatchError: A rank's inputs do not fit the outputs of another rank.
             GroupError: A rank died, the timeout passed, or the group has failed.
 
         Example:
@@ -744,8 +744,8 @@ class CollectivesApi:
             A work whose value is ``object_list``. `asyncdist.sync` blocks and returns None.
 
         Raises:
-            UsageError: An object needs pickle, which is not allowed; or a list has the wrong length.
-            GroupError: A rank died, the timeout passed, or the group has failed.
+            UsageError: An object needs pickle, which is not allowed.
+            GroupError: The lists have different lengths, a rank died, the timeout passed, or the group has failed.
 
         Example:
             >>> settings = [{"lr": 0.1}] if dist.get_rank() == 0 else [None]
@@ -987,8 +987,9 @@ class CollectivesApi:
             A work whose value is the sender's global rank. `asyncdist.sync` blocks and returns that rank.
 
         Raises:
-            UsageError: The sent list has another length, or needs pickle, which is not allowed.
-            GroupError: A rank died, the timeout passed, or the group has failed.
+            UsageError: ``src`` is this rank or not in the group.
+            GroupError: The sent list has another length or needs pickle, which is not allowed; a rank died, the timeout
+                passed, or the group has failed.
 
         Example:
             >>> if dist.get_rank() == 1:
