@@ -48,12 +48,17 @@ _NAMES: dict[str, tuple[str, str]] = {
     "DistributedDataParallel": ("asyncdist.ddp", "DistributedDataParallel"),
     "DistributedSampler": ("asyncdist.ddp.sampler", "DistributedSampler"),
     "Group": ("asyncdist.groups.group", "Group"),
+    "GroupMetrics": ("asyncdist.tracing.metrics", "GroupMetrics"),
+    "OperationRecord": ("asyncdist.tracing.hooks", "OperationRecord"),
     "P2POp": ("asyncdist.groups.collectives_api", "P2POp"),
     "ProcessGroup": ("asyncdist.groups.group", "Group"),  # torch's name, for annotations
     "ReduceOp": ("asyncdist.base.ops", "ReduceOp"),
     "Work": ("asyncdist.engine.work", "Work"),
     "empty": ("asyncdist.memory.registered", "empty"),
     "premul_sum": ("asyncdist.base.ops", "premul_sum"),
+    "register_hook": ("asyncdist.tracing.hooks", "register_hook"),
+    "serve_metrics": ("asyncdist.tracing.metrics", "serve_metrics"),
+    "trace_operations": ("asyncdist.tracing.otel", "trace_operations"),
 }
 
 __all__ = sorted([*_NAMES, "__version__"])
@@ -113,6 +118,11 @@ if TYPE_CHECKING:
     from asyncdist.store import HashStore as HashStore
     from asyncdist.store import PrefixStore as PrefixStore
     from asyncdist.store import TCPStore as TCPStore
+    from asyncdist.tracing.hooks import OperationRecord as OperationRecord
+    from asyncdist.tracing.hooks import register_hook as register_hook
+    from asyncdist.tracing.metrics import GroupMetrics as GroupMetrics
+    from asyncdist.tracing.metrics import serve_metrics as serve_metrics
+    from asyncdist.tracing.otel import trace_operations as trace_operations
 
     ProcessGroup = Group
 

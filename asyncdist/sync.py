@@ -44,6 +44,9 @@ from asyncdist.groups.group import Group
 from asyncdist.groups.world import World, open_world
 from asyncdist.memory.registered import empty
 from asyncdist.store import FileStore, HashStore, PrefixStore, TCPStore
+from asyncdist.tracing.hooks import OperationRecord, register_hook
+from asyncdist.tracing.metrics import GroupMetrics, serve_metrics
+from asyncdist.tracing.otel import trace_operations
 
 
 def init_process_group(
@@ -206,15 +209,17 @@ send = _api.send
 send_object_list = _api.send_object_list
 
 __all__ = [
-    "FileStore", "Group", "GroupMember", "HashStore", "P2POp", "PrefixStore", "ProcessGroup", "ReduceOp",
-    "TCPStore", "Work", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object",
-    "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier",
-    "batch_isend_irecv", "broadcast", "broadcast_object_list", "destroy_process_group", "empty", "gather",
-    "gather_into_tensor", "gather_object", "gather_single", "get_backend", "get_global_rank", "get_group_rank",
-    "get_node_local_rank", "get_process_group_ranks", "get_rank", "get_world_size", "group", "init_process_group",
-    "irecv", "is_available", "is_backend_available", "is_gloo_available", "is_initialized", "is_mpi_available",
-    "is_nccl_available", "is_torchelastic_launched", "isend", "monitored_barrier", "new_group", "new_subgroups",
+    "FileStore", "Group", "GroupMember", "GroupMetrics", "HashStore", "OperationRecord", "P2POp",
+    "PrefixStore", "ProcessGroup", "ReduceOp", "TCPStore", "Work", "all_gather", "all_gather_coalesced",
+    "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_reduce_coalesced",
+    "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list",
+    "destroy_process_group", "empty", "gather", "gather_into_tensor", "gather_object", "gather_single",
+    "get_backend", "get_global_rank", "get_group_rank", "get_node_local_rank", "get_process_group_ranks",
+    "get_rank", "get_world_size", "group", "init_process_group", "irecv", "is_available",
+    "is_backend_available", "is_gloo_available", "is_initialized", "is_mpi_available", "is_nccl_available",
+    "is_torchelastic_launched", "isend", "monitored_barrier", "new_group", "new_subgroups",
     "new_subgroups_by_enumeration", "premul_sum", "process_group", "recv", "recv_object_list", "reduce",
-    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
-    "send_object_list", "set_timeout", "split_group",
+    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "register_hook", "scatter",
+    "scatter_object_list", "send", "send_object_list", "serve_metrics", "set_timeout", "split_group",
+    "trace_operations",
 ]  # fmt: skip

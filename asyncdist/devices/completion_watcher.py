@@ -197,5 +197,6 @@ def _step_ended(event: DeviceEvent, step: Work) -> bool:
 
 
 def _end(pending: Pending) -> None:
-    pending.entry.finish()
+    if pending.entry.finish():
+        pending.entry.run_hooks()
     pending.work.finish(pending.value)

@@ -11,6 +11,7 @@ from asyncdist.collectives.data_movement import GroupContext
 from asyncdist.engine.endpoint import Endpoint
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
+from asyncdist.tracing.hooks import GroupHooks
 from asyncdist.transport.host_group import HostGroup
 
 
@@ -19,6 +20,7 @@ class CpuGroup(HostGroup, Protocol):
 
     timeout: float
     context: GroupContext
+    hooks: GroupHooks
 
     @property
     def mesh(self) -> Endpoint: ...

@@ -40,7 +40,6 @@ from asyncdist.errors import (
     UsageError,
 )
 from asyncdist.memory.buffers import OutputTensor, input_memory
-from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.transport.device_p2p import Transfer
 from asyncdist.transport.device_streams import CudaStreams, DeviceEvent, Streams
@@ -189,9 +188,9 @@ class DeviceGroup(CollectiveOps):
             self.desync_detector.record_call(number, plan.fingerprint)
         else:
             number = tag
-        entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
+        entry = self._owner.hooks.new_entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         entry.peer = plan.peer
-        self.host.mesh.recorder.add(entry)
+        self._owner.hooks.record(entry)
         now = monotonic()
         deadline = now + seconds(options.get("timeout"), self.timeout)
         work = DeviceWork(self._streams, self.host.mesh.progress)
@@ -349,7 +348,8 @@ class DeviceGroup(CollectiveOps):
         entry, rank = pending.entry, self.ranks[self._rank]
         elapsed = monotonic() - pending.issued
         detailed = error.during(group=self.name, rank=rank, op=entry.op, seq=entry.seq, elapsed=elapsed)
-        entry.finish(detailed)
+        if entry.finish(detailed):
+            entry.run_hooks()
         pending.work.finish(error=detailed)
 
     def close(self) -> None:

@@ -238,9 +238,9 @@ class Endpoint:
             with contextlib.suppress(TransportUnavailableError, OSError):
                 self.link(peer).send_unordered(Outgoing(peer, key[:12] + bytes(4), 0, memoryview(body), None, kind))
 
-    def wake_later(self, work: Work) -> None:
-        """Run the callbacks of a completed work after the lock is released."""
-        self.finished.append(work.run_callbacks)
+    def call_later(self, callback: Callable[[], None]) -> None:
+        """Call a function of the program's after the lock is released."""
+        self.finished.append(callback)
 
     # -- what transports report to: Host -------------------------------------------------------
 

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from asyncdist.algorithms.schedule import Combine, Recv, Reduce, Schedule, Send
@@ -23,7 +23,6 @@ from asyncdist.engine.operation import (
     local_failure,
     senders,
 )
-from asyncdist.engine.work import Work
 from asyncdist.errors import GroupError, TransportUnavailableError
 from asyncdist.memory.buffers import Scratch
 from asyncdist.tracing.recorder import Entry
@@ -58,7 +57,7 @@ class Peers(Protocol):
 
     def timeout_error(self, operation: Operation) -> GroupError: ...
 
-    def wake_later(self, work: Work) -> None: ...
+    def call_later(self, callback: Callable[[], None]) -> None: ...
 
 
 class Executor:
@@ -130,9 +129,12 @@ class Executor:
         operation.channel.operations.pop(operation.key, None)
         if not self.operations:
             self._due = math.inf
-        operation.entry.finish(error)
-        if operation.work.finish(value, error):
-            self._peers.wake_later(operation.work)
+        has_hooks = operation.entry.finish(error)
+        has_callbacks = operation.work.finish(value, error)
+        if has_hooks:
+            self._peers.call_later(operation.entry.run_hooks)
+        if has_callbacks:
+            self._peers.call_later(operation.work.run_callbacks)
 
     def _break(self, operation: Operation, cause: Exception) -> None:
         """Fail the group: this rank failed in the operation, so no other rank can complete it either."""

@@ -31,7 +31,7 @@ from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemor
 from asyncdist.memory.buffers import Scratch
 from asyncdist.memory.registered import T, register
 from asyncdist.memory.torch_compile import excluded_from_compile
-from asyncdist.tracing.recorder import Entry
+from asyncdist.tracing.hooks import GroupHooks, Hook, HookFunction
 from asyncdist.transport import registry
 from asyncdist.transport.native import preceded, raising
 from asyncdist.transport.wire_format import channel_of
@@ -54,6 +54,7 @@ class Group(CollectiveOps):
         name: Name in error messages and traces.
         ranks: Global ranks of the members, in group order.
         timeout: Default limit of an operation in seconds.
+        hooks: The hooks of this group; see `register_hook`.
     """
 
     device = torch.device("cpu")
@@ -84,7 +85,7 @@ class Group(CollectiveOps):
             self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), max(2, mesh.config.lanes),
             native=self._native, hierarchical=hierarchical,
         )  # fmt: skip
-        self._record = mesh.recorder.add
+        self.hooks = GroupHooks(self.ranks, mesh.rank, mesh.recorder.add, everywhere=world is not None)
         self._closed = False
         self._devices: dict[torch.device, DeviceGroup] = {}
         self.patient = False
@@ -115,6 +116,35 @@ class Group(CollectiveOps):
             raise UsageError(
                 f"global rank {global_rank} is not in group {self.name!r}, which has {self.ranks}"
             ) from None
+
+    # -- hooks ----------------------------------------------------------------------------------
+
+    def register_hook(
+        self,
+        on_start: HookFunction | None = None,
+        on_end: HookFunction | None = None,
+        on_error: HookFunction | None = None,
+    ) -> Hook:
+        """Call functions at the start and at the end of every operation of this group on this rank.
+
+        Each function gets an `OperationRecord`. Every operation that starts after this call has one start, and one end
+        or error; operations on CUDA devices are included. A function must be quick and must not start or wait for
+        operations of the group. The first exception of a hook is logged, and none breaks the operation. Without hooks an
+        operation does no extra work. Any thread may call this method.
+
+        Args:
+            on_start: Called before an operation starts, in the calling thread.
+            on_end: Called when an operation has succeeded, by the thread that has completed it. A thread that waits for the
+                operation may go on a moment earlier.
+            on_error: Called instead of ``on_end`` when an operation has failed.
+
+        Returns:
+            The hook, to be removed with ``remove()``, or at the end of a ``with`` statement.
+
+        Example:
+            >>> hook = group.register_hook(on_end=lambda record: print(record.op, record.nbytes, record.duration))
+        """
+        return self.hooks.register(on_start, on_end, on_error)
 
     # -- registered memory --------------------------------------------------------------------
 
@@ -205,27 +235,38 @@ class Group(CollectiveOps):
             limit = self._limit(name, background, timeout)
         # The number is taken last: a call that one rank refuses must not shift the numbers of that rank.
         number = next(channel.numbers)
-        entry = Entry(self.name, name, number, fingerprint, nbytes)
-        self._record(entry)
+        entry = self.hooks.new_entry(self.name, name, number, fingerprint, nbytes)
+        observed = self.hooks.record(entry)
         schedules: Iterable[Schedule]
         try:
             if native is None:
                 schedules = parts(*tensors) if parts else ()
                 if self._native is not None:
                     schedules = preceded(self._native.publish(number, fingerprint), schedules)
+                if observed is not None:
+                    schedules = observed.watch_all(schedules)
             else:
-                schedules = (schedule := native(number, *tensors),)
+                schedule = native(number, *tensors)
+                if observed is not None:
+                    schedule = observed.watch(schedule)
+                schedules = (schedule,)
                 wait = not background or (self.patient and _get_running_loop() is None)
                 if self.mesh.progress.attempt(schedule, channel, wait=wait):
                     channel.started += 1
                     if number > channel.highest:
                         channel.highest = number
                     value = finish_call(value, outputs, writes)
-                    entry.finish()
+                    if entry.finish():
+                        entry.run_hooks()
                     return completed(value)
         # An operation that raises the error makes the group fail and notifies the peers.
         except Exception as cause:
             schedules = (raising(cause),)
+        # The interrupted caller gets no work, and the engine has failed the group.
+        except BaseException as interruption:
+            if entry.finish(interruption):
+                entry.run_hooks()
+            raise
         plan = Plan(schedules, fingerprint, fold, functools.partial(finish_call, *result), window, nbytes)
         return self.mesh.issue(channel, plan, entry, limit, background=background)
 
@@ -241,11 +282,13 @@ class Group(CollectiveOps):
         """Start a planned collective, or a message if there is a ``tag``."""
         channel = self._channel if tag is None else self._messages
         number = next(channel.numbers) if tag is None else tag
-        entry = Entry(self.name, name, number, plan.fingerprint, plan.nbytes)
+        entry = self.hooks.new_entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         entry.peer = plan.peer
-        self._record(entry)
+        observed = self.hooks.record(entry)
         if tag is None and self._native is not None:
             plan.parts = preceded(self._native.publish(entry.seq, plan.fingerprint), plan.parts)
+        if observed is not None:
+            plan.parts = observed.watch_all(plan.parts)
         return self.mesh.issue(channel, plan, entry, limit, background=background)
 
     def _run_plan(

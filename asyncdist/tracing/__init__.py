@@ -1,4 +1,4 @@
-"""Observability of a running world: the flight recorder, its dumps and reports, and profiler spans.
+"""Observability of a running world: the flight recorder, its dumps and reports, hooks, metrics and spans.
 
-The engine and groups record; `asyncdist trace` reports.
+The engine and groups record; `asyncdist trace` reports. Metrics and OpenTelemetry spans are hooks.
 """

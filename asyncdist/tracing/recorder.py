@@ -50,14 +50,18 @@ class Entry:
         self.error: str | None = None
         self.span = spans.begin(op) if profiler._is_profiler_enabled else None
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Record that the operation has completed or failed."""
+    def finish(self, error: BaseException | None = None) -> bool:
+        """Record the end; return whether the caller must call `run_hooks`, after it has released its locks."""
         self.finished = time.perf_counter()
         if error is not None:
-            self.error = str(error)
+            self.error = str(error) or type(error).__name__
         if self.span is not None:
             spans.end(self.span)
             self.span = None
+        return False
+
+    def run_hooks(self) -> None:
+        """Call the hooks of the end; does nothing for an operation without hooks."""
 
     @property
     def state(self) -> str:

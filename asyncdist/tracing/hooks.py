@@ -1,0 +1,410 @@
+"""Hooks: functions that the program has called at the start and at the end of the operations of its groups.
+
+A group without hooks makes an `Entry` for each operation, appends it to the flight recorder, and does nothing else. The
+first hook replaces the two functions that do this (`GroupHooks.new_entry` and `GroupHooks.record`), so an operation tests
+nothing to learn that there are no hooks. The entry is then an `ObservedEntry`, which remembers the hooks of its operation.
+The thread that completes the operation calls them after it has released the locks of the engine.
+
+With hooks, the entry also measures for which ranks each schedule waits, from the steps that the schedule yields.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from time import perf_counter
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from asyncdist.algorithms.schedule import Recv, Reduce, Schedule, Send, Step, Wait
+from asyncdist.memory.buffers import DTYPES
+from asyncdist.tracing.recorder import Entry
+from asyncdist.transport.wire_format import dtype_number
+
+log = logging.getLogger("asyncdist")
+
+_NO_WAITS: Mapping[int, float] = MappingProxyType({})
+_ids = itertools.count(1)
+
+
+class OperationRecord(NamedTuple):
+    """The description of one operation of a group on this rank, as hooks get it. It never changes.
+
+    Attributes:
+        id: Number of the operation in this process; the records of its start and of its end have the same.
+        group: Name of the group.
+        ranks: Global ranks of the group's members, in group order.
+        rank: Global rank of this process in the world of the group.
+        op: Name of the operation, such as ``all_reduce``.
+        seq: Number of a collective in its group, from 1; tag of a message.
+        nbytes: Size of the payload in bytes.
+        dtype: Dtype of the tensors; None without tensors.
+        peer: Global rank of the other side of a message. None for a collective, and for a receive from any rank.
+        start: Time of the call, in seconds of `time.perf_counter`.
+        end: Time of the completion on the same clock; None while the operation is pending.
+        error: The error of a failed operation; else None.
+        waits: Seconds for which the operation has waited for each global rank, as far as this rank knows: it waited for
+            that rank to arrive, to send or to take data. Empty while the operation is pending, and on devices.
+    """
+
+    id: int
+    group: str
+    ranks: tuple[int, ...]
+    rank: int
+    op: str
+    seq: int
+    nbytes: int
+    dtype: torch.dtype | None
+    peer: int | None
+    start: float
+    end: float | None
+    error: BaseException | None
+    waits: Mapping[int, float]
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the call to the completion; up to now while the operation is pending."""
+        return (perf_counter() if self.end is None else self.end) - self.start
+
+
+HookFunction = Callable[[OperationRecord], object]
+
+
+class Hook:
+    """A registered hook. `remove` it when it is no longer needed; as a context manager it does so at the end."""
+
+    __slots__ = ("_has_failed", "_remove", "on_end", "on_error", "on_start", "removed")
+
+    def __init__(
+        self,
+        on_start: HookFunction | None,
+        on_end: HookFunction | None,
+        on_error: HookFunction | None,
+        remove: Callable[[Hook], None],
+    ) -> None:
+        self.on_start, self.on_end, self.on_error = on_start, on_end, on_error
+        self.removed = False
+        self._remove = remove
+        self._has_failed = False
+
+    def remove(self) -> None:
+        """Call this hook no more, also not for pending operations. Idempotent; any thread may call it."""
+        self.removed = True
+        self._remove(self)
+
+    def __enter__(self) -> Hook:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def failed(self, function: HookFunction, record: OperationRecord) -> None:
+        """Log the exception that is being handled, if it is the first one of this hook."""
+        if not self._has_failed:
+            self._has_failed = True
+            log.exception(
+                "hook %r raised in %s #%d of group %r on rank %d; its further exceptions are not logged",
+                function, record.op, record.seq, record.group, record.rank,
+            )  # fmt: skip
+
+
+class ObservedEntry(Entry):
+    """An operation of a group with hooks: the hooks to call at its end, and the ranks for which it waits."""
+
+    __slots__ = ("_cause", "_group", "_hooks", "_id", "_waits")
+
+    def __init__(self, hooks: GroupHooks, group: str, op: str, seq: int, fingerprint: int, nbytes: int) -> None:
+        Entry.__init__(self, group, op, seq, fingerprint, nbytes)
+        self.peer = None
+        self._group = hooks
+        self._id = next(_ids)
+        # A list, because `pop` lets exactly one of several threads take the hooks. It is empty until `start`.
+        self._hooks: list[tuple[Hook, ...]] = []
+        self._cause: BaseException | None = None
+        self._waits: dict[int, float] | None = None
+
+    def start(self) -> None:
+        """Call the hooks of the start."""
+        hooks = self._group.hooks
+        self._hooks.append(hooks)
+        record: OperationRecord | None = None
+        for hook in hooks:
+            function = hook.on_start
+            if function is not None and not hook.removed:
+                record = record or self.record()
+                try:
+                    function(record)
+                except Exception:
+                    hook.failed(function, record)
+
+    def finish(self, error: BaseException | None = None) -> bool:
+        Entry.finish(self, error)
+        if self._hooks:
+            self._cause = error
+        return True
+
+    def run_hooks(self) -> None:
+        """Call the hooks of the end, once; further calls do nothing."""
+        try:
+            hooks = self._hooks.pop()
+        except IndexError:
+            return
+        self._group.pending.pop(self, None)
+        record: OperationRecord | None = None
+        for hook in hooks:
+            function = hook.on_end if self._cause is None else hook.on_error
+            if function is not None and not hook.removed:
+                record = record or self.record()
+                try:
+                    function(record)
+                except Exception:
+                    hook.failed(function, record)
+
+    def record(self) -> OperationRecord:
+        """Return the description of the operation, as it is now."""
+        group, peer, finished = self._group, self.peer, self.finished
+        # The constructor of a named tuple takes more than twice as long.
+        return tuple.__new__(
+            OperationRecord,
+            (
+                self._id,
+                self.group,
+                group.ranks,
+                group.rank,
+                self.op,
+                self.seq,
+                self.nbytes,
+                DTYPES.get(dtype_number(self.fingerprint)),
+                None if peer is None else group.ranks[peer],
+                self.issued,
+                finished or None,
+                self._cause,
+                MappingProxyType(self._waits) if finished and self._waits is not None else _NO_WAITS,
+            ),
+        )
+
+    # -- waits -------------------------------------------------------------------------------------
+
+    def watch(self, schedule: Schedule) -> Schedule:
+        """Run a native schedule, and measure for which ranks it waits."""
+        ranks = self._group.ranks
+        # Group rank, or () while the schedule works.
+        awaited: Any = ()
+        since = 0.0
+        try:
+            for step in schedule:
+                if step != awaited:
+                    now = perf_counter()
+                    if awaited != ():
+                        self.add_wait(ranks[awaited], now - since)
+                    awaited, since = step, now
+                yield step
+        finally:
+            if awaited != ():
+                self.add_wait(ranks[awaited], perf_counter() - since)
+            schedule.close()
+
+    def watch_all(self, schedules: Iterable[Schedule]) -> Iterator[Schedule]:
+        """Yield the parts of the operation, and measure for which ranks they wait."""
+        return map(_PartWaits(self, self._group.ranks).watch, schedules)
+
+    def add_wait(self, rank: int, seconds: float) -> None:
+        """Add the seconds of a wait for a global rank."""
+        if self._waits is None:
+            self._waits = {rank: seconds}
+        else:
+            self._waits[rank] = self._waits.get(rank, 0.0) + seconds
+
+
+class _PartWaits:
+    """The waits of the parts of one operation, of which several may run at once.
+
+    A step that receives from several ranks counts for each of them. A wait for a receive from any rank counts for the
+    sender. The time in which several parts wait for the same rank counts once.
+    """
+
+    def __init__(self, entry: ObservedEntry, ranks: Sequence[int]) -> None:
+        self._entry, self._ranks = entry, ranks
+        self._count: dict[int, int] = {}
+        self._since: dict[int, float] = {}
+
+    def watch(self, schedule: Schedule) -> Schedule:
+        """Run one part."""
+        awaited: Sequence[int] = ()
+        last: Step | Wait = ()
+        began = 0.0
+        try:
+            step = next(schedule)
+            while True:
+                if type(step) is not int or step != last:
+                    self._end(awaited)
+                    began = perf_counter()
+                    awaited, last = _peers(step), step
+                    self._begin(awaited, began)
+                sender: Any = yield step
+                if sender is not None:
+                    self._entry.add_wait(sender, perf_counter() - began)
+                step = schedule.send(sender)
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            self._end(awaited)
+            schedule.close()
+
+    def _begin(self, peers: Sequence[int], now: float) -> None:
+        for peer in peers:
+            count = self._count[peer] = self._count.get(peer, 0) + 1
+            if count == 1:
+                self._since[peer] = now
+
+    def _end(self, peers: Sequence[int]) -> None:
+        now = perf_counter()
+        for peer in peers:
+            self._count[peer] -= 1
+            if not self._count[peer]:
+                self._entry.add_wait(self._ranks[peer], now - self._since[peer])
+
+
+def _peers(step: Step | Wait) -> Sequence[int]:
+    """Return the group ranks for which a step waits: those that it receives from, else those that it sends to."""
+    if isinstance(step, int):
+        return (step,)
+    sources = {action.peer for action in step if isinstance(action, (Recv, Reduce))}
+    return sorted(sources or {action.peer for action in step if isinstance(action, Send)})
+
+
+class GroupHooks:
+    """The hooks of one group, and the function with which the group records an operation.
+
+    Args:
+        ranks: Global ranks of the members.
+        rank: Global rank of this process.
+        add: Appends an entry to the flight recorder.
+        everywhere: Whether the hooks of all groups (`register_hook`) apply; False for groups of the library's own.
+
+    Attributes:
+        new_entry: Makes the entry of an operation: an `Entry`, or with hooks an `ObservedEntry`.
+        record: Records an operation that starts, and calls the hooks. It returns the entry if it is observed, else None.
+            The calling thread must hold no lock of the engine.
+        hooks: The hooks that apply, in the order in which they are called.
+        pending: The observed operations that have not ended.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_add",
+        "_everywhere",
+        "_own",
+        "hooks",
+        "new_entry",
+        "pending",
+        "rank",
+        "ranks",
+        "record",
+    )
+
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, add: Callable[[Entry], None], *, everywhere: bool = True
+    ) -> None:
+        self.ranks, self.rank = ranks, rank
+        self._add, self._everywhere = add, everywhere
+        self._own: tuple[Hook, ...] = ()
+        self.hooks: tuple[Hook, ...] = ()
+        self.pending: dict[ObservedEntry, None] = {}
+        self.new_entry: Callable[[str, str, int, int, int], Entry] = Entry
+        self.record: Callable[[Entry], ObservedEntry | None] = add
+        if everywhere:
+            with _lock:
+                _groups.add(self)
+                self._update()
+
+    def register(
+        self, on_start: HookFunction | None, on_end: HookFunction | None, on_error: HookFunction | None
+    ) -> Hook:
+        """Add a hook to this group."""
+
+        def remove(hook: Hook) -> None:
+            with _lock:
+                self._own = tuple(each for each in self._own if each is not hook)
+                self._update()
+
+        hook = Hook(on_start, on_end, on_error, remove)
+        with _lock:
+            self._own += (hook,)
+            self._update()
+        return hook
+
+    def _update(self) -> None:
+        """Choose the function that records. Called under the lock of this module."""
+        self.hooks = _everywhere + self._own if self._everywhere else self._own
+        self.new_entry = functools.partial(ObservedEntry, self) if self.hooks else Entry
+        self.record = self._observe if self.hooks else self._add
+
+    def _observe(self, entry: Entry) -> ObservedEntry | None:
+        self._add(entry)
+        # The first hook may have been registered after `new_entry`.
+        if not isinstance(entry, ObservedEntry):
+            return None
+        self.pending[entry] = None
+        entry.start()
+        return entry
+
+
+# -- hooks of all groups ------------------------------------------------------------------------------
+
+_lock = threading.RLock()
+"""Guards the hooks of all groups. A signal handler may register a hook while its thread holds the lock."""
+_groups: weakref.WeakSet[GroupHooks] = weakref.WeakSet()
+_everywhere: tuple[Hook, ...] = ()
+
+
+def register_hook(
+    on_start: HookFunction | None = None, on_end: HookFunction | None = None, on_error: HookFunction | None = None
+) -> Hook:
+    """Call functions at the start and at the end of every operation of every group of this process.
+
+    It applies to the groups that exist and to those that are made later, in every world, also through
+    torch.distributed. `Group.register_hook` describes the functions and serves for one group.
+
+    Args:
+        on_start: Called with the `OperationRecord` of an operation that starts, in the calling thread.
+        on_end: Called with the record of an operation that has succeeded.
+        on_error: Called with the record of an operation that has failed.
+
+    Returns:
+        The hook, to be removed with ``remove()``.
+
+    Example:
+        >>> hook = dist.register_hook(on_error=lambda record: alert(record.group, record.error))
+    """
+    global _everywhere
+    hook = Hook(on_start, on_end, on_error, _remove_everywhere)
+    with _lock:
+        _everywhere += (hook,)
+        _update_groups()
+    return hook
+
+
+def _remove_everywhere(hook: Hook) -> None:
+    global _everywhere
+    with _lock:
+        _everywhere = tuple(each for each in _everywhere if each is not hook)
+        _update_groups()
+
+
+def _update_groups() -> None:
+    for group in _groups:
+        group._update()
+
+
+def pending_operations() -> list[OperationRecord]:
+    """Return the pending operations of the groups with hooks that apply to all groups. Any thread may call it."""
+    with _lock:
+        groups = list(_groups)
+    return [entry.record() for group in groups for entry in list(group.pending)]
