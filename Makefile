@@ -7,7 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: train test test-all test-rest test-gpu fuzz lint types bench build clean
+.PHONY: train test test-all test-rest test-upstream test-gpu fuzz lint types bench build clean
 .DEFAULT_GOAL := train
 
 $(READY): pyproject.toml constraints.txt
@@ -29,6 +29,9 @@ test-rest: $(READY)  ## run the exhaustive tests, which `make test` leaves out
 	$(PYTEST) -m exhaustive
 
 test-all: test test-rest  ## run every test
+
+test-upstream: $(READY)  ## run torch's own tests on asyncdist and on gloo, 20 minutes on two cores; continues where it stopped
+	$(BIN)/python tests/upstream/run.py
 
 # By the python that runs here if its torch has CUDA, else by the virtual environment if there is one: nothing is fetched.
 test-gpu:  ## run the tests that need a GPU; says why if they are skipped
