@@ -21,6 +21,8 @@ SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 1
 """Upper bounds of the histogram's buckets."""
 OTHER = "other"
 """The label of groups and peers above their limits."""
+_SEVERAL = -1
+"""Stands for several peers for which an operation has waited equally long."""
 _LONGEST_NAME = 80
 
 
@@ -106,14 +108,18 @@ class GroupMetrics:
         return label
 
     def _count_waits(self, record: OperationRecord) -> None:
-        peers = self._peers.setdefault((self._label(record.group), record.rank), {})
+        peers = self._peers.get((record.group, record.rank))
+        if peers is None:
+            peers = self._peers.setdefault((self._label(record.group), record.rank), {})
+        longest, slowest = 0.0, _SEVERAL
         for peer, seconds in record.waits.items():
-            self._peer(peers, peer).seconds += seconds
-        longest = max(record.waits.values())
-        if longest >= self._straggler_seconds:
-            slowest = [peer for peer, seconds in record.waits.items() if seconds == longest]
-            if len(slowest) == 1:
-                self._peer(peers, slowest[0]).straggled += 1
+            (peers.get(peer) or self._peer(peers, peer)).seconds += seconds
+            if seconds > longest:
+                longest, slowest = seconds, peer
+            elif seconds == longest:
+                slowest = _SEVERAL
+        if longest >= self._straggler_seconds and slowest != _SEVERAL:
+            self._peer(peers, slowest).straggled += 1
 
     def _peer(self, peers: dict[int | str, _PeerCounters], peer: int) -> _PeerCounters:
         label = peer if peer in peers or len(peers) < self._max_peers else OTHER
