@@ -124,6 +124,12 @@ class Config:
         100.0, "ASYNCDIST_AWAIT_SPIN_US", "microseconds for which an await spins before it yields to the event loop"
     )
     flight_recorder_size: int = _setting(2000, "ASYNCDIST_FLIGHT_RECORDER", "operations that the flight recorder keeps")
+    debug: bool = _setting(
+        False,
+        "ASYNCDIST_DEBUG",
+        "warn of each Work that was dropped and never awaited, with the line of the call, as asyncio's debug mode does "
+        "(1 to warn)",
+    )
     dump_dir: str | None = _setting(
         None, "ASYNCDIST_DUMP_DIR", "folder into which the flight recorder is written when a group fails"
     )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import asyncdist
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
@@ -47,6 +48,10 @@ from asyncdist.store import FileStore, HashStore, PrefixStore, TCPStore
 from asyncdist.tracing.hooks import OperationRecord, register_hook
 from asyncdist.tracing.metrics import GroupMetrics, serve_metrics
 from asyncdist.tracing.otel import trace_operations
+
+if TYPE_CHECKING:
+    from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
+    from asyncdist.ddp.sampler import DistributedSampler as DistributedSampler
 
 
 def init_process_group(
@@ -100,6 +105,7 @@ def init_process_group(
                 rank=rank,
                 store=store,
                 name=group_name,
+                reports_dropped_works=True,
             )
         )
     finally:
@@ -119,6 +125,8 @@ def destroy_process_group(group: default_world.AnyGroup = None) -> None:
         group.close()
     elif group is None or isinstance(group, Group):
         _close(default_world.take_world())
+    else:
+        default_world.refuse_other_kinds(group)
 
 
 def _close(world: World) -> None:
@@ -156,6 +164,7 @@ def process_group(
             rank=rank,
             store=store,
             name=group_name,
+            reports_dropped_works=True,
         )
     )
     try:
@@ -208,7 +217,17 @@ scatter_object_list = _api.scatter_object_list
 send = _api.send
 send_object_list = _api.send_object_list
 
+
+def __getattr__(name: str) -> Any:
+    # Programs that only exchange tensors do not import the modules for training.
+    if name not in ("DistributedDataParallel", "DistributedSampler"):
+        raise AttributeError(f"module 'asyncdist.sync' has no attribute {name!r}")
+    value = globals()[name] = getattr(asyncdist, name)
+    return value
+
+
 __all__ = [
+    "DistributedDataParallel", "DistributedSampler",
     "FileStore", "Group", "GroupMember", "GroupMetrics", "HashStore", "OperationRecord", "P2POp",
     "PrefixStore", "ProcessGroup", "ReduceOp", "TCPStore", "Work", "all_gather", "all_gather_coalesced",
     "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_reduce_coalesced",

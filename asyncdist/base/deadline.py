@@ -27,9 +27,12 @@ def seconds(timeout: Timeout, default: float = math.inf) -> float:
     """
     if timeout is None:
         return default
-    value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    try:
+        value = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    except (TypeError, ValueError):
+        value = math.nan
     if math.isnan(value) or value < 0:
-        raise UsageError(f"a timeout is a number of seconds from 0 up, not {timeout!r}")
+        raise UsageError(f"a timeout is a number of seconds from 0 up, or a timedelta, not {timeout!r}")
     return value
 
 

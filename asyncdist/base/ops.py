@@ -72,4 +72,7 @@ Reduction = ReduceOp | PremulSum
 
 def premul_sum(factor: float) -> PremulSum:
     """Return the reduction that sums ``factor * tensor`` over the ranks; each rank may have its own factor."""
-    return PremulSum(float(factor))
+    try:
+        return PremulSum(float(factor))
+    except (TypeError, ValueError):
+        raise ValueError(f"a factor of premul_sum is a number, not {factor!r}") from None

@@ -20,6 +20,7 @@ from asyncdist.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
 from asyncdist.collectives import validation
+from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.collectives.prepared import PreparedCollective
 from asyncdist.config import Config
@@ -65,6 +66,8 @@ class GroupContext:
 
     def peer(self, rank: int, what: str) -> int:
         """Return ``rank``; raise UsageError if the group has no such rank."""
+        if type(rank) is not int:
+            rank = whole_number_of(what, rank)
         if not 0 <= rank < self.size:
             raise UsageError(f"{what}={rank} is not a rank of the group, which has {self.size}")
         return rank

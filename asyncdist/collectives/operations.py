@@ -16,6 +16,7 @@ from asyncdist.base.bounded_cache import BoundedCache
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.collectives import data_movement, reductions, sparse
+from asyncdist.collectives.arguments import list_of, whole_number_of
 from asyncdist.collectives.prepared import PreparedCollective, Result, cache_key, converted
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
@@ -241,7 +242,7 @@ class CollectiveOps(ABC):
         **options: Unpack[CallOptions],
     ) -> Work[TensorT]:
         """Exchange parts of one tensor. Split sizes are lengths in the first dimension; None means equal parts."""
-        sizes = _hashable(output_split_sizes), _hashable(input_split_sizes)
+        sizes = _split_sizes("output", output_split_sizes), _split_sizes("input", input_split_sizes)
         return self._call("all_to_all_single", data_movement.all_to_all_single, (output, input), options, sizes)
 
     def barrier(self, **options: Unpack[CallOptions]) -> Work[None]:
@@ -269,12 +270,17 @@ class CollectiveOps(ABC):
             raise
 
 
-def _hashable(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if sizes is None else tuple(sizes)
+def _split_sizes(what: str, sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+    if sizes is None:
+        return None
+    name = f"{what}_split_sizes"
+    return tuple(whole_number_of(f"an entry of {name}", size) for size in list_of(name, sizes, "numbers of rows"))
 
 
 def checked_tag(tag: int) -> int:
     """Return ``tag``; raise UsageError if it is not a valid tag."""
+    if type(tag) is not int:
+        tag = whole_number_of("a tag", tag)
     if not 0 <= tag < 1 << 32:
         raise UsageError(f"a tag is a number from 0 to 2^32 - 1, not {tag}")
     return tag

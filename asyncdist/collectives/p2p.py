@@ -6,7 +6,7 @@ then their bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, MutableSequence, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from asyncdist.algorithms import pairwise, ring, tree
 from asyncdist.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.base.ops import Collective
+from asyncdist.collectives.arguments import list_of
 from asyncdist.collectives.data_movement import GroupContext
 from asyncdist.collectives.validation import check_length
 from asyncdist.engine.operation import Plan, RecvAny
@@ -86,6 +87,12 @@ def _unpacked(group: GroupContext, memory: Memory, weights_only: bool) -> Any:
     return unpack(memory.view, allow_pickle=group.config.allow_pickle, weights_only=weights_only)
 
 
+def _check_list(name: str, output: object) -> None:
+    """Raise UsageError if ``output`` is given and cannot receive objects."""
+    if output is not None and not isinstance(output, MutableSequence):
+        raise UsageError(f"{name} is a list, into which the received objects are written, not {output!r}")
+
+
 def _object_plan(
     collective: Collective, part: ReceivingSchedule, finish: Callable[[], Any], root: int | None = None
 ) -> Plan:
@@ -95,6 +102,7 @@ def _object_plan(
 
 def all_gather_object(group: GroupContext, output: list[Any], value: Any, weights_only: bool) -> Plan:
     """Gather every rank's object into every rank's list."""
+    _check_list("the output list", output)
     check_length(output, group.size, "the output list")
     blobs: list[Memory] = []
     own = _packed(group, value, weights_only)
@@ -117,6 +125,7 @@ def gather_object(group: GroupContext, value: Any, output: list[Any] | None, roo
     """Gather every rank's object into the root's list."""
     at_root = group.rank == group.peer(root, "dst")
     if at_root:
+        _check_list("object_gather_list", output)
         check_length(output, group.size, "object_gather_list on the destination rank")
     blobs: list[Memory] = []
     own = _packed(group, value, weights_only)
@@ -144,6 +153,7 @@ def scatter_objects(
 ) -> Plan:
     """Give each rank its object of the root's list, as the first element of ``output``."""
     group.peer(root, "src")
+    _check_list("scatter_object_output_list", output)
     if not output:
         raise UsageError("scatter_object_output_list needs room for one object: pass a list of length 1 or more")
     blobs: list[Memory] = []
@@ -171,6 +181,7 @@ def scatter_objects(
 def broadcast_objects(group: GroupContext, values: list[Any], root: int, weights_only: bool) -> Plan:
     """Replace every rank's list of objects by the root's; all lists have one length."""
     group.peer(root, "src")
+    _check_list("object_list", values)
     blob = _packed(group, list(values), weights_only) if group.rank == root else _blob(0)
 
     def part() -> Schedule:
@@ -201,7 +212,7 @@ _MESSAGE = Fingerprint(Collective.send).pack()
 def send_objects(group: GroupContext, values: Sequence[Any], destination: int, weights_only: bool) -> Plan:
     """Send a list of objects to a member of the group."""
     group.other(destination, "dst")
-    blob = _packed(group, list(values), weights_only)
+    blob = _packed(group, list_of("object_list", values, "objects"), weights_only)
 
     def part(memory: Memory) -> Schedule:
         yield (Send(destination, memory),)
@@ -215,6 +226,7 @@ def receive_objects(
     """Receive a list of objects from a member, or from any; the result is the sender's global rank."""
     if source is not None:
         group.other(source, "src")
+    _check_list("object_list", values)
     size, blob = _number(), _blob(0)
     sender = -1 if source is None else members[source]
 

@@ -16,6 +16,7 @@ from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective, PremulSum, Reduction
 from asyncdist.collectives import validation
+from asyncdist.collectives.arguments import list_of
 from asyncdist.collectives.data_movement import (
     Cut,
     GroupContext,
@@ -92,7 +93,7 @@ def all_reduce(group: GroupContext, tensor: Any, op: Any) -> PreparedCollective:
 def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> PreparedCollective:
     """Reduce several tensors of one dtype over the ranks, in place, as one operation."""
     op = reduction(op)
-    if not tensors:
+    if not (tensors := list_of("tensors", tensors, "tensors")):
         raise UsageError("at least one tensor is needed")
     validation.one_dtype([validation.single(tensor) for tensor in tensors], "tensors")
     dtype = tensors[0].dtype

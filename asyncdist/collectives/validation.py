@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ def reduction(op: object) -> Reduction:
 
 
 def check_length(values: Sequence[Any] | None, size: int, what: str) -> None:
-    """Raise UsageError unless there is one value for each of ``size`` ranks."""
+    """Raise UsageError unless ``values`` is a list with one value for each of ``size`` ranks."""
+    if values is not None and not isinstance(values, Sized):
+        raise UsageError(f"{what} is not a list but {values!r}: it needs one for each of the {size} ranks of the group")
     if values is None or len(values) != size:
         has = "is missing" if values is None else f"has {len(values)} entries"
         raise UsageError(f"{what} {has}: it needs one for each of the {size} ranks of the group")

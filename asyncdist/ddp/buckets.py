@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
+from asyncdist.errors import UsageError
+
 MIB = 1 << 20
 FIRST_CAP_NBYTES = 1 * MIB
 DEFAULT_CAP_NBYTES = 25 * MIB
@@ -21,6 +23,8 @@ def caps(bucket_cap_mb: float | None = None) -> tuple[int, int]:
     """Return the caps in bytes of the first bucket and of all later ones, for a cap in MiB (25 by default)."""
     if bucket_cap_mb is None:
         return FIRST_CAP_NBYTES, DEFAULT_CAP_NBYTES
+    if not isinstance(bucket_cap_mb, int | float):
+        raise UsageError(f"bucket_cap_mb is a number of MiB, not {bucket_cap_mb!r}")
     cap = int(bucket_cap_mb * MIB)
     if cap <= 0:
         raise ValueError(f"bucket_cap_mb must be greater than 0 (MiB), not {bucket_cap_mb!r}")

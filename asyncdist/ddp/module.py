@@ -104,6 +104,8 @@ class DistributedDataParallel(nn.Module):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"DistributedDataParallel wraps a torch.nn.Module, not {module!r}")
         _refuse(
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,

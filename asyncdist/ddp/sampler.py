@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sized
 import torch
 from torch.utils.data import Sampler
 
+from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.errors import UsageError
 from asyncdist.groups.default_world import default_group
 
@@ -45,6 +46,9 @@ class DistributedSampler(Sampler[int]):
             group = default_group()
             num_replicas = group.size() if num_replicas is None else num_replicas
             rank = group.rank() if rank is None else rank
+        rank, num_replicas = whole_number_of("rank", rank), whole_number_of("num_replicas", num_replicas)
+        if not isinstance(dataset, Sized):
+            raise UsageError(f"DistributedSampler needs a dataset with a length, not {dataset!r}")
         if not 0 <= rank < num_replicas:
             raise UsageError(
                 f"rank {rank} is out of range for {num_replicas} replicas: pass one from 0 to {num_replicas - 1}"

@@ -57,8 +57,8 @@ class Work(Generic[T_co]):
     """The handle of one operation, which has started and progresses without further calls.
 
     A work can be awaited any number of times, without a task: several with `asyncio.gather`, for a limited time with
-    `asyncio.wait_for`. Pass ``asyncio.ensure_future(work)`` to functions that accept only futures or tasks, such as
-    `asyncio.wait`.
+    `asyncio.wait_for`. `asyncio.wait` accepts works as they are. In the event loop in which the world was opened,
+    `asyncio.create_task` and `asyncio.TaskGroup` make tasks that await a work.
 
     The value of a work, which ``await``, `result` and `get_future` return, is what the operation wrote: a tensor, or a
     list of tensors or objects. The value of a receive is the sender's global rank, and that of a barrier is None. In
@@ -113,6 +113,14 @@ class Work(Generic[T_co]):
     def is_completed(self) -> bool:
         """Return whether the operation has succeeded or failed."""
         return self._done
+
+    def done(self) -> bool:
+        """Return whether the operation has succeeded or failed, as `asyncio.Future` does."""
+        return self.is_completed()
+
+    def cancelled(self) -> bool:
+        """Return False: a waiter can be cancelled, but not an operation. `asyncio.wait` asks for it."""
+        return False
 
     def is_success(self) -> bool:
         """Return whether the operation has succeeded."""
@@ -195,18 +203,8 @@ class Work(Generic[T_co]):
             elif not loop.is_closed():
                 loop.call_soon_threadsafe(wake)
 
-        self.add_done_callback(completed)
-        stall_check: asyncio.TimerHandle | None = None
-
-        def check_for_stall(progress: Progress) -> None:
-            nonlocal stall_check
-            _drive_for_stopped_loop(progress, self)
-            stall_check = loop.call_later(_STALL_CHECK_INTERVAL, check_for_stall, progress)
-
-        if progress is not None:
-            progress.ensure_driven()
-            if progress.home and progress.loop is not loop:
-                check_for_stall(progress)
+        self._add_callback(completed)
+        stall_check = _drive_for(self, progress, loop)
         try:
             if not self._done:
                 yield from woken
@@ -221,8 +219,14 @@ class Work(Generic[T_co]):
     def add_done_callback(self, callback: Callable[[Work[T_co]], object]) -> None:
         """Call ``callback(work)`` when the operation is complete, or at once in the calling thread if it is complete.
 
-        Any thread may call the callback, so it must not block.
+        Any thread may call the callback, so it must not block. The event loop of the calling thread calls callbacks of
+        asyncio itself, such as that of `asyncio.wait`.
         """
+        if getattr(callback, "__module__", "") == "asyncio.tasks" and (loop := asyncio._get_running_loop()) is not None:
+            callback = _LoopCallback(self, loop, callback)
+        self._add_callback(callback)
+
+    def _add_callback(self, callback: Callable[[Work[T_co]], object]) -> None:
         with _callbacks_lock:
             if self._callbacks is None:
                 self._callbacks = [callback]
@@ -235,8 +239,11 @@ class Work(Generic[T_co]):
     def remove_done_callback(self, callback: Callable[[Work[T_co]], object]) -> None:
         """Do not call a callback that has not been called yet."""
         with _callbacks_lock:
-            if self._callbacks is not None and callback in self._callbacks:
-                self._callbacks.remove(callback)
+            if self._callbacks is None or callback not in self._callbacks:
+                return
+            removed = self._callbacks.pop(self._callbacks.index(callback))
+        if isinstance(removed, _LoopCallback):
+            removed.cancel()
 
     def get_future(self) -> torch.futures.Future[T_co]:
         """Return a `torch.futures.Future` of the operation's value; every call returns the same future.
@@ -257,8 +264,58 @@ class Work(Generic[T_co]):
         return "is pending" if not self._done else f"failed ({self._error})" if self._error else "is completed"
 
     def __repr__(self) -> str:
-        # asyncio.create_task, which accepts only coroutines, shows this text in its error.
+        # In a loop in which no world was opened, asyncio.create_task accepts only coroutines and shows this text.
         return f"<Work that {self._state()}: await it as it is, it needs no task>"
+
+
+class _StallCheck:
+    """A timer of an event loop that waits for a work: it lets a thread drive while the driver loop is stopped."""
+
+    def __init__(self, work: Work, progress: Progress, loop: asyncio.AbstractEventLoop) -> None:
+        self._work, self._progress, self._loop = work, progress, loop
+        self._check()
+
+    def _check(self) -> None:
+        _drive_for_stopped_loop(self._progress, self._work)
+        self._timer = self._loop.call_later(_STALL_CHECK_INTERVAL, self._check)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+
+def _drive_for(work: Work, progress: Progress | None, loop: asyncio.AbstractEventLoop) -> _StallCheck | None:
+    """Make sure that ``work``, for which ``loop`` waits, is driven; return the check to cancel after the wait."""
+    if progress is None:
+        return None
+    progress.ensure_driven()
+    return _StallCheck(work, progress, loop) if progress.home and progress.loop is not loop else None
+
+
+class _LoopCallback:
+    """A callback of asyncio, which only the event loop's own thread may call. It equals the callback."""
+
+    def __init__(self, work: Work, loop: asyncio.AbstractEventLoop, callback: Callable[[Work], object]) -> None:
+        self._loop, self._callback = loop, callback
+        self._stall_check = None if work.is_completed() else _drive_for(work, work._progress, loop)
+
+    def __call__(self, work: Work) -> None:
+        if asyncio._get_running_loop() is self._loop:
+            self._run(work)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._run, work)
+
+    def _run(self, work: Work) -> None:
+        self.cancel()
+        self._callback(work)
+
+    def cancel(self) -> None:
+        if self._stall_check is not None:
+            self._stall_check.cancel()
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other == self._callback
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _UnretrievedError:

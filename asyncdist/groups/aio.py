@@ -7,18 +7,19 @@ coroutines. The running event loop drives the pending operations.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 from asyncdist.base.deadline import Timeout
 from asyncdist.groups import default_world
+from asyncdist.groups.call_site import calling_line
 from asyncdist.groups.collectives_api import CollectivesApi
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World, open_world
 
 
-async def init_process_group(
+def init_process_group(
     backend: str | None = None,
     init_method: str | None = None,
     timeout: Timeout = None,
@@ -29,27 +30,37 @@ async def init_process_group(
     pg_options: object = None,
     device_id: object = None,
     enable_reconfigure: bool = False,
-) -> None:
-    """Join the other ranks and create the default process group.
+) -> Coroutine[Any, Any, None]:
+    """Join the other ranks and create the default process group. Await the call.
 
     The arguments and errors are those of `asyncdist.sync.init_process_group`. The running event loop drives the
     operations while no thread blocks on them.
     """
+    # A plain function, so that the error of the next call can name the line of a forgotten await.
+    default_world.note_unawaited_call(calling_line())
+    return _init_process_group(
+        enable_reconfigure,
+        backend=backend,
+        init_method=init_method,
+        timeout=timeout,
+        world_size=world_size,
+        rank=rank,
+        store=store,
+        name=group_name,
+    )
+
+
+async def _init_process_group(enable_reconfigure: bool, **options: Any) -> None:
     default_world.begin_initialization(enable_reconfigure)
     world: World | None = None
     try:
-        world = await open_world(
-            backend=backend,
-            init_method=init_method,
-            timeout=timeout,
-            world_size=world_size,
-            rank=rank,
-            store=store,
-            name=group_name,
-            home=asyncio.get_running_loop(),
-        )
+        world = await open_world(**options, home=asyncio.get_running_loop(), reports_dropped_works=True)
     finally:
         default_world.end_initialization(world)
+
+
+# Python names the coroutine in its own warning of a forgotten await.
+_init_process_group.__name__ = _init_process_group.__qualname__ = "init_process_group"
 
 
 async def destroy_process_group(group: default_world.AnyGroup = None) -> None:
@@ -65,6 +76,8 @@ async def destroy_process_group(group: default_world.AnyGroup = None) -> None:
         group.close()
     elif group is None or isinstance(group, Group):
         await default_world.take_world().close()
+    else:
+        default_world.refuse_other_kinds(group)
 
 
 @asynccontextmanager
@@ -97,6 +110,7 @@ async def process_group(
         store=store,
         name=group_name,
         home=asyncio.get_running_loop(),
+        reports_dropped_works=True,
     )
     try:
         yield world.group

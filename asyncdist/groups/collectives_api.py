@@ -919,7 +919,11 @@ class CollectivesApi:
             ...     ]
             ...     await asyncio.gather(*dist.batch_isend_irecv(ops))
         """
-        if not p2p_op_list or not all(isinstance(op, P2POp) for op in p2p_op_list):
+        if (
+            not isinstance(p2p_op_list, Sequence)
+            or not p2p_op_list
+            or not all(isinstance(op, P2POp) for op in p2p_op_list)
+        ):
             raise UsageError("batch_isend_irecv takes a list of P2POp, one at least")
         return [op.start() for op in p2p_op_list]
 

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncdist.base.deadline import Timeout
+from asyncdist.collectives.arguments import list_of, whole_number_of
 from asyncdist.config import Launch
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UsageError
+from asyncdist.groups import stock_ddp
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World
 from asyncdist.transport import registry
@@ -20,6 +22,8 @@ from asyncdist.transport import registry
 
 _world: World | None = None
 _initializing = False
+_unawaited_call = ""
+"""The place of the last `asyncdist.init_process_group()` whose coroutine has not started; empty if there is none."""
 
 SAME_RANKS = (
     "the ranks of a group never change. Leave enable_reconfigure out; when ranks were lost or have "
@@ -34,7 +38,8 @@ def begin_initialization(enable_reconfigure: bool = False) -> None:
         AlreadyInitializedError: There is a default world, or another call is creating one.
         UsageError: ``enable_reconfigure`` is True. The ranks of a world never change.
     """
-    global _initializing
+    global _initializing, _unawaited_call
+    _unawaited_call = ""
     if enable_reconfigure:
         raise UsageError(f"enable_reconfigure=True: {SAME_RANKS}")
     if _world is not None or _initializing:
@@ -42,10 +47,24 @@ def begin_initialization(enable_reconfigure: bool = False) -> None:
     _initializing = True
 
 
+def note_unawaited_call(place: str) -> None:
+    """Record where a program called the coroutine function `init_process_group`, for the error of a forgotten await."""
+    global _unawaited_call
+    _unawaited_call = place
+
+
 def end_initialization(world: World | None) -> None:
     """Store the new default world and end its initialization; None says that the initialization failed."""
     global _initializing, _world
     _initializing, _world = False, world
+    if world is not None:
+        stock_ddp.install(_lacks_torch_group)
+
+
+def _lacks_torch_group() -> bool:
+    """Return whether there is a default world while torch.distributed has no process group."""
+    distributed = _torch_distributed()
+    return _world is not None and not (distributed is not None and distributed.is_initialized())
 
 
 def take_world() -> World:
@@ -67,6 +86,15 @@ def default_world() -> World:
 
 
 def _no_world() -> NotInitializedError:
+    if _initializing:
+        return NotInitializedError(
+            "no process group yet: init_process_group() has not completed; wait for it (in a coroutine, await it) first"
+        )
+    if _unawaited_call:
+        return NotInitializedError(
+            f"no process group: init_process_group() was called at {_unawaited_call} and never awaited: write "
+            "`await dist.init_process_group(...)` there, or import asyncdist.sync in a program without an event loop"
+        )
     distributed = _torch_distributed()
     if distributed is None or not distributed.is_initialized():
         return NotInitializedError()
@@ -129,6 +157,12 @@ def resolve_group(of: AnyGroup) -> Group:
     return of if type(of) is Group else _other_group(of)
 
 
+def refuse_other_kinds(of: Any) -> None:
+    """Raise UsageError unless the argument is a group, None, or the value that `new_group` returns to a non-member."""
+    if not isinstance(of, _NonMember):
+        resolve_group(of)
+
+
 def _other_group(of: Any) -> Group:
     """Return any other object as a group; raise UsageError for a non-member or a group of torch.distributed."""
     if isinstance(of, _NonMember):
@@ -139,6 +173,9 @@ def _other_group(of: Any) -> Group:
             "this is a process group of torch.distributed, not of asyncdist: if it is on the back end 'asyncdist', pass "
             "its attribute `group`, else a group of asyncdist.new_group()"
         )
+    # A program may wrap a group in an object of its own.
+    if not hasattr(of, "group_rank"):
+        raise UsageError(f"group is a group such as new_group() returns, or None for the default group, not {of!r}")
     return of  # type: ignore[no-any-return]
 
 
@@ -210,7 +247,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     if local is None:
         if fallback_rank is None:
             raise UsageError("LOCAL_RANK is not set (torchrun sets it): set it, or pass fallback_rank=")
-        return int(fallback_rank)
+        return whole_number_of("fallback_rank", fallback_rank)
     return local
 
 
@@ -235,7 +272,7 @@ def get_group_rank(group: AnyGroup, global_rank: int) -> int:
 
 def get_global_rank(group: AnyGroup, group_rank: int) -> int:
     """Return the global rank of a group rank; raise UsageError if the group has no such rank."""
-    ranks = resolve_group(group).ranks
+    ranks, group_rank = resolve_group(group).ranks, whole_number_of("group_rank", group_rank)
     if not 0 <= group_rank < len(ranks):
         raise UsageError(f"rank {group_rank} is not in a group of {len(ranks)}")
     return ranks[group_rank]
@@ -284,7 +321,7 @@ def new_group(
         >>> evens = dist.new_group(range(0, dist.get_world_size(), 2))
     """
     if ranks is not None and sort_ranks:
-        ranks = sorted(ranks)
+        ranks = sorted(whole_number_of("a rank", rank) for rank in list_of("ranks", ranks, "global ranks"))
     return default_world().new_group(ranks, group_desc, timeout) or GroupMember.NON_GROUP_MEMBER
 
 
@@ -305,6 +342,7 @@ def new_subgroups(
         UsageError: ``group_size`` does not divide the size of the group.
     """
     parent = resolve_group(group)
+    group_size = whole_number_of("group_size", group_size or 0)
     if not group_size or parent.size() % group_size:
         raise UsageError(f"group_size={group_size} does not divide the {parent.size()} ranks of the group")
     cut = [parent.ranks[start : start + group_size] for start in range(0, parent.size(), group_size)]
@@ -332,6 +370,7 @@ def new_subgroups_by_enumeration(
 def _subgroups(
     lists: Sequence[Sequence[int]], timeout: Timeout, name: str | None, *, sort_ranks: bool
 ) -> tuple[Group | _NonMember, list[Group | _NonMember]]:
+    lists = [list_of("a subgroup", ranks, "ranks") for ranks in list_of("the subgroups", lists, "lists of ranks")]
     named = [rank for ranks in lists for rank in ranks]
     if len(set(named)) != len(named):
         raise UsageError("the subgroups overlap: a rank may be in one of them only")
@@ -370,7 +409,11 @@ def split_group(
     parent = resolve_group(parent_pg)
     if not split_ranks:
         raise UsageError("split_ranks needs at least one list of ranks")
-    parts = [[get_global_rank(parent, rank) for rank in sorted(ranks)] for ranks in split_ranks]
+    lists = [
+        list_of("a subgroup", ranks, "group ranks") for ranks in list_of("split_ranks", split_ranks, "lists of ranks")
+    ]
+    parts = [sorted(whole_number_of("a group rank", rank) for rank in ranks) for ranks in lists]
+    parts = [[get_global_rank(parent, rank) for rank in ranks] for ranks in parts]
     own, groups = _subgroups(parts, timeout, group_desc, sort_ranks=False)
     part = own if isinstance(own, Group) else None
     parent.pass_on(part, -1 if part is None else groups.index(part))

@@ -18,9 +18,12 @@ from asyncdist.algorithms.selection import forced_by
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.version import VERSION
+from asyncdist.collectives.arguments import checked_text, list_of, whole_number_of
 from asyncdist.config import Config, Launch, shared_settings
 from asyncdist.engine.endpoint import LAST_WORDS, Endpoint
 from asyncdist.errors import NotInitializedError, RendezvousError, UsageError
+from asyncdist.groups import task_factory
+from asyncdist.groups.dropped_works import DebugGroup
 from asyncdist.groups.group import Group
 from asyncdist.rendezvous import RendezvousSession, meet
 from asyncdist.tracing import dump_signal
@@ -38,17 +41,28 @@ class World:
         groups: The open groups that this rank has made and is a member of.
     """
 
-    def __init__(self, meeting: RendezvousSession, mesh: Endpoint, name: str, timeout: float) -> None:
+    def __init__(
+        self,
+        meeting: RendezvousSession,
+        mesh: Endpoint,
+        name: str,
+        timeout: float,
+        user_loop: asyncio.AbstractEventLoop | None = None,
+        group_class: type[Group] = Group,
+    ) -> None:
         self.meeting = meeting
         self.mesh = mesh
         self.name = name
         self.timeout = timeout
         self.groups: list[Group] = []
         self._left = False
+        self._group_class = group_class
         self._made: dict[tuple[Any, ...], itertools.count[int]] = {}
         group = self.new_group(range(mesh.world_size), name or "world")
         assert group is not None
         self.group = group
+        self._user_loop = user_loop
+        self._task_factory = None if user_loop is None else task_factory.install(user_loop)
 
     def new_group(self, ranks: Sequence[int] | None, name: str | None = None, timeout: Timeout = None) -> Group | None:
         """Make a group of some of the world's ranks, without communication.
@@ -71,7 +85,10 @@ class World:
             raise NotInitializedError(
                 "this rank has left the world that the group would belong to: make a new world first"
             )
-        members = tuple(range(self.mesh.world_size) if ranks is None else ranks)
+        members = tuple(range(self.mesh.world_size))
+        if ranks is not None:
+            members = tuple(whole_number_of("a rank", rank) for rank in list_of("ranks", ranks, "global ranks"))
+        checked_text("the name of a group", name, "'losses'")
         outside = [rank for rank in members if not 0 <= rank < self.mesh.world_size]
         if not members or outside or len(set(members)) != len(members):
             raise UsageError(
@@ -82,7 +99,7 @@ class World:
             return None
         shown = name or f"group of ranks {list(members)}" + (f" ({nonce + 1})" if nonce else "")
         limit = seconds(timeout, self.timeout)
-        group = Group(self.mesh, members, shown, limit, nonce=nonce, world=self)
+        group = self._group_class(self.mesh, members, shown, limit, nonce=nonce, world=self)
         self.groups.append(group)
         return group
 
@@ -93,6 +110,9 @@ class World:
         peers have received pending failure notices; on the loop, `close` does that.
         """
         self._left = True
+        loop, factory, self._task_factory = self._user_loop, self._task_factory, None
+        if loop is not None and factory is not None:
+            task_factory.remove(loop, factory)
         for group in list(self.groups):
             group.close()
         self.mesh.close()
@@ -127,6 +147,7 @@ def open_world(
     name: str = "",
     config: Config | None = None,
     home: asyncio.AbstractEventLoop | None = None,
+    reports_dropped_works: bool = False,
 ) -> Coroutine[Any, Any, World]:
     """Return a coroutine that joins the other ranks and exchanges addresses with them.
 
@@ -140,6 +161,8 @@ def open_world(
         name: Name of the group of all ranks.
         config: Settings; None reads them from the environment.
         home: Event loop that drives pending operations; None takes the loop of the runtime.
+        reports_dropped_works: Report works that the program drops without waiting, with ``ASYNCDIST_DEBUG=1`` and if the
+            calling thread's event loop is in debug mode. Only for callers that pass all works to the user's program.
 
     Returns:
         A coroutine whose result is the world.
@@ -150,6 +173,14 @@ def open_world(
         TransportUnavailableError: A transport in ``backend`` does not work on this machine.
         UsageError: The arguments contradict each other.
     """
+    checked_text("backend", backend, "'shm,tcp' or 'auto'")
+    checked_text("init_method", init_method, "'tcp://host:port'")
+    checked_text("group_name", name, "'world'")
+    rank, world_size = whole_number_of("rank", rank), whole_number_of("world_size", world_size)
+    if store is not None and not (
+        callable(getattr(store, "get", None)) and callable(getattr(store, "compare_set", None))
+    ):
+        raise UsageError(f"store is a store such as asyncdist.TCPStore, not {store!r}: pass an address as init_method=")
     config = config or Config.from_environment()
     # Python installs signal handlers on the main thread only. The caller may run on it; the loop may not.
     dump_signal.install_signal_handler(config)
@@ -165,14 +196,18 @@ def open_world(
         config=config,
         launch=Launch.from_environment(),
     )
-    return _open(meeting, backend, name, limit, config, home)
+    user_loop = home or asyncio._get_running_loop()
+    debug = reports_dropped_works and (config.debug or (user_loop is not None and user_loop.get_debug()))
+    make_world = functools.partial(
+        World, name=name, timeout=limit, user_loop=user_loop, group_class=DebugGroup if debug else Group
+    )
+    return _open(meeting, backend, make_world, config, home)
 
 
 async def _open(
     meet_others: Callable[[], Awaitable[RendezvousSession]],
     backend: str | None,
-    name: str,
-    limit: float,
+    make_world: Callable[[RendezvousSession, Endpoint], World],
     config: Config,
     home: asyncio.AbstractEventLoop | None,
 ) -> World:
@@ -197,7 +232,7 @@ async def _open(
             probes = mesh.probe_peers([rank["addresses"] for rank in ranks], meeting.remaining())
             reached = await meeting.before_exchange(probes)
             mesh.finalize([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(reached))])
-            return World(meeting, mesh, name, limit)
+            return make_world(meeting, mesh)
         except BaseException:
             mesh.close()
             raise

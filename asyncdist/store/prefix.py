@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, TypeVar, cast
 
 from asyncdist.base.deadline import Timeout
+from asyncdist.errors import UsageError
 from asyncdist.store.base import AsyncStoreBase, AsyncStream, BlockingStream, Store
 from asyncdist.store.protocol.operations import Command, Op
 
@@ -28,6 +29,8 @@ class PrefixStore(Store):
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
+        if not isinstance(prefix, str) or not isinstance(store, Store):
+            raise UsageError(f"PrefixStore takes a prefix and a store, not {prefix!r} and {store!r}")
         super().__init__(store.timeout)
         self._prefix = prefix + "/"
         self._store = store

@@ -143,6 +143,8 @@ def _transport_names(backend: str | None) -> list[str]:
 
 def _by_device(backend: str | None) -> dict[str, str]:
     """Return the back ends by device type, from torch's ``"device:name,device:name"`` notation or a name for the CPU."""
+    if backend is not None and not isinstance(backend, str):
+        raise UsageError(f"backend is a text such as 'shm,tcp' or 'auto', not {backend!r}")
     text = (backend or "auto").strip().lower()
     if ":" not in text:
         return {"cpu": text}

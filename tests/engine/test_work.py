@@ -70,8 +70,6 @@ async def test_pending_work_has_no_result(transport):
         assert not work.is_completed()
         assert not work.is_success()
         assert work.exception() is None
-        with pytest.raises(TypeError, match="got <Work that is pending: await it as it is, it needs no task>"):
-            await asyncio.create_task(work)
         with pytest.raises(UsageError, match="is pending: await it"):
             work.result()
         await one.all_reduce(ones())
@@ -142,14 +140,100 @@ async def test_asyncio_functions_accept_works(transport):
         assert all(result.eq(3).all() for result in results)
         for finished in asyncio.as_completed([_await(group.all_reduce(ones())) for group in groups]):
             assert (await finished).eq(3).all()
-        done, pending = await asyncio.wait([asyncio.ensure_future(group.all_reduce(ones())) for group in groups])
-        assert len(done) == 3
-        assert not pending
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(group.all_reduce(ones())) for group in groups]
+        assert all(task.result().eq(3).all() for task in started)
+        named = [asyncio.create_task(group.all_reduce(ones()), name=f"sum {group.rank()}") for group in groups]
+        assert [task.get_name() for task in named] == ["sum 0", "sum 1", "sum 2"]
+        assert all(result.eq(3).all() for result in await asyncio.gather(*named))
+        for count in (4, LARGE):
+            works = {group.all_reduce(ones(count)) for group in groups}
+            assert await asyncio.wait(works) == (works, set())
+            assert all(work.result().eq(3).all() for work in works)
+            assert await asyncio.wait(works) == (works, set())
         failed = [group.all_reduce(ones(3 + group.rank())) for group in groups]
         with pytest.raises(MismatchError):
             await asyncio.gather(*failed)
         for work in failed:
             assert isinstance(work.exception(), MismatchError)
+
+
+async def test_asyncio_wait_divides_works_into_done_and_pending(transport):
+    async with world_of(2, transport=transport) as (zero, one):
+        pending, done = zero.recv(ones(), 1, tag=1), zero.recv(ones(), 1, tag=2)
+        assert await asyncio.wait({pending, done}, timeout=0.01) == (set(), {pending, done})
+        await one.send(ones(), 0, tag=2)
+        waited = await asyncio.wait([pending, done], return_when=asyncio.FIRST_COMPLETED)
+        assert waited == ({done}, {pending})
+        assert (done.done(), pending.done(), pending.cancelled()) == (True, False, False)
+        await one.send(ones(), 0, tag=1)
+        assert await asyncio.wait([pending]) == ({pending}, set())
+        failed, other = zero.all_reduce(ones(3)), one.all_reduce(ones(4))
+        waited = await asyncio.wait([failed, zero.recv(ones(), 1)], return_when=asyncio.FIRST_EXCEPTION)
+        assert failed in waited[0]
+        for work in (failed, other):
+            with pytest.raises(MismatchError):
+                await work
+
+
+async def test_asyncio_wait_in_another_loop_and_of_a_work_that_a_thread_completes(transport, threads, new_loop):
+    async with world_of(2, transport=transport) as (zero, one):
+        work = zero.all_reduce(ones())
+
+        async def wait_for_it():
+            return await asyncio.wait({work})
+
+        waiting = asyncio.ensure_future(in_another_loop(threads, new_loop, wait_for_it))
+        here = asyncio.create_task(asyncio.wait({work}))
+        await asyncio.get_running_loop().run_in_executor(threads, lambda: one.all_reduce(ones()).wait())
+        assert await waiting == await here == ({work}, set())
+
+
+async def test_cancelled_task_of_a_work_does_not_cancel_the_operation(transport):
+    async with world_of(2, transport=transport) as (zero, one):
+        work = zero.all_reduce(ones())
+        first, second = asyncio.create_task(work), asyncio.create_task(work)
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait({first})
+        assert first.cancelled()
+        await one.all_reduce(ones())
+        assert (await second) is (await work)
+
+
+async def test_task_group_raises_the_failure_of_a_work(transport):
+    async with world_of(2, transport=transport) as (zero, one):
+
+        async def both():
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(zero.all_reduce(ones(3)))
+                tasks.create_task(one.all_reduce(ones(4)))
+
+        with pytest.raises(ExceptionGroup) as caught:
+            await both()
+        assert caught.group_contains(MismatchError)
+
+
+async def test_loop_has_its_own_task_factory_while_no_world_is_open(transport):
+    loop = asyncio.get_running_loop()
+    made = []
+
+    def factory(loop, coroutine, **options):
+        made.append(coroutine)
+        return asyncio.Task(coroutine, loop=loop, **options)
+
+    for own in (None, factory):
+        loop.set_task_factory(own)
+        async with world_of(2, transport=transport) as (zero, one):
+            assert loop.get_task_factory() is not own
+            made.clear()
+            await asyncio.gather(asyncio.create_task(zero.barrier()), one.barrier())
+            assert bool(made) == (own is factory)
+            work = completed(1)
+        assert loop.get_task_factory() is own
+    loop.set_task_factory(None)
+    with pytest.raises(TypeError, match="got <Work that is completed: await it as it is, it needs no task>"):
+        await asyncio.create_task(work)
 
 
 # -- other loops, and threads ------------------------------------------------------------------------

@@ -206,6 +206,8 @@ class FileStore(Store):
     """
 
     def __init__(self, file_name: str | os.PathLike[str], world_size: int = -1) -> None:
+        if not isinstance(file_name, str | os.PathLike):
+            raise UsageError(f"FileStore takes the path of a file, not {file_name!r}")
         super().__init__(DEFAULT_TIMEOUT)
         self._replica = FileReplica(Path(file_name))
         self._finalizer = weakref.finalize(self, FileReplica.close, self._replica, world_size)

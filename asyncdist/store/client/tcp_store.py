@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config
-from asyncdist.errors import AddressError, StoreTimeoutError
+from asyncdist.errors import AddressError, StoreTimeoutError, UsageError
 from asyncdist.store.base import BlockingStream, Store
 from asyncdist.store.client.blocking import BlockingConnection
 from asyncdist.store.client.pending import ClientStream
@@ -66,6 +66,8 @@ class TCPStore(Store):
         token: str | None = None,
         config: Config | None = None,
     ) -> None:
+        if not isinstance(host_name, str) or not hasattr(port, "__index__"):
+            raise UsageError(f"TCPStore takes a host name and a whole number as port, not {host_name!r} and {port!r}")
         super().__init__(timeout)
         config = config or Config.from_environment()
         self._token = config.token if token is None else token

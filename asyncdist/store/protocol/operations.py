@@ -235,6 +235,8 @@ def _key(key: object) -> str:
 def _keys(keys: Iterable[str]) -> list[str]:
     if isinstance(keys, (str, bytes)):
         raise UsageError(f"expected a list of keys, not the single {keys!r}: put it in brackets")
+    if not isinstance(keys, Iterable):
+        raise UsageError(f"expected a list of keys, not {keys!r}")
     return [_key(key) for key in keys]
 
 

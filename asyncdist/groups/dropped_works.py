@@ -1,0 +1,134 @@
+"""Reports works that a program dropped without waiting: it may read its tensors before the operation has written them.
+
+A world that was opened in asyncio's debug mode, or with ``ASYNCDIST_DEBUG=1``, has groups of the class `DebugGroup`, whose
+works are of a class that records their use. Other worlds have neither, and pay nothing for this.
+"""
+
+# The base classes document the overridden methods.
+# ruff: noqa: D102
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any, Unpack
+
+from asyncdist.base.deadline import Timeout
+from asyncdist.collectives.operations import CallOptions
+from asyncdist.collectives.prepared import PreparedCollective
+from asyncdist.engine.operation import Plan
+from asyncdist.engine.work import Work
+from asyncdist.groups.call_site import call_site
+from asyncdist.groups.group import Group
+from asyncdist.memory.torch_compile import excluded_from_compile
+
+
+@excluded_from_compile
+class TrackedWork(Work):
+    """A work that warns when it is deleted and the program has neither waited for it nor looked at its outcome."""
+
+    _used = False
+    _call: tuple[str, int, str] = ("", 0, "")
+    """The file and the line of the call, and the operation with its group and rank."""
+
+    def mark_used(self) -> None:
+        """Record that the program waits for the work, or knows that it is complete."""
+        self._used = True
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        self._used = True
+        return super().__await__()
+
+    def wait(self, timeout: Timeout = None) -> bool:
+        self._used = True
+        return super().wait(timeout)
+
+    def synchronize(self, timeout: Timeout = None) -> None:
+        self._used = True
+        super().synchronize(timeout)
+
+    def result(self) -> Any:
+        self._used = True
+        return super().result()
+
+    def exception(self) -> BaseException | None:
+        self._used = True
+        return super().exception()
+
+    def is_completed(self) -> bool:
+        completed = super().is_completed()
+        self._used = self._used or completed
+        return completed
+
+    def is_success(self) -> bool:
+        success = super().is_success()
+        self._used = self._used or success
+        return success
+
+    def add_done_callback(self, callback: Callable[[Work], object]) -> None:
+        self._used = True
+        super().add_done_callback(callback)
+
+    def get_future(self) -> Any:
+        self._used = True
+        return super().get_future()
+
+    def __del__(self) -> None:
+        if not self._used and not sys.is_finalizing():
+            file_name, line, operation = self._call
+            message = (
+                f"the Work of {operation} was dropped, and nothing waited for it, so the program may use its tensors "
+                "before the operation has read or written them: await the call, or keep its Work and wait for that"
+            )
+            warnings.warn_explicit(message, RuntimeWarning, file_name, line)
+
+
+@functools.cache
+def _tracked_class(kind: Any) -> Any:
+    """Return a class that derives from `TrackedWork` and from ``kind``, such as a device's work."""
+    return TrackedWork if kind is Work else type(f"Tracked{kind.__name__}", (TrackedWork, kind), {})
+
+
+@excluded_from_compile
+class DebugGroup(Group):
+    """A group that reports dropped works of calls that return before the operation is complete."""
+
+    def _tracked(self, work: Work, name: str, options: CallOptions) -> Work:
+        if options.get("background", True) and not isinstance(work, TrackedWork):
+            kind: Any = type(work)
+            work.__class__ = _tracked_class(kind)
+            assert isinstance(work, TrackedWork)
+            work._call = (*call_site(), f"{name} on group {self.name!r}, rank {self.ranks[self._rank]},")
+        return work
+
+    def _call(
+        self,
+        name: str,
+        prepare: Callable[..., PreparedCollective],
+        tensors: tuple[Any, ...],
+        options: CallOptions,
+        arguments: tuple[Any, ...] = (),
+        *,
+        writes: bool = True,
+    ) -> Work:
+        work = super()._call(name, prepare, tensors, options, arguments, writes=writes)
+        return self._tracked(work, name, options)
+
+    def _run_plan(
+        self,
+        name: str,
+        make: Callable[..., Plan],
+        arguments: tuple[Any, ...],
+        options: CallOptions,
+        tag: int | None = None,
+    ) -> Work:
+        return self._tracked(super()._run_plan(name, make, arguments, options, tag), name, options)
+
+    def send(self, tensor: Any, dst: int, tag: int = 0, **options: Unpack[CallOptions]) -> Work[None]:
+        # A device's part of the group may have started the message.
+        return self._tracked(super().send(tensor, dst, tag, **options), "send", options)
+
+    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, **options: Unpack[CallOptions]) -> Work[int]:
+        return self._tracked(super().recv(tensor, src, tag, **options), "recv", options)

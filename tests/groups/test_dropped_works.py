@@ -1,0 +1,144 @@
+"""In debug mode a Work that a program drops without waiting for it is reported with the line of the call."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import asyncdist
+import asyncdist.sync as dist
+from asyncdist.groups.group import Group
+
+ALONE = {"rank": 0, "world_size": 1}
+
+
+@pytest.fixture
+def debug(monkeypatch):
+    monkeypatch.setenv("ASYNCDIST_DEBUG", "1")
+
+
+def reports_of(call):
+    """Return the warnings that ``call()`` causes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+        gc.collect()
+    return caught
+
+
+DROPPING = {
+    "all_reduce": lambda group: group.all_reduce(torch.ones(2)),
+    "barrier": lambda group: group.barrier(),
+    "all_gather_object": lambda group: group.all_gather_object([None], 1),
+    "all_reduce through the API": lambda group: asyncdist.all_reduce(torch.ones(2), group=group),
+}
+
+
+@pytest.mark.parametrize("drop", DROPPING.values(), ids=DROPPING)
+async def test_dropped_work_is_reported_with_the_line_of_the_call(drop, debug):
+    async with asyncdist.process_group(store=asyncdist.HashStore(), **ALONE) as group:
+        (report,) = reports_of(lambda: drop(group))
+        assert report.category is RuntimeWarning
+        line = inspect.getsourcelines(drop)[1]
+        assert (report.filename, report.lineno) == (__file__, line)
+        assert "on group 'world', rank 0, was dropped, and nothing waited for it" in str(report.message)
+
+
+async def test_every_way_of_waiting_counts_as_use(debug):
+    async with asyncdist.process_group(store=asyncdist.HashStore(), **ALONE) as group:
+
+        def start():
+            return group.all_reduce(torch.ones(2))
+
+        async def use_all():
+            await start()
+            await asyncio.gather(start(), start())
+            await asyncio.wait({start()})
+            await asyncio.create_task(start())
+            unstarted = asyncio.create_task(start())
+            unstarted.cancel()
+            await asyncio.wait({unstarted})
+            start().add_done_callback(lambda _: None)
+            start().get_future().wait()
+            for look in ("wait", "synchronize", "result", "exception", "is_completed", "is_success", "done"):
+                getattr(start(), look)()
+            await asyncio.to_thread(lambda: group.all_reduce(torch.ones(2), background=False))
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            await use_all()
+            gc.collect()
+        assert caught == []
+
+
+def test_dropped_work_of_the_blocking_api_is_reported_and_blocking_calls_are_not(debug):
+    dist.init_process_group(store=dist.HashStore(), **ALONE)
+    tensor = torch.ones(1)
+    (report,) = reports_of(lambda: dist.all_reduce(tensor, async_op=True))
+    assert str(report.message).startswith("the Work of all_reduce on group 'world', rank 0, was dropped")
+    assert len(reports_of(lambda: dist.new_group().all_reduce(tensor))) == 1
+    assert reports_of(lambda: (dist.all_reduce(tensor), dist.barrier(), dist.all_gather_object([None], 1))) == []
+    dist.destroy_process_group()
+
+
+def test_works_of_two_ranks_over_links_and_of_ddp(debug, tmp_path):
+    def program(rank):
+        with dist.process_group("tcp", f"file://{tmp_path}/store", world_size=2, rank=rank) as group:
+            model = dist.DistributedDataParallel(torch.nn.Linear(4, 1), process_group=group)
+            model(torch.ones(2, 4)).sum().backward()
+            with model.join():
+                for _ in range(1 + rank):
+                    model(torch.ones(2, 4)).sum().backward()
+            if rank == 0:
+                group.send(torch.ones(1), 1)
+            else:
+                group.recv(torch.ones(1), 0).wait()
+            group.barrier(background=False)
+
+    def both():
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(program, range(2)))
+
+    (report,) = reports_of(both)
+    assert str(report.message).startswith("the Work of send on group 'world', rank 0, was dropped")
+
+
+def test_debug_mode_of_asyncio_reports_too(monkeypatch):
+    monkeypatch.delenv("ASYNCDIST_DEBUG", raising=False)
+
+    async def main():
+        async with asyncdist.process_group(store=asyncdist.HashStore(), **ALONE) as group:
+            return type(group) is Group, len(reports_of(lambda: group.barrier()))
+
+    assert asyncio.run(main(), debug=True) == (False, 1)
+    assert asyncio.run(main(), debug=False) == (True, 0)
+
+
+PROGRAM = """
+import asyncio, torch
+import asyncdist as dist
+
+async def main():
+    await dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    await dist.destroy_process_group()
+
+asyncio.run(main())
+"""
+
+
+def test_program_prints_file_line_and_source_of_the_dropped_call(tmp_path, debug):
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    run = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    assert f"{program}:8: RuntimeWarning: the Work of all_reduce on group 'world', rank 0, was dropped" in run.stderr
+    assert "\n  dist.all_reduce(tensor)\n" in run.stderr
