@@ -138,6 +138,12 @@ class Config:
         "ASYNCDIST_DUMP_SIGNAL",
         "signal, such as USR2, on which the flight recorder is written to that folder too",
     )
+    dump_format: str = _setting(
+        "json",
+        "ASYNCDIST_DUMP_FORMAT",
+        "format of these files: json for `asyncdist trace`, torch for torch's analyser torchfrtrace, or both",
+        choices=("json", "torch", "both"),
+    )
     tls_cert: str | None = _setting(
         None,
         "ASYNCDIST_TLS_CERT",

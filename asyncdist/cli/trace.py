@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import click
 
 from asyncdist.bench.report.page import duration
 from asyncdist.cli.console import screen
-from asyncdist.cli.option_types import NewFile, Seconds, reporting_write_errors
+from asyncdist.cli.option_types import NewFile, NewFolder, Seconds, reporting_write_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +38,26 @@ _GROUPS = 8
 @click.option(
     "--perfetto", type=NewFile(), help="Write the calls to this file for ui.perfetto.dev or chrome://tracing."
 )
-def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto: Path | None) -> None:
+@click.option(
+    "--format",
+    "report_format",
+    type=click.Choice(["text", "torch"]),
+    default="text",
+    show_default=True,
+    help="torch: write the dumps as files for torch's analyser torchfrtrace, instead of a report.",
+)
+@click.option(
+    "--out", type=NewFolder(), metavar="FOLDER", help="Folder for the files of --format torch; FOLDER if not given."
+)
+def trace(
+    folder: Path,
+    calls: int,
+    plot: Path | None,
+    seconds: float,
+    perfetto: Path | None,
+    report_format: str,
+    out: Path | None,
+) -> None:
     """Find in the flight recorder dumps in FOLDER which call blocks each group, and which ranks have not made it.
 
     FOLDER defaults to ASYNCDIST_DUMP_DIR, or else to the current folder. Ranks write their dumps there when a group
@@ -49,6 +69,7 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
     ASYNCDIST_DUMP_DIR=/tmp/dumps ASYNCDIST_DUMP_SIGNAL=USR2 torchrun --nproc-per-node=8 train.py
     pkill -USR2 -f -- '-u train.py'          # matches torchrun's ranks, not torchrun, which the signal would end
     asyncdist trace /tmp/dumps --plot timeline.png
+    asyncdist trace /tmp/dumps --format torch    # and then: torchfrtrace /tmp/dumps
     """
     from asyncdist.cli import timeline
     from asyncdist.tracing import desync_report
@@ -59,6 +80,9 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
     worlds = desync_report.recent(found)
     console = screen()
     for records in worlds:
+        if report_format == "torch":
+            _export(records, out or folder, console)
+            continue
         if len(worlds) > 1:
             size = records[0].world_size
             title = f"{desync_report.name_of(records)} of {size} rank{'s' * (size > 1)}"
@@ -74,6 +98,23 @@ def trace(folder: Path, calls: int, plot: Path | None, seconds: float, perfetto:
         with reporting_write_errors(perfetto):
             timeline.export_trace_events(worlds, perfetto)
         console.print(f"written to {perfetto}: open it at https://ui.perfetto.dev", markup=False)
+
+
+def _export(records: Sequence[TraceRecord], folder: Path, console: Console) -> None:
+    """Write the dumps of one world in torch's format, and print the command that analyses them."""
+    from asyncdist.tracing import torch_format
+    from asyncdist.tracing.recorder import write_private
+
+    prefix = torch_format.file_prefix(records[0].world)
+    evicted = torch_format.evicted_collectives(records)
+    with reporting_write_errors(folder):
+        for record in records:
+            write_private(str(folder / f"{prefix}{record.rank}"), torch_format.torch_pickle(record, evicted))
+    missing = " --allow-incomplete-ranks" if len(records) < records[0].world_size else ""
+    count = f"{len(records)} file{'s' * (len(records) > 1)}"
+    command = f"torchfrtrace {shlex.quote(str(folder))} --prefix {prefix}{missing}"
+    console.print(f"written {count} to {folder}; analyse them with", markup=False)
+    console.print(f"  {command}", markup=False, soft_wrap=True)
 
 
 def _show(records: Sequence[TraceRecord], calls: int, console: Console) -> None:

@@ -70,7 +70,7 @@ class Endpoint:
         self.world_size = world_size
         self.world_id = world_id
         self.config = config
-        self.recorder = Recorder(rank, world_size, config.flight_recorder_size, world_id)
+        self.recorder = Recorder(rank, world_size, config.flight_recorder_size, world_id, config.dump_format)
         self.progress = Progress(self, home)
         self.transport_selector = TransportSelector(rank, [kind(self) for kind in kinds])
         self.of_parent: tuple[object, ...] = ()

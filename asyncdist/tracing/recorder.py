@@ -1,7 +1,8 @@
 """The flight recorder: the last operations of one rank, cheap enough to be always on.
 
-When a group fails, `Recorder.dump` writes them as JSON into ``ASYNCDIST_DUMP_DIR``; a signal requests a dump too (see
-`dump_signal`). `desync_report` reads the files of all ranks and reports which rank is stuck where.
+When a group fails, `Recorder.dump` writes them into ``ASYNCDIST_DUMP_DIR``, as JSON or in torch's format
+(``ASYNCDIST_DUMP_FORMAT``); a signal requests a dump too (see `dump_signal`). `desync_report` reads the JSON files of all
+ranks and reports which rank is stuck where.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch.autograd import profiler
 
 from asyncdist.base.ops import is_message
 from asyncdist.tracing import profiler as spans
+from asyncdist.tracing import torch_format
 from asyncdist.tracing.call_text import call_in_words
+from asyncdist.tracing.trace_record import parse
 from asyncdist.transport.wire_format import Fingerprint
 
 log = logging.getLogger("asyncdist")
@@ -86,13 +89,14 @@ class Recorder:
     """Keeps the last ``size`` operations of one rank in one world, and its newest groups.
 
     Recording appends to a ring buffer and evicts the oldest entry, pending or not. Each function in ``pending`` returns the
-    pending operations of an executor; a dump calls the functions, from any thread.
+    pending operations of an executor; a dump calls the functions, from any thread. ``dump_format`` is json, torch or both.
     """
 
-    def __init__(self, rank: int, world_size: int, size: int, world_id: str = "") -> None:
+    def __init__(self, rank: int, world_size: int, size: int, world_id: str = "", dump_format: str = "json") -> None:
         self.rank = rank
         self.world_size = world_size
         self.world_id = world_id
+        self.dump_format = dump_format
         self.pending: list[Callable[[], Iterable[Entry]]] = []
         self._groups: dict[str, _RecordedGroup] = {}
         self._entries: deque[Entry] = deque(maxlen=max(1, size))
@@ -125,13 +129,25 @@ class Recorder:
         return iter(sorted(evicted, key=lambda entry: entry.issued) + entries)
 
     def dump(self, folder: str, reason: str) -> str | None:
-        """Write the recorder to ``folder``; return the file's path, or None (and log an error) on failure.
+        """Write the recorder to ``folder``; return the path of a file, or None (and log an error) on failure.
 
-        A later dump of the same rank replaces the file. Only the owner of this process can read it. A dump replaces a
-        symbolic link under the file's name and does not follow it.
+        A later dump of the same rank replaces the files. Only the owner of this process can read them. A dump replaces a
+        symbolic link under a file's name and does not follow it.
         """
-        path = os.path.join(folder, f"asyncdist-{self.world_id[:8]}-rank{self.rank}.json")
-        content = {
+        content = self._content(reason)
+        path = ""
+        if self.dump_format != "json":
+            path = os.path.join(folder, f"{torch_format.file_prefix(self.world_id)}{self.rank}")
+            if not _write(path, torch_format.torch_pickle(parse(content))):
+                return None
+        if self.dump_format != "torch":
+            path = os.path.join(folder, f"asyncdist-{self.world_id[:8]}-rank{self.rank}.json")
+            if not _write(path, json.dumps(content, indent=1).encode()):
+                return None
+        return path
+
+    def _content(self, reason: str) -> dict[str, Any]:
+        return {
             "world": self.world_id,
             "rank": self.rank,
             "world_size": self.world_size,
@@ -146,24 +162,35 @@ class Recorder:
             },
             "entries": [entry.as_dict() for entry in self],
         }
-        # A signal handler may interrupt a dump with another one, so each call writes its own file.
-        unfinished = f"{path}.{secrets.token_hex(8)}"
-        try:
-            os.makedirs(folder, exist_ok=True)
-            try:
-                with open(unfinished, "x", encoding="utf-8", opener=_create_private) as file:
-                    json.dump(content, file, indent=1)
-                # The rename is atomic: a reader sees the whole earlier dump or this whole one.
-                os.replace(unfinished, path)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.unlink(unfinished)
-                raise
-        except OSError as cause:
-            log.error("cannot write the flight recorder to %s: %s", path, cause)
-            return None
-        log.warning("flight recorder written to %s", path)
-        return path
+
+
+def _write(path: str, content: bytes) -> bool:
+    """Write a file of a dump; return False and log an error on failure."""
+    try:
+        write_private(path, content)
+    except OSError as cause:
+        log.error("cannot write the flight recorder to %s: %s", path, cause)
+        return False
+    log.warning("flight recorder written to %s", path)
+    return True
+
+
+def write_private(path: str, content: bytes) -> None:
+    """Replace a file by one that only the owner of this process can read. Creates its folder; raises OSError."""
+    folder = os.path.dirname(path)
+    os.makedirs(folder, exist_ok=True)
+    # A signal handler may interrupt a dump with another one, so each call writes its own file. Its name does not contain
+    # the final one, so that torch's analyser ignores it.
+    unfinished = os.path.join(folder, f".{secrets.token_hex(8)}.unfinished")
+    try:
+        with open(unfinished, "xb", opener=_create_private) as file:
+            file.write(content)
+        # The rename is atomic: a reader sees the whole earlier dump or this whole one.
+        os.replace(unfinished, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(unfinished)
+        raise
 
 
 def _create_private(path: str, flags: int) -> int:

@@ -89,7 +89,7 @@ def test_dump_does_not_follow_symbolic_links_and_is_readable_by_its_owner_only(t
     folder.mkdir()
     victim.write_text("precious")
     monkeypatch.setattr(secrets, "token_hex", lambda _: "guessed")
-    for link in (name, f"{name}.guessed"):
+    for link in (name, ".guessed.unfinished"):
         (folder / link).symlink_to(victim)
     recorder = Recorder(0, 1, 10, "world")
     assert recorder.dump(str(folder), "the name of the unfinished file exists") is None
