@@ -54,6 +54,10 @@ def load_distributed_test(backend: str, ranks: int) -> ModuleType:
     # Torch runs 23 tests only with 8 ranks or more, unless the variable names MPI. They pass with 4 ranks, too.
     os.environ["BACKEND"] = "mpi"
     distributed_test.BACKEND = BackendName(backend)
+    for test in vars(distributed_test.DistributedTest._DistTestBase).values():
+        # Torch runs the tests of all_to_all on the CPU with MPI only.
+        if getattr(test, "__unittest_skip_why__", "").startswith("Only MPI supports"):
+            test.__unittest_skip__ = False
     return distributed_test
 
 

@@ -48,7 +48,8 @@ back end `asyncdist` and on gloo, and an interrupted run continues where it stop
 The file selects its tests by the name of the back end. The program lets it select gloo's tests on both back ends, also
 those of timeouts and of `monitored_barrier`, which match gloo's words. It then replaces the name, so that the
 default group and its subgroups belong to the back end of the row. A test that asks for a group of gloo by name gets one.
-Tests that torch runs only with eight ranks or more run, too. A test passes if every rank ends without an error.
+Tests that torch runs only with eight ranks or more, or only with MPI, run too. A test passes if every rank ends without
+an error.
 
 {comparison}
 
