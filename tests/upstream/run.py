@@ -166,7 +166,7 @@ def page(record: Record, ranks: int) -> str:
         (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),
     )
-    machine = f"{os.cpu_count()} cores of {processor}, {platform.system()} {platform.release()}"
+    machine = f"{os.cpu_count()} cores of {processor}, {platform.system()} {platform.release().split('-')[0]}"
     counts = "\n".join(
         f"| {backend} | " + " | ".join(str(record.count(backend, outcome)) for outcome in OUTCOMES) + " |"
         for backend in BACKENDS
