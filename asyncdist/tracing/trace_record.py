@@ -45,6 +45,9 @@ class TracedCall:
         return is_message(self.op)
 
 
+_CALL = get_type_hints(TracedCall)
+
+
 @dataclass(frozen=True)
 class TraceRecord:
     """The dump of one rank.
@@ -100,7 +103,7 @@ def _typed(content: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, An
 
 
 def _call(entry: Mapping[str, Any], offset: float) -> TracedCall:
-    fields = _typed(entry, get_type_hints(TracedCall))
+    fields = _typed(entry, _CALL)
     fields["issued"] += offset
     fields["finished"] = fields["finished"] + offset if fields["finished"] else None
     return TracedCall(**fields)
