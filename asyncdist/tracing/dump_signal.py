@@ -55,15 +55,25 @@ def offer(recorder: Recorder, config: Config) -> None:
 
 
 class _Writer:
-    """A signal handler that writes the recorders, and then calls the previous handler."""
+    """A signal handler that writes the recorders, and then calls the previous handler.
+
+    A signal that arrives while the recorders are being written writes them no second time: signals that arrive faster
+    than that would nest the handler without end.
+    """
 
     def __init__(self, name: str, before: Any) -> None:
         self._name = name
         self._before = before
+        self._writing = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        for recorder, folder in list(_recorders.items()):
-            recorder.dump(folder, f"requested by signal {self._name}")
+        if not self._writing:
+            self._writing = True
+            try:
+                for recorder, folder in list(_recorders.items()):
+                    recorder.dump(folder, f"requested by signal {self._name}")
+            finally:
+                self._writing = False
         if callable(self._before):
             self._before(number, frame)
 

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["written by the ranks", "converted"])
+@pytest.fixture(params=["written by the ranks", pytest.param("converted", marks=pytest.mark.exhaustive)])
 def verdict(request, tmp_path):
     """Return a function that analyses the dumps: the ranks' own files, or those of ``asyncdist trace --format torch``."""
 
@@ -91,6 +91,7 @@ def test_analyser_names_calls_that_differ(world, all_do, verdict):
     assert "'all_reduce'" in text
 
 
+@pytest.mark.exhaustive
 def test_analyser_names_rank_without_dump(world, all_do, verdict):
     all_do(world, "all_reduce", "world", 10)
     for told in world[:2]:

@@ -153,6 +153,25 @@ def test_dump_signal_writes_and_calls_previous_handler(tmp_path):
 
 
 @pytest.mark.usefixtures("usr1")
+def test_signal_during_a_dump_writes_no_second_one(tmp_path, monkeypatch):
+    config = Config(dump_dir=str(tmp_path), dump_signal="USR1")
+    recorder, reasons = Recorder(0, 1, 10), []
+
+    def dump(folder: str, reason: str) -> None:
+        reasons.append(reason)
+        if len(reasons) < 3:
+            signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(recorder, "dump", dump)
+    dump_signal.install_signal_handler(config)
+    dump_signal.offer(recorder, config)
+    signal.raise_signal(signal.SIGUSR1)
+    assert reasons == ["requested by signal USR1"]
+    signal.raise_signal(signal.SIGUSR1)
+    assert len(reasons) == 2
+
+
+@pytest.mark.usefixtures("usr1")
 def test_signal_skips_collected_recorders(tmp_path):
     config = Config(dump_dir=str(tmp_path), dump_signal="SIGUSR1")
     dump_signal.install_signal_handler(config)
