@@ -1,7 +1,7 @@
 # Every target makes the virtual environment first if it is not there; PYTHON=, RANKS=, WORKERS= and SECONDS= may be set.
 PYTHON ?= python3
 RANKS ?= 2
-WORKERS ?= 2
+WORKERS ?= 3
 SECONDS ?= 60
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY)  ## train on real digits, two ranks, over our own transport
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node=$(RANKS) examples/train_digits.py
 
-# Workers take tests in order and steal from each other: ranks are forked off one process per folder. Bytecode is kept even
+# Many tests wait for processes, so three workers use two cores better than two. Workers take tests in order and steal from each other: ranks are forked off one process per folder. Bytecode is kept even
 # where the environment says otherwise, or each of several hundred processes would compile the package again.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
