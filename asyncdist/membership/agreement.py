@@ -1,0 +1,415 @@
+"""One agreement among the members of a group: every member votes once, and all that go on decide the same set of votes.
+
+Members end at any step, lose their connections to each other at different times, and may each hold another member lost that
+is alive. The protocol is single-decree Paxos (L. Lamport, "Paxos Made Simple", ACM SIGACT News 32(4), 2001). Its
+*coordinator* is the first member that one does not hold lost, as in the agreement of ULFM (T. Herault et al., "Practical
+Scalable Consensus for Pseudo-Synchronous Distributed Systems", SC 2015)::
+
+    member        PROMISE(ballot, vote, what it accepted)     as soon as it follows the coordinator
+    coordinator   ACCEPT(ballot, decision)                    once all members that it does not hold lost have promised
+    member        ACCEPTED(ballot)
+    coordinator   DECIDE(decision)                            once all of them have accepted
+    coordinator   PREPARE(ballot)                             if it lost one of them in between, or has taken over
+    member        QUIT(reason)                                instead of a vote, or before it gives up
+
+A ballot is (position of the coordinator, attempt). A member only follows coordinators in ascending order and answers no
+other one, so coordinators do not compete. A decision proposed before is proposed again, also by a later coordinator.
+
+*Quorum.* A member that one holds lost may be alive and coordinate others. A member has *ended* if its process ended, it
+left in order, or it quit: it then decides nothing any more. The members of a ballot are a quorum if all other members have
+ended, or if they are more than half of all members, or exactly half with the first member. Two quorums of the second kind
+intersect. One of the first kind contains every member that is alive. ACCEPT therefore names the members that have ended,
+and a member ignores messages of these from then on, such as a DECIDE that was still on its way. So no two members that are
+alive hold different decisions. Ended members count in the half, because they may have decided with members that are lost.
+
+*Accusations.* A member may wait for another one that is dead, and that only others have lost. They say so in promises and
+in PREPARE, and the owner, which may hear the accused member, decides whether it adopts the loss.
+
+*Disputes.* Two members that reach the coordinator may hold each other lost. Members that are to form a group must all reach
+one another. A promise therefore names the members that its sender holds lost, and the coordinator leaves out members until
+no such pair is left: first those with the most, and of two equals the later one.
+
+The owner passes in what happens (`vote`, `receive`, `lose`, `end`, `quit`), and after each call sends what `take_outbox`
+returns. Messages may arrive in any order, and only those to or from members that have ended or are held lost may be
+missing. If a member holds another one lost, the other one eventually holds it lost too.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import msgpack
+
+Ballot = tuple[int, int]
+"""The position of the coordinator among the members, and its attempt."""
+
+
+class AgreementKind(enum.IntEnum):
+    """The kinds of messages of an agreement."""
+
+    PROMISE = enum.auto()
+    PREPARE = enum.auto()
+    ACCEPT = enum.auto()
+    ACCEPTED = enum.auto()
+    DECIDE = enum.auto()
+    QUIT = enum.auto()
+
+
+_PROMISE, _PREPARE, _ACCEPT, _ACCEPTED, _DECIDE, _QUIT = AgreementKind
+
+
+class MemberEnd(NamedTuple):
+    """Why a member takes part no more, and whether it is alive and has quit."""
+
+    reason: str
+    has_quit: bool = False
+
+
+class Decision(NamedTuple):
+    """What the members decided.
+
+    Attributes:
+        votes: The votes of the members that go on, by rank in the order of the members.
+        excluded: Why the other members do not go on, by rank.
+        quitters: The excluded members that were alive and had quit.
+    """
+
+    votes: Mapping[int, bytes]
+    excluded: Mapping[int, str]
+    quitters: Sequence[int] = ()
+
+
+class AgreementMessage(NamedTuple):
+    """A message of an agreement.
+
+    Attributes:
+        kind: What it says.
+        ballot: The ballot that it belongs to.
+        vote: PROMISE: the sender's vote.
+        decision: PROMISE: what the sender accepted last, if anything. ACCEPT, DECIDE: the decision.
+        accepted_in: PROMISE: the ballot in which the sender accepted it.
+        ended: The members that have ended, as far as the sender knows.
+        reason: QUIT: why.
+        lost: PROMISE, PREPARE: the members that the sender holds lost, and why.
+    """
+
+    kind: int
+    ballot: Ballot = (0, 0)
+    vote: bytes = b""
+    decision: Decision | None = None
+    accepted_in: Ballot | None = None
+    ended: Mapping[int, MemberEnd] = {}
+    reason: str = ""
+    lost: Mapping[int, str] = {}
+
+    def pack(self) -> bytes:
+        """Return the message as bytes."""
+        packed: bytes = msgpack.packb(self)
+        return packed
+
+    @classmethod
+    def unpack(cls, body: bytes) -> AgreementMessage:
+        """Return the message of `pack`. Raises ValueError for other bytes."""
+        try:
+            kind, ballot, vote, decision, accepted_in, ended, reason, lost = msgpack.unpackb(body, strict_map_key=False)
+            return cls(
+                AgreementKind(kind),
+                _ballot(ballot),
+                bytes(vote),
+                None if decision is None else _decision(*decision),
+                None if accepted_in is None else _ballot(accepted_in),
+                {int(member): MemberEnd(str(why), bool(has_quit)) for member, (why, has_quit) in ended.items()},
+                str(reason),
+                {int(member): str(why) for member, why in lost.items()},
+            )
+        except (ValueError, TypeError, AttributeError, msgpack.UnpackException) as cause:
+            raise ValueError("not a message of an agreement") from cause
+
+
+def _ballot(numbers: Sequence[int]) -> Ballot:
+    position, attempt = numbers
+    return int(position), int(attempt)
+
+
+def _decision(votes: Mapping[int, bytes], excluded: Mapping[int, str], quitters: Sequence[int]) -> Decision:
+    return Decision(
+        {int(member): bytes(vote) for member, vote in votes.items()},
+        {int(member): str(reason) for member, reason in excluded.items()},
+        tuple(map(int, quitters)),
+    )
+
+
+class Agreement:
+    """One member's part in one agreement. No method does I/O.
+
+    Args:
+        member: This member's rank.
+        members: The ranks of all members, in the same order on each of them.
+        settles_disputes: Whether of two members that hold each other lost only one goes on. Equal on all members.
+
+    Attributes:
+        decision: The decision, once this member knows it. It may exclude this member.
+        has_quit: Whether this member has quit.
+    """
+
+    def __init__(self, member: int, members: Sequence[int], *, settles_disputes: bool = False) -> None:
+        self.member, self.members = member, tuple(members)
+        self.decision: Decision | None = None
+        self.has_quit = False
+        self._settles_disputes = settles_disputes
+        self._outbox: list[tuple[int, AgreementMessage]] = []
+        self._positions = {each: position for position, each in enumerate(self.members)}
+        self._vote: bytes | None = None
+        self._accusations: dict[int, str] = {}
+        self._lost: dict[int, str] = {}
+        self._ended: dict[int, MemberEnd] = {}
+        self._followed: int | None = None
+        self._promised: Ballot = (-1, 0)
+        self._accepted: tuple[Ballot, Decision] | None = None
+        self._unanswered: set[int] = set()
+        """The members that have another coordinator than this one has, and asked or promised this one."""
+        # As the coordinator:
+        self._attempt = 0
+        self._promises: dict[int, AgreementMessage] = {}
+        self._electorate: set[int] | None = None
+        """The members to which the decision of this attempt was proposed; None before."""
+        self._acceptors: set[int] = set()
+
+    # -- what the owner asks -------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this member has decided or quit."""
+        return self.decision is not None or self.has_quit
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this member has voted and is its own coordinator."""
+        return self._followed == self.member
+
+    @property
+    def has_quorum(self) -> bool:
+        """Whether the members that this one does not hold lost are enough to decide."""
+        return self.has_quorum_without(())
+
+    def has_quorum_without(self, members: Collection[int]) -> bool:
+        """Return whether the members that this one does not hold lost are enough to decide without some of them."""
+        present = [each for each in self._present() if each not in members]
+        if all(each in self._ended for each in self.members if each not in present):
+            return True
+        return 2 * len(present) + (self.members[0] in present) > len(self.members)
+
+    @property
+    def awaited(self) -> list[int]:
+        """The ranks that this member waits for; those that have not voted, if it is the coordinator."""
+        if self.is_over or self._vote is None:
+            return []
+        if not self.coordinates:
+            return [] if self._followed is None else [self._followed]
+        done = self._promises.keys() if self._electorate is None else self._acceptors
+        return [each for each in self._present() if each not in done]
+
+    @property
+    def accused(self) -> dict[int, str]:
+        """Those of the awaited ranks that another member holds lost, with its reasons."""
+        return {each: self._accusations[each] for each in self.awaited if each in self._accusations}
+
+    @property
+    def excluded(self) -> dict[int, str]:
+        """The members that this one holds lost, by rank, with the reasons."""
+        return dict(self._lost)
+
+    def take_outbox(self) -> list[tuple[int, AgreementMessage]]:
+        """Return and remove the messages to send, each with its receiver."""
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    # -- what happens --------------------------------------------------------------------------
+
+    def vote(self, vote: bytes) -> None:
+        """Take part with a vote. Call it once."""
+        self._vote = vote
+        self._advance()
+
+    def ask(self) -> None:
+        """As the coordinator, ask the members that have not voted. Those that have quit answer so."""
+        if self.coordinates and not self.is_over and self._electorate is None:
+            self._send_to(self.awaited, self._prepare(self._promised))
+
+    def tell(self) -> None:
+        """As another member than the coordinator, tell all whom this one holds lost. Others may wait for these."""
+        if self._followed is not None and not self.coordinates and not self.is_over:
+            self._send_to(self._present(), self._own_promise(self._promised))
+
+    def quit(self, reason: str) -> None:
+        """Take part no more; does nothing once this member has decided."""
+        if not self.is_over:
+            self.has_quit = True
+            self._send_to(self._present(), AgreementMessage(_QUIT, reason=reason))
+
+    def lose(self, member: int, reason: str) -> None:
+        """Hold a member lost, which may be alive."""
+        if member != self.member and member in self._positions and member not in self._lost:
+            self._lost[member] = reason
+            followed = self._followed
+            self._advance()
+            if followed == self._followed and followed is not None and not self.coordinates and not self.is_over:
+                # The coordinator may wait for that member.
+                self._promise(self._promised)
+
+    def end(self, member: int, reason: str, *, has_quit: bool = False) -> None:
+        """Record that a member has ended: it decides nothing any more."""
+        self._adopt({member: MemberEnd(reason, has_quit)})
+        self._advance()
+
+    def receive(self, sender: int, message: AgreementMessage) -> None:
+        """Handle a message of another member."""
+        if sender in self._ended or sender not in self._positions:
+            return
+        if message.kind == _DECIDE:
+            if message.decision is not None and not self.is_over:
+                self._decide(message.decision)
+        elif message.kind == _QUIT:
+            self.end(sender, message.reason, has_quit=True)
+        elif self.is_over:
+            if message.kind in (_PROMISE, _PREPARE):
+                kind = _QUIT if self.decision is None else _DECIDE
+                self._send_to([sender], AgreementMessage(kind, decision=self.decision, reason="it had quit before"))
+        else:
+            self._adopt(message.ended)
+            self._accusations.update(message.lost)
+            if self._positions[sender] == message.ballot[0]:
+                self._follow(sender, message)
+            elif self._positions[self.member] == message.ballot[0] and message.ballot[1] == self._attempt:
+                if message.kind == _PROMISE:
+                    self._promises[sender] = message
+                    self._unanswered.add(sender)
+                elif message.kind == _ACCEPTED:
+                    self._acceptors.add(sender)
+            self._advance()
+
+    # -- the protocol --------------------------------------------------------------------------
+
+    def _follow(self, coordinator: int, message: AgreementMessage) -> None:
+        """Answer a message of the coordinator that this member follows, unless a later ballot has begun."""
+        if coordinator != self._followed:
+            self._unanswered.add(coordinator)
+            return
+        if message.ballot < self._promised:
+            return
+        if message.kind == _PREPARE:
+            self._promise(message.ballot)
+        elif message.kind == _ACCEPT and message.decision is not None:
+            self._promised = message.ballot
+            self._accepted = message.ballot, message.decision
+            self._send_to([coordinator], AgreementMessage(_ACCEPTED, message.ballot))
+
+    def _advance(self) -> None:
+        """Do everything that the present knowledge allows."""
+        if self._vote is None or self.is_over:
+            return
+        coordinator = next(each for each in self.members if each not in self._lost)
+        if coordinator != self._followed:
+            takes_over, self._followed = self._followed is not None, coordinator
+            if coordinator == self.member:
+                self._begin_attempt(ask=takes_over)
+            else:
+                self._promise((self._positions[coordinator], 0))
+        if coordinator == self.member:
+            self._coordinate()
+
+    def _promise(self, ballot: Ballot) -> None:
+        self._promised = ballot
+        self._send_to([self.members[ballot[0]]], self._own_promise(ballot))
+
+    def _own_promise(self, ballot: Ballot) -> AgreementMessage:
+        assert self._vote is not None
+        accepted_in, decision = self._accepted or (None, None)
+        ended = dict(self._ended)
+        return AgreementMessage(_PROMISE, ballot, self._vote, decision, accepted_in, ended, lost=dict(self._lost))
+
+    def _begin_attempt(self, *, ask: bool) -> None:
+        """Begin a ballot; ``ask`` for promises, which members send unasked when they begin to follow a coordinator."""
+        ballot = self._promised = self._positions[self.member], self._attempt
+        self._promises[self.member] = self._own_promise(ballot)
+        if ask:  # a member that has decided answers too
+            self._send_to(self._present(), self._prepare(ballot))
+
+    def _prepare(self, ballot: Ballot) -> AgreementMessage:
+        return AgreementMessage(_PREPARE, ballot, ended=dict(self._ended), lost=dict(self._lost))
+
+    def _coordinate(self) -> None:
+        present = set(self._present())
+        if self._electorate is not None and self._electorate != present:
+            self._attempt += 1
+            self._electorate = None
+            self._promises.clear()
+            self._begin_attempt(ask=True)
+        if self._electorate is None and present <= self._promises.keys() and self.has_quorum:
+            self._propose(present)
+        if self._electorate is not None and present <= self._acceptors:
+            assert self._accepted is not None
+            self._decide(self._accepted[1])
+
+    def _propose(self, present: set[int]) -> None:
+        ballot = self._promised
+        earlier = [
+            (promise.accepted_in, promise.decision)
+            for member, promise in self._promises.items()
+            if member in present and promise.accepted_in is not None and promise.decision is not None
+        ]
+        if earlier:
+            decision = max(earlier, key=lambda accepted: accepted[0])[1]
+        else:
+            excluded = self._lost | (self._disputed(present) if self._settles_disputes else {})
+            decision = Decision(
+                {each: self._promises[each].vote for each in self.members if each not in excluded},
+                {each: excluded[each] for each in self.members if each in excluded},
+                tuple(each for each, end in self._ended.items() if end.has_quit),
+            )
+        self._accepted = ballot, decision
+        self._electorate, self._acceptors = present, {self.member}
+        self._send_to(present, AgreementMessage(_ACCEPT, ballot, decision=decision, ended=dict(self._ended)))
+
+    def _disputed(self, present: set[int]) -> dict[int, str]:
+        """Return the members to leave out, with the reasons, so that no two of the others hold each other lost."""
+        reasons: dict[int, dict[int, str]] = {member: {} for member in self.members if member in present}
+        for member in reasons:
+            for other, reason in self._promises[member].lost.items():
+                if other in reasons:
+                    reasons[other][member] = reason
+                    reasons[member].setdefault(other, reason)
+        left_out = {}
+        while any(reasons.values()):
+            worst = max(reasons, key=lambda member: (len(reasons[member]), self._positions[member]))
+            left_out[worst] = next(iter(reasons.pop(worst).values()))
+            for others in reasons.values():
+                others.pop(worst, None)
+        return left_out
+
+    def _decide(self, decision: Decision) -> None:
+        """Decide. The coordinator tells all; the others tell those that the coordinator may not reach.
+
+        These are the excluded members, and those that have lost the coordinator and have turned to this member.
+        """
+        self.decision = decision
+        receivers = self._present()
+        if not self.coordinates:
+            receivers = [each for each in receivers if each not in decision.votes or each in self._unanswered]
+        self._send_to(receivers, AgreementMessage(_DECIDE, decision=decision))
+
+    # -- the members ---------------------------------------------------------------------------
+
+    def _present(self) -> list[int]:
+        return [each for each in self.members if each not in self._lost]
+
+    def _adopt(self, ended: Mapping[int, MemberEnd]) -> None:
+        for member, end in ended.items():
+            if member != self.member and member in self._positions and member not in self._ended:
+                self._ended[member] = end
+                self._lost.setdefault(member, end.reason)
+
+    def _send_to(self, receivers: Sequence[int] | set[int], message: AgreementMessage) -> None:
+        self._outbox += [(each, message) for each in receivers if each != self.member]

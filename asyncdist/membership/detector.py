@@ -1,0 +1,166 @@
+"""Decides from missing heartbeats which peers are suspected, and which are lost.
+
+Every rank beats `BEATS` times within the timeout, and looks for the beats of its peers as often. A peer is suspected after
+0.7 of the timeout without a sign of life, and lost after all of it. See T. D. Chandra and S. Toueg, "Unreliable Failure
+Detectors for Reliable Distributed Systems", JACM 43(2), 1996.
+
+The time of a look counts only up to one and a half periods. A rank that was stopped, or that gets no processor, therefore
+blames nobody for what it has missed itself.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+BEATS = 10
+"""The heartbeats within the timeout."""
+_LONGEST_STEP = 1.5
+"""The periods that count of the time between two looks."""
+SUSPECTED_AFTER = 0.7
+"""The part of the timeout after which a silent peer is suspected."""
+_MOST_EXCUSED = 11.0
+"""The timeouts by which excuses delay the loss of a silent peer."""
+
+
+class Liveness(enum.Enum):
+    """What has happened to a peer."""
+
+    SUSPECTED = "suspected"
+    RECOVERED = "recovered"
+    LOST = "lost"
+
+
+class Verdict(NamedTuple):
+    """A change of one peer.
+
+    Attributes:
+        liveness: What has happened.
+        peer: The peer.
+        silence: Seconds since the last sign of life.
+        heard_by: The ranks that have heard the peer since it was suspected.
+        unheard_by: The ranks that do not hear it either.
+        is_alone: Whether this rank hears no peer at all, and has several.
+    """
+
+    liveness: Liveness
+    peer: int
+    silence: float
+    heard_by: tuple[int, ...] = ()
+    unheard_by: tuple[int, ...] = ()
+    is_alone: bool = False
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A peer: when it was last heard, on the clock of the caller and on that of the detector, and what others say."""
+
+    heard_at: float
+    heard: float
+    was_heard: bool = False
+    excused: float = 0.0
+    is_suspected: bool = False
+    answers: dict[int, bool] = field(default_factory=dict)
+
+
+class Detector:
+    """The detector of one rank for the peers of one transport.
+
+    Args:
+        timeout: Seconds of silence after which a peer is lost.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout, self._period = timeout, timeout / BEATS
+        self._now: float | None = None
+        self._clock = 0.0
+        self._peers: dict[int, _Watched] = {}
+
+    @property
+    def peers(self) -> list[int]:
+        """The peers that are watched now."""
+        return list(self._peers)
+
+    @property
+    def suspects(self) -> list[int]:
+        """The peers that are suspected now."""
+        return [peer for peer, watched in self._peers.items() if watched.is_suspected]
+
+    def silence(self, peer: int) -> float | None:
+        """Return the seconds for which a peer has been silent at the last look; None if it is not watched."""
+        watched = self._peers.get(peer)
+        return None if watched is None or self._now is None else self._now - watched.heard_at
+
+    def hears(self, peer: int) -> bool:
+        """Return whether a peer has been heard since it is watched, and is not suspected."""
+        watched = self._peers.get(peer)
+        return watched is not None and watched.was_heard and not watched.is_suspected
+
+    def last_heard(self) -> dict[int, float]:
+        """Return the times at which the watched peers were last heard, on the clock of `look`."""
+        return {peer: watched.heard_at for peer, watched in list(self._peers.items())}
+
+    def look(self, now: float, heard: Mapping[int, bool]) -> list[Verdict]:
+        """Note who was heard since the last look, and return what has changed.
+
+        Args:
+            now: The time on a monotonic clock.
+            heard: The peers whose beats reach this rank as long as they live, and whether each was heard. The detector
+                watches a peer from the first look that names it, and forgets it at the first that does not.
+        """
+        step = 0.0 if self._now is None else now - self._now
+        self._now, self._clock = now, self._clock + min(step, _LONGEST_STEP * self._period)
+        verdicts = []
+        for peer in self._peers.keys() - heard.keys():
+            del self._peers[peer]
+        for peer, is_heard in heard.items():
+            watched = self._peers.get(peer)
+            if watched is None or is_heard:
+                if watched is not None and watched.is_suspected:
+                    verdicts.append(Verdict(Liveness.RECOVERED, peer, now - watched.heard_at))
+                self._peers[peer] = _Watched(now, self._clock, is_heard)
+            elif self._clock - watched.heard >= self._timeout - self._period / 2:
+                verdicts.append(self._lost(peer, watched))
+            elif not watched.is_suspected and self._clock - watched.heard >= self._suspected_after:
+                watched.is_suspected = True
+                verdicts.append(Verdict(Liveness.SUSPECTED, peer, now - watched.heard_at))
+        for verdict in verdicts:
+            if verdict.liveness is Liveness.LOST:
+                del self._peers[verdict.peer]
+        return verdicts
+
+    def excuse(self, peer: int, *, without_limit: bool = False) -> None:
+        """Delay the loss of a suspect, because somebody sees that its process works and only cannot beat.
+
+        The delays of one silence end after some timeouts, unless ``without_limit``.
+        """
+        watched = self._peers.get(peer)
+        if watched is not None and watched.is_suspected:
+            delay = max(0.0, self._clock - watched.heard - self._suspected_after)
+            if not without_limit:
+                delay = min(delay, _MOST_EXCUSED * self._timeout - watched.excused)
+                watched.excused += delay
+            watched.heard += delay
+
+    def answer(self, peer: int, witness: int, *, is_heard: bool) -> None:
+        """Note whether another rank hears a suspect."""
+        watched = self._peers.get(peer)
+        if watched is not None and watched.is_suspected:
+            watched.answers[witness] = is_heard
+
+    @property
+    def _suspected_after(self) -> float:
+        return SUSPECTED_AFTER * self._timeout - self._period / 2
+
+    def _lost(self, peer: int, watched: _Watched) -> Verdict:
+        silent = [other.is_suspected for other in self._peers.values()]
+        return Verdict(
+            Liveness.LOST,
+            peer,
+            (self._now or 0.0) - watched.heard_at,
+            tuple(sorted(witness for witness, is_heard in watched.answers.items() if is_heard)),
+            tuple(sorted(witness for witness, is_heard in watched.answers.items() if not is_heard)),
+            len(silent) > 1 and all(silent),
+        )
