@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,17 @@ def standings(records: Sequence[TraceRecord]) -> list[RankPosition]:
     return sorted(found, key=lambda one: (one.number is None, -len(one.ranks), one.group))
 
 
+def late_records(records: Sequence[TraceRecord]) -> list[TraceRecord]:
+    """Return the records of the ranks that hold up a group: they have not issued its call, or have issued another one."""
+    late: set[int] = set()
+    for position in standings(records):
+        late.update(position.behind)
+        if position.differ:
+            usual = Counter(position.calls.values()).most_common(1)[0][0]
+            late.update(rank for rank, call in position.calls.items() if call != usual)
+    return [record for record in records if record.rank in late]
+
+
 def _position(group: str, ranks: tuple[int, ...], records: Sequence[TraceRecord]) -> RankPosition:
     position = RankPosition(group, ranks)
     members = {record.rank: record for record in records if record.groups.get(group) == ranks}
@@ -176,13 +188,17 @@ def _durations(calls: Mapping[int, TracedCall], numbers: Sequence[int]) -> list[
 # -- the text -------------------------------------------------------------------------------------------
 
 
-def tell(records: Sequence[TraceRecord]) -> Iterator[str]:
-    """Yield sentences that name the blocked groups of a world, the calls that block them, and the ranks that cause it."""
+_NO_DUMP = "left no flight recorder: killed, not signalled, or writing to the folder of another host"
+
+
+def tell(records: Sequence[TraceRecord], absent: str = _NO_DUMP) -> Iterator[str]:
+    """Yield sentences that name the blocked groups of a world, the calls that block them, and the ranks that cause it.
+
+    ``absent`` says what the ranks without a record did.
+    """
     silent = sorted(set(range(records[0].world_size)) - {record.rank for record in records})
     if silent:
-        yield (
-            f"{_ranks(silent)} left no flight recorder: killed, not signalled, or writing to the folder of another host."
-        )
+        yield f"{ranks_in_words(silent)} {absent}."
     by_rank = {record.rank: record for record in records}
     blocked = [position for position in standings(records) if position.number is not None]
     for position in blocked:
@@ -190,7 +206,7 @@ def tell(records: Sequence[TraceRecord]) -> Iterator[str]:
     for record in records:
         yield from _tell_messages(record)
     if not blocked:
-        yield "No collective is pending: every call has completed on all ranks that wrote a file."
+        yield "No collective is pending: every call has completed on all of these ranks."
 
 
 def _tell_position(position: RankPosition, records: Mapping[int, TraceRecord]) -> Iterator[str]:
@@ -199,13 +215,13 @@ def _tell_position(position: RankPosition, records: Mapping[int, TraceRecord]) -
         callers: dict[str, list[int]] = {}
         for rank, call in sorted(position.calls.items()):
             callers.setdefault(call, []).append(rank)
-        calls = "; ".join(f"{_ranks(ranks)} called {call}" for call, ranks in callers.items())
+        calls = "; ".join(f"{ranks_in_words(ranks)} called {call}" for call, ranks in callers.items())
         yield f"{where}: the ranks made different calls. {calls}."
     else:
         call = next(iter(position.calls.values()), "a call of which no rank has a record")
         yield f"{where}: {call} has not completed."
     if position.waiting:
-        yield f"  {_ranks(position.waiting)} called it {_spread(position.waiting.values())} ago."
+        yield f"  {ranks_in_words(position.waiting)} called it {_spread(position.waiting.values())} ago."
     for rank, number in sorted(position.behind.items()):
         if not number:
             yield f"  rank {rank} has called nothing in this group: the other ranks wait for it."
@@ -216,7 +232,7 @@ def _tell_position(position: RankPosition, records: Mapping[int, TraceRecord]) -
             f"{'which has completed' if last is None else _in_words(last, records[rank].written)}."
         )
     if position.silent:
-        yield f"  {_ranks(position.silent)} of this group left no recorder."
+        yield f"  Nothing is known about {ranks_in_words(position.silent)} of this group."
 
 
 def _in_words(call: TracedCall, written: float) -> str:
@@ -247,7 +263,8 @@ def _other_side(message: TracedCall, record: TraceRecord) -> str:
     return f"{direction} rank {members[message.peer]}"
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return ``rank 3``, or ``ranks 0, 1 and 3``."""
     *others, last = [str(rank) for rank in sorted(ranks)]
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 

@@ -8,18 +8,14 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-import weakref
 from types import FrameType
 from typing import Any
 
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
-from asyncdist.tracing.recorder import Recorder
+from asyncdist.tracing.recorder import recorders
 
 log = logging.getLogger("asyncdist")
-
-_recorders: weakref.WeakKeyDictionary[Recorder, str] = weakref.WeakKeyDictionary()
-"""The folder of each recorder."""
 
 
 def install_signal_handler(config: Config) -> None:
@@ -48,12 +44,6 @@ def install_signal_handler(config: Config) -> None:
         raise UsageError(f"ASYNCDIST_DUMP_SIGNAL={name} cannot be caught: use USR2, or another of `kill -l`") from None
 
 
-def offer(recorder: Recorder, config: Config) -> None:
-    """Let the signal write a recorder, as long as the recorder is referenced. Callable from any thread."""
-    if config.dump_signal is not None and config.dump_dir is not None:
-        _recorders[recorder] = config.dump_dir
-
-
 class _Writer:
     """A signal handler that writes the recorders, and then calls the previous handler.
 
@@ -70,8 +60,9 @@ class _Writer:
         if not self._writing:
             self._writing = True
             try:
-                for recorder, folder in list(_recorders.items()):
-                    recorder.dump(folder, f"requested by signal {self._name}")
+                for recorder in recorders():
+                    if recorder.dump_dir is not None:
+                        recorder.dump(recorder.dump_dir, f"requested by signal {self._name}")
             finally:
                 self._writing = False
         if callable(self._before):

@@ -31,6 +31,13 @@ log = logging.getLogger("asyncdist")
 
 _NO_WAITS: Mapping[int, float] = MappingProxyType({})
 _ids = itertools.count(1)
+_START, _END, _ERROR = range(3)
+"""The functions of a hook, by their place in `Hook.functions`."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _dtype_of(fingerprint: int) -> torch.dtype | None:
+    return DTYPES.get(dtype_number(fingerprint))
 
 
 class OperationRecord(NamedTuple):
@@ -79,23 +86,25 @@ HookFunction = Callable[[OperationRecord], object]
 class Hook:
     """A registered hook. `remove` it when it is no longer needed; as a context manager it does so at the end."""
 
-    __slots__ = ("_has_failed", "_remove", "on_end", "on_error", "on_start", "removed")
+    __slots__ = ("_has_failed", "_remove", "functions", "takes_entry")
 
     def __init__(
         self,
-        on_start: HookFunction | None,
-        on_end: HookFunction | None,
-        on_error: HookFunction | None,
+        on_start: Callable[[Any], object] | None,
+        on_end: Callable[[Any], object] | None,
+        on_error: Callable[[Any], object] | None,
         remove: Callable[[Hook], None],
+        *,
+        takes_entry: bool = False,
     ) -> None:
-        self.on_start, self.on_end, self.on_error = on_start, on_end, on_error
-        self.removed = False
+        self.functions: tuple[Callable[[Any], object] | None, ...] = on_start, on_end, on_error
+        self.takes_entry = takes_entry
         self._remove = remove
         self._has_failed = False
 
     def remove(self) -> None:
         """Call this hook no more, also not for pending operations. Idempotent; any thread may call it."""
-        self.removed = True
+        self.functions = None, None, None
         self._remove(self)
 
     def __enter__(self) -> Hook:
@@ -104,88 +113,76 @@ class Hook:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def failed(self, function: HookFunction, record: OperationRecord) -> None:
+    def failed(self, function: Callable[[Any], object], entry: ObservedEntry) -> None:
         """Log the exception that is being handled, if it is the first one of this hook."""
         if not self._has_failed:
             self._has_failed = True
             log.exception(
                 "hook %r raised in %s #%d of group %r on rank %d; its further exceptions are not logged",
-                function, record.op, record.seq, record.group, record.rank,
+                function, entry.op, entry.seq, entry.group, entry.of.rank,
             )  # fmt: skip
 
 
 class ObservedEntry(Entry):
-    """An operation of a group with hooks: the hooks to call at its end, and the ranks for which it waits."""
+    """An operation of a group with hooks, and the ranks for which it waits.
 
-    __slots__ = ("_cause", "_group", "_hooks", "_id", "_waits")
+    Each group with hooks has its own subclass. An entry takes no longer to make than that of a group without hooks, because
+    the group, and values that most entries keep, are attributes of the class.
+    """
 
-    def __init__(self, hooks: GroupHooks, group: str, op: str, seq: int, fingerprint: int, nbytes: int) -> None:
-        Entry.__init__(self, group, op, seq, fingerprint, nbytes)
-        self.peer = None
-        self._group = hooks
-        self._id = next(_ids)
-        # A list, because `pop` lets exactly one of several threads take the hooks. It is empty until `start`.
-        self._hooks: list[tuple[Hook, ...]] = []
-        self._cause: BaseException | None = None
-        self._waits: dict[int, float] | None = None
+    of: GroupHooks
+    has_hooks = True
+    peer: int | None = None
+    _id = 0
+    _cause: BaseException | None = None
+    waits: dict[int, float] | None = None
 
-    def start(self) -> None:
-        """Call the hooks of the start."""
-        hooks = self._group.hooks
-        self._hooks.append(hooks)
-        record: OperationRecord | None = None
-        for hook in hooks:
-            function = hook.on_start
-            if function is not None and not hook.removed:
-                record = record or self.record()
-                try:
-                    function(record)
-                except Exception:
-                    hook.failed(function, record)
-
-    def finish(self, error: BaseException | None = None) -> bool:
-        Entry.finish(self, error)
-        if self._hooks:
-            self._cause = error
-        return True
+    def fail(self, error: BaseException) -> None:
+        Entry.fail(self, error)
+        self._cause = error
 
     def run_hooks(self) -> None:
         """Call the hooks of the end, once; further calls do nothing."""
-        try:
-            hooks = self._hooks.pop()
-        except IndexError:
-            return
-        self._group.pending.pop(self, None)
+        # `pop` lets exactly one of several threads take the hooks.
+        self.call(self.of.pending.pop(self, ()), _END if self._cause is None else _ERROR)
+
+    def call(self, hooks: tuple[Hook, ...], event: int) -> None:
+        """Call the functions of ``hooks`` for an event."""
         record: OperationRecord | None = None
         for hook in hooks:
-            function = hook.on_end if self._cause is None else hook.on_error
-            if function is not None and not hook.removed:
-                record = record or self.record()
+            function = hook.functions[event]
+            if function is not None:
                 try:
-                    function(record)
+                    if hook.takes_entry:
+                        function(self)
+                    else:
+                        record = record or self.record()
+                        function(record)
                 except Exception:
-                    hook.failed(function, record)
+                    hook.failed(function, self)
 
     def record(self) -> OperationRecord:
         """Return the description of the operation, as it is now."""
-        group, peer, finished = self._group, self.peer, self.finished
+        of, peer, waits, finished = self.of, self.peer, self.waits, self.finished
+        if not self._id:
+            self._id = next(_ids)
         # The constructor of a named tuple takes more than twice as long.
         return tuple.__new__(
             OperationRecord,
             (
                 self._id,
                 self.group,
-                group.ranks,
-                group.rank,
+                of.ranks,
+                of.rank,
                 self.op,
                 self.seq,
                 self.nbytes,
-                DTYPES.get(dtype_number(self.fingerprint)),
-                None if peer is None else group.ranks[peer],
+                _dtype_of(self.fingerprint),
+                None if peer is None else of.ranks[peer],
                 self.issued,
                 finished or None,
                 self._cause,
-                MappingProxyType(self._waits) if finished and self._waits is not None else _NO_WAITS,
+                MappingProxyType(waits) if waits and finished else _NO_WAITS,
             ),
         )
 
@@ -193,33 +190,36 @@ class ObservedEntry(Entry):
 
     def watch(self, schedule: Schedule) -> Schedule:
         """Run a native schedule, and measure for which ranks it waits."""
-        ranks = self._group.ranks
+        ranks = self.of.ranks
+        waits: dict[int, float] = {}
+        self.waits = waits
         # Group rank, or () while the schedule works.
         awaited: Any = ()
         since = 0.0
         try:
             for step in schedule:
-                if step != awaited:
+                # Equal steps are nearly always the same object. Where they are not, this only adds twice.
+                if step is not awaited:
                     now = perf_counter()
                     if awaited != ():
-                        self.add_wait(ranks[awaited], now - since)
+                        waits[ranks[awaited]] = waits.get(ranks[awaited], 0.0) + now - since
                     awaited, since = step, now
                 yield step
         finally:
             if awaited != ():
-                self.add_wait(ranks[awaited], perf_counter() - since)
+                waits[ranks[awaited]] = waits.get(ranks[awaited], 0.0) + perf_counter() - since
             schedule.close()
 
     def watch_all(self, schedules: Iterable[Schedule]) -> Iterator[Schedule]:
         """Yield the parts of the operation, and measure for which ranks they wait."""
-        return map(_PartWaits(self, self._group.ranks).watch, schedules)
+        return map(_PartWaits(self).watch, schedules)
 
     def add_wait(self, rank: int, seconds: float) -> None:
         """Add the seconds of a wait for a global rank."""
-        if self._waits is None:
-            self._waits = {rank: seconds}
+        if self.waits is None:
+            self.waits = {rank: seconds}
         else:
-            self._waits[rank] = self._waits.get(rank, 0.0) + seconds
+            self.waits[rank] = self.waits.get(rank, 0.0) + seconds
 
 
 class _PartWaits:
@@ -229,10 +229,12 @@ class _PartWaits:
     sender. The time in which several parts wait for the same rank counts once.
     """
 
-    def __init__(self, entry: ObservedEntry, ranks: Sequence[int]) -> None:
-        self._entry, self._ranks = entry, ranks
-        self._count: dict[int, int] = {}
-        self._since: dict[int, float] = {}
+    __slots__ = ("_begun", "_entry")
+
+    def __init__(self, entry: ObservedEntry) -> None:
+        self._entry = entry
+        # The times at which parts began to wait for a group rank, for each rank that one waits for.
+        self._begun: dict[int, list[float]] = {}
 
     def watch(self, schedule: Schedule) -> Schedule:
         """Run one part."""
@@ -243,7 +245,8 @@ class _PartWaits:
             step = next(schedule)
             while True:
                 if type(step) is not int or step != last:
-                    self._end(awaited)
+                    if awaited:
+                        self._end(awaited)
                     began = perf_counter()
                     awaited, last = _peers(step), step
                     self._begin(awaited, began)
@@ -254,21 +257,24 @@ class _PartWaits:
         except StopIteration as stop:
             return stop.value
         finally:
-            self._end(awaited)
+            if awaited:
+                self._end(awaited)
             schedule.close()
 
     def _begin(self, peers: Sequence[int], now: float) -> None:
         for peer in peers:
-            count = self._count[peer] = self._count.get(peer, 0) + 1
-            if count == 1:
-                self._since[peer] = now
+            self._begun.setdefault(peer, []).append(now)
 
     def _end(self, peers: Sequence[int]) -> None:
         now = perf_counter()
         for peer in peers:
-            self._count[peer] -= 1
-            if not self._count[peer]:
-                self._entry.add_wait(self._ranks[peer], now - self._since[peer])
+            begun = self._begun[peer]
+            # The last part that stops waiting adds the time since the first one began.
+            if len(begun) > 1:
+                begun.pop()
+            else:
+                del self._begun[peer]
+                self._entry.add_wait(self._entry.of.ranks[peer], now - begun[0])
 
 
 def _peers(step: Step | Wait) -> Sequence[int]:
@@ -293,14 +299,17 @@ class GroupHooks:
         record: Records an operation that starts, and calls the hooks. It returns the entry if it is observed, else None.
             The calling thread must hold no lock of the engine.
         hooks: The hooks that apply, in the order in which they are called.
-        pending: The observed operations that have not ended.
+        has_start: Whether one of them has a function for the start.
+        pending: The observed operations that have not ended, each with the hooks of its start.
     """
 
     __slots__ = (
         "__weakref__",
         "_add",
         "_everywhere",
+        "_observed",
         "_own",
+        "has_start",
         "hooks",
         "new_entry",
         "pending",
@@ -315,8 +324,10 @@ class GroupHooks:
         self.ranks, self.rank = ranks, rank
         self._add, self._everywhere = add, everywhere
         self._own: tuple[Hook, ...] = ()
+        self._observed: type[ObservedEntry] | None = None
         self.hooks: tuple[Hook, ...] = ()
-        self.pending: dict[ObservedEntry, None] = {}
+        self.has_start = False
+        self.pending: dict[ObservedEntry, tuple[Hook, ...]] = {}
         self.new_entry: Callable[[str, str, int, int, int], Entry] = Entry
         self.record: Callable[[Entry], ObservedEntry | None] = add
         if everywhere:
@@ -343,7 +354,10 @@ class GroupHooks:
     def _update(self) -> None:
         """Choose the function that records. Called under the lock of this module."""
         self.hooks = _everywhere + self._own if self._everywhere else self._own
-        self.new_entry = functools.partial(ObservedEntry, self) if self.hooks else Entry
+        self.has_start = any(hook.functions[_START] is not None for hook in self.hooks)
+        if self.hooks and self._observed is None:
+            self._observed = type("ObservedEntry", (ObservedEntry,), {"of": self})
+        self.new_entry = self._observed if self.hooks and self._observed is not None else Entry
         self.record = self._observe if self.hooks else self._add
 
     def _observe(self, entry: Entry) -> ObservedEntry | None:
@@ -351,8 +365,9 @@ class GroupHooks:
         # The first hook may have been registered after `new_entry`.
         if not isinstance(entry, ObservedEntry):
             return None
-        self.pending[entry] = None
-        entry.start()
+        hooks = self.pending[entry] = self.hooks
+        if self.has_start:
+            entry.call(hooks, _START)
         return entry
 
 
@@ -383,8 +398,16 @@ def register_hook(
     Example:
         >>> hook = dist.register_hook(on_error=lambda record: alert(record.group, record.error))
     """
+    return _register_everywhere(Hook(on_start, on_end, on_error, _remove_everywhere))
+
+
+def register_entry_hook(on_end: Callable[[ObservedEntry], object]) -> Hook:
+    """Call a function of the library at the end of every operation of every group, without making a record of it."""
+    return _register_everywhere(Hook(None, on_end, on_end, _remove_everywhere, takes_entry=True))
+
+
+def _register_everywhere(hook: Hook) -> Hook:
     global _everywhere
-    hook = Hook(on_start, on_end, on_error, _remove_everywhere)
     with _lock:
         _everywhere += (hook,)
         _update_groups()

@@ -1,21 +1,27 @@
 """Prometheus metrics of the operations of all groups of this process.
 
 `GroupMetrics` is a hook on every group: it adds each operation to counters of its own, which a scrape only reads.
-`serve_metrics` answers scrapes at an HTTP port. Both need prometheus-client, the extra ``metrics``.
+`serve_metrics` answers scrapes at an HTTP port, and ``ASYNCDIST_METRICS_PORT`` makes every rank call it. They need
+prometheus-client, the extra ``metrics``.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
+import logging
 import threading
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from time import perf_counter
 from typing import Any
 
 from asyncdist.base import lifecycle
+from asyncdist.base.error_text import describe_error
+from asyncdist.config import Config
 from asyncdist.errors import AddressError, UsageError
-from asyncdist.tracing.hooks import OperationRecord, pending_operations, register_hook
+from asyncdist.tracing.hooks import ObservedEntry, pending_operations, register_entry_hook
+
+log = logging.getLogger("asyncdist")
 
 SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the histogram's buckets."""
@@ -27,11 +33,12 @@ _LONGEST_NAME = 80
 
 
 class _OperationCounters:
-    """The counters of one operation of one group."""
+    """The counters of one operation of one group, and those of the group's peers."""
 
-    __slots__ = ("buckets", "errors", "nbytes", "seconds")
+    __slots__ = ("buckets", "errors", "nbytes", "peers", "seconds")
 
-    def __init__(self) -> None:
+    def __init__(self, peers: dict[int | str, _PeerCounters]) -> None:
+        self.peers = peers
         self.buckets = [0] * (len(SECONDS) + 1)
         self.errors = self.nbytes = 0
         self.seconds = 0.0
@@ -69,32 +76,33 @@ class GroupMetrics:
         self._groups: dict[str, str] = {}
         self._operations: dict[tuple[str, int, str], _OperationCounters] = {}
         self._peers: dict[tuple[str, int], dict[int | str, _PeerCounters]] = {}
-        self._hook = register_hook(on_end=self._count, on_error=self._count)
+        self._hook = register_entry_hook(self._count)
 
     def close(self) -> None:
         """Stop counting. Idempotent."""
         self._hook.remove()
 
-    def _count(self, record: OperationRecord) -> None:
+    def _count(self, entry: ObservedEntry) -> None:
+        seconds = entry.finished - entry.issued
+        key = entry.group, entry.of.rank, entry.op
         with self._lock:
-            counters = self._operations.get((record.group, record.rank, record.op)) or self._counters(record)
-            assert record.end is not None
-            seconds = record.end - record.start
-            counters.buckets[bisect.bisect_left(SECONDS, seconds)] += 1
+            counters = self._operations.get(key) or self._counters(*key)
+            counters.buckets[bisect_left(SECONDS, seconds)] += 1
             counters.seconds += seconds
-            if record.error is None:
-                counters.nbytes += record.nbytes
+            if entry.error is None:
+                counters.nbytes += entry.nbytes
             else:
                 counters.errors += 1
-            if record.waits:
-                self._count_waits(record)
+            if entry.waits:
+                self._count_waits(counters.peers, entry.waits)
 
-    def _counters(self, record: OperationRecord) -> _OperationCounters:
+    def _counters(self, group: str, rank: int, op: str) -> _OperationCounters:
         """Return the counters of an operation under the label of its group."""
-        key = (self._label(record.group), record.rank, record.op)
+        key = label, _, _ = self._label(group), rank, op
         counters = self._operations.get(key)
         if counters is None:
-            counters = self._operations[key] = _OperationCounters()
+            peers = self._peers.setdefault((label, rank), {})
+            counters = self._operations[key] = _OperationCounters(peers)
         return counters
 
     def _label(self, group: str) -> str:
@@ -107,12 +115,9 @@ class GroupMetrics:
             self._groups[group] = label
         return label
 
-    def _count_waits(self, record: OperationRecord) -> None:
-        peers = self._peers.get((record.group, record.rank))
-        if peers is None:
-            peers = self._peers.setdefault((self._label(record.group), record.rank), {})
+    def _count_waits(self, peers: dict[int | str, _PeerCounters], waits: dict[int, float]) -> None:
         longest, slowest = 0.0, _SEVERAL
-        for peer, seconds in record.waits.items():
+        for peer, seconds in waits.items():
             (peers.get(peer) or self._peer(peers, peer)).seconds += seconds
             if seconds > longest:
                 longest, slowest = seconds, peer
@@ -247,14 +252,35 @@ def serve_metrics(port: int = 0, host: str = "127.0.0.1", *, straggler_seconds: 
     registry.register(metrics)
     try:
         server, thread = start_http_server(port, host, registry)
-    except OSError as cause:
+    # OverflowError: no port has such a number.
+    except (OSError, OverflowError) as cause:
         metrics.close()
         raise AddressError(
-            f"cannot serve metrics at {host}:{port} ({cause.strerror or cause}): choose another port, or an address of "
+            f"cannot serve metrics at {host}:{port} ({describe_error(cause)}): choose another port, or an address of "
             "this machine"
         ) from cause
     lifecycle.close_in_children(server.socket)
     return MetricsServer(metrics, server, thread, host)
+
+
+_configured: MetricsServer | None = None
+_configuring = threading.Lock()
+
+
+def serve_configured_metrics(config: Config, local_rank: int) -> MetricsServer | None:
+    """Serve the metrics at ``ASYNCDIST_METRICS_PORT`` plus the local rank, from the first world until the process ends.
+
+    Returns:
+        The server of this process; None if the setting is not set. The errors are those of `serve_metrics`.
+    """
+    global _configured
+    with _configuring:
+        # A forked child inherits the server of its parent, whose port it could not use.
+        if _configured is None and config.metrics_port >= 0:
+            port = config.metrics_port + local_rank if config.metrics_port else 0
+            _configured = serve_metrics(port, config.metrics_host)
+            log.info("serving metrics at http://%s:%d/metrics", _configured.host, _configured.port)
+        return _configured
 
 
 def _check_available() -> None:

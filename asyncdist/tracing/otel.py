@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from asyncdist.base.error_text import describe_error
 from asyncdist.errors import UsageError
 from asyncdist.tracing.hooks import Hook, OperationRecord, register_hook
 
@@ -57,7 +58,7 @@ def trace_operations(tracer_provider: Any = None) -> Hook:
             span.set_attribute("asyncdist.longest_wait_rank", rank)
             span.set_attribute("asyncdist.longest_wait_seconds", seconds)
         if record.error is not None:
-            span.set_status(trace.StatusCode.ERROR, str(record.error))
+            span.set_status(trace.StatusCode.ERROR, describe_error(record.error))
             span.set_attribute("error.type", type(record.error).__name__)
         assert record.end is not None
         span.end(nanoseconds(record.end))

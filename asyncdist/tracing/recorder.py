@@ -14,15 +14,17 @@ import os
 import platform
 import secrets
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.autograd import profiler
 
+from asyncdist.base.error_text import describe_error
 from asyncdist.base.ops import is_message
 from asyncdist.tracing import profiler as spans
-from asyncdist.tracing import torch_format
+from asyncdist.tracing import stacks, torch_format
 from asyncdist.tracing.call_text import call_in_words
 from asyncdist.tracing.trace_record import parse
 from asyncdist.transport.wire_format import Fingerprint
@@ -30,6 +32,8 @@ from asyncdist.transport.wire_format import Fingerprint
 log = logging.getLogger("asyncdist")
 
 FILE_NAMES = "asyncdist-*-rank*.json"
+RATE_WINDOW = 10.0
+"""The seconds over which rates are computed, or less if the recorder keeps fewer."""
 
 
 class Entry:
@@ -41,6 +45,8 @@ class Entry:
     __slots__ = ("error", "fingerprint", "finished", "group", "issued", "nbytes", "op", "peer", "seq", "span")
 
     peer: int | None
+    has_hooks = False
+    """Whether `run_hooks` may have hooks to call."""
 
     def __init__(self, group: str, op: str, seq: int, fingerprint: int, nbytes: int) -> None:
         self.group = group
@@ -57,11 +63,15 @@ class Entry:
         """Record the end; return whether the caller must call `run_hooks`, after it has released its locks."""
         self.finished = time.perf_counter()
         if error is not None:
-            self.error = str(error) or type(error).__name__
+            self.fail(error)
         if self.span is not None:
             spans.end(self.span)
             self.span = None
-        return False
+        return self.has_hooks
+
+    def fail(self, error: BaseException) -> None:
+        """Record the error of the operation."""
+        self.error = describe_error(error)
 
     def run_hooks(self) -> None:
         """Call the hooks of the end; does nothing for an operation without hooks."""
@@ -79,37 +89,67 @@ class Entry:
 
 
 class _RecordedGroup(NamedTuple):
-    """A group's ranks, and a function that returns the number of its last collective; 0 before the first."""
+    """A group's ranks, a function that returns the number of its last collective, and one that describes its state."""
 
     ranks: Sequence[int]
     last_number: Callable[[], int]
+    describe: Callable[[], Mapping[str, Any]]
 
 
 class Recorder:
     """Keeps the last ``size`` operations of one rank in one world, and its newest groups.
 
     Recording appends to a ring buffer and evicts the oldest entry, pending or not. Each function in ``pending`` returns the
-    pending operations of an executor; a dump calls the functions, from any thread. ``dump_format`` is json, torch or both.
+    pending operations of an executor; a dump calls the functions, from any thread. Those in ``progress`` return further
+    values of pending operations, and those in ``details`` of the rank. ``dump_format`` is json, torch or both. ``dump_dir``
+    is the folder into which `dump_signal` writes.
     """
 
-    def __init__(self, rank: int, world_size: int, size: int, world_id: str = "", dump_format: str = "json") -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        size: int,
+        world_id: str = "",
+        dump_format: str = "json",
+        dump_dir: str | None = None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.world_id = world_id
         self.dump_format = dump_format
+        self.dump_dir = dump_dir
         self.pending: list[Callable[[], Iterable[Entry]]] = []
+        self.progress: list[Callable[[], Mapping[Entry, dict[str, Any]]]] = []
+        self.details: list[Callable[[], Mapping[str, Any]]] = []
+        self.dropped_frames = 0
+        """The number of frames that arrived for an earlier generation of a group, and were dropped."""
         self._groups: dict[str, _RecordedGroup] = {}
         self._entries: deque[Entry] = deque(maxlen=max(1, size))
         self.add = self._entries.append
+        _recorders.append(weakref.ref(self, _recorders.remove))
 
     @property
     def last(self) -> Entry | None:
         """The newest operation; None before the first. Callable from any thread."""
         return self._entries[-1] if self._entries else None
 
-    def add_group(self, name: str, ranks: Sequence[int], last_number: Callable[[], int]) -> None:
-        """Register a group's ranks, and a function that returns the number of its last collective, 0 without one."""
-        self._groups[name] = _RecordedGroup(ranks, last_number)
+    def add_group(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        last_number: Callable[[], int],
+        describe: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        """Register a group.
+
+        Args:
+            name: Its name.
+            ranks: Its ranks.
+            last_number: Returns the number of its last collective; 0 without one.
+            describe: Returns further values for a dump: ``generation``, ``open`` and ``error``.
+        """
+        self._groups[name] = _RecordedGroup(ranks, last_number, describe)
         if len(self._groups) > (self._entries.maxlen or 0):
             del self._groups[next(iter(self._groups))]
 
@@ -134,7 +174,7 @@ class Recorder:
         A later dump of the same rank replaces the files. Only the owner of this process can read them. A dump replaces a
         symbolic link under a file's name and does not follow it.
         """
-        content = self._content(reason)
+        content = self.content(reason, with_stacks=True)
         path = ""
         if self.dump_format != "json":
             path = os.path.join(folder, f"{torch_format.file_prefix(self.world_id)}{self.rank}")
@@ -146,8 +186,25 @@ class Recorder:
                 return None
         return path
 
-    def _content(self, reason: str) -> dict[str, Any]:
-        return {
+    def content(
+        self, reason: str, most: int | None = None, *, window: float = RATE_WINDOW, with_stacks: bool = False
+    ) -> dict[str, Any]:
+        """Return the recorder as JSON values. Any thread may call it.
+
+        Args:
+            reason: Why.
+            most: Include only so many of the newest entries, and all pending ones; None includes all.
+            window: The seconds over which to compute the rates.
+            with_stacks: Whether to include the Python stacks of this process.
+        """
+        entries = list(self)
+        now = time.perf_counter()
+        rates = _rates(entries, now, window)
+        if most is not None:
+            older = entries[: max(0, len(entries) - most)]
+            entries = [entry for entry in older if not entry.finished] + entries[len(older) :]
+        progress = {entry: values for each in self.progress for entry, values in each().items()}
+        content: dict[str, Any] = {
             "world": self.world_id,
             "rank": self.rank,
             "world_size": self.world_size,
@@ -155,13 +212,34 @@ class Recorder:
             "pid": os.getpid(),
             "reason": reason,
             "time": time.time(),
-            "clock": time.perf_counter(),
+            "clock": now,
+            "dropped_frames": self.dropped_frames,
+            "rates": rates,
             "groups": {
-                name: {"ranks": list(group.ranks), "last": group.last_number()}
+                name: {"ranks": list(group.ranks), "last": group.last_number(), **group.describe()}
                 for name, group in list(self._groups.items())
             },
-            "entries": [entry.as_dict() for entry in self],
+            "entries": [entry.as_dict() | progress.get(entry, {}) for entry in entries],
         }
+        for each in self.details:
+            content.update(each())
+        return content | {"stacks": stacks.collect()} if with_stacks else content
+
+
+def _rates(entries: Sequence[Entry], now: float, window: float) -> dict[str, float]:
+    """Return the calls and bytes per second of the calls that have ended within the last seconds, without errors."""
+    since = max(now - window, min((entry.issued for entry in entries), default=now))
+    ended = [entry.nbytes for entry in entries if entry.finished > since and not entry.error]
+    elapsed = max(now - since, 1e-9)
+    return {"calls": len(ended) / elapsed, "nbytes": sum(ended) / elapsed}
+
+
+_recorders: list[weakref.ref[Recorder]] = []
+
+
+def recorders() -> list[Recorder]:
+    """Return the recorders of this process that are referenced, one for each rank of each world. Any thread may call it."""
+    return [recorder for reference in list(_recorders) if (recorder := reference()) is not None]
 
 
 def _write(path: str, content: bytes) -> bool:

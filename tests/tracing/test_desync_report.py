@@ -73,7 +73,7 @@ def test_report_of_completed_calls(ranks, calls):
     for rank, number in itertools.product(range(3), range(1, calls + 1)):
         three.call(rank, number, number - 1, number)
     records = three.records()
-    assert report(records) == "No collective is pending: every call has completed on all ranks that wrote a file."
+    assert report(records) == "No collective is pending: every call has completed on all of these ranks."
     (standing,) = desync_report.standings(records)
     assert standing.number is None
 
@@ -118,7 +118,7 @@ def test_report_names_rank_without_dump(ranks):
         three.call(rank, 1)
     text = report(three.records(0, 2))
     assert text.startswith("rank 1 left no flight recorder")
-    assert "  rank 1 of this group left no recorder." in text
+    assert "  Nothing is known about rank 1 of this group." in text
 
 
 def test_evicted_call_does_not_count_as_missing(ranks):

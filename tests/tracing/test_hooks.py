@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ import torch
 from asyncdist.errors import GroupError
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.tracing.hooks import OperationRecord, register_hook
+from asyncdist.tracing.metrics import GroupMetrics
 from asyncdist.tracing.recorder import Entry
 from tests.support.devices import devices_of
+from tests.support.frames import frames_of
 
 
 class Calls(list):
@@ -134,6 +137,27 @@ async def test_removed_hook_is_not_called_and_leaves_no_work_behind(each):
         last = groups[0].mesh.recorder.last
         assert type(last) is Entry
         assert not groups[0].hooks.pending
+
+
+def test_hooks_and_metrics_enter_few_frames():
+    """A native collective enters 14 Python functions; see `tests/groups/test_call_depth.py`."""
+
+    def fewest_frames(group):
+        tensor = torch.ones(1)
+        return min(frames_of(partial(group.all_reduce, tensor, background=False)) for _ in range(100))
+
+    def fewest():
+        return min(run_ranks(2, fewest_frames, transport="shm"))
+
+    bare = fewest()
+    with register_hook(on_end=id):
+        hooked = fewest()
+    metrics = GroupMetrics()
+    counted = fewest()
+    metrics.close()
+    assert hooked <= bare + 5
+    assert counted <= bare + 5
+    assert fewest() <= bare
 
 
 async def test_process_wide_hook_applies_to_existing_and_later_groups(each):

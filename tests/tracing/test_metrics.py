@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import sys
 import urllib.request
@@ -13,9 +14,10 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from asyncdist.config import Config
 from asyncdist.errors import AddressError, GroupError, UsageError
 from asyncdist.testing.cluster import world_of
-from asyncdist.tracing.metrics import GroupMetrics, serve_metrics
+from asyncdist.tracing.metrics import GroupMetrics, serve_configured_metrics, serve_metrics
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "asyncdist-groups.json"
 
@@ -113,6 +115,24 @@ async def test_port_answers_scrapes_until_it_is_closed(each):
     assert 'asyncdist_operation_bytes_total{group="world",operation="all_reduce",rank="0"} 16.0' in text
     with pytest.raises(OSError):
         await asyncio.to_thread(scrape, server.port)
+
+
+def test_configured_port_0_is_any_free_port_which_the_log_names(monkeypatch, caplog):
+    monkeypatch.setattr("asyncdist.tracing.metrics._configured", None)
+    caplog.set_level(logging.INFO, "asyncdist")
+    assert serve_configured_metrics(Config(), 0) is None
+    config = Config.from_environment({"ASYNCDIST_METRICS_PORT": "0", "ASYNCDIST_METRICS_HOST": "localhost"})
+    with serve_configured_metrics(config, 3) as server:
+        # A process has one server, however many worlds it opens.
+        assert serve_configured_metrics(config, 4) is server
+        assert f"serving metrics at http://localhost:{server.port}/metrics" in caplog.messages
+
+
+@pytest.mark.parametrize("port", [65535, 99999])
+def test_impossible_port_is_refused(monkeypatch, port):
+    monkeypatch.setattr("asyncdist.tracing.metrics._configured", None)
+    with pytest.raises(AddressError, match=f"cannot serve metrics at 127.0.0.1:{port + 1} "):
+        serve_configured_metrics(Config(metrics_port=port), 1)
 
 
 def test_missing_package_is_named(monkeypatch):

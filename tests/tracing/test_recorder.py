@@ -136,18 +136,17 @@ def test_dump_signal_writes_and_calls_previous_handler(tmp_path):
     heard = []
     signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     config = Config(dump_dir=str(tmp_path), dump_signal="USR1")
-    recorders = [Recorder(0, 1, 10, world) for world in ("one", "other")]
-    for recorder in recorders:
+    worlds = [Recorder(0, 1, 10, world, dump_dir=config.dump_dir) for world in ("one", "other")]
+    for _ in worlds:
         dump_signal.install_signal_handler(config)
-        dump_signal.offer(recorder, config)
     signal.raise_signal(signal.SIGUSR1)
     assert heard == [signal.SIGUSR1]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "asyncdist-one-rank0.json",
         "asyncdist-other-rank0.json",
     ]
-    worlds = desync_report.recent(desync_report.read(tmp_path))
-    assert {record.world: record.reason for (record,) in worlds} == dict.fromkeys(
+    written = desync_report.recent(desync_report.read(tmp_path))
+    assert {record.world: record.reason for (record,) in written} == dict.fromkeys(
         ["one", "other"], "requested by signal USR1"
     )
 
@@ -155,7 +154,7 @@ def test_dump_signal_writes_and_calls_previous_handler(tmp_path):
 @pytest.mark.usefixtures("usr1")
 def test_signal_during_a_dump_writes_no_second_one(tmp_path, monkeypatch):
     config = Config(dump_dir=str(tmp_path), dump_signal="USR1")
-    recorder, reasons = Recorder(0, 1, 10), []
+    recorder, reasons = Recorder(0, 1, 10, dump_dir=config.dump_dir), []
 
     def dump(folder: str, reason: str) -> None:
         reasons.append(reason)
@@ -164,7 +163,6 @@ def test_signal_during_a_dump_writes_no_second_one(tmp_path, monkeypatch):
 
     monkeypatch.setattr(recorder, "dump", dump)
     dump_signal.install_signal_handler(config)
-    dump_signal.offer(recorder, config)
     signal.raise_signal(signal.SIGUSR1)
     assert reasons == ["requested by signal USR1"]
     signal.raise_signal(signal.SIGUSR1)
@@ -175,8 +173,7 @@ def test_signal_during_a_dump_writes_no_second_one(tmp_path, monkeypatch):
 def test_signal_skips_collected_recorders(tmp_path):
     config = Config(dump_dir=str(tmp_path), dump_signal="SIGUSR1")
     dump_signal.install_signal_handler(config)
-    recorder = Recorder(0, 1, 10)
-    dump_signal.offer(recorder, config)
+    recorder = Recorder(0, 1, 10, dump_dir=config.dump_dir)
     del recorder
     signal.raise_signal(signal.SIGUSR1)
     assert not list(tmp_path.iterdir())

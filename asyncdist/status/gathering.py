@@ -1,0 +1,136 @@
+"""Asks the other ranks of a world for their status, for one viewer that is connected to this rank."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from asyncdist.base.error_text import describe_error
+from asyncdist.engine.endpoint import Endpoint
+from asyncdist.errors import AsyncdistError
+from asyncdist.status.connection import StatusConnection, connect
+
+_PATIENCE = 30.0
+"""Seconds after which a rank that has not answered is asked on a new connection."""
+_LOOK = 1.0
+"""Seconds for another rank to look at the process of a silent one."""
+
+Address = tuple[str, int]
+
+
+class Gathered(NamedTuple):
+    """The answers of the other ranks, by rank, and why the rest is silent."""
+
+    answers: dict[int, dict[str, Any]]
+    silent: dict[int, str]
+
+
+class StatusGathering:
+    """The questions of one rank to the others. It keeps its connections until `close`.
+
+    Args:
+        mesh: The endpoint of this rank.
+        addresses: The status port of each rank, by rank; None for a rank without one.
+        token: The token of the job.
+        tls: The context for dialling; None without TLS between ranks.
+    """
+
+    def __init__(
+        self, mesh: Endpoint, addresses: Sequence[Address | None], token: str | None, tls: ssl.SSLContext | None
+    ) -> None:
+        self._mesh, self._addresses, self._token, self._tls = mesh, addresses, token, tls
+        self._connections: dict[int, StatusConnection] = {}
+        self._asking: dict[int, asyncio.Task[dict[str, Any]]] = {}
+
+    async def gather(self, question: Mapping[str, Any], limit: float) -> Gathered:
+        """Ask all other ranks, and return the answers that arrive within ``limit`` seconds.
+
+        A rank that has not answered an earlier question is not waited for again.
+        """
+        fresh = set()
+        for rank in range(self._mesh.world_size):
+            earlier = self._asking.get(rank)
+            if rank == self._mesh.rank or (earlier is not None and not earlier.done()):
+                continue
+            if earlier is not None and not earlier.cancelled():
+                earlier.exception()
+            fresh.add(self._ask(rank, question))
+        if fresh:
+            await asyncio.wait(fresh, timeout=limit)
+        answers, silent = {}, {}
+        for rank, task in list(self._asking.items()):
+            if not task.done():
+                silent[rank] = "it does not answer"
+                continue
+            del self._asking[rank]
+            error = task.exception()
+            if error is None:
+                answers[rank] = task.result()
+            else:
+                silent[rank] = _in_words(error)
+        await self._explain(silent, answers)
+        return Gathered(answers, silent)
+
+    def close(self) -> None:
+        """Close the connections, and stop asking."""
+        for task in self._asking.values():
+            task.cancel()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def _ask(self, rank: int, question: Mapping[str, Any]) -> asyncio.Task[dict[str, Any]]:
+        task = self._asking[rank] = asyncio.create_task(self._answer_of(rank, question, _PATIENCE))
+        return task
+
+    async def _answer_of(self, rank: int, question: Mapping[str, Any], limit: float) -> dict[str, Any]:
+        address = self._addresses[rank]
+        if address is None:
+            raise ConnectionRefusedError("it runs with ASYNCDIST_STATUS=0")
+        kept = self._connections.pop(rank, None)
+        connection = kept
+        try:
+            async with asyncio.timeout(limit):
+                connection = kept or await connect(*address, self._token, self._tls)
+                answer: dict[str, Any] = await connection.ask(question)
+        except BaseException:
+            if connection is not None:
+                connection.close()
+            raise
+        self._connections[rank] = connection
+        return answer
+
+    # -- silent ranks ------------------------------------------------------------------------------
+
+    async def _explain(self, silent: dict[int, str], answers: Mapping[int, object]) -> None:
+        """Say what the processes of silent ranks do, as this rank sees them or another one on their host."""
+        unseen: dict[int, list[int]] = {}
+        for rank in silent:
+            seen = self._mesh.look_at(rank)
+            if seen:
+                silent[rank] = seen
+                continue
+            neighbour = next((other for other in answers if self._share_a_host(rank, other)), None)
+            if neighbour is not None:
+                unseen.setdefault(neighbour, []).append(rank)
+        for neighbour, ranks in unseen.items():
+            with contextlib.suppress(OSError, EOFError, TimeoutError, AsyncdistError):
+                answer = await self._answer_of(neighbour, {"look_at": ranks}, _LOOK)
+                silent.update({int(rank): str(seen) for rank, seen in answer["seen"] if seen and rank in silent})
+
+    def _share_a_host(self, rank: int, other: int) -> bool:
+        first, second = self._mesh.processes[rank], self._mesh.processes[other]
+        return first is not None and second is not None and first["host"] == second["host"]
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, ConnectionRefusedError) and error.errno is not None:
+        return "its status port is closed: its process has ended, or it has left the world"
+    if isinstance(error, EOFError):
+        return "it has closed its status port"
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
+    return describe_error(error)

@@ -1,0 +1,189 @@
+"""The status port of a rank: it answers ``asyncdist top`` for this rank, and for all ranks of its world.
+
+It runs in a thread of its own, one for all worlds of the process, so it answers while the program's threads compute or
+wait in a collective, while a callback blocks the background loop, and after a group has failed. The thread sleeps, and
+nothing is sent, while nobody asks.
+
+A question is a map: ``calls`` and ``window`` as in `Recorder.content`; ``stacks``, the ranks whose Python stacks are
+wanted; ``gather``, whether to ask the other ranks too, within ``limit`` seconds; or only ``look_at``, ranks whose processes
+the asker cannot see. A rank answers with its recorder, and for the world with the answers of all ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from asyncdist.base import lifecycle
+from asyncdist.base.background_loop import observing_loop, on_loop
+from asyncdist.base.error_text import describe_error
+from asyncdist.base.tls import rank_contexts
+from asyncdist.config import Config
+from asyncdist.engine.endpoint import Endpoint
+from asyncdist.errors import AddressError, AsyncdistError
+from asyncdist.status.connection import MAX_QUESTION, StatusConnection, accept
+from asyncdist.status.gathering import Address, StatusGathering
+
+log = logging.getLogger("asyncdist")
+
+_MOST_CONNECTIONS = 64
+_ACCEPT_AGAIN = 1.0
+"""Seconds to pause when the process cannot accept a connection, for example without a free descriptor."""
+_MOST_CALLS, _LONGEST_LIMIT = 2000, 60.0
+
+
+class StatusPort:
+    """Listens from its creation, and answers once `serve` was called. `close` it with the world.
+
+    Args:
+        host: The address of this machine at which it listens.
+        config: The settings of the world, with its token.
+    """
+
+    def __init__(self, host: str, config: Config) -> None:
+        self._config = config
+        contexts = rank_contexts(config)
+        self._accepting = None if contexts is None else contexts[0]
+        self._dialling = None if contexts is None else contexts[1]
+        self._sock = _listen(host)
+        self.address: Address = host, self._sock.getsockname()[1]
+        self._loop = observing_loop().loop
+        self._accepts: asyncio.Task[None] | None = None
+        self._handlers: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._mesh: Endpoint | None = None
+        self._addresses: Sequence[Address | None] = ()
+        self._describe: Callable[[], Mapping[str, Any]] = dict
+
+    async def serve(
+        self, mesh: Endpoint, addresses: Sequence[Address | None], describe: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Begin to answer.
+
+        Args:
+            mesh: The endpoint of this rank.
+            addresses: The status ports of all ranks, by rank.
+            describe: Returns further values for the answers of this rank. It is called on the port's own thread.
+        """
+        self._mesh, self._addresses, self._describe = mesh, addresses, describe
+        await on_loop(self._loop, self._start())
+
+    def close(self) -> None:
+        """Stop answering, and close the connections. Idempotent; any thread may call it."""
+        if self._closed:
+            return
+        self._closed = True
+        if asyncio._get_running_loop() is self._loop:
+            self._stop()
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._stop)
+        # The loop has ended with the process.
+        except RuntimeError:
+            self._sock.close()
+
+    async def _start(self) -> None:
+        if not self._closed:
+            self._accepts = asyncio.create_task(self._accept(), name="asyncdist-status")
+
+    def _stop(self) -> None:
+        tasks = [*self._handlers, *([self._accepts] if self._accepts is not None else ())]
+        for task in tasks:
+            task.cancel()
+        if self._accepts is None:
+            self._sock.close()
+
+    # -- connections -------------------------------------------------------------------------------
+
+    async def _accept(self) -> None:
+        try:
+            while True:
+                try:
+                    sock, _ = await self._loop.sock_accept(self._sock)
+                except OSError as error:
+                    log.error("the status port cannot accept a connection: %s", describe_error(error))
+                    await asyncio.sleep(_ACCEPT_AGAIN)
+                    continue
+                if len(self._handlers) >= _MOST_CONNECTIONS:
+                    sock.close()
+                    continue
+                handler = asyncio.create_task(self._handle(sock))
+                self._handlers.add(handler)
+                handler.add_done_callback(self._handlers.discard)
+        finally:
+            self._sock.close()
+
+    async def _handle(self, sock: socket.socket) -> None:
+        assert self._mesh is not None
+        try:
+            async with asyncio.timeout(self._config.handshake_timeout):
+                connection = await accept(sock, self._config.token, self._accepting)
+        except (OSError, EOFError, TimeoutError, AsyncdistError) as error:
+            log.warning("rank %d: the status port refused a connection: %s", self._mesh.rank, describe_error(error))
+            return
+        gathering = StatusGathering(self._mesh, self._addresses, self._config.token, self._dialling)
+        # The other side hangs up when it needs no further answer.
+        with contextlib.suppress(OSError, EOFError), contextlib.closing(connection), contextlib.closing(gathering):
+            await self._converse(connection, gathering)
+
+    async def _converse(self, connection: StatusConnection, gathering: StatusGathering) -> None:
+        while True:
+            question = await connection.receive(MAX_QUESTION)
+            try:
+                answer = await self._answer(question, gathering)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                answer = {"error": f"the question is not legible: {describe_error(error)}"}
+            await connection.send(answer)
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    async def _answer(self, question: Mapping[str, Any], gathering: StatusGathering) -> dict[str, Any]:
+        mesh = self._mesh
+        assert mesh is not None
+        if "look_at" in question:
+            ranks = [rank for rank in question["look_at"] if 0 <= rank < mesh.world_size]
+            return {"seen": [(rank, mesh.look_at(rank)) for rank in ranks]}
+        asked = {**question, "gather": False}
+        if not question["gather"]:
+            return self._status(asked)
+        found = await gathering.gather(asked, min(float(question["limit"]), _LONGEST_LIMIT))
+        answers = found.answers | {mesh.rank: self._status(asked)}
+        return {
+            "world": mesh.world_id,
+            "world_size": mesh.world_size,
+            "answered_by": mesh.rank,
+            "addresses": list(self._addresses),
+            "ranks": [answers[rank] for rank in sorted(answers)],
+            "silent": [(rank, why, mesh.pid_of(rank)) for rank, why in sorted(found.silent.items())],
+        }
+
+    def _status(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        mesh = self._mesh
+        assert mesh is not None
+        content = mesh.recorder.content(
+            "asyncdist top",
+            min(int(question["calls"]), _MOST_CALLS),
+            window=max(0.1, float(question["window"])),
+            with_stacks=mesh.rank in question["stacks"],
+        )
+        return {**content, **self._describe()}
+
+
+def _listen(host: str) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    lifecycle.close_in_children(sock)
+    try:
+        sock.setblocking(False)
+        sock.bind((host, 0))
+        sock.listen(_MOST_CONNECTIONS)
+    except OSError as cause:
+        sock.close()
+        raise AddressError(
+            f"cannot listen on {host} for asyncdist top: {cause.strerror or cause}; choose an interface with "
+            "ASYNCDIST_SOCKET_IFNAME, or do without (ASYNCDIST_STATUS=0)"
+        ) from cause
+    return sock

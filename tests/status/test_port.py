@@ -1,0 +1,93 @@
+"""The status port of ranks in this process: authentication, questions that are not legible, and the end of the world."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+import torch
+
+from asyncdist.config import Config
+from asyncdist.errors import AuthenticationError
+from asyncdist.status.connection import StatusConnection, connect
+from asyncdist.testing.cluster import world_of
+from asyncdist.tracing.job_status import job_status
+
+QUESTION = {"gather": True, "calls": 64, "window": 10.0, "stacks": [], "limit": 20.0}
+
+
+async def connected(group, token=None) -> StatusConnection:
+    world = group.world
+    return await connect(*world.status_port.address, token or world.meeting.token, None)
+
+
+async def refused(host, port):
+    """Connect until nothing listens there: another thread closes the port."""
+    while True:
+        with contextlib.suppress(AuthenticationError, EOFError, ConnectionResetError):
+            (await connect(host, port, None, None)).close()
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+async def test_any_rank_answers_for_all(asked):
+    async with world_of(3) as groups:
+        await asyncio.gather(*[group.all_reduce(torch.ones(4)) for group in groups])
+        pending = [group.barrier() for group in groups[:2]]
+        connection = await connected(groups[asked])
+        for _ in range(2):
+            status = job_status(await connection.ask(QUESTION), late=0.0)
+            assert status.answered_by == asked
+            assert [row.state for row in status.rows] == ["pending", "pending", "idle"]
+            assert [row.waited_for_by for row in status.rows] == [[], [], [0, 1]]
+        connection.close()
+        await asyncio.gather(*pending, groups[2].barrier())
+
+
+async def test_rank_answers_after_its_group_has_failed():
+    async with world_of(2) as groups:
+        groups[0].abort("the test aborts")
+        connection = await connected(groups[0])
+        status = job_status(await connection.ask(QUESTION))
+        connection.close()
+        assert [row.state for row in status.rows] == ["failed", "failed"]
+        assert status.rows[1].reason == "rank 0 aborted: the test aborts"
+
+
+async def test_wrong_token_and_other_protocols_are_refused_and_the_port_goes_on():
+    async with world_of(1) as groups:
+        with pytest.raises(AuthenticationError, match="the status port refused the token"):
+            await connected(groups[0], "guess")
+        reader, writer = await asyncio.open_connection(*groups[0].world.status_port.address)
+        writer.write(b"GET / HTTP/1.1\r\nHost: somebody\r\nAccept: everything\r\n\r\n")
+        assert await reader.read() == b""
+        writer.close()
+        connection = await connected(groups[0])
+        assert (await connection.ask(QUESTION))["answered_by"] == 0
+        connection.close()
+
+
+@pytest.mark.parametrize("question", [{}, {"gather": True}, [1], None, {**QUESTION, "calls": "all"}])
+async def test_illegible_question_is_answered_with_an_error(question):
+    async with world_of(1) as groups:
+        connection = await connected(groups[0])
+        assert "the question is not legible" in (await connection.ask(question))["error"]
+        assert (await connection.ask(QUESTION))["answered_by"] == 0
+        connection.close()
+
+
+async def test_port_ends_with_its_world():
+    async with world_of(1) as groups:
+        connection = await connected(groups[0])
+        address = groups[0].world.status_port.address
+    with pytest.raises((EOFError, OSError)):
+        await connection.ask(QUESTION)
+    connection.close()
+    with pytest.raises(OSError):
+        await refused(*address)
+
+
+async def test_rank_without_a_port_opens_none():
+    async with world_of(2, config=Config(status=False)) as groups:
+        assert [group.world.status_port for group in groups] == [None, None]
+        assert groups[0].world.status_record() == b""
