@@ -2,14 +2,20 @@
 
 buckets            assigns parameters to buckets, in order (pure)
 model_sync         checks that all ranks hold the same model, and broadcasts rank 0's values
+model_watch        notices parameters that a model gets later
 reducer            fills buckets in autograd hooks, starts their all-reduces and waits for them
+backward           what the reducer keeps and finds during one backward
+hooks              communication hooks, which replace the all-reduces
 direct_gradients   linear layers whose gradients are computed directly in the buckets
+compression        values as fewer bytes, and what that loses (pure)
 uneven_inputs      training steps of ranks that have run out of inputs before others
+torch_arguments    arguments and further names of torch's class
 module             the public wrapper of a model
+sync_batchnorm     `SyncBatchNorm`
 sampler            `DistributedSampler`
 """
 
+from asyncdist.ddp.backward.step_times import BucketTimes, StepTimes
 from asyncdist.ddp.module import DistributedDataParallel
-from asyncdist.ddp.reducer import BucketTimes, StepTimes
 
 __all__ = ["BucketTimes", "DistributedDataParallel", "StepTimes"]

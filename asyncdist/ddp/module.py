@@ -5,20 +5,33 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from os import PathLike
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from asyncdist.ddp import buckets, direct_gradients, model_sync
-from asyncdist.ddp.reducer import Reducer, StepTimes
-from asyncdist.ddp.uneven_inputs import Joining
-from asyncdist.errors import UnsupportedError, UsageError
-from asyncdist.groups.default_world import AnyGroup, is_initialized, resolve_group
+from asyncdist.ddp import buckets, model_sync, timeline, torch_arguments
+from asyncdist.ddp.backward.bucket_set import ReducerOptions
+from asyncdist.ddp.backward.graph import first_leaf, tensors_in
+from asyncdist.ddp.backward.step_times import StepTimes
+from asyncdist.ddp.direct_gradients import DirectGradients
+from asyncdist.ddp.hooks.running import AwaitedHook, AwaitedHookCaller, TorchHookCaller
+from asyncdist.ddp.model_watch import ModelWatch
+from asyncdist.ddp.reducer import Reducer
+from asyncdist.ddp.uneven_inputs import Joining, TorchJoinHook
+from asyncdist.errors import UsageError
 from asyncdist.groups.group import Group
 
-_NOT_COPIED = ("process_group", "_reducer")
+_NOT_COPIED = ("process_group", "device_mesh", "_torch_group", "_reducer", "_watch", "_direct_gradients")
+
+
+def _option(name: str) -> property:
+    return property(lambda model: getattr(model._options, name), doc="The argument of this name.")
 
 
 class DistributedDataParallel(nn.Module):
@@ -41,39 +54,46 @@ class DistributedDataParallel(nn.Module):
     In an async program, construct the model and run its steps in a worker thread: ``await asyncio.to_thread(step)``.
 
     Args:
-        module: The model. All parameters that require gradients must get one in every backward.
+        module: The model. Its layers keep their classes and attributes.
         device_ids: At most one device, to which inputs are moved.
-        output_device: Accepted for compatibility with torch; has no effect.
-        dim: Accepted for compatibility with torch; has no effect.
-        broadcast_buffers: Overwrite buffers by rank 0's at construction and before each forward that follows a forward
-            with gradients.
+        output_device: Only checked: the module decides where outputs are.
+        dim: Used by `scatter` and `gather` only.
+        broadcast_buffers: Torch's older form of ``forward_sync_buffers``; False also leaves buffers out of ``init_sync``.
         init_sync: Compare the models of all ranks and broadcast rank 0's values at construction.
-        process_group: The group to average over; None is the default group.
+        process_group: The group to average over, or a process group of torch on the back end "asyncdist"; None is the
+            default group, or torch's default group in a process that has only that.
         bucket_cap_mb: MiB of gradients after which a bucket is complete; None means 25, and 1 for the first bucket.
-        find_unused_parameters: Must be False.
-        check_reduction: Accepted for compatibility with torch; has no effect.
+        find_unused_parameters: Allow parameters without a gradient in a backward. Those that no rank has used keep their
+            ``grad``; others get the average over all ranks, to which ranks that have not used them contribute zeros.
+            Buckets with parameters that a rank has not used are all-reduced at the end of backward.
+        check_reduction: Has no effect, as in torch.
         gradient_as_bucket_view: Make ``.grad`` a view of its bucket, valid until the next backward. If False, gradients are
             copied, which needs as much memory again. If True, layers of type `torch.nn.Linear` with weights of 256 KiB and
-            more become a derived class that computes gradients directly in the buckets.
-        static_graph: Must be False.
-        delay_all_reduce_named_params: Must be None.
-        param_to_hook_all_reduce: Must be None.
-        mixed_precision: Must be None.
-        device_mesh: Must be None.
-        skip_all_reduce_unused_params: Must be False.
+            more compute gradients directly in the buckets.
+        static_graph: Every backward gives each parameter as many gradients as the first one, which may be none, or several
+            with re-entrant checkpoints. No bucket is sent before the end of the first backward.
+        delay_all_reduce_named_params: Named parameters that are all-reduced in buckets of their own, after all others.
+        param_to_hook_all_reduce: A parameter whose gradient is complete before the delayed all-reduce; it starts at the end
+            of backward, which is later.
+        mixed_precision: Must be None; use `torch.autocast` and a communication hook.
+        device_mesh: A mesh of torch with one dimension, on the back end "asyncdist", instead of ``process_group``.
+        skip_all_reduce_unused_params: As ``find_unused_parameters``, and never send parameters that no rank has used in
+            the first backward; they must stay unused.
         bucket_cap_mb_list: Caps of the first buckets in MiB; the last one applies to all further buckets.
-        batched_grad_copy: Accepted for compatibility with torch; has no effect.
-        forward_sync_buffers: As ``broadcast_buffers``, but only before forwards; None means the value of
-            ``broadcast_buffers``.
+        batched_grad_copy: Has no effect.
+        forward_sync_buffers: Overwrite buffers by rank 0's before each forward that follows a forward with gradients; None
+            means the value of ``broadcast_buffers``, or True.
+        lazy_bucket_allocation: With ``gradient_as_bucket_view=False``, free the buckets after each backward.
 
     Raises:
         MismatchError: The models of the ranks differ. Every rank raises it.
-        UnsupportedError: An argument is not supported, the model has a `torch.nn.SyncBatchNorm`, or a parameter has an
-            optimizer that steps in backward.
-        UsageError: No parameter requires a gradient, or ``device_ids`` does not fit the model.
+        UnsupportedError: ``mixed_precision`` is set, the model has a `torch.nn.SyncBatchNorm` (convert it with
+            `SyncBatchNorm`) or an embedding with sparse gradients, or ``device_mesh`` belongs to a larger mesh.
+        UsageError: No parameter requires a gradient, or an argument does not fit the model or another argument.
         LoopThreadError: The calling thread runs an event loop.
 
-    ``backward()`` raises GradientError on a rank on which a parameter got no gradient, and GroupError if a peer is lost.
+    ``backward()`` raises GradientError on all ranks, naming the parameters and the ranks, if a parameter got no gradient or
+    two of them on a rank; and GroupError if a peer is lost.
 
     Example:
         >>> model = DistributedDataParallel(torch.nn.Linear(4, 1))
@@ -86,66 +106,72 @@ class DistributedDataParallel(nn.Module):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool | None = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: AnyGroup = None,
+        process_group: Any = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
-        delay_all_reduce_named_params: object = None,
-        param_to_hook_all_reduce: object = None,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
         mixed_precision: object = None,
-        device_mesh: object = None,
+        device_mesh: Any = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise UsageError(f"DistributedDataParallel wraps a torch.nn.Module, not {module!r}")
-        _refuse(
-            find_unused_parameters=find_unused_parameters,
-            static_graph=static_graph,
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            device_mesh=device_mesh,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-        )
-        self._ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        torch_arguments.refuse(module, mixed_precision)
+        delayed = torch_arguments.delayed_names(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self.parameters_to_ignore = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
         parameters = self._parameters_to_sync()
-        _check_parameters(parameters)
-        _check_modules(module)
-        self._input_device = _input_device(device_ids, parameters)
+        torch_arguments.check_model(module, parameters)
+        self.device_ids, self.output_device = torch_arguments.devices(device_ids, output_device, parameters)
         self.dim = dim
-        self.device_ids = device_ids
-        self.output_device = output_device
-        self.broadcast_buffers = broadcast_buffers is not False
-        self.forward_sync_buffers = self.broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.forward_sync_buffers = (
+            broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
+        )
+        self.batched_grad_copy = batched_grad_copy
+        self.mixed_precision = None
+        self._torch_joining: Joining | None = None
+        self.buffer_hook: torch_arguments.BufferHook | None = None
         self.require_backward_grad_sync = True
-        self._require_forward_buffer_sync = True
-        buffers_to_sync = self._buffers_to_sync()
-        self._has_buffers = bool(buffers_to_sync)
-        group = resolve_group(process_group)
+        self.require_forward_param_sync = True
+        self._options = ReducerOptions(
+            [buckets.caps(cap)[1] for cap in bucket_cap_mb_list or ()] or buckets.caps(bucket_cap_mb),
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            lazy_bucket_allocation=lazy_bucket_allocation,
+            delayed=delayed,
+        )
+        group, torch_group = torch_arguments.group_of(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         if init_sync:
-            shared = buffers_to_sync if self.broadcast_buffers else []
-            model_sync.verify(group, parameters, shared)
-            model_sync.broadcast_values(group, [tensor for _, tensor in [*parameters, *shared]])
-        self._limits = [buckets.caps(cap)[1] for cap in bucket_cap_mb_list or ()] or buckets.caps(bucket_cap_mb)
-        self._average_over(group)
+            self._sync_initially(group, buffers=forward_sync_buffers is not None or self.forward_sync_buffers)
+        self._average_over(group, torch_group)
 
-    def _average_over(self, group: Group) -> None:
+    def _sync_initially(self, group: Group, *, buffers: bool) -> None:
+        parameters, shared = self._parameters_to_sync(), self._buffers_to_sync() if buffers else []
+        model_sync.verify(group, parameters, shared)
+        model_sync.broadcast_values(group, [tensor for _, tensor in [*parameters, *shared]])
+
+    def _average_over(self, group: Group, torch_group: Any) -> None:
         """Set the attributes that a copy gets anew: the group and the reducer."""
-        self.process_group = group
+        self.process_group, self._torch_group = group, torch_group
         trained = [(name, parameter) for name, parameter in self._parameters_to_sync() if parameter.requires_grad]
-        self._reducer = Reducer(group, trained, self._limits, gradient_as_bucket_view=self.gradient_as_bucket_view)
-        if self.gradient_as_bucket_view:
-            direct_gradients.adopt(self.module, self._reducer)
+        self._reducer = Reducer(group, trained, dataclasses.replace(self._options))
+        self._watch = ModelWatch(self.module, self.parameters_to_ignore)
+        self._direct_gradients = DirectGradients(
+            self.module if self.gradient_as_bucket_view else nn.Identity(), self._reducer
+        )
 
     # -- copies -----------------------------------------------------------------------------------
 
@@ -155,11 +181,11 @@ class DistributedDataParallel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         made = memo[id(self)] = type(self).__new__(type(self))
         vars(made).update(copy.deepcopy(self._copied_attributes(), memo))
-        made._average_over(self.process_group)
+        made._average_over(self.process_group, self._torch_group)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        if not is_initialized() or self.process_group is not resolve_group(None):
+        if self.process_group is not torch_arguments.default_group_if_any():
             raise UsageError(
                 "cannot pickle a DistributedDataParallel whose group is not the default group, because a pickle does not "
                 "contain the group: pickle its attribute `module`, and wrap that after loading"
@@ -167,18 +193,38 @@ class DistributedDataParallel(nn.Module):
         return self._copied_attributes()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if not is_initialized():
+        if torch_arguments.default_group_if_any() is None:
             raise UsageError(
                 "cannot load a pickled DistributedDataParallel without a default process group: call "
                 "init_process_group() first, or pickle its attribute `module` instead"
             )
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._average_over(resolve_group(None))
+        self._average_over(*torch_arguments.group_of(None, None))
 
     @property
     def last_step(self) -> StepTimes | None:
         """Times of the last backward with communication; None before the first."""
         return self._reducer.last_step
+
+    def timeline(self, path: str | PathLike[str] | None = None) -> str:
+        """Draw the last step that has communicated into a file, and describe it.
+
+        Args:
+            path: A file whose name ends in png, svg or pdf; None draws nothing. Drawing needs matplotlib
+                (``pip install 'asyncdist[plot]'``).
+
+        Returns:
+            A sentence with the times of forward, backward and the wait for all-reduces, the share of the all-reduces' time
+            that passed during backward, and the parameters whose gradients came last.
+
+        Raises:
+            UsageError: No step has communicated yet, or the file cannot be drawn.
+
+        Example:
+            >>> model.timeline("step.png")
+            'forward 3.10 ms, backward 8.24 ms, wait for all-reduces 0.31 ms: 87% of …'
+        """
+        return timeline.timeline_of(self.last_step, self.bucket_parameters, path)
 
     @property
     def bucket_parameters(self) -> list[list[str]]:
@@ -188,38 +234,97 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. The backward after a forward with gradients averages them."""
         training, joining = torch.is_grad_enabled(), self._reducer.joining
+        synchronises = training and self.require_backward_grad_sync
         if training:
+            self._watch.check(self.module)
             self._reducer.check()
             if joining is not None:
                 joining.check()
-        if self._require_forward_buffer_sync and self.forward_sync_buffers and self._has_buffers:
-            self._refresh(0 if joining is None else joining.source())
-        if self._input_device is not None:
-            inputs, kwargs = _moved((inputs, kwargs), self._input_device)
-        output = self.module(*inputs, **kwargs)
-        synchronise = training and self.require_backward_grad_sync
-        self._require_forward_buffer_sync = synchronise
+        in_torch_join = torch_arguments.notify_join(self)
+        if in_torch_join:
+            joining = self._reducer.joining = self._torch_joining
+        if self._syncs_buffers("PRE_FORWARD"):
+            self._sync_buffers()
+        if in_torch_join and joining is not None and not synchronises:
+            joining.skip()
+        if self.device_ids:
+            (inputs, kwargs) = torch_arguments.moved(
+                (inputs, kwargs), torch.device(self.device_type, self.device_ids[0])
+            )
+        if synchronises:
+            with self._direct_gradients:
+                output = self.module(*inputs, **kwargs)
+        else:
+            output = self.module(*inputs, **kwargs)
+        if self._syncs_buffers("POST_FORWARD"):
+            self._sync_buffers()
+        self.require_forward_param_sync = synchronises
         if training:
-            self._reducer.armed = synchronise
-        if synchronise:
-            for tensor in _tensors(output):
+            self._reducer.armed = synchronises
+        if synchronises:
+            for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(self._entered)
+                    tensor.register_hook(self._on_entry(tensor))
         return output
 
+    def _on_entry(self, tensor: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """Return the hook that starts a backward of an output of the module."""
+        if not self._reducer.may_lack_gradients:
+            return self._entered
+        # Without a reference to a node of this graph, which the graph would refer to.
+        return functools.partial(self._entered, leaf=first_leaf(tensor.grad_fn))
+
+    def _entered(self, _: torch.Tensor, leaf: Any = None) -> None:
+        self._reducer.begin(leaf)
+
     def _parameters_to_sync(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, parameter) for name, parameter in self.module.named_parameters() if name not in self._ignored]
+        ignored = self.parameters_to_ignore
+        return [(name, parameter) for name, parameter in self.module.named_parameters() if name not in ignored]
 
     def _buffers_to_sync(self) -> list[tuple[str, torch.Tensor]]:
         """Return the present buffers: a forward or a cast may have replaced them."""
-        return [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self._ignored]
+        return [item for item in self.module.named_buffers() if item[0] not in self.parameters_to_ignore]
+
+    # -- arguments -------------------------------------------------------------------------------
+
+    find_unused_parameters = _option("find_unused_parameters")
+    gradient_as_bucket_view = _option("gradient_as_bucket_view")
+    static_graph = _option("static_graph")
+    skip_all_reduce_unused_params = _option("skip_all_reduce_unused_params")
+    lazy_bucket_allocation = _option("lazy_bucket_allocation")
+
+    # -- buffers ----------------------------------------------------------------------------------
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether the next forward overwrites buffers by rank 0's, or calls the buffer hook."""
+        return self.require_forward_param_sync and bool(self.forward_sync_buffers) and bool(self._buffers_to_sync())
+
+    def _syncs_buffers(self, location: str) -> bool:
+        hook = self.buffer_hook
+        at = "PRE_FORWARD" if hook is None else hook.location
+        return at == location and self.will_sync_module_buffers()
+
+    def _sync_buffers(self) -> None:
+        joining = self._reducer.joining
+        if self.buffer_hook is not None:
+            self._reducer.futures += self.buffer_hook.call(dict(self._buffers_to_sync()))
+        else:
+            self._refresh(0 if joining is None else joining.source())
 
     def _refresh(self, src: int) -> None:
         # `data` has a version counter of its own, so that the backward of an earlier forward does not raise.
         model_sync.broadcast_values(self.process_group, (buffer.data for _, buffer in self._buffers_to_sync()), src)
 
-    def _entered(self, _: torch.Tensor) -> None:
-        self._reducer.begin()
+    def _register_buffer_comm_hook(self, state: object, hook: Any, comm_hook_location: Any = "POST_FORWARD") -> None:
+        """Call ``hook(state, buffers)`` in each forward that follows a forward with gradients, instead of a broadcast.
+
+        Args:
+            state: The first argument of the hook.
+            hook: Changes the tensors of a dictionary of buffers by name. It may return futures of torch, for which the
+                end of backward waits.
+            comm_hook_location: "PRE_FORWARD" or "POST_FORWARD", or torch's constants of these names.
+        """
+        self.buffer_hook = torch_arguments.BufferHook(state, hook, comm_hook_location)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -244,8 +349,8 @@ class DistributedDataParallel(nn.Module):
 
         Every rank of the group enters the block, also a rank without inputs. A rank that leaves the block contributes
         zeros until the last rank has left it. Then all ranks receive the parameters (and buffers, with
-        ``broadcast_buffers``) of the lowest rank among the last ones. The state of an optimizer is not synchronised:
-        broadcast it from one of the last ranks before another epoch.
+        ``broadcast_buffers``) of the highest rank among the last ones, as in torch. The state of an optimizer is not
+        synchronised: broadcast it from one of the last ranks before another epoch.
 
         The ranks contribute only to this model's communication. Inside the block use the group for nothing else, in
         particular not for another model. Each backward costs one all-gather of a byte per rank, and each forward that
@@ -261,7 +366,8 @@ class DistributedDataParallel(nn.Module):
         Raises:
             UnevenInputsError: With ``throw_on_early_termination``: at the end of the block on ranks without inputs, in the
                 next forward with gradients on the others.
-            UsageError: The model is in such a block already.
+            UsageError: The model is in such a block already, or it contains a `SyncBatchNorm`, whose collectives a rank
+                without inputs does not call, and ``throw_on_early_termination`` is False.
 
         Example:
             >>> with model.join():
@@ -273,86 +379,267 @@ class DistributedDataParallel(nn.Module):
             return
         if self._reducer.joining is not None:
             raise UsageError("this model is inside join() already: leave that block first")
+        if not throw_on_early_termination:
+            torch_arguments.refuse_collectives(self.module)
         joining = self._reducer.joining = Joining(
             self.process_group, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination
         )
         try:
             yield
             joining.stand_in(self._refresh, self._reducer.stand_in)
-            if not joining.is_even:
-                shared = [*self._parameters_to_sync(), *(self._buffers_to_sync() if self.broadcast_buffers else ())]
-                model_sync.broadcast_values(self.process_group, [tensor for _, tensor in shared], joining.active[0])
+            self._sync_last(joining)
         finally:
-            self._reducer.joining = None
-            # Ranks may have left after different forwards.
-            self._require_forward_buffer_sync = True
+            self._stop_joining()
 
+    def _sync_last(self, joining: Joining) -> None:
+        """Receive the model of the highest rank among the last ones, as in torch."""
+        if not joining.is_even:
+            shared = [*self._parameters_to_sync(), *(self._buffers_to_sync() if self.forward_sync_buffers else ())]
+            model_sync.broadcast_values(self.process_group, [tensor for _, tensor in shared], joining.active[-1])
 
-def _refuse(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            raise UnsupportedError(f"{name}={value!r} is not supported by this version: leave {name} out")
+    def _stop_joining(self) -> None:
+        self._reducer.joining = None
+        # Ranks may have left after different forwards.
+        self.require_forward_param_sync = True
 
+    def join_hook(self, **kwargs: Any) -> TorchJoinHook:
+        """Return the hook with which torch's context `torch.distributed.algorithms.Join` includes this model.
 
-def _check_parameters(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    for name, parameter in parameters:
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise UsageError(f"parameter {name!r} has no shape yet: run one forward before wrapping a lazy module")
-        if getattr(parameter, "_in_backward_optimizers", None):
-            raise UnsupportedError(
-                f"parameter {name!r} has an optimizer that steps in backward (_apply_optimizer_in_backward), before "
-                "the gradient is averaged over the ranks: construct the optimizer with the wrapped model's parameters, "
-                "and call its step() after backward()"
+        The group must be one of torch.distributed on the back end "asyncdist". In a world of `init_process_group`, use
+        `join`.
+
+        Args:
+            kwargs: ``divide_by_initial_world_size``, as in `join`; other names are ignored.
+        """
+        _ = self.join_process_group
+        divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+        joining = self._torch_joining = Joining(self.process_group, divides_by_all=divides_by_all, throws=False)
+
+        def leave() -> None:
+            try:
+                self._sync_last(joining)
+            finally:
+                # torch's context leaves its configuration behind.
+                vars(self).pop("_join_config", None)
+                self._stop_joining()
+
+        return TorchJoinHook(joining, self._refresh, self._reducer.stand_in, leave)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the tensors with which torch's `Join` counts ranks."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The process group of torch whose ranks torch's `Join` counts.
+
+        Raises:
+            UsageError: The group of this model is not one of torch.distributed.
+        """
+        if self._torch_group is None:
+            raise UsageError(
+                "torch's Join needs a process group of torch.distributed: use `with model.join():`, or call "
+                'torch.distributed.init_process_group("asyncdist") and pass its group as process_group'
             )
-    if not any(parameter.requires_grad for _, parameter in parameters):
-        raise UsageError("no parameter of this module requires a gradient: use the module without wrapping it")
+        return self._torch_group
 
+    # -- communication hooks ----------------------------------------------------------------------
 
-def _check_modules(module: nn.Module) -> None:
-    for name, each in module.named_modules():
-        if isinstance(each, nn.SyncBatchNorm):
-            raise UnsupportedError(
-                f"module {name!r} is a torch.nn.SyncBatchNorm, which does not communicate over this group, so each rank "
-                "would use its own statistics: use nn.BatchNorm or nn.GroupNorm, or wrap the model in torch's "
-                "DistributedDataParallel over the back end of asyncdist.torch_backend"
-            )
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Call ``hook(state, bucket)`` for each full bucket, instead of averaging it.
 
+        The interface is torch's, so torch's own hooks run. They communicate over torch.distributed, which must have a
+        process group, for example on the back end "asyncdist".
 
-def _input_device(
-    device_ids: Sequence[int | torch.device] | None, parameters: Sequence[tuple[str, nn.Parameter]]
-) -> torch.device | None:
-    devices = {parameter.device for _, parameter in parameters}
-    if not device_ids:
-        return None
-    if len(device_ids) > 1:
-        raise UsageError(f"device_ids takes one device per process, not {list(device_ids)}: start a rank for each")
-    own = next(iter(devices))
-    if len(devices) > 1 or own.type == "cpu":
-        where = ", ".join(sorted(map(str, devices)))
-        raise UsageError(f"device_ids requires a module on one accelerator, but this one is on {where}: leave it out")
-    wanted = device_ids[0]
-    return wanted if isinstance(wanted, torch.device) else torch.device(own.type, wanted)
+        Args:
+            state: The first argument of the hook, of any kind.
+            hook: Takes the state and a `GradientBucket`, whose gradients are not divided by the number of ranks. Returns a
+                `torch.futures.Future` of one tensor as large as ``bucket.buffer()``.
 
+        Raises:
+            UsageError: The hook has other parameters or annotations, the model has a hook already, a backward has averaged
+                gradients already, or a hook of torch has no process group.
 
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_moved(item, device) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(item, device) for item in value)
-    if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
-    return value
+        Example:
+            >>> def average(group, bucket):
+            ...     work = group.all_reduce(bucket.buffer(), dist.ReduceOp.AVG)
+            ...     return work.get_future().then(lambda future: future.value())
+            >>> model.register_comm_hook(model.process_group, average)
+        """
+        self._reducer.set_hook(TorchHookCaller(state, hook))
 
+    def register_async_comm_hook(self, hook: AwaitedHook) -> None:
+        """Run ``await hook(bucket, group)`` for each full bucket, instead of averaging it.
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
+        The hooks run one after the other on an event loop in a thread of their own, while backward goes on.
+
+        Args:
+            hook: Takes a `GradientBucket`, whose gradients are not divided by the number of ranks, and a group of the
+                model's ranks. Returns a tensor as large as ``bucket.buffer()``, or that tensor itself. See
+                `asyncdist.ddp.hooks` for hooks that compress.
+
+        Raises:
+            UsageError: The model has a hook already, or a backward has averaged gradients already.
+
+        Example:
+            >>> async def average(bucket, group):
+            ...     await group.all_reduce(bucket.buffer(), dist.ReduceOp.AVG)
+            ...     return bucket.buffer()
+            >>> model.register_async_comm_hook(average)
+        """
+        self._reducer.set_hook(AwaitedHookCaller(hook, self.process_group))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Register torch's ``BuiltinCommHookType``: ALLREDUCE or FP16_COMPRESS."""
+        self.register_async_comm_hook(torch_arguments.builtin_hook(comm_hook_type))
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Step an optimizer for each bucket when its gradients have been averaged; see torch's method."""
+        step = torch_arguments.fused_step(optim, optim_params, args, kwargs)
+        self.register_async_comm_hook(step)
+
+    # -- when backward ends -----------------------------------------------------------------------
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether `finalize_backward`, instead of the end of ``backward()``, waits for the averages. May be set."""
+        return self._reducer.manual
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        self._reducer.manual = required
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward` must be called after ``backward()`` returns, and not from a hook: always."""
+        return self._reducer.manual
+
+    def finalize_backward(self) -> None:
+        """Wait for the averages of a backward; only with `require_manual_backward_finalization`.
+
+        Raises:
+            UsageError: No backward waits for this call.
+        """
+        self._reducer.finalize()
+
+    # -- further names of torch's class -----------------------------------------------------------
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Torch's older name of ``forward_sync_buffers``."""
+        return bool(self.forward_sync_buffers)
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter."""
+        return self._parameters_to_sync()[0][1].device
+
+    @property
+    def device_type(self) -> str:
+        """The type of `device`."""
+        return self.device.type
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        """Whether parameters are on several devices."""
+        return len({parameter.device for _, parameter in self._parameters_to_sync()}) > 1
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """The buffers that forwards overwrite by rank 0's."""
+        return [buffer for _, buffer in self._buffers_to_sync()]
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that forwards overwrite by rank 0's, by name."""
+        return dict(self._buffers_to_sync())
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """The cap of later buckets in bytes."""
+        return self._options.limits[-1]
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """The caps of the buckets in turn, in bytes."""
+        return list(self._options.limits)
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        """Divide inputs over devices, as torch's method does; `forward` does not call it."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Join outputs of several devices, as torch's method does; `forward` does not call it."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """Return ``([inputs], [kwargs])`` on a device, as torch's method does."""
+        moved = torch_arguments.moved((inputs, kwargs), torch.device(self.device_type, device_id))
+        return (moved[0],), (moved[1],)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
+        """Exclude parameters and buffers of ``module`` by name, before it is wrapped."""
+        torch_arguments.ignore(module, params_and_buffers_to_ignore)
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """Return the parameters of ``module`` that are not excluded."""
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return a description of the model, its arguments and its last step, under torch's names."""
+        return torch_arguments.logging_data(self, self._reducer)
+
+    def _set_static_graph(self) -> None:
+        """Set ``static_graph`` after the construction; the argument is the better way."""
+        if self.static_graph:
+            warnings.warn("static_graph is True already: leave _set_static_graph() out", stacklevel=2)
+            return
+        self._options.static_graph = True
+        self._reducer.set_static_graph()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Check the rate and do nothing: `last_step` holds the times of every step."""
+        if sample_rate < 1:
+            raise UsageError(f"the sample rate of the logging data is 1 or more, not {sample_rate}")
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Do nothing: outputs are never copied."""
+
+    def _remove_autograd_hooks(self) -> None:
+        """Remove the hooks of the parameters: later backwards average nothing."""
+        self._reducer.remove_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise GradientError if the last backward ended before all gradients were averaged."""
+        self._reducer.check()
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Average over another group from the next forward on; a communication hook must be registered again."""
+        self._reducer.remove_hooks()
+        self._average_over(*torch_arguments.group_of(new_process_group, None))
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self._reducer.has_rebuilt_buckets
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> None:
+        """Return None: torch.compile need not split the model for this class."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            explained = torch_arguments.explain_missing(name)
+            if explained is None:
+                raise
+        raise AttributeError(explained, name=name, obj=self)

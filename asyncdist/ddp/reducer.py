@@ -2,122 +2,50 @@
 
 Called by `module`. In one backward autograd calls:
 
-    the output's gradient is known   begin()      forget the last step; register `_finish` with autograd
+    the output's gradient is known   begin()      forget the last step; register `_end_backward` with autograd
     a parameter's gradient is ready  _ready()     put it into its bucket; start the all-reduces of full buckets
-    backward ends                    _finish()    start the remaining all-reduces, wait for all of them
+    backward ends                    _end_backward()  start the remaining all-reduces
+                                     _finalize()  wait for all of them, and raise what any rank found wrong
 
 The all-reduces start in the order of the buckets, whatever the order of the gradients, so that all ranks start the same
 ones. After the first backward, parameters are assigned to buckets in the order in which rank 0's gradients arrived.
+
+Elements after the gradients of the last bucket, its *flags*, tell all ranks whether a rank found a fault, and which
+parameters were used where some may be unused. They cost no message of their own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from asyncdist.base.cores import has_free_cores
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.ddp import buckets
+from asyncdist.ddp.backward.bucket_memory import Bucket
+from asyncdist.ddp.backward.bucket_set import BucketSet, ReducerOptions
+from asyncdist.ddp.backward.faults import Fault, Faults
+from asyncdist.ddp.backward.graph import accumulates
+from asyncdist.ddp.backward.optimizers import step_in_backward, take_over
+from asyncdist.ddp.backward.step_times import BucketTimes, StepTimes
+from asyncdist.ddp.hooks.bucket import GradientBucket
+from asyncdist.ddp.hooks.running import HookCaller, HookResult
 from asyncdist.ddp.uneven_inputs import Joining
 from asyncdist.engine.work import Work
-from asyncdist.errors import GradientError, SharedMemoryError, UnsupportedError
+from asyncdist.errors import GradientError, UsageError
 from asyncdist.groups.group import Group
-from asyncdist.memory.registered import empty
 
 _COPIED_NBYTES = 256 << 20
-_LINE_NBYTES = 64
-"""Alignment of gradients: a matrix product that is written across cache lines takes half as long again."""
 
 
-@dataclass(slots=True)
-class BucketTimes:
-    """Times of one bucket in a step, on the clock of `time.perf_counter` (seconds).
-
-    Attributes:
-        index: Place of the bucket in the order of the all-reduces.
-        nbytes: Bytes of its gradients.
-        ready: When its last gradient arrived.
-        started: When its all-reduce started.
-        finished: When its all-reduce was complete.
-    """
-
-    index: int
-    nbytes: int
-    ready: float = 0.0
-    started: float = 0.0
-    finished: float = 0.0
-
-    def stop(self, _: object) -> None:
-        """Record the end of the all-reduce."""
-        self.finished = perf_counter()
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """Times of one backward with communication, on the clock of `time.perf_counter` (seconds).
-
-    Attributes:
-        backward_started: When autograd computed the gradient of the module's output.
-        backward_finished: When autograd had computed all gradients.
-        finished: When all all-reduces were complete and ``backward()`` returned.
-        buckets: Times of each bucket, in the order of the all-reduces.
-    """
-
-    backward_started: float
-    backward_finished: float = 0.0
-    finished: float = 0.0
-    buckets: list[BucketTimes] = field(default_factory=list)
-
-
-class Bucket:
-    """Gradients of one dtype and device that are averaged together, as views of one flat tensor."""
-
-    def __init__(self, index: int, members: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
-        self.index = index
-        self.members = members
-        self.pending = len(members)
-        self.flat: torch.Tensor | None = None
-        self.views: dict[int, torch.Tensor] = {}
-        self.nbytes = sum(parameters[member].nbytes for member in members)
-        room = [-(-parameters[member].nbytes // _LINE_NBYTES) * _LINE_NBYTES for member in members]
-        ends = [end // parameters[members[0]].itemsize for end in accumulate(room)]
-        self._offsets, self._count = [0, *ends[:-1]], ends[-1]  # in elements
-
-    def allocate(self, parameters: Sequence[torch.Tensor], *, shared: bool) -> None:
-        """Allocate the memory; called late, so that buckets of an earlier layout are freed first.
-
-        With ``shared``, memory on the CPU is registered unless registered memory is full.
-        """
-        like = parameters[self.members[0]]
-        if shared and like.is_cpu:
-            with contextlib.suppress(SharedMemoryError):
-                self.flat = empty(self._count, dtype=like.dtype).zero_()
-        if self.flat is None:
-            self.flat = self.zeros(parameters)
-        for member, offset in zip(self.members, self._offsets, strict=True):
-            self.views[member] = _view(self.flat, offset, parameters[member])
-
-    def zeros(self, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return as many zeros as the bucket has elements, in memory of their own."""
-        like = parameters[self.members[0]]
-        return torch.zeros(self._count, dtype=like.dtype, device=like.device)
-
-
-def _view(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of ``flat`` that holds a gradient, with the strides of its parameter if these leave no gaps."""
-    part = flat[offset : offset + parameter.numel()]
-    dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
-    if dense == parameter.stride() and not parameter.is_contiguous():
-        return part.as_strided(parameter.shape, parameter.stride())
-    return part.view(parameter.shape)
+_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+"""All reducers. One whose group has ended in the middle of a backward would see the gradients of later ones."""
 
 
 class Reducer:
@@ -126,61 +54,117 @@ class Reducer:
     A forward arms it for the next backward, as in torch, because a forward may return objects in which no tensor is found.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        named: Sequence[tuple[str, torch.nn.Parameter]],
-        limits: Sequence[int],
-        *,
-        gradient_as_bucket_view: bool,
-    ) -> None:
+    def __init__(self, group: Group, named: Sequence[tuple[str, torch.nn.Parameter]], options: ReducerOptions) -> None:
         self.armed = False
         self.joining: Joining | None = None
         self.last_step: StepTimes | None = None
+        self.manual = False
+        """Whether the caller, instead of the end of backward, calls `finalize`."""
+        self.futures: list[Any] = []
+        """Futures of torch, of a buffer hook, for which the next backward waits."""
         self._group = group
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
-        self._limits = limits
-        self._as_view = gradient_as_bucket_view
+        self._options = options
+        self._as_view = options.gradient_as_bucket_view
+        self._set = BucketSet(named, options, shares_memory=group.shares_memory)
         self._overlaps = not group.shares_memory or has_free_cores(group.size(), torch.get_num_threads())
+        self._hook: HookCaller | None = None
         # A model on several devices has one backward thread per device.
         self._lock = threading.Lock()
         self._step: StepTimes | None = None
+        self._forward_started = 0.0
         # Returns None if no backward is running, or if it has raised.
         self._running: Callable[[], object] = lambda: None
-        # In the order in which this backward's gradients arrived.
-        self._arrived: dict[int, None] = {}
+        # How many gradients each parameter got in this backward, in the order in which the first ones arrived.
+        self._seen: dict[int, int] = {}
+        # Parameters whose gradients are in their buckets.
+        self._filled: set[int] = set()
+        # Parameters that got a gradient since the last averages; kept only where parameters may be unused.
+        self._used: set[int] = set()
+        # With static_graph, what `_seen` was in the first backward.
+        self._expected: dict[int, int] | None = None
+        self._faults = Faults(group, self._names)
+        self._uses_leaves = False
         # Parameters for which `bucket_memory` has returned memory in this backward.
         self._placed: set[int] = set()
         # The all-reduces that this backward has started.
-        self._works: list[Work] = []
+        self._works: list[Work | HookResult] = []
         self._reduction: Reduction = ReduceOp.AVG
         self._copied_gradients: list[torch.Tensor] = []
         self._copied_nbytes = 0
         self._follows_arrival = False
-        self._assign(buckets.definition_order(len(named)))
-        for index, parameter in enumerate(self._parameters):
+        for other in [
+            each for each in _reducers if each.has_ended and not each._numbers.keys().isdisjoint(self._numbers)
+        ]:
+            other.remove_hooks()
+        _reducers.add(self)
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+        self._hooks_of_parameters: list[Any] = [each._post_accumulate_grad_hooks for each in self._parameters]
 
-    def _assign(self, order: Sequence[int]) -> None:
-        self._order, self._kinds = order, self._kinds_now()
-        layout = buckets.assign([p.nbytes for p in self._parameters], self._kinds, order, self._limits)
-        self._buckets = [Bucket(index, members, self._parameters) for index, members in enumerate(layout)]
-        self._bucket_of = {member: bucket for bucket in self._buckets for member in bucket.members}
+    @property
+    def has_ended(self) -> bool:
+        """Whether the group has failed or was destroyed, so that another reducer may take over the parameters."""
+        return self._group.error is not None
 
-    def _kinds_now(self) -> list[tuple[torch.dtype, torch.device]]:
-        return [(parameter.dtype, parameter.device) for parameter in self._parameters]
+    @property
+    def may_lack_gradients(self) -> bool:
+        """Whether a parameter may get no gradient in a backward."""
+        return self._set.allows_unused
 
-    def _follow_casts(self) -> None:
-        """Assign buckets again if parameters have been cast or moved: gradients must not be converted in between."""
-        if self._kinds != self._kinds_now():
-            self._assign(self._order)
+    @property
+    def has_rebuilt_buckets(self) -> bool:
+        """Whether buckets follow the order of the gradients in the first backward."""
+        return self._follows_arrival
+
+    @property
+    def hook_name(self) -> str | None:
+        """The name of the communication hook; None without one."""
+        return None if self._hook is None else self._hook.name
+
+    @property
+    def unused_names(self) -> list[str]:
+        """With ``static_graph``, the parameters that got no gradient on this rank in the first backward."""
+        return [name for index, name in enumerate(self._names) if index not in (self._expected or self._seen)]
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks of autograd: later backwards average nothing."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def set_hook(self, hook: HookCaller) -> None:
+        """Call ``hook`` for each bucket instead of an all-reduce.
+
+        Raises:
+            UsageError: There is a hook already, or a backward has averaged gradients.
+        """
+        if self._hook is not None:
+            raise UsageError(
+                f"this model has the communication hook {self._hook.name!r} already: register one hook only"
+            )
+        if self.last_step is not None or self._step is not None:
+            raise UsageError(
+                "a backward has averaged gradients already: register the communication hook before the first"
+            )
+        self._hook = hook
+        self._set.has_hook = True
+        self._set.assign()
+
+    def set_static_graph(self) -> None:
+        """Treat the graph as static from the next backward on."""
+        self._options.static_graph = True
+        self._set.assign()
+
+    # -- buckets ------------------------------------------------------------------------------
 
     @property
     def layout(self) -> list[list[str]]:
         """The names of the parameters by bucket, in the order in which buckets are all-reduced."""
-        return [[self._names[member] for member in bucket.members] for bucket in self._buckets]
+        return [[self._names[member] for member in bucket.members] for bucket in self._set.buckets]
 
     # -- one backward -------------------------------------------------------------------------
 
@@ -189,55 +173,92 @@ class Reducer:
         # Inside a backward: a checkpoint repeats its forward.
         if torch._C._current_graph_task_id() >= 0:
             return
+        self._forward_started = perf_counter()
         self._copied_gradients.clear()
         self._copied_nbytes = 0
         self._placed.clear()
-        if self._step is not None and self._arrived:
-            sent, total = len(self._works), len(self._buckets)
+        if self._step is not None and self._seen:
+            if self.manual and self._step.backward_finished:
+                raise UsageError(
+                    "the last backward was not finalized: call finalize_backward() before the next forward"
+                )
+            sent, total = len(self._works), len(self._set.buckets)
             raise GradientError(
                 f"the last backward did not finish: it had sent {sent} of {total} buckets, and other ranks may wait "
                 "for the rest; find what it raised, destroy the process group and start again from a checkpoint"
             )
         self._step = None
-        self._follow_casts()
+        self._set.follow_casts()
+        take_over(self._parameters)
+        # A hook of the user's that was registered later must run earlier, as in torch: it may change the gradient.
+        if sum(map(len, self._hooks_of_parameters)) > len(self._hooks):
+            for hooks, handle in zip(self._hooks_of_parameters, self._hooks, strict=False):
+                # Not `move_to_end`: torch calls the hooks in the order of their insertion.
+                hooks[handle.id] = hooks.pop(handle.id)
 
-    def begin(self) -> None:
-        """Start a backward. Called when autograd computes the gradient of the module's output."""
+    def begin(self, leaf: Any = None) -> None:
+        """Start a backward. Called when autograd computes the gradient of the module's output.
+
+        Args:
+            leaf: With unused parameters, the node of a leaf from which the output was computed. It tells a backward
+                from `torch.autograd.grad` where no parameter gets a gradient.
+        """
         with self._lock:
-            if not (self._step and self._arrived):
+            if not (self._step and self._seen):
                 self._begin()
+            if leaf is not None and accumulates(leaf):
+                self._uses_leaves = True
 
     def _begin(self) -> None:
-        self._step = StepTimes(perf_counter(), buckets=[BucketTimes(b.index, b.nbytes) for b in self._buckets])
-        self._arrived = {}
-        self._works = []
-        for bucket in self._buckets:
-            bucket.pending = len(bucket.members)
+        self._step = StepTimes(perf_counter(), forward_started=self._forward_started)
+        self._step.buckets = [BucketTimes(bucket.index, bucket.nbytes) for bucket in self._set.buckets]
+        self._seen, self._works = {}, []
+        self._filled.clear()
+        self._uses_leaves = False
+        self._faults.clear()
+        expected = self._expected
+        for bucket in self._set.buckets:
+            members = bucket.members
+            bucket.pending = len(members) if expected is None else sum(member in expected for member in members)
         # Only the running graph task keeps this object, so it is freed with the task, also if the task raises.
         # The inner backward of a re-entrant checkpoint is a task of its own.
-        finish = functools.partial(self._finish)
+        finish = functools.partial(self._end_backward)
         self._running = weakref.ref(finish)
         torch.autograd.Variable._execution_engine.queue_callback(finish)
 
     def _has_begun(self) -> bool:
         """Return whether a backward has begun and has not raised before its first gradient."""
-        return self._step is not None and (bool(self._arrived) or self._running() is not None)
+        return self._step is not None and (bool(self._seen) or self._running() is not None)
 
     def _ready(self, index: int) -> None:
         with self._lock:
+            if self._set.allows_unused:
+                self._used.add(index)
             if not self._has_begun():
                 if not self.armed:
                     return
                 self._begin()
-            if index in self._arrived:
-                raise GradientError(
-                    "{parameters} got a second gradient in one backward, after its all-reduce had started, as happens if "
-                    "several re-entrant checkpoints share a parameter: pass use_reentrant=False",
-                    [self._names[index]],
-                )
-            self._arrived[index] = None
-            self._fill(index)
-            self._count(self._bucket_of[index])
+            count = self._seen[index] = self._seen.get(index, 0) + 1
+            if count == 1 and not self._set.is_special:
+                self._fill(index)
+                self._count(self._set.bucket_of[index])
+            else:
+                self._ready_specially(index, count)
+
+    def _ready_specially(self, index: int, count: int) -> None:
+        """Treat a gradient of a static graph, of a skipped parameter, or after the first one."""
+        if index in self._set.skipped:
+            self._faults.add(index, Fault.skipped)
+        elif not self._options.static_graph:
+            if count == 1:
+                self._fill_and_count(index)
+            else:
+                self._faults.add(index, Fault.repeated)
+        elif self._expected is not None:
+            if count == self._expected.get(index, 0):
+                self._fill_and_count(index)
+            elif count > self._expected.get(index, 0):
+                self._faults.add(index, Fault.changed)
 
     def bucket_memory(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Return the memory in its bucket for a parameter's gradient; None if backward must not write it there.
@@ -246,29 +267,28 @@ class Reducer:
         """
         with self._lock:
             index = self._numbers.get(parameter)
-            if index is None or index in self._placed or parameter.grad is not None:
+            if index is None or index in self._placed or index in self._set.skipped or parameter.grad is not None:
                 return None
             if not self.armed and not self._has_begun():
                 return None
             self._placed.add(index)
             # A new tensor object: autograd copies a gradient to which there are other references.
-            return self._view(index).detach()
+            return self._set.view(index).detach()
 
-    def _view(self, index: int) -> torch.Tensor:
-        bucket = self._bucket_of[index]
-        if bucket.flat is None:
-            bucket.allocate(self._parameters, shared=self._group.shares_memory)
-        return bucket.views[index]
+    def _fill_and_count(self, index: int) -> None:
+        self._fill(index)
+        self._count(self._set.bucket_of[index])
 
     def _fill(self, index: int) -> None:
-        parameter, view = self._parameters[index], self._view(index)
+        parameter, view = self._parameters[index], self._set.view(index)
         gradient = parameter.grad
+        self._filled.add(index)
         if gradient is view:
             return
         if gradient is None or gradient.layout is not torch.strided:
-            raise UnsupportedError(
-                f"the gradient of {self._names[index]!r} is not a dense tensor; build its layer with sparse=False"
-            )
+            view.zero_()
+            self._faults.add(index, Fault.cleared if gradient is None else Fault.sparse)
+            return
         if gradient.data_ptr() == view.data_ptr():
             return
         view.copy_(gradient.detach())
@@ -293,89 +313,204 @@ class Reducer:
             return
         assert self._step is not None
         self._step.buckets[bucket.index].ready = perf_counter()
-        if self._overlaps:
-            # `_finish` starts the last one: nothing is computed after it, so no background thread needs to drive it.
-            while len(self._works) < len(self._buckets) - 1 and not self._buckets[len(self._works)].pending:
+        if self._overlaps or self._hook is not None:
+            # `_end_backward` starts the last one: nothing is computed after it, so no background thread needs to
+            # drive it.
+            while len(self._works) < len(self._set.buckets) - 1 and not self._set.buckets[len(self._works)].pending:
                 self._send(background=True)
 
     def _send(self, *, background: bool) -> None:
         assert self._step is not None
         if not self._works:
             self._reduction = ReduceOp.AVG if self.joining is None else self.joining.reduction()
-        bucket = self._buckets[len(self._works)]
-        assert bucket.flat is not None
+        bucket = self._set.buckets[len(self._works)]
+        flat = self._set.flat(bucket)
+        if bucket.pending or self._set.is_special:
+            for member in bucket.members:
+                if member not in self._filled:
+                    self._fill_unused(member)
         times = self._step.buckets[bucket.index]
         times.started = perf_counter()
-        work = self._group.all_reduce(bucket.flat, self._reduction, background=background)
+        if self._hook is not None:
+            is_last = bucket is self._set.buckets[-1]
+            self._works.append(self._hook.start(GradientBucket(bucket, flat, self._parameters, is_last=is_last)))
+            return
+        work = self._group.all_reduce(flat, self._reduction, background=background)
         self._works.append(work)
         work.add_done_callback(times.stop)
 
-    def _finish(self) -> None:
-        """Wait for the averages. Autograd calls this in the thread of backward's caller, to which it raises errors."""
+    def _fill_unused(self, index: int) -> None:
+        """Put what a parameter without a new gradient has accumulated, or zeros, into its bucket."""
+        gradient, view = self._parameters[index].grad, self._set.view(index)
+        if gradient is None or not self._set.allows_unused:
+            view.zero_()
+        elif gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient.detach())
+
+    # -- the end of a backward ----------------------------------------------------------------
+
+    def _end_backward(self) -> None:
+        """Start the remaining all-reduces. Autograd calls this in the thread of backward's caller."""
         step = self._step
         self._placed.clear()
-        if step is None:
+        if step is None or step.backward_finished:
             return
         # torch.autograd.grad() accumulates no gradient.
-        if not self._arrived:
+        if not self._seen and not self._uses_leaves:
             self._step = None
             return
         self.armed = False
         step.backward_finished = perf_counter()
-        missing = [index for index in range(len(self._parameters)) if index not in self._arrived]
-        for index in missing:
-            self._fill_with_zeros(index)
-        self._wait()
-        if not self._as_view:
-            self._copy_back()
+        self._find_faults()
+        with self._retrieving_errors():
+            if not self._set.flags_apart:
+                self._write_flags(self._set.flags())
+            while len(self._works) < len(self._set.buckets):
+                self._send(background=self.manual)
+        if not self.manual:
+            self._finalize()
+
+    def _find_faults(self) -> None:
+        if self._options.static_graph and self._expected is None:
+            for index in self._seen:
+                self._fill_and_count(index)
+            self._expected = dict(self._seen)
+        elif self._expected is not None:
+            for index, count in self._expected.items():
+                if self._seen.get(index, 0) < count:
+                    self._faults.add(index, Fault.changed)
+        elif not self._set.allows_unused and len(self._seen) < len(self._parameters):
+            for index in range(len(self._parameters)):
+                if index not in self._seen:
+                    self._faults.add(index, Fault.missing)
+
+    def _write_flags(self, flags: torch.Tensor) -> None:
+        flags.zero_()
+        if self._faults:
+            flags[0] = 1
+        if self._set.allows_unused and self._used:
+            flags[[1 + index for index in self._used]] = 1
+
+    def _reduced_flags(self) -> torch.Tensor:
+        if not self._set.flags_apart:
+            return self._set.flags()
+        flags = torch.zeros(self._set.flags_count, dtype=torch.float32, device="cpu")
+        self._write_flags(flags)
+        # After the results of the hooks, which may issue collectives of this group from other threads.
+        self._group.all_reduce(flags, ReduceOp.SUM, background=False).wait()
+        return flags
+
+    def finalize(self) -> None:
+        """Finish a backward whose caller waits for the averages, after `manual` was set."""
+        if not self.manual:
+            raise UsageError("require_manual_backward_finalization is False: backward() has finished by itself")
+        if self._step is None or not self._step.backward_finished:
+            raise UsageError(
+                "no backward waits for finalize_backward(): call it once after each backward that averages"
+            )
+        self._finalize()
+
+    def _finalize(self) -> None:
+        """Wait for the averages; raise the faults of any rank on all ranks."""
+        step = self._step
+        assert step is not None
+        with self._retrieving_errors():
+            for work, times in zip(self._works, step.buckets, strict=True):
+                work.wait()
+                times.finished = times.finished or perf_counter()
+            flags = self._reduced_flags()
+            for future in self.futures:
+                future.wait()
+        self.futures.clear()
+        has_faults, used = bool(flags[0]), self._used_anywhere(flags)
+        self._write_back(used)
+        self._used.clear()
         if not self._follows_arrival:
-            self._assign_by_arrival()
+            self._assign_by_arrival(used)
         step.finished = perf_counter()
         self.last_step, self._step = step, None
-        if missing:
-            raise GradientError(
-                "backward gave no gradient to {parameters} on this rank, so the ranks' averages lack it; use every "
-                "parameter in every forward, or freeze it (requires_grad=False) before wrapping the model",
-                [self._names[index] for index in missing],
-            )
+        if has_faults:
+            self._faults.raise_on_all_ranks()
+        step_in_backward(self._parameters)
+        if self._options.lazy_bucket_allocation and not self._as_view:
+            for bucket in self._set.buckets:
+                bucket.release()
 
-    def _wait(self) -> None:
-        try:
-            while len(self._works) < len(self._buckets):
-                self._send(background=False)
-            for work in self._works:
-                work.wait()
-        except BaseException:
-            # They all failed for the same reason: retrieve each exception, so that none is logged, and raise one.
-            for work in self._works:
-                work.exception()
-            raise
+    def _retrieving_errors(self) -> _RetrievedErrors:
+        return _RetrievedErrors(self._works)
 
-    def _fill_with_zeros(self, index: int) -> None:
-        """Replace a missing gradient, so that no other rank waits for this one until its timeout."""
-        self._view(index).zero_()
-        self._count(self._bucket_of[index])
+    def _used_anywhere(self, flags: torch.Tensor) -> frozenset[int] | None:
+        """Return the parameters that a rank has used; None if all are."""
+        if not self._set.allows_unused:
+            return None
+        return frozenset(flags[1:].nonzero().flatten().tolist())
 
-    def _copy_back(self) -> None:
-        for bucket in self._buckets:
+    def _write_back(self, used: frozenset[int] | None) -> None:
+        """Put the averages into ``grad``; parameters that no rank has used keep theirs."""
+        if self._as_view and used is None:
+            return
+        for bucket in self._set.buckets:
             for member, view in bucket.views.items():
-                gradient = self._parameters[member].grad
-                if gradient is not None:
-                    gradient.detach().copy_(view)
+                parameter = self._parameters[member]
+                if used is not None and member not in used:
+                    continue
+                if parameter.grad is None:
+                    if used is not None:
+                        parameter.grad = view if self._as_view else view.clone()
+                elif not self._as_view or (used is not None and parameter.grad is not view):
+                    self._copy_back(parameter, view)
+
+    def _copy_back(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if self._as_view:
+            parameter.grad = view
+        else:
+            parameter.grad.detach().copy_(view)
 
     def stand_in(self, reduction: Reduction) -> None:
         """Contribute zeros to one backward of the other ranks; this rank's own gradients do not change."""
-        self._follow_casts()
-        for bucket in self._buckets:
-            self._group.all_reduce(bucket.zeros(self._parameters), reduction, background=False).wait()
+        self._set.follow_casts()
+        self._faults.clear()
+        self._seen = {}
+        self._used.clear()
+        results = []
+        for bucket in self._set.buckets:
+            flat = bucket.zeros(self._parameters)
+            if self._hook is None:
+                self._group.all_reduce(flat, reduction, background=False).wait()
+            else:
+                is_last = bucket is self._set.buckets[-1]
+                results.append(self._hook.start(GradientBucket(bucket, flat, self._parameters, is_last=is_last)))
+        for result in results:
+            result.wait()
+        flags = self._reduced_flags() if self._set.flags_apart else self._set.buckets[-1].flags_of(flat)
         if not self._follows_arrival:
-            self._assign_by_arrival()
+            self._assign_by_arrival(self._used_anywhere(flags))
+        if bool(flags[0]):
+            self._faults.raise_on_all_ranks()
 
-    def _assign_by_arrival(self) -> None:
-        order = torch.tensor(buckets.arrival_order(self._arrived, len(self._parameters)), device="cpu")
+    def _assign_by_arrival(self, used: frozenset[int] | None) -> None:
+        order = torch.tensor(buckets.arrival_order(self._seen, len(self._parameters)), device="cpu")
         self._group.broadcast(order, 0, background=False).wait()
-        self._assign(order.tolist())
+        if self._options.skip_all_reduce_unused_params and used is not None:
+            self._set.skipped = frozenset(range(len(self._parameters))) - used
+        self._set.assign(order.tolist())
         self._follows_arrival = True
+
+
+class _RetrievedErrors:
+    """A context that, if it raises, retrieves the exceptions of all works, so that none is logged."""
+
+    def __init__(self, works: Sequence[Work | HookResult]) -> None:
+        self._works = works
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            for work in self._works:
+                work.exception()
 
 
 def _hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor], None]:

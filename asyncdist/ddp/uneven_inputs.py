@@ -4,7 +4,8 @@
 each announces its next step:
 
     a forward with gradients     check()      only where running out early is an error
-    buffers are overwritten      source()     by the lowest rank that has inputs left
+    buffers are overwritten      source()     by the highest rank that has inputs left
+    a forward without averages   skip()       inside torch's Join, whose hooks follow one forward at a time
     a backward's first bucket    reduction()  by which number its sums are divided
     the end of the inputs        stand_in()   follow the other ranks: receive buffers, add zeros to their gradients
 
@@ -30,6 +31,7 @@ class StepKind(IntEnum):
     forward = 1
     refresh = 2
     average = 3
+    skip = 4
 
 
 class Joining:
@@ -58,7 +60,11 @@ class Joining:
         # With ``throws`` the ranks have already synchronised before this forward.
         if not self._throws:
             self._announce(StepKind.refresh)
-        return self.active[0]
+        return self.active[-1]
+
+    def skip(self) -> None:
+        """Announce that no averages follow the forward that begins."""
+        self._announce(StepKind.skip)
 
     def reduction(self) -> Reduction:
         """Return how this backward's gradients are averaged."""
@@ -73,11 +79,17 @@ class Joining:
 
         With ``throws``, raise UnevenInputsError at once if another rank has inputs left.
         """
-        while (step := self._announce(StepKind.end)) is not StepKind.end:
-            if step is StepKind.refresh:
-                refresh(self.active[0])
-            elif step is StepKind.average:
-                average(self._reduction())
+        while self.stand_in_once(refresh, average) is not StepKind.end:
+            pass
+
+    def stand_in_once(self, refresh: Callable[[int], None], average: Callable[[Reduction], None]) -> StepKind:
+        """Follow the next step of the other ranks, and return it."""
+        step = self._announce(StepKind.end)
+        if step is StepKind.refresh:
+            refresh(self.active[-1])
+        elif step is StepKind.average:
+            average(self._reduction())
+        return step
 
     # -- all ------------------------------------------------------------------------------------
 
@@ -117,4 +129,28 @@ _WORDS = {
     StepKind.forward: "beginning of a forward",
     StepKind.refresh: "broadcast of buffers before a forward",
     StepKind.average: "average of a backward's gradients",
+    StepKind.skip: "beginning of a forward without averages",
 }
+
+
+class TorchJoinHook:
+    """What torch's `torch.distributed.algorithms.Join` calls on ranks that have run out of inputs.
+
+    Torch's context counts the ranks with inputs once for each forward, and calls `main_hook` once for each forward of
+    these ranks.
+    """
+
+    def __init__(
+        self, joining: Joining, refresh: Callable[[int], None], average: Callable[[Reduction], None],
+        leave: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._joining, self._refresh, self._average, self._leave = joining, refresh, average, leave
+
+    def main_hook(self) -> None:
+        """Follow the other ranks through one forward and its backward."""
+        while self._joining.stand_in_once(self._refresh, self._average) is StepKind.refresh:
+            pass
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Receive the model of the last ranks, when all ranks have run out."""
+        self._leave()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from asyncdist.ddp import DistributedDataParallel, direct_gradients
+from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import GradientError
 
 
@@ -151,7 +150,7 @@ def test_second_derivatives_equal_those_of_torch(toy, assert_like_torch):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_layers_write_gradients_into_buckets(assert_like_torch, reentrant):
+def test_gradients_of_checkpointed_layers_are_copied(assert_like_torch, reentrant):
     class Again(nn.Module):
         def __init__(self):
             super().__init__()
@@ -160,7 +159,8 @@ def test_checkpointed_layers_write_gradients_into_buckets(assert_like_torch, ree
         def forward(self, x):
             return self.layers[3:](checkpoint(self.layers[1:3], self.layers[0](x), use_reentrant=reentrant))
 
-    assert_like_torch(Again, copied=2)
+    # Two biases, and the weight of the layer that is checkpointed.
+    assert_like_torch(Again, copied=3)
 
 
 def test_hooks_that_change_a_gradient_change_the_average(assert_like_torch):
@@ -231,39 +231,80 @@ def test_functorch_uses_the_original_layer(together, toy):
     together(1, rank)
 
 
-def test_layers_keep_type_repr_pickles_and_state(together, toy):
+def everything_in(module):
+    return [{name: value for name, value in vars(each).items() if name != "training"} for each in module.modules()]
+
+
+def test_modules_keep_classes_attributes_hooks_and_pickles(together, toy):
+    """Wrapping and training leave nothing in the user's modules, and inside a forward their classes are torch's."""
+
     def rank(group):
         module = toy.seeded(layers())
-        looks = repr(module)
+        looks, before = repr(module), everything_in(module)
+        seen = []
+        module.register_forward_pre_hook(lambda module, _: seen.append([type(layer) for layer in module]))
+        before = everything_in(module)
         model = DistributedDataParallel(module, process_group=group)
-        assert type(module[0]) is direct_gradients.Linear
-        assert isinstance(module[0], nn.Linear)
+        copies = copied_gradients(model)
+        for _ in range(2):
+            model.zero_grad()
+            toy.loss_of(model, *toy.samples()).backward()
+        assert len(copies) == 4, "the gradients of weights are computed in their buckets"
+        assert [type(layer) for layer in module] == [nn.Linear, nn.GELU, nn.Linear, nn.GELU, nn.Linear]
+        assert seen == [[type(layer) for layer in module]] * 2
+        assert everything_in(module) == before
         assert repr(module) == looks
-        inputs, targets = toy.samples()
-        copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
-        file = io.BytesIO()
-        torch.save(module, file)
-        file.seek(0)
-        copies.append(torch.load(file, weights_only=False))
-        for each in copies:
-            assert type(each[0]) is nn.Linear
+        module._forward_pre_hooks.clear()
+        assert b"asyncdist" not in pickle.dumps(module)
+        inputs, _ = toy.samples()
+        for each in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
             assert torch.equal(each(inputs), module(inputs))
         assert module.state_dict().keys() == layers().state_dict().keys()
-        del model
-        toy.loss_of(module, inputs, targets).backward()
-        reference = toy.seeded(layers())
-        toy.loss_of(reference, inputs, targets).backward()
-        toy.assert_equal(toy.gradients(module), toy.gradients(reference))
 
     together(2, rank)
 
 
-def test_replaced_weight_is_not_averaged(together, toy):
+def test_forward_that_raises_leaves_nothing_in_the_modules(together, toy):
+    def rank(group):
+        module = toy.seeded(layers())
+        model = DistributedDataParallel(module, process_group=group)
+        before = everything_in(module)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(2, 7))
+        assert everything_in(module) == before
+
+    together(1, rank)
+
+
+@pytest.mark.parametrize("where", ["instance", "class"])
+def test_forward_replaced_by_the_user_is_called(together, toy, monkeypatch, where):
+    calls = []
+
+    def doubled(layer, x):
+        calls.append(layer)
+        return 2 * nn.functional.linear(x, layer.weight, layer.bias)
+
+    def rank(group):
+        module = toy.seeded(layers())
+        model = DistributedDataParallel(module, process_group=group)
+        if where == "instance":
+            module[0].forward = lambda x: doubled(module[0], x)
+        else:
+            monkeypatch.setattr(nn.Linear, "forward", doubled)
+        copies = copied_gradients(model)
+        toy.loss_of(model, *toy.samples()).backward()
+        return len(copies), len(calls)
+
+    assert together(1, rank) == [(3, 1) if where == "instance" else (5, 3)]
+
+
+def test_gradient_of_a_replaced_weight_is_computed_by_torch(together, toy):
     def rank(group):
         module = toy.seeded(layers())
         model = DistributedDataParallel(module, process_group=group)
         ours = module[0].weight
-        module[0].weight = nn.Parameter(ours.detach().clone())
+        # As libraries do that bypass the registration.
+        module[0]._parameters["weight"] = nn.Parameter(ours.detach().clone())
         with pytest.raises(GradientError, match=r"gave no gradient to '0\.weight'"):
             toy.loss_of(model, *toy.samples()).backward()
         assert ours.grad is None
@@ -275,7 +316,7 @@ def test_replaced_weight_is_not_averaged(together, toy):
 
 
 @pytest.mark.parametrize("as_view", [True, False])
-def test_only_large_trained_plain_layers_are_replaced_and_only_with_bucket_views(together, monkeypatch, as_view):
+def test_only_large_trained_plain_layers_write_into_buckets_and_only_with_bucket_views(together, monkeypatch, as_view):
     monkeypatch.undo()
 
     class Derived(nn.Linear):
@@ -283,13 +324,13 @@ def test_only_large_trained_plain_layers_are_replaced_and_only_with_bucket_views
 
     def rank(group):
         frozen = nn.Linear(256, 256).requires_grad_(False)
-        module = nn.Sequential(Derived(256, 256), frozen, nn.Linear(255, 256), nn.Linear(256, 256))
-        DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=as_view)
-        return [type(layer) for layer in module] == [
-            Derived, nn.Linear, nn.Linear, direct_gradients.Linear if as_view else nn.Linear
-        ]  # fmt: skip
+        module = nn.Sequential(Derived(256, 256), frozen, nn.Linear(256, 255), nn.Linear(255, 256), nn.Linear(256, 256))
+        model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=as_view)
+        copies = copied_gradients(model)
+        model(torch.ones(2, 256)).sum().backward()
+        return sorted(tuple(each.shape) for each in copies if each.dim() > 1)
 
-    assert together(2, rank) == [True, True]
+    assert together(2, rank) == [[(255, 256), (256, 255), (256, 256)] if as_view else []] * 2
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

@@ -172,12 +172,12 @@ class Tally(nn.Module):
 @pytest.mark.parametrize(
     ("counts", "left"),
     [
-        ([2, 2], [11.0, 101.0]),  # rank 0's after the first step, then each rank's own
+        ([2, 2], [110.0, 200.0]),  # rank 1's after the first step, as in torch, then each rank's own
         ([3, 1], [111.0, 111.0]),
         ([1, 3], [300.0, 300.0]),  # rank 1's own from the second step on
     ],
 )
-def test_buffers_are_those_of_the_lowest_rank_with_inputs(together, counts, left):
+def test_buffers_are_those_of_the_highest_rank_with_inputs(together, counts, left):
     def rank(group):
         own = group.rank()
         model = DistributedDataParallel(Tally(), process_group=group)
@@ -284,7 +284,7 @@ def test_mismatched_ranks_inside_join_raise_on_every_rank(together):
         def epoch():
             with model.join():
                 if group.rank() == 1:
-                    model._require_forward_buffer_sync = False  # as after an evaluation on this rank only
+                    model.require_forward_param_sync = False  # as after an evaluation on this rank only
                 if group.rank() < 2:
                     model(torch.ones(1)).sum().backward()
 

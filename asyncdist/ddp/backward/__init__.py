@@ -1,0 +1,9 @@
+"""What the reducer keeps and finds during one backward.
+
+bucket_memory   the memory of a bucket
+bucket_set      the buckets of all parameters
+faults          gradients that a rank lacks or got twice, and the error that all ranks raise for them
+graph           questions about tensors and nodes of autograd
+optimizers      optimizers that torch attaches to parameters, to step in backward
+step_times      times of one backward
+"""

@@ -1,0 +1,114 @@
+"""The buckets of all parameters of a model, and how a reducer treats their gradients. Used by `reducer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from asyncdist.ddp import buckets
+from asyncdist.ddp.backward.bucket_memory import LINE_NBYTES, Bucket
+
+
+@dataclass
+class ReducerOptions:
+    """How a `Reducer` treats gradients; the arguments of `DistributedDataParallel` of the same names.
+
+    Attributes:
+        limits: Caps of the buckets in bytes, as `buckets.assign` takes them.
+        delayed: Names of the parameters of ``delay_all_reduce_named_params``.
+    """
+
+    limits: Sequence[int]
+    gradient_as_bucket_view: bool = True
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    skip_all_reduce_unused_params: bool = False
+    lazy_bucket_allocation: bool = False
+    delayed: frozenset[str] = frozenset()
+
+    @property
+    def allows_unused(self) -> bool:
+        """Whether a parameter may get no gradient in a backward."""
+        return self.find_unused_parameters or self.static_graph or self.skip_all_reduce_unused_params
+
+
+class BucketSet:
+    """The buckets, in the order of their all-reduces, and the *flags*: elements with which ranks tell one another more.
+
+    Attributes:
+        buckets: The buckets.
+        bucket_of: The bucket of each parameter, by the parameter's number.
+        allows_unused: Whether a parameter may get no gradient in a backward.
+        skipped: Numbers of parameters without a bucket, which no rank uses.
+        has_hook: Whether a communication hook sees the buckets.
+        is_special: Whether not every parameter gets exactly one gradient.
+        flags_apart: Whether the flags travel in a tensor of their own instead of the last bucket.
+        flags_count: The number of flags: one for faults, and one for each parameter where some may be unused.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, torch.nn.Parameter]], options: ReducerOptions, *, shares_memory: bool
+    ) -> None:
+        self.skipped: frozenset[int] = frozenset()
+        self.has_hook = False
+        self._parameters = [parameter for _, parameter in named]
+        self._options, self._shares_memory = options, shares_memory
+        self._delayed = {number for number, (name, _) in enumerate(named) if name in options.delayed}
+        self._order: Sequence[int] = buckets.definition_order(len(named))
+        self.assign()
+
+    def assign(self, order: Sequence[int] | None = None) -> None:
+        """Assign the parameters to new buckets, in the order in which gradients are expected; None keeps the order."""
+        self._order = self._order if order is None else order
+        self._kinds = self._kinds_now()
+        self.allows_unused = self._options.allows_unused
+        self.is_special = self._options.static_graph or bool(self.skipped)
+        sent = [index for index in self._order if index not in self.skipped]
+        layout = [
+            *self._layout([index for index in sent if index not in self._delayed], self._options.limits),
+            *self._layout([index for index in sent if index in self._delayed], [1 << 62]),
+        ]
+        # A hook sees no gaps, and the flags of a device's gradients would be read from the device in each step.
+        self.flags_apart = self.has_hook or not layout or not all(each.is_cpu for each in self._parameters)
+        self.flags_count = 1 + (len(self._parameters) if self.allows_unused else 0)
+        last = 0 if self.flags_apart else self.flags_count
+        alignment = 1 if self.has_hook else LINE_NBYTES
+        self.buckets = [
+            Bucket(index, members, self._parameters, alignment=alignment, flags=last if index == len(layout) - 1 else 0)
+            for index, members in enumerate(layout)
+        ]
+        self.bucket_of = {member: bucket for bucket in self.buckets for member in bucket.members}
+
+    def _layout(self, order: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
+        nbytes, kinds = [self._parameters[index].nbytes for index in order], [self._kinds[index] for index in order]
+        layout = buckets.assign(nbytes, kinds, range(len(order)), limits)
+        return [[order[position] for position in members] for members in layout]
+
+    def _kinds_now(self) -> list[tuple[torch.dtype, torch.device]]:
+        return [(parameter.dtype, parameter.device) for parameter in self._parameters]
+
+    def follow_casts(self) -> None:
+        """Assign buckets again if parameters have been cast or moved: gradients must not be converted in between."""
+        if self._kinds != self._kinds_now():
+            self.assign()
+
+    def flat(self, bucket: Bucket) -> torch.Tensor:
+        """Return the memory of a bucket, which the first call allocates."""
+        if bucket.flat is None:
+            # Hooks may resize the memory, as torch's batched PowerSGD does.
+            bucket.allocate(self._parameters, shared=self._shares_memory and not self.has_hook)
+        assert bucket.flat is not None
+        return bucket.flat
+
+    def view(self, index: int) -> torch.Tensor:
+        """Return the part of its bucket that holds a parameter's gradient."""
+        bucket = self.bucket_of[index]
+        self.flat(bucket)
+        return bucket.views[index]
+
+    def flags(self) -> torch.Tensor:
+        """Return the flags after the gradients of the last bucket."""
+        self.flat(self.buckets[-1])
+        return self.buckets[-1].flags

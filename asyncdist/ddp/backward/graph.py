@@ -1,0 +1,44 @@
+"""Questions about tensors and nodes of autograd. Used by `module`, `reducer` and `direct_gradients`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Return the tensors in lists, tuples, dictionaries and dataclasses, as torch's DDP finds them in an output."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
+
+
+def accumulates(node: Any) -> bool:
+    """Return whether this backward accumulates a node's gradient into ``grad``, as `torch.autograd.grad` does not."""
+    # torch raises RuntimeError for leaves inside `torch.autograd.grad`.
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False
+
+
+def first_leaf(node: Any) -> Any:
+    """Return the node of a leaf from which ``node`` was computed; None if it was computed from no leaf."""
+    seen, left = set(), [node]
+    while left:
+        each = left.pop()
+        if hasattr(each, "variable"):
+            return each
+        if each not in seen:
+            seen.add(each)
+            left += [edge for edge, _ in each.next_functions if edge is not None]
+    return None

@@ -1,0 +1,174 @@
+"""Calls communication hooks of both interfaces, and waits for their results. Used by `reducer`."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import sys
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+
+from asyncdist.base.background_loop import new_loop
+from asyncdist.base.daemon_threads import DaemonThreadPool
+from asyncdist.ddp.hooks.bucket import GradientBucket
+from asyncdist.errors import UsageError
+from asyncdist.groups.group import Group
+
+AwaitedHook = Callable[[GradientBucket, Group], Awaitable[torch.Tensor]]
+TorchHook = Callable[[Any, GradientBucket], torch.futures.Future[torch.Tensor]]
+
+
+class HookCaller(ABC):
+    """Calls a user's hook for each full bucket, in the order of the buckets."""
+
+    name: str
+
+    @abstractmethod
+    def start(self, bucket: GradientBucket) -> HookResult:
+        """Call the hook."""
+
+
+class HookResult(ABC):
+    """The result of one call of a hook."""
+
+    def __init__(self, name: str, bucket: GradientBucket) -> None:
+        self._name, self._bucket, self._flat = name, bucket, bucket.memory
+
+    @abstractmethod
+    def _value(self) -> Any:
+        """Wait for what the hook returns."""
+
+    @abstractmethod
+    def exception(self) -> object:
+        """Retrieve the error of a result for which no one waits any longer; None if there is none or it is pending."""
+
+    def wait(self) -> None:
+        """Wait for the hook's tensor, and copy it into the bucket unless it is the bucket's own."""
+        value = self._value()
+        # torch's own hooks may return the list that a work's future contains.
+        if isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]
+        if not isinstance(value, torch.Tensor) or value.numel() != self._flat.numel():
+            found = f"a tensor of {value.numel()} elements" if isinstance(value, torch.Tensor) else repr(value)
+            raise UsageError(
+                f"communication hook {self._name!r} returned {found} for bucket {self._bucket.index()}: return a tensor "
+                f"of {self._flat.numel()} elements, as bucket.buffer() has"
+            )
+        if value.data_ptr() != self._flat.data_ptr() or value.dtype is not self._flat.dtype:
+            self._flat.copy_(value.detach().view(self._flat.shape))
+
+
+# -- torch's interface ------------------------------------------------------------------------------
+
+
+class TorchHookCaller(HookCaller):
+    """Calls ``hook(state, bucket)``, which returns a `torch.futures.Future`, in the thread of backward."""
+
+    def __init__(self, state: object, hook: TorchHook) -> None:
+        check_torch_hook(hook)
+        self.name = getattr(hook, "__qualname__", repr(hook))
+        self._state, self._hook = state, hook
+
+    def start(self, bucket: GradientBucket) -> HookResult:
+        """Call the hook in this thread."""
+        future = self._hook(self._state, bucket)
+        if not isinstance(future, torch._C.Future):
+            raise UsageError(
+                f"communication hook {self.name!r} returned {future!r}: return a torch.futures.Future of one tensor, such "
+                "as work.get_future(); a coroutine function belongs into register_async_comm_hook()"
+            )
+        return _TorchResult(self.name, bucket, future)
+
+
+class _TorchResult(HookResult):
+    def __init__(self, name: str, bucket: GradientBucket, future: torch.futures.Future[Any]) -> None:
+        super().__init__(name, bucket)
+        self._future = future
+
+    def _value(self) -> Any:
+        return self._future.wait()
+
+    def exception(self) -> object:
+        # An error of a future of torch that nobody retrieves is not logged.
+        return None
+
+
+def check_torch_hook(hook: object) -> None:
+    """Raise UsageError unless ``hook`` can be called as torch calls communication hooks."""
+    if not callable(hook):
+        raise UsageError(f"a communication hook is a function of (state, bucket), not {hook!r}")
+    if inspect.iscoroutinefunction(hook):
+        raise UsageError(
+            "register_comm_hook() takes torch's hooks; pass a coroutine function to register_async_comm_hook()"
+        )
+    signature = inspect.signature(hook)
+    if len([each for each in signature.parameters.values() if each.default is each.empty]) != 2:
+        raise UsageError(f"a communication hook takes two arguments, state and bucket, not {signature}")
+    annotation = getattr(signature.parameters.get("bucket"), "annotation", inspect.Parameter.empty)
+    if annotation not in (inspect.Parameter.empty, GradientBucket) and "GradBucket" not in str(annotation):
+        raise UsageError(f"the hook's bucket is a torch.distributed.GradBucket, but its annotation is {annotation!r}")
+    if signature.return_annotation is not inspect.Signature.empty and "Future" not in str(signature.return_annotation):
+        raise UsageError(
+            "a communication hook returns torch.futures.Future[torch.Tensor], but its annotation is "
+            f"{signature.return_annotation!r}"
+        )
+    distributed = sys.modules.get("torch.distributed")
+    of_torch = str(getattr(inspect.unwrap(hook), "__module__", "")).startswith("torch.distributed.")
+    if of_torch and not (distributed is not None and distributed.is_available() and distributed.is_initialized()):
+        raise UsageError(
+            f"{getattr(hook, '__qualname__', hook)!r} communicates over torch.distributed, which has no process group: "
+            'import asyncdist.torch_backend and call torch.distributed.init_process_group("asyncdist"), or use a hook of '
+            "asyncdist.ddp.hooks"
+        )
+
+
+# -- awaited hooks ----------------------------------------------------------------------------------
+
+
+_hooks_of: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
+"""The number of awaited hooks that each group has had. All ranks register their hooks in the same order."""
+
+
+class AwaitedHookCaller(HookCaller):
+    """Runs ``await hook(bucket, group)`` for one bucket after the other, on an event loop in a thread of its own.
+
+    The hooks of two buckets never run at the same time, so every rank issues their collectives in the same order. The
+    group is a sibling of the model's, so collectives of other threads may go on.
+    """
+
+    def __init__(self, hook: AwaitedHook, group: Group) -> None:
+        if not callable(hook):
+            raise UsageError(f"an awaited communication hook is a coroutine function of (bucket, group), not {hook!r}")
+        self.name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        number = _hooks_of[group] = _hooks_of.get(group, 0) + 1
+        self._hook, self._group = hook, group.sibling(f"communication hook {number}")
+        self._thread = DaemonThreadPool("asyncdist-comm-hook", 1, idle_timeout=1.0)
+        weakref.finalize(self, self._thread.shutdown, wait=False)
+
+    def start(self, bucket: GradientBucket) -> HookResult:
+        """Run the hook after those of earlier buckets."""
+        return _AwaitedResult(self.name, bucket, self._thread.submit(self._run, bucket))
+
+    def _run(self, bucket: GradientBucket) -> torch.Tensor:
+        with torch.no_grad(), asyncio.Runner(loop_factory=new_loop) as runner:
+            return runner.run(self._call(bucket))
+
+    async def _call(self, bucket: GradientBucket) -> torch.Tensor:
+        return await self._hook(bucket, self._group)
+
+
+class _AwaitedResult(HookResult):
+    def __init__(self, name: str, bucket: GradientBucket, future: concurrent.futures.Future[torch.Tensor]) -> None:
+        super().__init__(name, bucket)
+        self._future = future
+
+    def _value(self) -> Any:
+        return self._future.result()
+
+    def exception(self) -> object:
+        return self._future.exception() if self._future.done() else None

@@ -1,0 +1,69 @@
+"""Notices parameters that a wrapped model gets later, which would be trained by each rank alone. Used by `module`.
+
+torch calls a function for each parameter and submodule that any module of the process registers. It only marks the wrapped
+models that contain the module, so a step costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+from torch import nn
+from torch.nn.modules import module as torch_modules
+
+from asyncdist.errors import UsageError
+
+_watches: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[ModelWatch]] = weakref.WeakKeyDictionary()
+
+
+class ModelWatch:
+    """The parameters that a model had when it was wrapped.
+
+    Args:
+        module: The model.
+        ignored: Names of parameters that are not averaged.
+    """
+
+    def __init__(self, module: nn.Module, ignored: frozenset[str]) -> None:
+        _install()
+        self._ignored = ignored
+        self._known = {id(parameter) for parameter in module.parameters()}
+        self._frozen = [
+            item for item in module.named_parameters() if not item[1].requires_grad and item[0] not in ignored
+        ]
+        self._may_have_changed = False
+        for each in module.modules():
+            _watches.setdefault(each, weakref.WeakSet()).add(self)
+
+    def note(self) -> None:
+        """Record that a module of the model has registered a parameter or a submodule."""
+        self._may_have_changed = True
+
+    def check(self, module: nn.Module) -> None:
+        """Raise UsageError, naming the parameter, if ``module`` trains parameters that are not averaged."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"parameter {name!r} required no gradient when the model was wrapped, so ranks do not average it: "
+                    "set requires_grad before wrapping the model"
+                )
+        if not self._may_have_changed:
+            return
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in self._known and parameter.requires_grad and name not in self._ignored:
+                raise UsageError(
+                    f"parameter {name!r} was added or replaced after the model was wrapped, so ranks do not average it: "
+                    "wrap the model after all changes"
+                )
+        self._may_have_changed = False
+
+
+@functools.cache
+def _install() -> None:
+    def note(module: nn.Module, _name: str, _registered: object) -> None:
+        for watch in _watches.get(module, ()):
+            watch.note()
+
+    torch_modules.register_module_parameter_registration_hook(note)
+    torch_modules.register_module_module_registration_hook(note)

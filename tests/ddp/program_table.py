@@ -1,0 +1,560 @@
+"""Run by test_table.py on each rank: arguments and methods of DistributedDataParallel, in one of three contenders.
+
+"gloo" is torch's class over gloo, "backend" torch's class over the back end "asyncdist", "asyncdist" the class of this
+package. A case records tensors after each step; the test compares what the contenders have recorded.
+"""
+
+import copy
+import inspect
+import io
+import warnings
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
+
+import asyncdist.torch_backend  # noqa: F401 - registers the back end
+from asyncdist.ddp import DistributedDataParallel
+
+SMALL_MB = 1 / 1024
+
+
+class Case:
+    """What a case uses: the contender's class, data of this rank, and a record."""
+
+    def __init__(self, contender):
+        self.is_ours = contender == "asyncdist"
+        self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.seen = []
+        self.generator = torch.Generator().manual_seed(1)
+
+    def wrap(self, module, **arguments):
+        return (DistributedDataParallel if self.is_ours else TorchDDP)(module, **arguments)
+
+    def data(self, *shape):
+        """Return other numbers on each rank, and in each call."""
+        return torch.randn(self.size, *shape, generator=self.generator)[self.rank].contiguous()
+
+    def see(self, *modules):
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                gradient = None if parameter.grad is None else parameter.grad.to_dense().detach().clone()
+                self.seen.append((name, parameter.detach().clone(), gradient))
+            self.seen += [(name, buffer.detach().clone(), None) for name, buffer in module.named_buffers()]
+
+    def train(self, module=None, steps=3, register=None, optimizer=None, zero=True, **arguments):
+        model = self.wrap(network() if module is None else module, **arguments)
+        if register is not None:
+            register(model)
+        step = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if optimizer is None else optimizer).step
+        for _ in range(steps):
+            if zero:
+                model.zero_grad()
+            model(self.data(4, 6)).square().mean().backward()
+            self.see(model)
+            step()
+        return model
+
+
+def seeded(module):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return module
+
+
+def network():
+    return seeded(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)))
+
+
+class Branches(nn.Module):
+    """A forward uses the layers whose numbers are in `used`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
+        self.used = [0, 1, 2, 3]
+
+    def forward(self, x):
+        return sum(self.layers[index](x) for index in self.used)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, times, reentrant):
+        super().__init__()
+        self.first, self.layer = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.times, self.reentrant = times, reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(self.times):
+            x = checkpoint(self.layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+# -- arguments ----------------------------------------------------------------------------------------
+
+
+def defaults(case):
+    case.train()
+
+
+def bucket_cap_mb(case):
+    case.train(bucket_cap_mb=SMALL_MB)
+
+
+def bucket_cap_mb_list(case):
+    case.train(bucket_cap_mb_list=[SMALL_MB, 1])
+
+
+def gradient_as_bucket_view(case):
+    for value in (False, True):
+        case.train(gradient_as_bucket_view=value)
+
+
+def gradient_as_bucket_view_without_zero_grad(case):
+    for value in (False, True):
+        case.train(gradient_as_bucket_view=value, zero=False)
+
+
+def batched_grad_copy(case):
+    case.train(batched_grad_copy=True)
+
+
+def lazy_bucket_allocation(case):
+    case.train(lazy_bucket_allocation=True, gradient_as_bucket_view=False)
+
+
+def init_sync(case):
+    module = network()
+    with torch.no_grad():
+        module[0].weight.add_(case.rank)
+    case.train(copy.deepcopy(module))
+    case.train(network(), init_sync=False)
+
+
+def broadcast_buffers(case):
+    for value in (False, True):
+        module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+        case.train(seeded(module), broadcast_buffers=value)
+
+
+def forward_sync_buffers(case):
+    for value in (False, True):
+        case.train(seeded(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))), forward_sync_buffers=value)
+
+
+def find_unused_parameters(case):
+    for used in ([0, 1, 2, 3], [0, 2], [0, 1 + case.rank % 2]):
+        module = seeded(Branches())
+        model = case.wrap(module, find_unused_parameters=True, bucket_cap_mb=SMALL_MB)
+        for now in ([0, 1, 2, 3], used, used):
+            module.used = now
+            model.zero_grad()
+            model(case.data(4, 6)).square().mean().backward()
+            case.see(model)
+
+
+def find_unused_parameters_with_no_sync(case):
+    module = seeded(Branches())
+    model = case.wrap(module, find_unused_parameters=True)
+    for used in ([0, 1], [0, 2 + case.rank % 2]):
+        module.used = used
+        with model.no_sync():
+            model(case.data(4, 6)).square().mean().backward()
+        module.used = [0]
+        model(case.data(4, 6)).square().mean().backward()
+        case.see(model)
+
+
+def skip_all_reduce_unused_params(case):
+    module = seeded(Branches())
+    module.used = [1, 3]
+    case.train(module, find_unused_parameters=True, skip_all_reduce_unused_params=True)
+
+
+def static_graph(case):
+    module = seeded(Branches())
+    module.used = [1, 3]
+    case.train(module, static_graph=True, bucket_cap_mb=SMALL_MB)
+
+
+def static_graph_with_reentrant_checkpoints_of_one_layer(case):
+    case.train(seeded(Checkpointed(2, True)), static_graph=True)
+
+
+def checkpoints_without_reentry(case):
+    case.train(seeded(Checkpointed(2, False)))
+
+
+def reentrant_checkpoint(case):
+    case.train(seeded(Checkpointed(1, True)))
+
+
+def delay_all_reduce_named_params(case):
+    module = network()
+    delayed = [(name, each) for name, each in module.named_parameters() if name.startswith("4.")]
+    for _, parameter in delayed:
+        parameter.grad = torch.zeros_like(parameter)
+    model = case.wrap(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module[0].weight)
+    for _ in range(2):
+        model.zero_grad()
+        model(case.data(4, 6)).square().mean().backward()
+        torch.distributed.barrier()
+        case.see(model)
+
+
+def device_mesh(case):
+    mesh = torch.distributed.init_device_mesh("cpu", (case.size,))
+    case.train(device_mesh=mesh)
+
+
+def process_group(case):
+    group = torch.distributed.new_group(range(case.size))
+    case.train(process_group=group)
+
+
+def check_reduction_and_dim(case):
+    case.train(check_reduction=True, dim=1)
+
+
+def mixed_precision(case):
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    case.train(mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+
+
+def parameters_of_several_dtypes(case):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6).double()
+
+        def forward(self, x):
+            return self.two(self.one(x).double())
+
+    case.train(seeded(Mixed()))
+
+
+def sparse_gradients(case):
+    module = nn.Embedding(6, 4, sparse=True)
+    model = case.wrap(seeded(module))
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.tensor([case.rank, 2])).sum().backward()
+        case.see(model)
+
+
+def ignored_parameters(case):
+    module = network()
+    with torch.no_grad():
+        module[4].bias.add_(case.rank)
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(module, ["4.bias"])
+    case.train(module)
+
+
+# -- methods ------------------------------------------------------------------------------------------
+
+
+def no_sync(case):
+    model = case.wrap(network())
+    for _ in range(2):
+        with model.no_sync():
+            for _ in range(2):
+                model(case.data(4, 6)).square().mean().backward()
+        model(case.data(4, 6)).square().mean().backward()
+        case.see(model)
+        model.zero_grad()
+
+
+def join(case):
+    for divides in (True, False):
+        model = case.wrap(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = [case.data(4, 6) for _ in range(4)]
+        with model.join(divide_by_initial_world_size=divides):
+            for batch in data[: 2 + case.rank % 3]:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+        case.seen += [(name, parameter.detach().clone(), None) for name, parameter in model.named_parameters()]
+
+
+def torchs_join_with_buffers_and_no_sync(case):
+    model = case.wrap(seeded(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))))
+    data = [case.data(4, 6) for _ in range(4)]
+    with Join([model], divide_by_initial_world_size=True):
+        for index, batch in enumerate(data[: 2 + case.rank % 2]):
+            if index == 0:
+                with model.no_sync():
+                    model(batch).square().mean().backward()
+            else:
+                model(batch).square().mean().backward()
+    case.seen += [(name, each.detach().clone(), None) for name, each in model.state_dict().items()]
+    with Join([model], enable=False):
+        model(data[0]).square().mean().backward()
+
+
+def torchs_join_with_zero(case):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = case.wrap(network())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    data = [case.data(4, 6) for _ in range(4)]
+    with Join([model, optimizer]):
+        for batch in data[: 2 + case.rank % 2]:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    case.seen += [(name, each.detach().clone(), None) for name, each in model.state_dict().items()]
+
+
+def zero_redundancy_optimizer(case):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    module = network()
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.1)
+    case.train(module, optimizer=optimizer)
+
+
+def optimizer_in_backward(case):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    for as_view in (False, True):
+        module = network()
+        _apply_optimizer_in_backward(torch.optim.SGD, module[2:].parameters(), {"lr": 0.1})
+        case.train(module, gradient_as_bucket_view=as_view)
+
+
+def fused_optimizer(case):
+    model = case.wrap(network())
+    model._register_fused_optim(torch.optim.SGD, 0.1)
+    for _ in range(3):
+        model.zero_grad()
+        model(case.data(4, 6)).square().mean().backward()
+        torch.distributed.barrier()
+        case.seen += [(name, parameter.detach().clone(), None) for name, parameter in model.named_parameters()]
+
+
+def triple(parameter):
+    parameter.grad.mul_(3)
+
+
+def user_hooks_of_gradients(case):
+    module = network()
+    module[0].weight.register_hook(lambda gradient: 2 * gradient)
+    module[2].weight.register_post_accumulate_grad_hook(triple)
+    model = case.wrap(module)
+    module[4].weight.register_post_accumulate_grad_hook(triple)
+    for _ in range(3):
+        model.zero_grad()
+        model(case.data(4, 6)).square().mean().backward()
+        case.see(model)
+
+
+def buffer_hook(case):
+    def average(state, buffers):
+        for buffer in buffers.values():
+            if buffer.is_floating_point():
+                torch.distributed.all_reduce(buffer)
+
+    case.train(
+        seeded(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))),
+        register=lambda model: model._register_buffer_comm_hook(None, average),
+    )
+
+
+def deepcopy_and_pickle(case):
+    model = case.wrap(network())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for each in (copy.deepcopy(model) if case.is_ours else model, torch.load(file, weights_only=False)):
+        each(case.data(4, 6)).square().mean().backward()
+        case.see(each)
+
+
+def state_dict(case):
+    model = case.train(seeded(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))))
+    case.seen += [(name, tensor.clone(), None) for name, tensor in model.state_dict().items()]
+    other = case.wrap(seeded(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))))
+    other.load_state_dict(model.state_dict())
+    case.see(other)
+
+
+def evaluation(case):
+    model = case.wrap(seeded(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))))
+    model.train()
+    model.eval()
+    with torch.no_grad():
+        case.seen.append(("output", model(case.data(4, 6)), None))
+
+
+def outputs_in_dictionaries(case):
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = network()
+
+        def forward(self, x, scale=1.0):
+            return {"result": [scale * self.layer(x)], "input": x}
+
+    model = case.wrap(Nested())
+    for _ in range(2):
+        model.zero_grad()
+        model(case.data(4, 6), scale=2.0)["result"][0].square().mean().backward()
+        case.see(model)
+
+
+def _set_static_graph(case):
+    module = seeded(Branches())
+    module.used = [1, 3]
+    case.train(module, register=lambda model: model._set_static_graph())
+
+
+def _update_process_group(case):
+    model = case.wrap(network())
+    group = torch.distributed.new_group(range(case.size))
+    for _ in range(2):
+        model.zero_grad()
+        model(case.data(4, 6)).square().mean().backward()
+        case.see(model)
+        model._update_process_group(group)
+
+
+def require_manual_backward_finalization(case):
+    model = case.wrap(network())
+    model.require_manual_backward_finalization = True
+    for _ in range(2):
+        model.zero_grad()
+        model(case.data(4, 6)).square().mean().backward()
+        model.finalize_backward()
+        case.see(model)
+
+
+# -- communication hooks ------------------------------------------------------------------------------
+
+
+def _hooked(case, state, hook, steps=4, **arguments):
+    case.train(register=lambda model: model.register_comm_hook(state, hook), steps=steps, **arguments)
+
+
+def allreduce_hook(case):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    for cap in (None, SMALL_MB):
+        _hooked(case, None, allreduce_hook, bucket_cap_mb=cap)
+
+
+def fp16_compress_hook(case):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    _hooked(case, torch.distributed.group.WORLD, fp16_compress_hook)
+
+
+def fp16_compress_wrapper(case):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
+
+    _hooked(case, None, fp16_compress_wrapper(allreduce_hook))
+
+
+def bf16_compress_hook(case):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    _hooked(case, None, bf16_compress_hook)
+
+
+def powerSGD_hook(case):
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
+
+    for rank in (1, 2):
+        state = hooks.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        _hooked(case, state, hooks.powerSGD_hook)
+
+
+def batched_powerSGD_hook(case):
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
+
+    state = hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    _hooked(case, state, hooks.batched_powerSGD_hook, gradient_as_bucket_view=True)
+
+
+def quantization_pertensor_hook(case):
+    from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import quantization_pertensor_hook
+
+    _hooked(case, torch.distributed.group.WORLD, quantization_pertensor_hook)
+
+
+def quantization_perchannel_hook(case):
+    from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import quantization_perchannel_hook
+
+    _hooked(case, torch.distributed.group.WORLD, quantization_perchannel_hook)
+
+
+def post_localSGD_hook(case):
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hooks
+
+    subgroup = torch.distributed.new_group([case.rank]) if case.size == 1 else None
+    for rank in range(case.size if case.size > 1 else 0):
+        made = torch.distributed.new_group([rank])
+        subgroup = made if rank == case.rank else subgroup
+    _hooked(case, hooks.PostLocalSGDState(None, subgroup, start_localSGD_iter=2), hooks.post_localSGD_hook)
+
+
+def optimizer_overlap_hook(case):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+        _hook_then_optimizer,
+        _OptimizerHookState,
+    )
+    from torch.distributed.optim import as_functional_optim
+
+    state = _OptimizerHookState(as_functional_optim(torch.optim.SGD, 0.1))
+    model = case.wrap(network())
+    model.register_comm_hook(None, _hook_then_optimizer(allreduce_hook, state))
+    for _ in range(3):
+        model.zero_grad()
+        model(case.data(4, 6)).square().mean().backward()
+        torch.distributed.barrier()
+        case.seen += [(name, parameter.detach().clone(), None) for name, parameter in model.named_parameters()]
+
+
+def noop_hook(case):
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+    _hooked(case, None, noop_hook)
+
+
+def built_in_hooks(case):
+    for kind in (torch.distributed.BuiltinCommHookType.ALLREDUCE, torch.distributed.BuiltinCommHookType.FP16_COMPRESS):
+        case.train(register=lambda model, kind=kind: model._register_builtin_comm_hook(kind))
+
+
+CASES = [
+    name
+    for name, value in list(globals().items())
+    if inspect.isfunction(value) and [*inspect.signature(value).parameters] == ["case"]
+]
+
+
+def run(test, contender, rank, world_size, where):
+    """Run the cases that the test names, and send what each has recorded, or the error that it raised."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    back_end = "gloo" if contender == "gloo" else "asyncdist"
+    torch.distributed.init_process_group(back_end, init_method=where, rank=rank, world_size=world_size)
+    for name in test.recv():
+        case = Case(contender)
+        try:
+            globals()[name](case)
+            file = io.BytesIO()
+            torch.save(case.seen, file)
+            outcome = file.getvalue()
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {(str(error) or 'without a text').splitlines()[0]}"
+        test.send(outcome)
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,515 @@
+"""Low-communication training takes the steps of its papers, whatever the members, the fragments and the delay."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+from asyncdist.base.background_loop import background_loop
+from asyncdist.ddp.low_communication.diloco import BlockingDiLoCo, BlockingLocalSGD, DiLoCo, LocalSGD
+from asyncdist.ddp.low_communication.fragments import fragments_of
+from asyncdist.elastic.session import join
+from asyncdist.errors import MismatchError, NoQuorumError, UsageError
+from asyncdist.store import StoreServer
+from asyncdist.testing.cluster import run_ranks, world_of
+
+
+def samples_of(rank, step):
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def compute(toy, model, rank, step):
+    model.zero_grad()
+    toy.loss_of(model, *samples_of(rank, step)).backward()
+
+
+def inner_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def outer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+
+
+def weights(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def simulate(toy, size, steps, *, every, parts, delay, alpha, lr=0.7, momentum=0.9, keep=None):
+    """Return the weights of all members after some steps, by the formulas of the papers, without any communication.
+
+    ``parts`` are lists of places of parameters. From exchange number ``keep[0]`` on only the members ``keep[1]`` count.
+    """
+    models = [toy.network() for _ in range(size)]
+    optimizers = [inner_of(model) for model in models]
+    outer = weights(models[0])
+    velocity = [torch.zeros_like(each) for each in outer]
+    pending = []
+    for step in range(1, steps + 1):
+        for rank, model in enumerate(models):
+            compute(toy, model, rank, step)
+            optimizers[rank].step()
+        for place, part in enumerate(parts):
+            if (step - (place + 1) * every // len(parts)) % every == 0:
+                members = range(size) if keep is None or step < keep[0] else keep[1]
+                mean = {
+                    each: torch.stack([outer[each] - weights(models[rank])[each] for rank in members]).mean(dim=0)
+                    for each in part
+                }
+                pending.append((step + delay, mean))
+        while pending and pending[0][0] <= step:
+            for each, gradient in pending.pop(0)[1].items():
+                velocity[each] = momentum * velocity[each] + gradient
+                outer[each] = outer[each] - lr * (gradient + momentum * velocity[each])
+                for model in models:
+                    parameter = list(model.parameters())[each]
+                    with torch.no_grad():
+                        parameter.copy_(alpha * parameter + (1 - alpha) * outer[each])
+    return [weights(model) for model in models]
+
+
+async def train(toy, group, steps, *, count=0, **options):
+    model = toy.network(seed=group.rank())  # rank 0's values overwrite the others
+    async with DiLoCo(model, inner_of(model), outer_of(model), group=group, **options) as diloco:
+        for step in range(1, steps + 1):
+            compute(toy, model, group.rank(), step)
+            await diloco.step()
+        return weights(model)
+
+
+def parts_of(toy, fragments):
+    places = {name: place for place, (name, _) in enumerate(toy.network().named_parameters())}
+    return [[places[name] for name in fragment.names] for fragment in fragments_of(toy.network(), fragments)]
+
+
+SETTINGS = [
+    pytest.param({"every": 3, "fragments": 1, "delay": 0, "alpha": 0.0}, id="classic"),
+    pytest.param({"every": 4, "fragments": 2, "delay": 0, "alpha": 0.0}, id="fragments"),
+    pytest.param({"every": 4, "fragments": 3, "delay": 3, "alpha": 0.5}, id="streaming"),
+    pytest.param({"every": 4, "fragments": 1, "delay": 2, "alpha": 0.0}, id="delayed"),
+]
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+async def test_steps_equal_those_of_a_simulation_in_one_process(toy, options, size):
+    async with world_of(size) as groups:
+        found = await asyncio.gather(*(train(toy, group, 13, **options) for group in groups))
+    settings = {**options, "parts": parts_of(toy, options["fragments"])}
+    del settings["fragments"]
+    # Leaving the block has taken the outer steps in progress after `weights` was called.
+    for ours, expected in zip(found, simulate(toy, size, 13, **settings), strict=True):
+        toy.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+def test_blocking_steps_equal_awaited_ones(toy, options):
+    def program(group):
+        model = toy.network(seed=group.rank())
+        with BlockingDiLoCo(model, inner_of(model), outer_of(model), group=group, **options) as diloco:
+            for step in range(1, 14):
+                compute(toy, model, group.rank(), step)
+                diloco.step()
+            return weights(model)
+
+    async def awaited():
+        async with world_of(2) as groups:
+            return await asyncio.gather(*(train(toy, group, 13, **options) for group in groups))
+
+    for ours, expected in zip(run_ranks(2, program), background_loop().run(awaited()), strict=True):
+        toy.assert_equal(ours, expected)
+
+
+@pytest.mark.parametrize("compress", ["bf16", "int8", "int4"])
+async def test_compressed_members_hold_the_same_outer_parameters(toy, compress):
+    async def program(group):
+        model = toy.network()
+        async with DiLoCo(model, inner_of(model), every=3, compress=compress, group=group) as diloco:
+            for step in range(1, 10):
+                compute(toy, model, group.rank(), step)
+                await diloco.step()
+            assert diloco.savings.sent_nbytes > 0
+            return weights(model)
+
+    async with world_of(3) as groups:
+        found = await asyncio.gather(*map(program, groups))
+    for other in found[1:]:
+        toy.assert_equal(other, found[0])
+
+
+async def test_local_sgd_averages_parameters(toy):
+    async def program(group):
+        model = toy.network()
+        async with LocalSGD(model, inner_of(model), every=4, group=group) as local:
+            for step in range(1, 9):
+                compute(toy, model, group.rank(), step)
+                await local.step()
+        return weights(model)
+
+    async with world_of(2) as groups:
+        found = await asyncio.gather(*map(program, groups))
+    parts = [list(range(len(found[0])))]
+    expected = simulate(toy, 2, 8, every=4, parts=parts, delay=0, alpha=0.0, lr=1.0, momentum=0.0)
+    toy.assert_close(found[0], expected[0])
+    toy.assert_equal(found[0], found[1])
+
+
+def test_blocking_local_sgd_averages_parameters(toy):
+    def program(group):
+        model = toy.network(seed=group.rank())
+        with BlockingLocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.0), every=2, group=group) as local:
+            with torch.no_grad():
+                model[0].weight += 1 + group.rank()
+            for _ in range(2):
+                local.step()
+        return model[0].weight.detach() - toy.network()[0].weight.detach()
+
+    for change in run_ranks(2, program):
+        toy.assert_close([change], [torch.full_like(change, 1.5)])
+
+
+# -- overlap -----------------------------------------------------------------------------------------
+
+
+def test_exchange_completes_while_the_thread_computes(toy):
+    """The computation of an inner step lasts until the exchange that was launched before it has ended."""
+
+    def program(group):
+        model = toy.network()
+        inner = inner_of(model)
+        ended = threading.Event()
+        with BlockingDiLoCo(model, inner, every=4, delay=2, compress="int8", group=group) as diloco:
+            hook = diloco.group.register_hook(on_end=lambda record: ended.set())
+            for step in range(1, 7):
+                compute(toy, model, group.rank(), step)
+                if step == 5:  # between the launch after step 4 and the outer step after step 6
+                    assert ended.wait(20), "the exchange waits for the thread that computes"
+                assert diloco.outer_steps == 0
+                diloco.step()
+            assert diloco.outer_steps == 1
+            hook.remove()
+        return True
+
+    assert run_ranks(2, program) == [True, True]
+
+
+async def test_exchange_completes_while_a_worker_thread_computes(toy):
+    async def program(group):
+        model, ended = toy.network(), threading.Event()
+
+        def slow(step):
+            compute(toy, model, group.rank(), step)
+            if step == 5:
+                assert ended.wait(20), "the exchange waits for the computation"
+
+        async with DiLoCo(model, inner_of(model), every=4, delay=2, group=group) as diloco:
+            hook = diloco.group.register_hook(on_end=lambda record: ended.set())
+            for step in range(1, 7):
+                await asyncio.to_thread(slow, step)
+                await diloco.step()
+            hook.remove()
+            assert diloco.outer_steps == 1
+
+    async with world_of(2) as groups:
+        await asyncio.gather(*map(program, groups))
+
+
+async def test_calls_of_the_program_do_not_meet_those_of_an_exchange(toy):
+    """The program uses the same group in an order of its own, also while exchanges are in progress."""
+
+    async def program(group):
+        model = toy.network()
+        async with DiLoCo(
+            model, inner_of(model), every=3, fragments=2, delay=1, compress="int8", group=group
+        ) as diloco:
+            for step in range(1, 12):
+                compute(toy, model, group.rank(), step)
+                loss = torch.tensor([float(group.rank())])
+                work = group.all_reduce(loss)
+                await diloco.step()
+                await work
+                assert loss.item() == 1.0
+
+    async with world_of(2) as groups:
+        await asyncio.gather(*map(program, groups))
+
+
+# -- loss and change of members ------------------------------------------------------------------------
+
+
+async def test_survivors_repeat_an_exchange_without_a_member_that_failed(toy):
+    class Failed(Exception):
+        pass
+
+    async def program(group):
+        model = toy.network()
+        async with DiLoCo(model, inner_of(model), outer_of(model), every=3, delay=1, group=group) as diloco:
+            for step in range(1, 14):
+                compute(toy, model, group.rank(), step)
+                await diloco.step()
+                if group.rank() == 1 and step == 5:
+                    raise Failed
+            assert diloco.group.member_ids == (0, 2)
+            assert diloco.outer_steps == 4
+        return weights(model)
+
+    async with world_of(3) as groups:
+        first, error, third = await asyncio.gather(*map(program, groups), return_exceptions=True)
+    assert isinstance(error, Failed)
+    parts = [list(range(len(first)))]
+    expected = simulate(toy, 3, 13, every=3, parts=parts, delay=1, alpha=0.0, keep=(6, (0, 2)))
+    toy.assert_close(first, expected[0])
+    toy.assert_close(third, expected[2])
+
+
+async def test_too_few_survivors_are_an_error(toy):
+    async def program(group):
+        model = toy.network()
+        async with DiLoCo(model, inner_of(model), every=2, min_size=2, group=group) as diloco:
+            await diloco.step()
+            if group.rank() == 1:
+                raise ZeroDivisionError
+            await diloco.step()
+
+    async with world_of(2) as groups:
+        error, other = await asyncio.gather(*map(program, groups), return_exceptions=True)
+    assert isinstance(error, NoQuorumError)
+    assert "2" in error.message
+    assert isinstance(other, ZeroDivisionError)
+
+
+async def test_newcomer_receives_the_outer_state(toy):
+    """A second process joins the job: it gets the outer parameters, and both go on as equals."""
+    server = await StoreServer.start("127.0.0.1", 0)
+    url = f"asyncdist://127.0.0.1:{server.port}/job"
+    reached, told = asyncio.Event(), []
+
+    async def member(name, until):
+        model = toy.network(seed=len(name))
+        diloco = DiLoCo(model, inner_of(model), outer_of(model), every=2, delay=1)
+        async with join(url, min_size=1, backend="inproc", timeout=20.0) as session:
+            async for group in session.generations():
+                async with diloco.on(group):
+                    told.append((name, group.size(), diloco.outer_steps > 0))
+                    while not until(diloco, group) and not group.changed:
+                        compute(toy, model, group.rank(), diloco.inner_steps + 1)
+                        await diloco.step()
+                        if diloco.outer_steps == 3:
+                            reached.set()
+                        await asyncio.sleep(0)
+                    if not group.changed:
+                        await diloco.synchronize()
+        return diloco.inner_steps, weights(model)
+
+    def done(diloco, group):
+        # The members stop at the same step: some steps after the second one has come.
+        done.since = done.since or (diloco.inner_steps if group.size() == 2 else 0)
+        return group.size() == 2 and diloco.inner_steps >= done.since + 7
+
+    done.since = 0
+    try:
+        first = asyncio.create_task(member("first", done))
+        await asyncio.wait_for(reached.wait(), 20)
+        second = asyncio.create_task(member("second", done))
+        one, other = await asyncio.wait_for(asyncio.gather(first, second), 30)
+    finally:
+        await server.close()
+    assert told[0] == ("first", 1, False)
+    assert ("second", 2, True) in told
+    assert one[0] == other[0] > 0
+    toy.assert_equal(one[1], other[1])
+
+
+# -- checkpoints ----------------------------------------------------------------------------------------
+
+
+async def test_resumed_training_equals_an_uninterrupted_one(toy):
+    options = {"every": 4, "fragments": 2, "delay": 1, "compress": "int8"}
+
+    async def program(group, first, last, saved=None):
+        model = toy.network()
+        inner, outer = inner_of(model), outer_of(model)
+        diloco = DiLoCo(model, inner, outer, group=group, **options)
+        if saved is not None:
+            diloco.load_state_dict(saved["diloco"])
+            inner.load_state_dict(saved["inner"])
+            for fragment, feedback in zip(diloco.fragments, saved["feedback"], strict=True):
+                fragment.feedback.load_state_dict(feedback)
+        state = None
+        async with diloco:
+            for step in range(first, last + 1):
+                compute(toy, model, group.rank(), step)
+                await diloco.step()
+                if step == 10:
+                    await diloco.synchronize()
+                    feedback = [fragment.feedback.state_dict() for fragment in diloco.fragments]
+                    state = copy.deepcopy(
+                        {"diloco": diloco.state_dict(), "inner": inner.state_dict(), "feedback": feedback}
+                    )
+        return weights(model), state
+
+    async with world_of(2) as groups:
+        whole = await asyncio.gather(*(program(group, 1, 19) for group in groups))
+    async with world_of(2) as groups:
+        resumed = await asyncio.gather(
+            *(program(group, 11, 19, state) for group, (_, state) in zip(groups, whole, strict=True))
+        )
+    for (expected, _), (found, _) in zip(whole, resumed, strict=True):
+        toy.assert_equal(found, expected)
+
+
+async def test_checkpoint_during_an_exchange_is_refused(toy):
+    async with world_of(1) as groups:
+        model = toy.network()
+        async with DiLoCo(model, inner_of(model), every=3, delay=2, group=groups[0]) as diloco:
+            for _ in range(3):
+                await diloco.step()
+            with pytest.raises(UsageError, match="call synchronize"):
+                diloco.state_dict()
+            await diloco.synchronize()
+            diloco.state_dict()
+
+
+async def test_synchronize_makes_the_members_equal(toy):
+    async def program(group):
+        model = toy.network()
+        model.register_buffer("count", torch.tensor(group.rank()))
+        async with DiLoCo(model, inner_of(model), every=5, fragments=2, delay=3, group=group) as diloco:
+            for step in range(1, 5):
+                compute(toy, model, group.rank(), step)
+                await diloco.step()
+            await diloco.synchronize()
+            await diloco.synchronize()  # without steps in between nothing changes
+            assert diloco.outer_steps == 3  # one of the schedule, in progress, and two of synchronize()
+            assert model.count == 0
+        return weights(model)
+
+    async with world_of(2) as groups:
+        one, other = await asyncio.gather(*map(program, groups))
+    toy.assert_equal(one, other)
+
+
+def test_checkpoint_of_another_model_is_refused(toy):
+    model, other = toy.network(), nn.Linear(2, 2)
+    state = DiLoCo(model, inner_of(model), every=2).state_dict()
+    with pytest.raises(UsageError, match="same model and fragments"):
+        DiLoCo(other, inner_of(other), every=2).load_state_dict(state)
+
+
+# -- savings, arguments ----------------------------------------------------------------------------------
+
+
+async def test_savings_count_what_was_sent(toy):
+    async with world_of(2) as groups:
+
+        async def program(group):
+            model = toy.network()
+            count = sum(parameter.numel() for parameter in model.parameters())
+            async with DiLoCo(model, inner_of(model), every=5, compress="bf16", group=group) as diloco:
+                for _ in range(10):
+                    await diloco.step()
+            savings = diloco.savings
+            assert (savings.inner_steps, savings.outer_steps) == (10, 2)
+            assert savings.sent_nbytes == 2 * 2 * count
+            assert savings.data_parallel_nbytes == 10 * 4 * count
+            assert savings.factor == 10
+            assert "10 inner and 2 outer steps" in str(savings)
+
+        await asyncio.gather(*map(program, groups))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 2, "fragments": 3}, "at least the number of fragments, 3"),
+        ({"every": 2, "fragments": 7}, "from 1 to 6"),
+        ({"every": 2, "delay": 2}, "from 0 to every - 1, which is 1"),
+        ({"every": 2, "alpha": 2.0}, "from 0 to 1"),
+        ({"every": 2, "compress": "zip"}, "'bf16', 'int8', 'int4'"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(toy, options, message):
+    model = toy.network()
+    with pytest.raises(UsageError, match=message):
+        DiLoCo(model, inner_of(model), **options)
+
+
+def test_outer_optimizer_without_a_parameter_is_refused(toy):
+    model = toy.network()
+    with pytest.raises(UsageError, match=r"lacks the parameter '0\.weight'"):
+        DiLoCo(model, inner_of(model), torch.optim.SGD([model[2].weight]), every=2)
+
+
+async def test_step_outside_the_block_is_refused(toy):
+    model = toy.network()
+    with pytest.raises(UsageError, match="not entered"):
+        await DiLoCo(model, inner_of(model), every=2).step()
+
+
+@pytest.mark.parametrize("name", ["every", "fragments"])
+async def test_members_with_different_arguments_are_told(toy, name):
+    async def program(group):
+        model = toy.network()
+        options = {"every": 4, "fragments": 2}
+        options[name] += group.rank()
+        with pytest.raises(MismatchError, match=f"DiLoCo has {name}="):
+            await DiLoCo(model, inner_of(model), group=group, **options).__aenter__()
+
+    async with world_of(2) as groups:
+        await asyncio.gather(*map(program, groups))
+
+
+def test_fragments_have_about_equal_sizes():
+    model = nn.Sequential(*[nn.Linear(10, 10) for _ in range(12)])
+    sizes = [fragment.count for fragment in fragments_of(model, 4)]
+    assert sum(sizes) == 12 * 110
+    assert max(sizes) - min(sizes) <= 120
+    assert [len(fragment.names) for fragment in fragments_of(model, 24)] == [1] * 24
+
+
+def test_fragments_may_be_modules(toy):
+    model = toy.network()
+    first, second = fragments_of(model, [model[0], [*model[2].parameters(), *model[4].parameters()]])
+    assert first.names == ["0.weight", "0.bias"]
+    assert len(second.names) == 4
+    with pytest.raises(UsageError, match=r"'2\.weight' is in none"):
+        fragments_of(model, [model[0]])
+    with pytest.raises(UsageError, match=r"'0\.weight' is in fragments 0 and 1"):
+        fragments_of(model, [model[0], model])
+
+
+# -- accuracy ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compress", [None, "int8", "int4"])
+async def test_members_with_different_digits_learn_all_of_them(compress):
+    """Each member sees five of the ten digits only, so without the exchanges it would know half of the held-out ones."""
+    data = load_digits()
+    images, labels = torch.tensor(data.images, dtype=torch.float32).flatten(1) / 8 - 1, torch.tensor(data.target)
+
+    async def program(group):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 10)
+        inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        own = torch.nonzero(labels[:1400] % 2 == group.rank()).flatten()
+        choice = torch.Generator().manual_seed(group.rank())
+        options = {"every": 10, "fragments": 2, "delay": 2, "alpha": 0.5, "compress": compress}
+        async with DiLoCo(model, inner, group=group, **options) as diloco:
+            for _ in range(150):
+                batch = own[torch.randint(len(own), (32,), generator=choice)]
+                inner.zero_grad()
+                nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+                await diloco.step()
+            await diloco.synchronize()
+        return (model(images[1400:]).argmax(dim=1) == labels[1400:]).float().mean().item()
+
+    async with world_of(2) as groups:
+        accuracies = await asyncio.gather(*map(program, groups))
+    assert accuracies[0] == accuracies[1] > 0.8

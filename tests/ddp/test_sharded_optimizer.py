@@ -1,0 +1,281 @@
+"""A sharded optimizer takes the steps of the same optimizer without shards, and its checkpoints are that optimizer's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer
+from asyncdist.errors import GroupAbortedError, UnsupportedError, UsageError
+from asyncdist.testing.cluster import run_ranks, world_of
+
+JOIN_PROGRAM = Path(__file__).parent / "program_sharded_join.py"
+
+KINDS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def gradients_of(toy, model, step):
+    """Set the gradients that all ranks have in a step."""
+    generator = torch.Generator().manual_seed(step)
+    model.zero_grad()
+    toy.loss_of(model, torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)).backward()
+
+
+def groups_of(model):
+    return [
+        {"params": list(model[0].parameters())},
+        {"params": [*model[2].parameters(), *model[4].parameters()], "lr": 0.003},
+    ]
+
+
+def locally(toy, kind, steps, first=1, state=None, model=None):
+    """Return a model that was trained by one optimizer without shards, and the optimizer."""
+    model = toy.network() if model is None else model
+    factory, options = KINDS[kind]
+    optimizer = factory(groups_of(model), **options)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for step in range(first, first + steps):
+        gradients_of(toy, model, step)
+        optimizer.step()
+    return model, optimizer
+
+
+def sharded(model, group, kind, **options):
+    factory, defaults = KINDS[kind]
+    return ZeroRedundancyOptimizer(groups_of(model), factory, process_group=group, **defaults, **options)
+
+
+@kinds
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("views", [False, True])
+def test_parameters_equal_those_of_one_optimizer(toy, kind, size, views):
+    def program(group):
+        model = toy.network()
+        optimizer = sharded(model, group, kind, parameters_as_bucket_view=views)
+        for step in range(1, 5):
+            gradients_of(toy, model, step)
+            optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()], len(optimizer.optim.state)
+
+    expected, _ = locally(toy, kind, 4)
+    found = run_ranks(size, program)
+    for parameters, _ in found:
+        toy.assert_equal(parameters, expected.parameters())
+    assert sum(states for _, states in found) == 6
+    assert size == 1 or max(states for _, states in found) < 6
+
+
+async def test_awaited_steps_equal_blocking_ones(toy):
+    async def program(group):
+        model = toy.network()
+        optimizer = sharded(model, group, "adamw")
+        for step in range(1, 5):
+            gradients_of(toy, model, step)
+            await optimizer.awaited_step()
+        return model
+
+    async with world_of(3) as groups:
+        models = await asyncio.gather(*map(program, groups))
+    for model in models:
+        toy.assert_equal(model.parameters(), locally(toy, "adamw", 4)[0].parameters())
+
+
+def test_closure_is_called_and_its_loss_returned(toy):
+    def program(group):
+        model = toy.network()
+        optimizer = sharded(model, group, "sgd")
+
+        def closure():
+            gradients_of(toy, model, 1)
+            return 7.0
+
+        assert optimizer.step(closure) == 7.0
+        return model
+
+    for model in run_ranks(2, program):
+        toy.assert_equal(model.parameters(), locally(toy, "sgd", 1)[0].parameters())
+
+
+def test_scheduler_changes_the_steps_of_all_ranks(toy):
+    def train(model, optimizer):
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(1, 4):
+            gradients_of(toy, model, step)
+            optimizer.step()
+            scheduler.step()
+        return model
+
+    def program(group):
+        model = toy.network()
+        return train(model, sharded(model, group, "adamw"))
+
+    model = toy.network()
+    factory, options = KINDS["adamw"]
+    expected = train(model, factory(groups_of(model), **options))
+    for found in run_ranks(2, program):
+        toy.assert_equal(found.parameters(), expected.parameters())
+
+
+@kinds
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 3)])
+def test_checkpoint_is_resumed_on_another_number_of_ranks(toy, kind, before, after):
+    saved = io.BytesIO()
+
+    def save(group):
+        model = toy.network()
+        optimizer = sharded(model, group, kind)
+        for step in range(1, 4):
+            gradients_of(toy, model, step)
+            optimizer.step()
+        optimizer.consolidate_state_dict(to=group.size() - 1)
+        if group.rank() == group.size() - 1:
+            torch.save((model.state_dict(), optimizer.state_dict()), saved)
+        else:
+            with pytest.raises(UsageError, match=r"consolidate_state_dict\(to=0\)|to=1"):
+                optimizer.state_dict()
+
+    def resume(group):
+        model = toy.network()
+        weights, state = torch.load(io.BytesIO(saved.getvalue()))
+        model.load_state_dict(weights)
+        optimizer = sharded(model, group, kind)
+        optimizer.load_state_dict(state)
+        for step in range(4, 7):
+            gradients_of(toy, model, step)
+            optimizer.step()
+        return model
+
+    run_ranks(before, save)
+    expected, _ = locally(toy, kind, 6)
+    for model in run_ranks(after, resume):
+        toy.assert_equal(model.parameters(), expected.parameters())
+    # The same checkpoint serves the optimizer without shards.
+    weights, state = torch.load(io.BytesIO(saved.getvalue()))
+    model = toy.network()
+    model.load_state_dict(weights)
+    toy.assert_equal(locally(toy, kind, 3, first=4, state=state, model=model)[0].parameters(), expected.parameters())
+
+
+@kinds
+def test_checkpoint_has_the_form_of_one_optimizer(toy, kind):
+    def program(group):
+        model = toy.network()
+        optimizer = sharded(model, group, kind)
+        gradients_of(toy, model, 1)
+        optimizer.step()
+        optimizer.consolidate_state_dict()
+        return optimizer.state_dict() if group.rank() == 0 else None
+
+    found, _ = run_ranks(2, program)
+    _, optimizer = locally(toy, kind, 1)
+    expected = optimizer.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for place, state in expected["state"].items():
+        assert found["state"][place].keys() == state.keys()
+        toy.assert_equal(
+            [torch.as_tensor(value) for value in found["state"][place].values() if value is not None],
+            [torch.as_tensor(value) for value in state.values() if value is not None],
+        )
+
+
+def test_parameters_that_are_added_are_trained(toy):
+    def train(model, make):
+        optimizer = make([{"params": list(model[0].parameters())}])
+        for step in range(1, 5):
+            if step == 3:
+                optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.5})
+            gradients_of(toy, model, step)
+            optimizer.step()
+        return model
+
+    def program(group):
+        model = toy.network()
+        return train(
+            model, lambda groups: ZeroRedundancyOptimizer(groups, torch.optim.SGD, group, lr=0.1, momentum=0.9)
+        )
+
+    expected = train(toy.network(), lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    for model in run_ranks(2, program):
+        toy.assert_equal(model.parameters(), expected.parameters())
+
+
+def test_survivors_go_on_after_a_regroup(toy):
+    """The state of the lost rank begins anew, that of the others continues, and all hold the same parameters."""
+
+    def program(group):
+        model = toy.network()
+        optimizer = sharded(model, group, "sgd")
+        for step in range(1, 4):
+            gradients_of(toy, model, step)
+            optimizer.step()
+        with contextlib.suppress(GroupAbortedError):  # another rank is at regroup() already
+            group.barrier(background=False).wait()
+        if group.rank() == 1:
+            group.close()
+            return None
+        if group.rank() == 2:  # it has not received a share that rank 1 has sent before its end
+            with torch.no_grad():
+                for parameter in optimizer._owned_by_rank()[1]:
+                    parameter.zero_()
+        before = copy.deepcopy(list(model.parameters()))
+        state = {id(key): copy.deepcopy(value) for key, value in optimizer.optim.state.items()}
+        lost = optimizer.set_group(group.regroup(background=False).result())
+        everything = list(model.parameters())
+        for parameter, kept in optimizer.optim.state.items():
+            if id(parameter) in state:
+                assert torch.equal(kept["momentum_buffer"], state[id(parameter)]["momentum_buffer"])
+            assert not any(parameter is everything[place] for place in lost)
+        gradients_of(toy, model, 4)
+        optimizer.step()
+        return lost, before, everything
+
+    first, _, third = run_ranks(3, program)
+    assert first[0] == third[0] != []
+    toy.assert_equal(first[2], third[2])
+    assert not all(map(torch.equal, first[1], third[1]))  # before the regroup they differed
+    assert len(first[0]) < 6
+
+
+def test_overlap_with_ddp_is_refused(toy):
+    with pytest.raises(UnsupportedError, match=r"call step\(\) after backward"):
+        ZeroRedundancyOptimizer(toy.network().parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+
+
+def test_wrong_calls_are_refused(toy):
+    def program(group):
+        model = toy.network()
+        optimizer = sharded(model, group, "sgd")
+        with pytest.raises(UsageError, match="from 0 to 0"):
+            optimizer.consolidate_state_dict(to=1)
+        with pytest.raises(UsageError, match=r"groups of \[6\] parameters, and this optimizer of \[2, 4\]"):
+            optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
+        with pytest.raises(UsageError, match="process group of torch"):
+            optimizer.join_hook()
+        with pytest.raises(UsageError, match="no parameters"):
+            ZeroRedundancyOptimizer([], torch.optim.SGD, group, lr=0.1)
+
+    run_ranks(1, program)
+
+
+@pytest.mark.processes
+@pytest.mark.exhaustive
+def test_rank_without_inputs_follows_the_steps_of_the_other_one(nursery, tmp_path):
+    """The last two of four steps update all shares, so the first rank has followed them."""
+    where = f"file://{tmp_path}/world"
+    ranks = [nursery.start(JOIN_PROGRAM, "train", rank, where) for rank in range(2)]
+    one, other = [rank.hear() for rank in ranks]
+    assert one == other
+    assert [rank.wait() for rank in ranks] == [0, 0]

@@ -1,0 +1,66 @@
+"""The cases of program_table.py: the class of this package computes what torch's class computes over gloo."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from asyncdist.testing.processes import Nursery
+
+_spec = importlib.util.spec_from_file_location("table_of_arguments", Path(__file__).parent / "table.py")
+table = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(table)
+
+pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
+
+REFUSED = {
+    "mixed_precision": "torch.autocast",
+    "sparse_gradients": "sparse=False",
+    # torch's own hooks raise these errors on processors, over gloo too.
+    "batched_powerSGD_hook": "AssertionError",
+    "quantization_pertensor_hook": "IndexError",
+    "quantization_perchannel_hook": "IndexError",
+}
+"""The cases that raise an error in the class of this package, and a part of its text."""
+
+
+# gloo rounds each sum of two ranks to float16, asyncdist the sum of all ranks.
+TOLERANCE = {"fp16_compress_hook": 2e-3, "fp16_compress_wrapper": 2e-3, "built_in_hooks": 2e-3}
+"""The largest difference from gloo with more than two ranks, where it is above 1e-6."""
+
+
+@pytest.fixture
+def ranks():
+    with Nursery(table.PRELOAD) as nursery:
+        yield nursery
+
+
+def check(found, *, exact):
+    for name, by in found.items():
+        for contender in ("backend", "asyncdist"):
+            errors = [each for each in by[contender] if isinstance(each, str)]
+            if contender == "asyncdist" and name in REFUSED:
+                assert errors, name
+                assert all(REFUSED[name] in each for each in errors), errors
+            elif contender == "asyncdist":
+                assert not errors, f"{name}: {errors}"
+            if not errors and not any(isinstance(each, str) for each in by["gloo"]):
+                assert by["gloo"][0], f"{name} has recorded something"
+                tolerance = TOLERANCE.get(name, 1e-6)
+                different = table.differences(by["gloo"], by[contender], exact=exact, tolerance=tolerance)
+                assert different == "", f"{name}, {contender}"
+
+
+@pytest.mark.parametrize("transport", ["shm,tcp", "tcp"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_all_cases_give_the_numbers_of_gloo(ranks, world_size, transport):
+    """With two ranks the order of a sum does not matter, and an average is exact."""
+    check(table.outcomes(ranks, world_size, transport, table.cases()), exact=world_size <= 2)
+
+
+def test_page_holds_the_table(ranks):
+    """Run ``python tests/ddp/table.py`` if it does not."""
+    page = table.PAGE.read_text(encoding="utf-8")
+    assert table.table(table.outcomes(ranks, 2, "shm,tcp", table.cases())) in page
