@@ -1,0 +1,389 @@
+"""`join`: be a member of a job whose processes come and go. Exported by `asyncdist` and `asyncdist.sync`.
+
+The processes of a job share a store that outlives them, such as a store daemon. The store's compare-and-set decides which
+members form a generation, so that of two parts of a divided network at most one goes on.
+
+    waiting ──record names it──▶ meets the others ──▶ member of the generation
+       ▲                              │ fails                │ a member is lost, or a process waits
+       └──────────────────────────────┘                      ▼
+                                         survivors agree (`Group.regroup`), and admit who waits
+
+A generation that only loses members keeps the connections of the one before. One that admits newcomers opens a new world,
+and the survivors keep theirs until they have agreed that the new one is complete. A member that the others went on without,
+or that is cut off from them, joins again with the state that it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import AsyncIterator, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from asyncdist.base.background_loop import background_loop
+from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.collectives.arguments import whole_number_of
+from asyncdist.config import Config
+from asyncdist.elastic.job import GenerationRecord, Job
+from asyncdist.errors import ExcludedError, GroupError, NoQuorumError, UsageError
+from asyncdist.groups.group import Group
+from asyncdist.groups.training_state import State
+from asyncdist.groups.world import World, discard_world, open_world
+from asyncdist.rendezvous.init_method import daemon_address
+from asyncdist.store.base import AsyncStoreBase
+from asyncdist.store.client.aio import AsyncStore
+
+log = logging.getLogger("asyncdist")
+
+_SETTLE = 0.2
+"""Seconds without a further arrival after which waiting processes form the first generation."""
+_LEASE = 2.0
+"""Seconds after which a process that has disconnected from the store counts as gone."""
+_ATTEMPT = 10.0
+"""Seconds within which the members of a generation must have met."""
+
+
+class JobSession:
+    """This process's part in a job. `join` makes it.
+
+    Attributes:
+        state: The state that newcomers receive; None without one.
+        group: The group of the present generation; None before the first.
+    """
+
+    def __init__(
+        self,
+        job: str | AsyncStoreBase,
+        min_size: int,
+        start_size: int | None,
+        state: State | None,
+        backend: str | None,
+        timeout: Timeout,
+    ) -> None:
+        self._where, self._backend = job, backend
+        self._min_size = whole_number_of("min_size", min_size)
+        if min_size < 1:
+            raise UsageError(f"min_size is {min_size}: a generation has at least one member")
+        self._start_size = max(min_size, 0 if start_size is None else whole_number_of("start_size", start_size))
+        self._config = Config.from_environment()
+        self._timeout = seconds(timeout, self._config.timeout)
+        self.state = state
+        self.group: Group | None = None
+        self._world: World | None = None
+        self._names: tuple[int, ...] = ()
+        """The ids of the members of the present world, by world rank."""
+        self._resources = contextlib.AsyncExitStack()
+        self._home: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def id(self) -> int:
+        """The id of this process in the job, which no other process ever gets. Known once the session is entered."""
+        return self._job.id
+
+    # -- entering and leaving ------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self._home = asyncio.get_running_loop()
+        return await self._open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    def __enter__(self) -> Self:
+        return background_loop().run(self._open())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        background_loop().run(self._close())
+
+    async def _open(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            store, self._name = await self._store(stack)
+            self._job = Job(store, self._name)
+            stack.push_async_callback(self._job.close)
+            await self._job.open()
+            self._resources = stack.pop_all()
+        return self
+
+    async def _store(self, stack: contextlib.AsyncExitStack) -> tuple[AsyncStoreBase, str]:
+        if isinstance(self._where, AsyncStoreBase):
+            return self._where, "job"
+        host, port, name = daemon_address(self._where)
+        config = self._config.with_(store_lease=min(_LEASE, self._config.store_lease))
+        store = await AsyncStore.connect(host, port, token=config.token, timeout=self._timeout, config=config)
+        stack.push_async_callback(store.close)
+        return store, name or "job"
+
+    async def _close(self) -> None:
+        try:
+            await self._leave_world()
+        finally:
+            await self._resources.aclose()
+
+    async def _leave_world(self) -> None:
+        world, self._world, self.group = self._world, None, None
+        if world is not None:
+            await world.close()
+
+    # -- generations ---------------------------------------------------------------------------
+
+    def generations(self) -> Generations:
+        """Return an iterator, awaited or blocking, over the groups of which this process is a member.
+
+        It yields the next group when the body of the loop ends with `Group.changed` set, and stops when it ends without.
+
+        Raises:
+            TimeoutError: Fewer than ``min_size`` processes were present for longer than the timeout.
+            StoreConnectionError: The store cannot be reached any more.
+        """
+        return Generations(self)
+
+    async def next_group(self) -> Group | None:
+        """Return the group of the next generation; None if the present one has not changed."""
+        if self.group is None:
+            return await self._join()
+        if not self.group.changed and self.group.error is None:
+            return None
+        deadline = Deadline.after(self._timeout)
+        while self._has_state:
+            try:
+                return await self._continue(deadline)
+            except (ExcludedError, NoQuorumError) as error:
+                log.warning("member %d joins the job again: %s", self._job.id, error.message)
+                break
+            except GroupError as error:
+                if deadline.expired():
+                    raise
+                log.info("member %d: a generation could not begin: %s", self._job.id, error.message)
+        await self._leave_world()
+        return await self._join()
+
+    @property
+    def _has_state(self) -> bool:
+        return self.group is not None and (self.state is None or self.state.is_shared)
+
+    def _entered(self, group: Group) -> Group:
+        job = self._job
+        self.group = group
+        group.change_wanted = lambda: group.rank() == 0 and bool(job.candidates())
+        return group
+
+    # -- as a process that waits ---------------------------------------------------------------
+
+    async def _join(self) -> Group:
+        """Wait to be named in a generation, and meet its members."""
+        job, deadline = self._job, Deadline.after(self._timeout)
+        tried = job.record.number  # before others learn that this process waits
+        await job.wait_to_join()
+        while True:
+            await job.until(functools.partial(self._may_proceed, tried), deadline)
+            record = job.record
+            if record.number == tried:
+                await self._found(record)
+                continue
+            tried = record.number
+            world = await self._meet(record, None) if job.id in record.members else None
+            if world is not None:
+                try:
+                    return await self._enter_world(world, record)
+                except GroupError as error:
+                    log.info("member %d: generation %d did not begin: %s", job.id, tried, error.message)
+                    await self._leave_world()
+            # The members may have named this process in a generation that it has not seen, and pass it over since.
+            await job.wait_to_join()
+
+    def _may_proceed(self, tried: int) -> bool:
+        return self._job.record.number > tried or self._may_found()
+
+    def _may_found(self) -> bool:
+        """Return whether this process leads those that wait, and the job has no living member."""
+        job = self._job
+        size = self._min_size if job.record.number else self._start_size
+        return not job.members and len(job.waiting) >= size and min(job.waiting) == job.id
+
+    async def _found(self, record: GenerationRecord) -> None:
+        """Name all waiting processes as the members of a generation, once no further one has arrived for a while."""
+        job = self._job
+        present = job.candidates()
+        with contextlib.suppress(TimeoutError):
+            await job.until(lambda: job.candidates() != present or job.record != record, Deadline.after(_SETTLE))
+            return
+        if not await job.begin_generation(record, record.number + 1, tuple(present)):
+            await job.until(lambda: job.record != record)
+
+    # -- as a member ---------------------------------------------------------------------------
+
+    async def _continue(self, deadline: Deadline) -> Group:
+        """Agree with the survivors, admit the processes that wait, and return the group of the next generation."""
+        job, group = self._job, self.group
+        assert group is not None
+        if group.error is not None:
+            group = self._entered(await group.regroup(timeout=deadline.remaining()))
+            group.changed = True  # until the generation has begun
+        ids = tuple(self._names[member] for member in group.member_ids)
+        record, candidates = await self._next_record(group, ids, deadline)
+        if record.members == ids:
+            group.generation, group.changed = record.number, False
+            return group
+        meeting = asyncio.create_task(self._meet(record, group))
+        try:
+            world = await meeting
+            complete, _ = await group.agree(world is not None, timeout=deadline.remaining())
+        except BaseException:
+            await discard_world(meeting)
+            raise
+        if not complete:
+            if world is not None:
+                await world.close()
+            job.refuse(candidates)
+            return await self._continue(deadline)
+        assert world is not None
+        await self._leave_world()
+        return await self._enter_world(world, record)
+
+    async def _next_record(
+        self, group: Group, ids: tuple[int, ...], deadline: Deadline
+    ) -> tuple[GenerationRecord, dict[int, int]]:
+        """Return the record of the next generation, which rank 0 writes, and the candidates that it admits."""
+        job = self._job
+        answer: list[Any] = [None]
+        if group.rank() == 0:
+            await job.until(lambda: len(ids) + len(job.candidates()) >= self._min_size, deadline)
+            candidates, before = job.candidates(), job.record
+            # A newer record that names this process is that of an earlier rank 0, which was lost.
+            number = max(before.number + 1, group.generation)
+            begun = job.id in before.members and await job.begin_generation(before, number, (*ids, *candidates))
+            answer = [[number, list(candidates.items())] if begun else []]
+        await group.broadcast_object_list(answer, 0, timeout=deadline.remaining())
+        if not answer[0]:
+            raise ExcludedError("the job has begun a generation without this process, which its members did not reach")
+        number, admitted = answer[0]
+        return GenerationRecord(number, (*ids, *(each for each, _ in admitted))), dict(admitted)
+
+    # -- meeting -------------------------------------------------------------------------------
+
+    async def _meet(self, record: GenerationRecord, survivors: Group | None) -> World | None:
+        """Open the world of a generation; return None if a member vanished, the job went on, or the time is up."""
+        job = self._job
+        opening = asyncio.create_task(self._open_world(record))
+        gone = asyncio.create_task(
+            job.until(lambda: job.record.number > record.number or not all(map(job.is_present, record.members)))
+        )
+        lost = asyncio.create_task(_first_loss(survivors))
+        try:
+            await asyncio.wait([opening, gone, lost], timeout=_ATTEMPT, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException:
+            await discard_world(opening)
+            raise
+        finally:
+            for task in (gone, lost):
+                task.cancel()
+            await asyncio.gather(gone, lost, return_exceptions=True)
+        if not opening.done() or opening.exception() is not None:
+            await discard_world(opening)
+            return None
+        return opening.result()
+
+    async def _open_world(self, record: GenerationRecord) -> World:
+        world = await open_world(
+            backend=self._backend,
+            store=self._job.meeting_point(record),
+            rank=record.members.index(self._job.id),
+            world_size=len(record.members),
+            timeout=self._timeout,
+            name=self._name,
+            config=self._config,
+            home=self._home,
+            reports_dropped_works=True,
+        )
+        try:
+            await world.group.barrier()
+        except BaseException:
+            await world.close()
+            raise
+        return world
+
+    async def _enter_world(self, world: World, record: GenerationRecord) -> Group:
+        """Enter a world in which all members have met, once the survivors have agreed that they use it."""
+        self._world, self._names = world, record.members
+        group = self._entered(world.group)
+        group.generation = record.number
+        await group.barrier()
+        await self._job.become_member(world.status_record())
+        return group
+
+
+class Generations:
+    """The groups of a session, one after the other; for ``async for``, and for ``for`` in a program without a loop."""
+
+    def __init__(self, session: JobSession) -> None:
+        self._session = session
+
+    def __aiter__(self) -> AsyncIterator[Group]:
+        return self
+
+    async def __anext__(self) -> Group:
+        group = await self._session.next_group()
+        if group is None:
+            raise StopAsyncIteration
+        return group
+
+    def __iter__(self) -> Iterator[Group]:
+        return self
+
+    def __next__(self) -> Group:
+        group = background_loop().run(self._session.next_group())
+        if group is None:
+            raise StopIteration
+        return group
+
+
+async def _first_loss(group: Group | None) -> None:
+    """Return when a member of a group is lost; never for None."""
+    if group is None:
+        await asyncio.Event().wait()
+        return
+    async for change in group.watch_members():
+        if change.change == "lost":
+            return
+
+
+def join(
+    job: str | AsyncStoreBase,
+    *,
+    min_size: int = 1,
+    start_size: int | None = None,
+    state: State | None = None,
+    backend: str | None = None,
+    timeout: Timeout = None,
+) -> JobSession:
+    """Return a session in which this process is a member of a job, founder or newcomer alike.
+
+    Args:
+        job: ``asyncdist://host:port/name`` of a job at a store daemon; or an awaited store that all processes share.
+        min_size: The smallest number of members with which the job goes on. With fewer, the members wait for newcomers.
+        start_size: The number of processes with which the job begins; None means ``min_size``. A job that has begun, and
+            whose members have all ended or cannot go on, begins again with ``min_size``.
+        state: The state that newcomers receive, by `Group.adopt`. A member that has not adopted it yet when its group
+            fails joins again as a newcomer. Without a state, every member may go on.
+        backend: Names of the transports; None takes the configured ones.
+        timeout: Limit of each wait for members, and default limit of every operation, in seconds or as a timedelta.
+
+    Example:
+        >>> async def train(state):
+        ...     async with join("asyncdist://10.0.0.1:29500/digits", min_size=2, state=state) as session:
+        ...         async for group in session.generations():
+        ...             await group.adopt(state)
+        ...             while state.step < 1000 and not group.changed:
+        ...                 async with group.step() as step:
+        ...                     await group.all_reduce(state.gradient)
+        ...                 if step.committed:
+        ...                     state.step += 1
+    """
+    return JobSession(job, min_size, start_size, state, backend, timeout)

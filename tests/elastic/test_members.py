@@ -1,0 +1,170 @@
+"""Jobs of real processes, which are killed and replaced while they train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncdist.base.background_loop import background_loop
+from asyncdist.config import Config
+from asyncdist.status.viewer import JobViewer
+from asyncdist.store import StoreServer
+from asyncdist.testing.processes import Nursery, RankProcess
+from asyncdist.tracing.job_status import JobStatus, job_status
+
+pytestmark = pytest.mark.processes
+
+PROGRAM = Path(__file__).parent / "program_member.py"
+
+
+@pytest.fixture
+def job() -> Iterator[str]:
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
+    try:
+        yield f"asyncdist://127.0.0.1:{server.port}/job"
+    finally:
+        background_loop().run(server.close())
+
+
+@pytest.fixture(params=["shm", pytest.param("tcp", marks=pytest.mark.exhaustive)])
+def transport(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def start(
+    nursery: Nursery, job: str, transport: str, min_size: int = 1, start_size: int = 1, **environment: str
+) -> RankProcess:
+    environment["ASYNCDIST_TRANSPORT"] = transport
+    return nursery.start(PROGRAM, "member", job, min_size, start_size, environment=environment)
+
+
+def hear(process: RankProcess, kind: str) -> Any:
+    """Return the next report of a kind."""
+    while (said := process.hear())[0] != kind:
+        pass
+    return said
+
+
+def founders(nursery: Nursery, job: str, transport: str, count: int, min_size: int) -> list[RankProcess]:
+    """Start the first members; return once all of them train."""
+    members = [start(nursery, job, transport, min_size, count) for _ in range(count)]
+    for each in members:
+        assert hear(each, "generation")[1] == count
+        hear(each, "step")
+    return members
+
+
+def finish(members: list[RankProcess]) -> None:
+    """Let the members end after a step that all of them commit, and compare their models."""
+    members[0].say("end")
+    _, step, sums = hear(members[0], "done")
+    assert step >= 5
+    assert all(hear(each, "done")[1:] == (step, sums) for each in members[1:])
+    assert [each.wait() for each in members] == [0] * len(members)
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=["the lowest rank", "the highest rank"])
+def test_survivors_continue_after_a_kill(nursery: Nursery, job: str, transport: str, victim: int) -> None:
+    members = founders(nursery, job, transport, 3, 1)
+    members.pop(victim).kill()
+    for each in members:
+        assert hear(each, "generation")[1:3] == (2, False)
+    finish(members)
+
+
+def test_replacement_gets_the_state_of_the_survivors(nursery: Nursery, job: str, transport: str) -> None:
+    members = founders(nursery, job, transport, 3, 2)
+    members.pop().kill()
+    members.append(start(nursery, job, transport))
+    kind, size, received, step = hear(members[-1], "generation")
+    assert (kind, size, received) == ("generation", 3, True)
+    assert step >= 5
+    finish(members)
+
+
+def test_members_wait_for_a_newcomer_if_too_few_are_left(nursery: Nursery, job: str, transport: str) -> None:
+    members = founders(nursery, job, transport, 2, 2)
+    members.pop().kill()
+    members.append(start(nursery, job, transport, 2, 2))
+    assert hear(members[-1], "generation")[1:3] == (2, True)
+    finish(members)
+
+
+@pytest.mark.exhaustive
+def test_many_kills_and_replacements(nursery: Nursery, job: str, transport: str) -> None:
+    members = founders(nursery, job, transport, 4, 2)
+    for turn in range(8):
+        members.pop(turn % len(members)).kill()
+        members.append(start(nursery, job, transport))
+        hear(members[-1], "generation")
+    finish(members)
+
+
+@pytest.mark.exhaustive
+def test_newcomer_that_is_stopped_delays_the_members_and_does_not_block_them(
+    nursery: Nursery, job: str, transport: str
+) -> None:
+    members = founders(nursery, job, transport, 2, 1)
+    stopped = start(nursery, job, transport)
+    hear(stopped, "joins")
+    stopped.stop()
+    finish(members)
+    stopped.kill()
+
+
+@pytest.mark.exhaustive
+def test_job_begins_anew_when_all_members_were_killed(nursery: Nursery, job: str, transport: str) -> None:
+    for each in founders(nursery, job, transport, 2, 2):
+        each.kill()
+    members = founders(nursery, job, transport, 2, 2)
+    finish(members)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("victim", [0, 1], ids=["the lowest id", "the highest id"])
+def test_member_that_cannot_know_whether_the_other_has_ended_goes_on(nursery: Nursery, job: str, victim: int) -> None:
+    """Two hosts with one member each: one has the majority without the other, the other has to join again."""
+    members = []
+    for host in ("one", "two"):
+        members.append(start(nursery, job, "tcp", 1, 2, ASYNCDIST_HOST=host))
+        hear(members[-1], "joins")  # the first gets the lower id
+    for each in members:
+        hear(each, "step")
+    members.pop(victim).kill()
+    assert hear(members[0], "generation")[1:3] == (1, False)
+    finish(members)
+
+
+@pytest.mark.exhaustive
+def test_top_follows_the_job_through_its_generations(nursery: Nursery, job: str, until: Any) -> None:
+    async def ask(viewer: JobViewer) -> JobStatus:
+        return job_status(await viewer.ask())
+
+    def shows(members: int, size: int, generation: int) -> bool:
+        status = loop.run(ask(viewer))
+        return (status.members, len(status.rows), status.generation, status.healthy) == (
+            members,
+            size,
+            generation,
+            True,
+        )
+
+    loop = background_loop()
+    members = founders(nursery, job, "shm", 2, 1)
+    viewer = JobViewer(job, Config(), timeout=60.0)
+    try:
+        until(lambda: shows(2, 2, 1))
+        # Rank 0 has served the store of this world, and the viewer is connected to it.
+        members.pop(0).kill()
+        assert hear(members[0], "generation")[1] == 1
+        until(lambda: shows(1, 2, 2))
+        members.append(start(nursery, job, "shm"))
+        for each in members:
+            assert hear(each, "generation")[1] == 2
+        until(lambda: shows(2, 2, 3))
+    finally:
+        loop.call(viewer.close)
+    finish(members)

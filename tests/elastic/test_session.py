@@ -1,0 +1,183 @@
+"""`asyncdist.elastic`: sessions of one process each, as tasks of one loop, over a store server and the transport inproc."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from asyncdist.elastic.job import GenerationRecord, Job
+from asyncdist.elastic.session import JobSession, join
+from asyncdist.errors import UsageError
+from asyncdist.groups.training_state import State
+from asyncdist.store import AsyncStore, StoreServer
+
+
+@pytest.fixture
+async def job() -> AsyncIterator[str]:
+    """Return the URL of a job at a store server."""
+    server = await StoreServer.start("127.0.0.1", 0)
+    try:
+        yield f"asyncdist://127.0.0.1:{server.port}/test"
+    finally:
+        await server.close()
+
+
+def new_state() -> State:
+    return State(weights=torch.zeros(4), trace=[])
+
+
+async def train(
+    job: str,
+    state: State,
+    until: int,
+    *,
+    min_size: int = 1,
+    sizes: list[int] | None = None,
+    pace: asyncio.Event | None = None,
+    begun: asyncio.Event | None = None,
+) -> State:
+    """Be a member until a number of steps is committed. Each step adds 1 to the weights."""
+    async with join(job, min_size=min_size, state=state, backend="inproc", timeout=20.0) as session:
+        async for group in session.generations():
+            await group.adopt(state)
+            if sizes is not None:
+                sizes.append(group.size())
+            while state.step < until and not group.changed:
+                if pace is not None:
+                    await pace.wait()
+                async with group.step() as step:
+                    gradient = torch.ones(4)
+                    await group.all_reduce(gradient)
+                    gradient /= group.size()
+                if step.committed:
+                    state.weights += gradient
+                    state.step += 1
+                    if begun is not None and state.step == 5:
+                        begun.set()
+    return state
+
+
+async def test_founders_form_one_generation_and_end_together(job: str) -> None:
+    sizes: list[int] = []
+    states = await asyncio.gather(*(train(job, new_state(), 5, min_size=3, sizes=sizes) for _ in range(3)))
+    assert sizes == [3, 3, 3]
+    assert [state.step for state in states] == [5, 5, 5]
+    assert all(torch.equal(state.weights, torch.full((4,), 5.0)) for state in states)
+
+
+async def test_founders_wait_for_the_least_number_of_members(job: str) -> None:
+    sizes: list[int] = []
+    first = asyncio.create_task(train(job, new_state(), 2, min_size=2, sizes=sizes))
+    async with contextlib.AsyncExitStack() as stack:
+        store = await AsyncStore.connect("127.0.0.1", int(job.split(":")[2].split("/")[0]))
+        stack.push_async_callback(store.close)
+        await store.wait(["elastic/test/waiting/1"])
+        assert not first.done()
+        await train(job, new_state(), 2, min_size=2, sizes=sizes)
+        await first
+    assert sizes == [2, 2]
+
+
+async def test_newcomer_gets_the_state_and_all_continue(job: str) -> None:
+    sizes: list[int] = []
+    pace, begun = asyncio.Event(), asyncio.Event()
+    pace.set()
+    states = [new_state() for _ in range(3)]
+    founders = [
+        asyncio.create_task(train(job, state, 60, min_size=2, sizes=sizes, pace=pace, begun=begun))
+        for state in states[:2]
+    ]
+    await begun.wait()
+    pace.clear()
+    newcomer = asyncio.create_task(train(job, states[2], 60, sizes=sizes, pace=pace))
+    store = await AsyncStore.connect("127.0.0.1", int(job.split(":")[2].split("/")[0]))
+    await store.wait(["elastic/test/waiting/3"])
+    await store.close()
+    pace.set()
+    await asyncio.gather(*founders, newcomer)
+    assert sizes == [2, 2, 3, 3, 3]
+    assert all(state.step == 60 for state in states)
+    assert all(torch.equal(state.weights, torch.full((4,), 60.0)) for state in states)
+
+
+async def test_process_that_was_passed_over_announces_again_that_it_waits(job: str) -> None:
+    """The members may have named it while it was stopped, and wait for a sign of life since."""
+    newcomer = asyncio.create_task(train(job, new_state(), 1, min_size=2))
+    store = await AsyncStore.connect("127.0.0.1", int(job.split(":")[2].split("/")[0]))
+    await store.wait(["elastic/test/waiting/1"])
+    assert await store.get("elastic/test/waiting/1") == b"1"
+    async with store.watch_keys() as changes:
+        await store.set("elastic/test/generation", GenerationRecord(1, (9,)).encode())
+        assert [value async for key, value in until_key(changes, "elastic/test/waiting/1")][-1] == b"2"
+    newcomer.cancel()
+    await asyncio.gather(newcomer, return_exceptions=True)
+    await store.close()
+
+
+async def until_key(
+    changes: AsyncIterator[tuple[str, bytes | None]], wanted: str
+) -> AsyncIterator[tuple[str, bytes | None]]:
+    """Yield the changes up to the first one of a key that is not its present value."""
+    count = 0
+    async for key, value in changes:
+        yield key, value
+        count += key == wanted
+        if count == 2:
+            return
+
+
+async def test_refusal_does_not_count_for_a_process_that_has_announced_itself_since(job: str) -> None:
+    host, port = "127.0.0.1", int(job.split(":")[2].split("/")[0])
+    async with contextlib.AsyncExitStack() as stack:
+        stores = [await AsyncStore.connect(host, port) for _ in range(2)]
+        jobs = [Job(store, "test") for store in stores]
+        for store, each in zip(stores, jobs, strict=True):
+            stack.push_async_callback(store.close)
+            stack.push_async_callback(each.close)
+            await each.open()
+        member, newcomer = jobs
+        await newcomer.wait_to_join()
+        await member.until(lambda: bool(member.candidates()))
+        named = member.candidates()
+        member.refuse(named)
+        assert member.candidates() == {}
+        await newcomer.wait_to_join()
+        await member.until(lambda: member.waiting != named)
+        member.refuse(named)
+        assert member.candidates() == {newcomer.id: 2}
+
+
+async def test_group_without_change_ends_the_iteration(job: str) -> None:
+    async with join(job, backend="inproc") as session:
+        groups = [group async for group in session.generations()]
+    assert [group.size() for group in groups] == [1]
+
+
+async def test_session_of_a_blocking_program(job: str) -> None:
+    def program() -> int:
+        state = new_state()
+        with join(job, state=state, backend="inproc", timeout=20.0) as session:
+            for group in session.generations():
+                group.adopt(state).wait()
+                with group.step() as step:
+                    group.all_reduce(torch.ones(1)).wait()
+                assert step.committed
+        return state.step
+
+    assert await asyncio.to_thread(program) == 0
+
+
+@pytest.mark.parametrize(("where", "words"), [("tcp://127.0.0.1:1", "asyncdist://host:port/job"), ("x", "scheme")])
+async def test_wrong_address_is_refused(where: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        async with join(where):
+            pass
+
+
+def test_least_number_of_members_is_positive() -> None:
+    with pytest.raises(UsageError, match="min_size"):
+        JobSession("asyncdist://127.0.0.1:1/x", 0, None, None, None, None)
