@@ -3,7 +3,9 @@
 It runs an embedded store, and the collectives that blocking code issues with ``async_op=True``, while the program's own
 threads compute. A program with its own event loop needs it only for the embedded store.
 
-A process that exits starts no second background loop, and waits at most `_AT_EXIT` seconds for its first one.
+What must answer while that thread is busy, such as a rank's status port, runs on `observing_loop`, another one of its kind.
+
+A process that exits starts no further background loop, and waits at most `_AT_EXIT` seconds for those that it has.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from asyncdist.base import lifecycle
+from asyncdist.base.descriptors import naming_exhaustion
 from asyncdist.errors import LoopThreadError, UsageError
 
 T = TypeVar("T")
@@ -34,12 +37,13 @@ except ImportError:  # Windows, or an interpreter that uvloop does not support y
 class BackgroundLoop:
     """One event loop in its own thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "asyncdist-runtime") -> None:
         self.pid = os.getpid()
-        self.loop: asyncio.AbstractEventLoop = new_loop()
+        with naming_exhaustion():
+            self.loop: asyncio.AbstractEventLoop = new_loop()
         self._stop_requested = threading.Lock()
         """Acquired once, and never released, by the thread that stops the loop."""
-        self._thread = threading.Thread(target=self._main, name="asyncdist-runtime", daemon=True)
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         try:
             self._thread.start()
         except RuntimeError:
@@ -130,6 +134,7 @@ def on_loop(loop: asyncio.AbstractEventLoop | None, coroutine: Coroutine[Any, An
 
 
 _current: BackgroundLoop | None = None
+_observing: BackgroundLoop | None = None
 _lock = threading.Lock()
 
 
@@ -146,6 +151,18 @@ def background_loop() -> BackgroundLoop:
         return _current
 
 
+def observing_loop() -> BackgroundLoop:
+    """Return the loop of what observes this process, on which no operation and no callback of the program runs.
+
+    It is started on first use, as `background_loop` is.
+    """
+    global _observing
+    with _lock:
+        if _observing is None or (_observing.closed and not lifecycle.ending()):
+            _observing = BackgroundLoop("asyncdist-observer")
+        return _observing
+
+
 def close_background_loop(timeout: float | None = None) -> None:
     """Close the process's background loop, if there is one; the next call of `background_loop` starts another."""
     with _lock:
@@ -154,4 +171,12 @@ def close_background_loop(timeout: float | None = None) -> None:
         current.close(timeout)
 
 
-lifecycle.at_exit(lifecycle.Stage.LOOP, lambda: close_background_loop(_AT_EXIT))
+def _close_at_exit() -> None:
+    close_background_loop(_AT_EXIT)
+    with _lock:
+        observing = _observing
+    if observing is not None:
+        observing.close(_AT_EXIT)
+
+
+lifecycle.at_exit(lifecycle.Stage.LOOP, _close_at_exit)

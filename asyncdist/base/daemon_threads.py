@@ -1,4 +1,4 @@
-"""Daemon threads for calls that may block: a pool, an executor that keeps order, and a thread for a single call.
+"""Daemon threads: a pool, an executor that keeps order, a thread for a single call, and one for periodic calls.
 
 They replace ``concurrent.futures.ThreadPoolExecutor``, whose threads the interpreter joins before it runs the process's
 other exit handlers. A thread that waits for a peer would keep its process from closing its connections, and two such
@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
 from asyncdist.base import lifecycle
@@ -159,6 +160,70 @@ class SerialExecutor:
             self._running.release()
 
 
+class PeriodicCalls:
+    """Calls functions periodically in one daemon thread, whatever the process's event loops do.
+
+    The thread starts with the first function, ends after the last, and does not exist in a forked child. A function must
+    return soon, because it delays the others.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._due: dict[Callable[[], object], tuple[float, float]] = {}
+        self._thread: threading.Thread | None = None
+
+    def start(self, function: Callable[[], object], period: float) -> None:
+        """Call ``function`` at once, and then every ``period`` seconds until `stop`.
+
+        Raises:
+            RuntimeError: The process can start no thread.
+        """
+        with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="asyncdist-periodic", daemon=True)
+                # A debugger that suspends every thread at a breakpoint leaves threads with these attributes running.
+                thread.pydev_do_not_trace = thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+                thread.start()
+                self._thread = thread
+            self._due[function] = (monotonic(), period)
+            self._changed.notify()
+
+    def stop(self, function: Callable[[], object]) -> None:
+        """Stop calling a function. A call that has begun may still run. Idempotent."""
+        with self._changed:
+            self._due.pop(function, None)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while function := self._next():
+            try:
+                function()
+            except Exception:
+                log.exception("a periodic call failed")
+            # An idle thread must not keep the object of the function alive.
+            del function
+
+    def _next(self) -> Callable[[], object] | None:
+        """Wait for the next function that is due; return None after the last one has been stopped."""
+        with self._changed:
+            while self._due:
+                function, (at, period) = min(self._due.items(), key=lambda item: item[1][0])
+                now = monotonic()
+                if at <= now:
+                    self._due[function] = (now + period, period)
+                    return function
+                del function
+                self._changed.wait(min(at - now, threading.TIMEOUT_MAX))
+            self._thread = None
+            return None
+
+    def after_fork_in_child(self) -> None:
+        """Forget the thread and the functions, which exist in the parent only."""
+        self._changed = threading.Condition()
+        self._due.clear()
+        self._thread = None
+
+
 def start_daemon_thread(function: Callable[[], T], name: str, *, awaited_at_exit: bool = True) -> Future[T]:
     """Run a blocking call in a new thread, and return the future of its result.
 
@@ -194,6 +259,9 @@ def _run_call(future: Future[Any], call: Callable[[], Any]) -> None:
 
 _pools: weakref.WeakSet[DaemonThreadPool] = weakref.WeakSet()
 
+periodic_calls = PeriodicCalls()
+"""The periodic calls of the process."""
+
 
 def _wait_at_exit() -> None:
     concurrent.futures.wait([future for pool in list(_pools) for future in pool.unfinished], timeout=_AT_EXIT)
@@ -202,6 +270,7 @@ def _wait_at_exit() -> None:
 def _after_fork() -> None:
     for pool in list(_pools):
         pool.after_fork_in_child()
+    periodic_calls.after_fork_in_child()
 
 
 lifecycle.after_fork(_after_fork)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
+
+from asyncdist.errors import RendezvousError
 
 _ONE_CONNECTION_FAILED = {
     getattr(errno, name)
@@ -35,3 +39,16 @@ def describe_exhaustion(cause: OSError) -> str:
         return "has no free file descriptor"
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return f"has no free file descriptor, the limit is {limit}"
+
+
+@contextlib.contextmanager
+def naming_exhaustion() -> Iterator[None]:
+    """Raise RendezvousError instead of an error for which `is_exhausted` holds."""
+    try:
+        yield
+    except OSError as cause:
+        if not is_exhausted(cause):
+            raise
+        raise RendezvousError(
+            f"this process {describe_exhaustion(cause)}; raise the limit on open files (ulimit -n) or close some"
+        ) from cause

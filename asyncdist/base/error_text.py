@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from asyncdist.errors import AsyncdistError
+
 
 def describe_error(error: BaseException) -> str:
     """Return an exception in a few words: the system's text for its ``errno``, else its message, else its class name."""
-    return str(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+    message = error.message if isinstance(error, AsyncdistError) else str(error)
+    return str(getattr(error, "strerror", None) or message or type(error).__name__)
 
 
 def first_line(error: BaseException) -> str:

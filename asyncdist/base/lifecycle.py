@@ -129,7 +129,13 @@ def _run_at_exit() -> None:
     # An ExitStack makes the last call first, and continues after a call that raises.
     with contextlib.ExitStack() as calls:
         for _, call in sorted(_at_exit, key=lambda each: each[0], reverse=True):
-            calls.callback(call)
+            calls.callback(_call_until_interrupted, call)
+
+
+def _call_until_interrupted(call: Callable[[], object]) -> None:
+    # On Ctrl-C the terminal and torchrun both send SIGINT. The second one arrives during the exit, and ends this call only.
+    with contextlib.suppress(KeyboardInterrupt):
+        call()
 
 
 def _run_after_fork() -> None:

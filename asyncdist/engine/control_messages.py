@@ -12,6 +12,8 @@ from asyncdist.transport.wire_format import ABORT, CALLED, GOODBYE, pack_header,
 
 LEFT = "it has destroyed its process group"
 ENDED = "its process has ended"
+EXCLUDES = "it has declared this rank lost"
+"""The goodbye to a peer that is lost here, and may be alive. The sender has not left."""
 _MAX_CLOSING_FAILURES = 64
 """The number of failures in the closing frames of a rank."""
 
@@ -24,6 +26,7 @@ def encode_abort(error: GroupError, rank: int) -> bytes:
             "reason": error.reason,
             "peer": getattr(error, "peer", None),
             "by": rank if error.by is None else error.by,
+            "last_heard": getattr(error, "last_heard", None),
         }
     )
     return packed
@@ -44,7 +47,7 @@ def decode_abort(body: bytes, peer: int, rank: int, problem: Callable[[Sequence[
     try:
         notice = msgpack.unpackb(body)
         kind, reason, by = str(notice["kind"]), str(notice["reason"]), int(notice["by"])
-        about = notice["peer"]
+        about, last_heard = notice["peer"], notice["last_heard"]
     except (ValueError, KeyError, TypeError, msgpack.UnpackException):
         return GroupAbortedError(f"rank {peer} aborted the group without a legible reason", peer=peer)
     error: GroupError
@@ -60,8 +63,15 @@ def decode_abort(body: bytes, peer: int, rank: int, problem: Callable[[Sequence[
         error.explain(problem([by]))
     else:
         error = GroupAbortedError(reason if reason.startswith("rank") else f"rank {by}: {reason}", peer=by)
+    if isinstance(error, PeerLostError) and isinstance(last_heard, float):
+        note_silence(error, last_heard)
     error.by = by
     return error
+
+
+def note_silence(error: PeerLostError, last_heard: float) -> None:
+    """Note that the peer was lost because it was silent."""
+    error.noticed, error.last_heard = "heartbeat", last_heard
 
 
 def ranks_to_notify(members: Sequence[int], rank: int, notified_by: int | None) -> list[int]:

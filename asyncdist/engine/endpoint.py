@@ -16,23 +16,28 @@ from time import monotonic
 from typing import Any
 
 from asyncdist.base import lifecycle
+from asyncdist.base.error_text import describe_error
 from asyncdist.base.timers import TimerTable
 from asyncdist.config import Config
+from asyncdist.engine.agreements import Agreements
 from asyncdist.engine.call_checker import CollectiveChecker
 from asyncdist.engine.control_messages import call_notice
 from asyncdist.engine.executor import Executor
 from asyncdist.engine.group_failures import GroupFailures
-from asyncdist.engine.machine import Until, Wait
+from asyncdist.engine.heartbeat import Heartbeat
+from asyncdist.engine.machine import Until
 from asyncdist.engine.operation import Channel, Operation, Plan, awaited
 from asyncdist.engine.progress import Progress
 from asyncdist.engine.routing import Addresses, TransportSelector
 from asyncdist.engine.wait_probes import WaitProbes, timeout_error
 from asyncdist.engine.work import Work
 from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, TransportUnavailableError
+from asyncdist.membership.detector import Liveness
 from asyncdist.memory.buffers import Scratch
 from asyncdist.tracing.recorder import Entry, Recorder
-from asyncdist.transport.base import DiscardReceive, Link, MatchingQueue, Outgoing, Receive, Transport
-from asyncdist.transport.wire_format import ABORT, CALLED, GOODBYE, PROBE, WAITING
+from asyncdist.transport.base import DiscardReceive, Link, MatchingQueue, Outgoing, Receive, Transport, Wait
+from asyncdist.transport.process_identity import ProcessState, has_ended, process_state
+from asyncdist.transport.wire_format import ABORT, AGREE, CALLED, GOODBYE, HEARD, PROBE, SUSPECT, WAITING
 
 LAST_WORDS = 1.0
 """Seconds for which a rank that leaves may wait until its failure notices have been sent."""
@@ -70,7 +75,9 @@ class Endpoint:
         self.world_size = world_size
         self.world_id = world_id
         self.config = config
-        self.recorder = Recorder(rank, world_size, config.flight_recorder_size, world_id, config.dump_format)
+        self.recorder = Recorder(
+            rank, world_size, config.flight_recorder_size, world_id, config.dump_format, config.dump_dir
+        )
         self.progress = Progress(self, home)
         self.transport_selector = TransportSelector(rank, [kind(self) for kind in kinds])
         self.of_parent: tuple[object, ...] = ()
@@ -94,12 +101,23 @@ class Endpoint:
         self.lost_peers = failures.lost_peers
         # Bound here, because a forwarding method would cost each call a Python frame.
         self.fail, self.gone, self.lost, self.suspect = failures.fail, failures.gone, failures.lost, failures.suspect
-        self.open, self.end, self.interrupted = failures.open, failures.end, failures.interrupted
+        self.open, self.end = failures.open, failures.end
         self._checker = CollectiveChecker(self.recorder, failures.channels, self.operations, failures.fail)
         self.difference = self._checker.difference
         self._probes = WaitProbes(
             rank, self.operations, self._pending_for, self._send_unordered, self.timers, monotonic
         )
+        self.processes: Sequence[dict[str, Any] | None] = ()
+        """The identities of all ranks' processes, by rank. Without them no process of a peer is known to have ended."""
+        self.agreements = Agreements(
+            rank, failures.channels, failures.lost_peers, self.timers, self._send_unordered, self.has_ended, self._watch,
+            failures.lose_after_reading, self._hears,
+        )  # fmt: skip
+        failures.observers.append(self._on_change)
+        self._heartbeat = Heartbeat(
+            rank, config.heartbeat, self.transport_selector, failures, self._send_unordered, self._read_arrived,
+            self._state_of,
+        )  # fmt: skip
         self.finished: list[Callable[[], None]] = []
         self.backend = backend
         lifecycle.register_hooks(self)
@@ -108,7 +126,10 @@ class Endpoint:
 
     def listen(self, where: str) -> dict[str, Any]:
         """Start every transport's listener at this machine's address; return the addresses by transport."""
-        return {transport.name: transport.listen(where) for transport in self.transport_selector.transports}
+        addresses = {transport.name: transport.listen(where) for transport in self.transport_selector.transports}
+        # A peer that opens its world earlier may connect from now on, and expects an answer.
+        self._heartbeat.start(self.progress.look)
+        return addresses
 
     async def probe_peers(self, addresses: Sequence[Addresses], timeout: float) -> dict[str, list[int]]:
         """Probe the peers with the results of every rank's `listen`, by rank; return the peers reached, by transport."""
@@ -118,6 +139,8 @@ class Endpoint:
     def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
         """Select transports from the results of every rank's `probe_peers`, by rank. Groups may be made afterwards."""
         self.transport_selector.finalize(reached)
+        self.recorder.progress.append(self._executor.progress)
+        self.recorder.details.append(self._liveness)
         spin, spread = self.transport_selector.spin_policy()
         self.progress.spin_for(spin, min(spin, self.config.await_spin_us * 1e-6), spread)
         self.progress.idle_watch.last_call = lambda: self.recorder.last
@@ -127,12 +150,16 @@ class Endpoint:
         """Return a condition that holds once every failure notice has been sent, also over connections opened for it."""
         begun: list[bool] = []
         self.progress.submit(lambda: begun.append(True))  # after the failures that other threads have submitted
-        return Until(lambda: bool(begun) and not (self.failures.failed and self.transport_selector.busy()))
+        return Until(lambda: bool(begun) and not (self._has_last_words() and self.transport_selector.busy()))
+
+    def _has_last_words(self) -> bool:
+        return bool(self.failures.failed) or self.agreements.taken_part
 
     def close(self) -> None:
         """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
         lifecycle.unregister_hooks(self)
         self._flush_notices()
+        self._heartbeat.stop()
         self.progress.submit(self._close)
         self.progress.close()
 
@@ -142,6 +169,7 @@ class Endpoint:
         for operation in self._executor.operations.values():
             operation.work.exception()  # the program ends: do not log the error as never retrieved
         self._flush_notices()
+        self._heartbeat.stop()
         self.progress.submit(self._close)
 
     def _flush_notices(self) -> None:
@@ -152,9 +180,14 @@ class Endpoint:
         """Fail everything in a forked child, which must neither use nor collect the parent's objects."""
         self.of_parent = (self.progress, self.transport_selector.transports)
         self.progress, self.transport_selector.transports = Progress(self), []
+        # The timers of the transports use sockets of the parent.
+        self.timers.clear()
+        self._heartbeat.after_fork_in_child()
         self.failures.forked()
+        self.agreements.end_all(self.lost_peers[self.rank])
 
     def _close(self) -> None:
+        self.agreements.end_all(GroupAbortedError("the world was closed while this call was pending", peer=self.rank))
         self.failures.end_all()
         for transport in self.transport_selector.transports:
             transport.close()
@@ -166,7 +199,10 @@ class Endpoint:
 
         def fail() -> None:
             self.open(channel)
-            self.fail(channel, GroupAbortedError(f"rank {self.rank} cannot be in the group: {cause}", peer=self.rank))
+            self.fail(
+                channel,
+                GroupAbortedError(f"rank {self.rank} cannot be in the group: {describe_error(cause)}", peer=self.rank),
+            )
             self.end(channel)
 
         self.progress.submit(fail)
@@ -192,11 +228,11 @@ class Endpoint:
 
     def link(self, peer: int) -> Link:
         """Return the link to a peer, made on first use; raise the peer's error if the peer is lost."""
+        if peer in self.lost_peers:
+            raise self.lost_peers[peer]
         link = self.links.get(peer)
         if link is None:
             link = self.links[peer] = self.transport_selector.link(peer)
-        if peer in self.lost_peers:
-            raise self.lost_peers[peer]
         return link
 
     def inbox(self, peer: int) -> MatchingQueue:
@@ -238,6 +274,48 @@ class Endpoint:
             with contextlib.suppress(TransportUnavailableError, OSError):
                 self.link(peer).send_unordered(Outgoing(peer, key[:12] + bytes(4), 0, memoryview(body), None, kind))
 
+    # -- who is there --------------------------------------------------------------------------
+
+    def has_ended(self, peer: int) -> bool:
+        """Return whether a peer takes part in nothing any more: it has said goodbye, or its process has ended here."""
+        if peer in self.failures.left:
+            return True
+        return bool(self.processes) and has_ended(self.processes[peer], self.processes[self.rank])
+
+    def _state_of(self, peer: int) -> ProcessState | None:
+        return process_state(self.processes[peer], self.processes[self.rank]) if self.processes else None
+
+    def _hears(self, peer: int) -> bool:
+        return self._heartbeat.hears(peer)
+
+    def _liveness(self) -> dict[str, list[tuple[int, Any]]]:
+        """Return which peers are lost or have left, and when the others were last heard. Any thread may call it."""
+        gone = {peer: error.reason for peer, error in list(self.lost_peers.items())} | dict(self.failures.left)
+        return {"lost": sorted(gone.items()), "heard": sorted(self._heartbeat.silences().items())}
+
+    def look_at(self, peer: int) -> str:
+        """Return what a peer's process does, as a clause; empty if this rank cannot see it. Any thread may call it."""
+        if bool(self.processes) and has_ended(self.processes[peer], self.processes[self.rank]):
+            return "its process has ended"
+        state = self._state_of(peer)
+        return "" if state is None else state.text
+
+    def pid_of(self, peer: int) -> int | None:
+        """Return the process id of a rank on its host; None if it is not known."""
+        identity = self.processes[peer] if self.processes else None
+        return None if identity is None else identity["pid"]
+
+    def _watch(self, peer: int) -> None:
+        if self.failures.accepts_notices(peer):
+            with contextlib.suppress(TransportUnavailableError, OSError):
+                self.link(peer).open()
+
+    def _on_change(self, peer: int, liveness: Liveness, reason: str) -> None:
+        if liveness is Liveness.LOST:
+            # The link may keep the memory of a dead peer mapped.
+            self.links.pop(peer, None)
+            self.agreements.on_loss(peer)
+
     def call_later(self, callback: Callable[[], None]) -> None:
         """Call a function of the program's after the lock is released."""
         self.finished.append(callback)
@@ -249,6 +327,8 @@ class Endpoint:
         return bool(self._executor.any_source)
 
     def unclaimed(self, peer: int, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
+        if self.failures.drops(key):
+            return DiscardReceive(peer, key, nbytes)
         if waiting := self._executor.any_source.get(key):
             receive = waiting.popleft()
             if not waiting:
@@ -276,6 +356,10 @@ class Endpoint:
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         if kind == GOODBYE:
             self.failures.on_goodbye(peer, body.decode(errors="replace"))
+        elif kind == AGREE:
+            self.agreements.on_message(peer, key, body)
+        elif self.failures.drops(key):
+            return
         elif kind == ABORT:
             self.failures.on_abort(peer, key, body, self.connectivity_problem)
         elif kind == CALLED and key[:8] not in self.failures.ended:
@@ -284,13 +368,16 @@ class Endpoint:
             self._probes.on_probe(peer, key, body)
         elif kind == WAITING:
             self._probes.on_answer(peer, body)
+        elif kind == SUSPECT:
+            self._heartbeat.on_question(peer, body)
+        elif kind == HEARD:
+            self._heartbeat.on_answer(peer, body)
 
     def post(self, action: Callable[[], None]) -> None:
         self.progress.post(action)
 
-    @property
-    def closing_frames(self) -> bytes:
-        return self.failures.closing_frames
+    def closing_frames(self, peer: int) -> bytes:
+        return self.failures.closing_frames(peer)
 
     def retire(self, sock: Any) -> None:
         self.progress.retire(sock)
@@ -312,6 +399,11 @@ class Endpoint:
             waits += wanted
         # Peers signal from now on. A peer that moved data just before did not signal, so check once more.
         return None if self._executor.run() else waits
+
+    def interrupted(self, cause: BaseException) -> None:
+        self.failures.interrupted(cause)
+        if self.rank in self.lost_peers:
+            self.agreements.end_all(self.lost_peers[self.rank])
 
     def busy(self) -> bool:
         # After a failure this rank stays reachable: a peer that connects later must learn of the failure too.

@@ -20,6 +20,8 @@ from asyncdist.engine.operation import (
     Operation,
     RecvAny,
     Task,
+    awaited,
+    done_nbytes,
     local_failure,
     senders,
 )
@@ -78,6 +80,13 @@ class Executor:
     def pending(self) -> list[Entry]:
         """Return the records of the pending operations. Any thread may call it."""
         return [operation.entry for operation in list(self.operations.values())]
+
+    def progress(self) -> dict[Entry, dict[str, Any]]:
+        """Return, for each pending operation, the ranks that it waits for and what is complete. Any thread may call it."""
+        return {
+            operation.entry: {"awaits": awaited(operation), "done": done_nbytes(operation)}
+            for operation in list(self.operations.values())
+        }
 
     def start(self, operation: Operation) -> None:
         """Begin an operation, unless its channel has failed already."""
@@ -148,7 +157,7 @@ class Executor:
                 with contextlib.suppress(ValueError):
                     task.generator.close()
                 for transfer in task.transfers:
-                    transfer.done = True
+                    transfer.abandon()
             operation.tasks.clear()
             self._end(operation, operation.failure(error))
         if self._polled:

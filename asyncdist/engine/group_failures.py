@@ -13,24 +13,29 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 from time import monotonic
+from typing import Any
 
 from asyncdist.base.descriptors import is_exhausted
 from asyncdist.base.timers import TimerTable
 from asyncdist.config import Config
 from asyncdist.engine.control_messages import (
     ENDED,
+    EXCLUDES,
     LEFT,
     abort_notice,
     closing_frames,
     decode_abort,
+    note_silence,
     ranks_to_notify,
 )
 from asyncdist.engine.executor import Executor
 from asyncdist.engine.operation import Channel, local_failure
 from asyncdist.engine.routing import TransportSelector
 from asyncdist.errors import GroupAbortedError, GroupError, PeerLostError, TransportUnavailableError
+from asyncdist.membership.detector import Liveness
 from asyncdist.tracing.recorder import Recorder
 from asyncdist.transport.base import Link, Outgoing
+from asyncdist.transport.wire_format import generation_of, is_earlier, name_of
 
 log = logging.getLogger("asyncdist")
 
@@ -80,7 +85,12 @@ class GroupFailures:
         """Returns the error of a lost peer; None if the peer is not lost."""
         self.failed: dict[int, GroupError] = {}
         """The errors of failed groups, by number. With one, this rank stays reachable, so that its peers learn of it."""
-        self._leaving: dict[int, str] = {}
+        self.observers: list[Callable[[int, Liveness, str], None]] = []
+        """Called with each peer that is lost, suspected or has recovered, and why."""
+        self.left: dict[int, str] = {}
+        """The peers that have said goodbye, and why. They take part in nothing any more."""
+        self._excluded_by: set[int] = set()
+        self._generations: dict[bytes, int] = {}
         self._goodbye = LEFT
 
     # -- groups --------------------------------------------------------------------------------
@@ -88,14 +98,26 @@ class GroupFailures:
     def open(self, channel: Channel) -> None:
         """Accept operations and messages of a group from now on."""
         self.channels[channel.prefix] = channel
+        self._generations[name_of(channel.prefix)] = generation_of(channel.prefix)
         if not channel.point_to_point:
-            self._recorder.add_group(channel.name, channel.members, lambda: channel.highest)
+            self._recorder.add_group(
+                channel.name, channel.members, lambda: channel.highest, functools.partial(self._describe, channel)
+            )
         early = self.ended.pop(channel.prefix, None)
         if early is not None:  # the group failed at a peer before this rank made it
             self.fail(channel, early)
         for member in channel.members:
-            if member in self.lost_peers and member not in self._leaving:
+            if member in self.lost_peers and member not in self.left:
                 self.fail(channel, self.lost_peers[member])
+
+    def _describe(self, channel: Channel) -> dict[str, Any]:
+        """Return the state of a group for a dump. Any thread may call it."""
+        error = channel.error
+        return {
+            "generation": generation_of(channel.prefix),
+            "open": channel.prefix in self.channels,
+            "error": None if error is None else error.reason,
+        }
 
     def end(self, channel: Channel) -> None:
         """Remove a group: its pending operations fail, and later messages for it are discarded."""
@@ -106,6 +128,14 @@ class GroupFailures:
             channel.error = closed
         self._executor.abandon(channel, closed)
         self._discard(channel, None)
+
+    def drops(self, key: bytes) -> bool:
+        """Return whether a frame belongs to an earlier generation of a group of this rank, and count it then."""
+        current = self._generations.get(name_of(key))
+        if current is None or not is_earlier(generation_of(key), current):
+            return False
+        self._recorder.dropped_frames += 1
+        return True
 
     def end_all(self) -> None:
         """Remove every group."""
@@ -119,7 +149,7 @@ class GroupFailures:
         self.failed[channel.number] = error
         log.info("rank %d: group %r failed: %s", self._rank, channel.name, error.reason)
         if self._config.dump_dir:
-            self._recorder.dump(self._config.dump_dir, str(error))
+            self._recorder.dump(self._config.dump_dir, error.message)
         for one in (channel, channel.sibling):
             if one is not None and one.error is None:
                 one.error = error
@@ -127,6 +157,15 @@ class GroupFailures:
                 self._discard(one, error)
         peers = ranks_to_notify(channel.members, self._rank, notified_by)
         self.notify(peers, lambda peer: abort_notice(peer, channel.number, error, self._rank))
+        for follower in list(channel.followers):
+            self.fail(follower, error)
+
+    def follow(self, channel: Channel, other: Channel) -> None:
+        """Let a group fail with another one, without whose members nobody continues its operations."""
+        if other.error is not None:
+            self.fail(channel, other.error)
+        else:
+            other.followers.add(channel)
 
     def _fail_all(self, error: GroupError) -> None:
         for channel in list(self.channels.values()):
@@ -157,7 +196,7 @@ class GroupFailures:
 
     def accepts_notices(self, peer: int) -> bool:
         """Return whether a peer is neither lost nor leaving."""
-        return peer not in self.lost_peers and peer not in self._leaving
+        return peer not in self.lost_peers and peer not in self.left
 
     def on_abort(self, peer: int, key: bytes, body: bytes, problem: Callable[[Iterable[int]], str]) -> None:
         """Handle a peer's notice that a group has failed; ``problem`` describes why peers cannot be reached."""
@@ -168,10 +207,9 @@ class GroupFailures:
         else:
             self.ended.setdefault(key[:8], error)
 
-    @property
-    def closing_frames(self) -> bytes:
-        """The frames to write before a connection is closed: the failures of groups, then goodbye."""
-        return closing_frames(self.failed, self._rank, self._goodbye)
+    def closing_frames(self, peer: int) -> bytes:
+        """Return the frames to write before a connection to a peer is closed: the failures of groups, then goodbye."""
+        return closing_frames(self.failed, self._rank, EXCLUDES if peer in self.lost_peers else self._goodbye)
 
     def end_with_process(self) -> None:
         """Set the goodbye to that of a process that ends without destroying its groups."""
@@ -181,30 +219,46 @@ class GroupFailures:
 
     def on_goodbye(self, peer: int, reason: str) -> None:
         """Handle a peer's goodbye."""
-        self._leaving[peer] = reason or LEFT
+        if reason == EXCLUDES:
+            self._excluded_by.add(peer)
+        else:
+            self.left[peer] = reason or LEFT
 
-    def lost(self, peer: int, reason: str) -> None:
-        """Fail every group that contains a peer; if the peer has said goodbye, only those that wait for it."""
+    def lost(self, peer: int, reason: str, *, last_heard: float | None = None) -> None:
+        """Fail every group that contains a peer; if the peer has said goodbye, only those that wait for it.
+
+        ``last_heard`` is given for a silent peer: the seconds since it was last heard.
+        """
         if peer in self.lost_peers:
             return
-        if peer in self._leaving:
+        if peer in self.left:
             if any(transport.may_receive_from(peer) for transport in self._selector.transports):
                 return  # data that the peer sent before it left may still arrive
-            reason = self._leaving[peer]
+            reason = self.left[peer]
+        elif peer in self._excluded_by:
+            reason = EXCLUDES
         error = self.lost_peers[peer] = PeerLostError(peer, reason)
+        if last_heard is not None:
+            note_silence(error, last_heard)
         for channel in list(self.channels.values()):
-            if peer in channel.members and (peer not in self._leaving or self._waits_for(channel, peer)):
+            if peer in channel.members and (peer not in self.left or self._waits_for(channel, peer)):
                 self.fail(channel, error)
         for transport in self._selector.transports:
             transport.disconnect(peer)
+        self.observe(peer, Liveness.LOST, error.reason)
+
+    def observe(self, peer: int, liveness: Liveness, reason: str) -> None:
+        """Report a change of a peer."""
+        for observer in list(self.observers):
+            observer(peer, liveness, reason)
 
     def suspect(self, peer: int, reason: str) -> None:
         """Declare a peer lost after a grace period, unless a message explains the closed connection before."""
         if peer not in self.lost_peers:
-            self._timers.schedule(peer, monotonic() + GRACE, functools.partial(self._lose_suspect, peer, reason))
+            self._timers.schedule(peer, monotonic() + GRACE, functools.partial(self.lose_after_reading, peer, reason))
 
-    def _lose_suspect(self, peer: int, reason: str) -> None:
-        # This process may have been stopped, and may not have read a message that arrived long ago.
+    def lose_after_reading(self, peer: int, reason: str) -> None:
+        """Declare a peer lost, unless a message explains its end that has arrived and that nobody has read yet."""
         self._read_arrived(peer)
         self.lost(peer, reason)
 

@@ -6,8 +6,9 @@ import select
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+from asyncdist.transport.base import Wait
+
 READ, WRITE = select.POLLIN, select.POLLOUT
-Wait = tuple[int, int]
 
 
 class Finishable(Protocol):

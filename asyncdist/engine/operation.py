@@ -8,8 +8,9 @@ generators.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, NamedTuple
@@ -68,6 +69,8 @@ class Channel:
         self.world_rank = world_rank
         self.error: GroupError | None = None
         self.sibling: Channel | None = None
+        self.followers: weakref.WeakSet[Channel] = weakref.WeakSet()
+        """The channels that fail with this one."""
         """The group's other channel, which fails with this one."""
         self.operations: dict[bytes, Operation] = {}
         self.numbers = itertools.count(1)
@@ -225,7 +228,7 @@ def local_failure(cause: BaseException, rank: int) -> GroupError:
         error = GroupError(f"rank {rank} {describe_exhaustion(cause)}")
         error.advice = "raise the limit on open files (ulimit -n) or close some, then create the process group again"
     else:
-        reason = str(cause) if isinstance(cause, AsyncdistError) else f"{type(cause).__name__}: {cause}"
+        reason = cause.message if isinstance(cause, AsyncdistError) else f"{type(cause).__name__}: {cause}"
         error = GroupError(f"failed on rank {rank}: {reason}")
     error.__cause__ = cause
     return error
@@ -244,6 +247,17 @@ def awaited(operation: Operation) -> list[int]:
     """Return the world ranks that an operation waits for; -1 stands for any rank."""
     absent = {task.awaits for task in operation.tasks if task.awaits is not None}
     return sorted(senders(operation) | absent | _pending(operation, Outgoing))
+
+
+def done_nbytes(operation: Operation) -> int | None:
+    """Return the payload bytes of the parts of an operation that are complete; None if it has only one part."""
+    parts = operation.plan.parts
+    total = len(parts) if isinstance(parts, Sized) else 1
+    if total < 2:
+        return None
+    # The number of parts that the iterator has given.
+    begun = int(operation.parts.__reduce__()[1][1])
+    return operation.plan.nbytes * max(0, begun - len(operation.tasks)) // total
 
 
 def waiting_for(operation: Operation) -> tuple[str, list[int]]:

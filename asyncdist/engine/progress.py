@@ -48,12 +48,13 @@ from time import monotonic
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.descriptors import is_exhausted
-from asyncdist.engine.driver_loop import DriverLoop
-from asyncdist.engine.idle_watch import IdleWatch
-from asyncdist.engine.loop_watcher import LoopWatcher
-from asyncdist.engine.machine import Failing, Finishable, Machine, Wait
-from asyncdist.engine.waker import Waker
+from asyncdist.engine.drivers.driver_loop import DriverLoop
+from asyncdist.engine.drivers.idle_watch import IdleWatch
+from asyncdist.engine.drivers.loop_watcher import LoopWatcher
+from asyncdist.engine.drivers.waker import Waker
+from asyncdist.engine.machine import Failing, Finishable, Machine
 from asyncdist.errors import LoopThreadError
+from asyncdist.transport.base import Wait
 
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 _SLICE = 1e-3
@@ -90,12 +91,12 @@ class Progress:
 
     def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None) -> None:
         self._machine = machine
-        self.spin = self._loop_spin = self._spread_at = 0.0
+        self.spin = self._await_spin = self._loop_spin = self._spread_at = 0.0
         self._polls, self._spins = 512, 1
         self._spread: Callable[[], None] | None = None
         self.home = DriverLoop(home, self._on_home_left)
         self.lock = threading.Lock()
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
         self._driver_lock = threading.Lock()
         self._standby: deque[threading.Event] = deque()
         self.state = _IDLE
@@ -103,6 +104,8 @@ class Progress:
         """Whether the inline driver sleeps in ``poll``, or is about to."""
         self._slice_exhausted = False
         """Whether this turn of the loop has used up its time slice."""
+        self._in_trio = False
+        """Whether trio tasks issue operations; see `serve_trio`."""
         self._waker: Waker | None = None
         self.loop_watcher = LoopWatcher(self.drive_on_loop)
         self.idle_watch = IdleWatch(machine, self.lock, self._driver_lock, self.loop_watcher)
@@ -112,14 +115,19 @@ class Progress:
 
         Args:
             spin: Seconds for which an inline driver spins before it sleeps in ``poll``.
-            loop_spin: Seconds for which the home loop spins before it runs its other callbacks.
+            loop_spin: Seconds for which the home loop, or a trio task that awaits, spins before it lets others run.
             spread: Moves ranks to different cores; a spinning thread calls it from time to time. Set if ranks outnumber
                 cores; a spinning thread then also yields its core more often.
         """
         self._spread = spread
-        self.spin, self._loop_spin = spin, loop_spin if self.home else 0.0
+        self.spin, self._await_spin = spin, loop_spin
+        self._loop_spin = loop_spin if self.home else 0.0
         # `_polls`: polls before a thread yields its core. `_spins`: polls of a schedule before it becomes an operation.
         self._polls, self._spins = (2, 1) if spread or not spin else (512, 32)
+
+    def serve_trio(self) -> None:
+        """Let trio tasks issue and await operations: an inline attempt ends after a time slice, as in an asyncio loop."""
+        self._in_trio = True
 
     # -- for every thread ----------------------------------------------------------------------
 
@@ -145,6 +153,22 @@ class Progress:
         while self._inbox and self.lock.acquire(blocking=False):
             self._take_turn()
         self._wake_idle()
+
+    def look(self, action: Callable[[], bool]) -> None:
+        """Run ``action`` under the lock, as `submit` does, but drive afterwards only if it returns True."""
+        moved = True
+        if self.lock.acquire(blocking=False):
+            try:
+                moved = action()
+            except BaseException as cause:
+                self._interrupt(cause)
+                raise
+            finally:
+                self.lock.release()
+        else:
+            self._inbox.append(action)
+        if moved or self._inbox:
+            self.submit(lambda: None)
 
     def post(self, action: Callable[[], None]) -> None:
         """Let a driver run ``action`` soon. Safe to call while the lock of another machine is held."""
@@ -234,8 +258,11 @@ class Progress:
                     return False
                 until, polls, enough = 0.0, 0, self._polls if wait else self._spins
                 # In an event loop the loop's other callbacks must run after each time slice.
-                end = 0.0 if wait or not asyncio._get_running_loop() else monotonic() + _SLICE
+                in_loop = asyncio._get_running_loop() or self._in_trio
+                end = 0.0 if wait or not in_loop else monotonic() + _SLICE
                 for step in schedule:
+                    if self._inbox:  # another thread needs the lock
+                        return False
                     if step == ():
                         polls, until = 0, 0.0
                         if end and monotonic() >= end:
@@ -378,7 +405,7 @@ class Progress:
     def try_now(self, work: Finishable) -> None:
         """Try for a moment to complete ``work`` inline, unless this turn of the loop has used its time slice."""
         now = monotonic()
-        until, end = now + self._loop_spin, now + _SLICE
+        until, end = now + (self._await_spin if self._in_trio else self._loop_spin), now + _SLICE
         while not (self._slice_exhausted or self._driver_lock.locked()) and self.lock.acquire(blocking=False):
             moved = self._take_turn()
             if work.is_completed():
@@ -447,7 +474,7 @@ class Progress:
                 moved = self._turn(None)
             self._slice_exhausted = now >= until
             self._expire()
-            wanted = self._machine.waits() if self.home or self._machine.busy() else []
+            wanted = self._machine.waits() if self.home or self._machine.busy() else self.idle_watch.wanted()
             if wanted is not None and self.state is _IDLE and self._machine.busy():
                 self.state = _RESTING
             at = self._machine.next_deadline()

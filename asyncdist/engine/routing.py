@@ -76,10 +76,16 @@ class TransportSelector:
         transport, published = self._transport_to(peer), self._addresses[peer]
         if transport is not None:
             return transport.link(peer, published[transport.name])
-        own = ", ".join(transport.name for transport in self.transports)
+        own = [transport.name for transport in self.transports]
+        common = [name for name in own if name in published]
+        if common:
+            raise TransportUnavailableError(
+                f"{' and '.join(common)} cannot connect rank {self._rank} and rank {peer}, and no other transport is "
+                "allowed; their logs say why: mend that, or allow tcp too"
+            )
         raise TransportUnavailableError(
             f"no transport reaches rank {peer}: it offers {', '.join(published) or 'none'}, "
-            f"rank {self._rank} has {own}; start every rank with the same backend"
+            f"rank {self._rank} has {', '.join(own)}; start every rank with the same backend"
         )
 
     def used(self, members: Sequence[int]) -> list[str]:
@@ -97,6 +103,15 @@ class TransportSelector:
             )
         }
         return [each.name for each in self.transports if each in own or each.name in connecting]
+
+    def on_host_of(self, peer: int) -> set[int]:
+        """Return the ranks that share memory with a peer."""
+        return {
+            other
+            for name, reached in self._reached.items()
+            for other in reached[peer]
+            if self._both_reach(name, peer, other)
+        }
 
     @property
     def local_size(self) -> int:

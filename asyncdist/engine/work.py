@@ -17,8 +17,10 @@ from collections.abc import Callable, Generator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic
 
+from asyncdist.base import trio_tasks
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.base.error_text import describe_error
 from asyncdist.errors import UsageError, WaitTimeoutError
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class Work(Generic[T_co]):
 
     A work can be awaited any number of times, without a task: several with `asyncio.gather`, for a limited time with
     `asyncio.wait_for`. `asyncio.wait` accepts works as they are. In the event loop in which the world was opened,
-    `asyncio.create_task` and `asyncio.TaskGroup` make tasks that await a work.
+    `asyncio.create_task` and `asyncio.TaskGroup` make tasks that await a work. Tasks of trio await works too.
 
     The value of a work, which ``await``, `result` and `get_future` return, is what the operation wrote: a tensor, or a
     list of tensors or objects. The value of a receive is the sender's global rank, and that of a barrier is None. In
@@ -122,6 +124,9 @@ class Work(Generic[T_co]):
         """Return False: a waiter can be cancelled, but not an operation. `asyncio.wait` asks for it."""
         return False
 
+    def close(self) -> None:
+        """Do nothing: the operation continues. From Python 3.13, a TaskGroup that makes no more tasks calls it."""
+
     def is_success(self) -> bool:
         """Return whether the operation has succeeded."""
         return self._done and self._error is None
@@ -180,17 +185,23 @@ class Work(Generic[T_co]):
     def __await__(self) -> Generator[Any, None, T_co]:
         if not self._done and self._progress is not None:
             self._progress.try_now(self)
-        if not self._done and self._progress is not None:
+        if not self._done:
             yield from self._suspend(self._progress)
-            _last_yield.at = monotonic()
         elif monotonic() > _last_yield.at + _YIELD_INTERVAL:
             # A task that awaits one completed work after another would starve the other tasks of its loop.
-            yield
-            _last_yield.at = monotonic()
+            if asyncio._get_running_loop() is None:
+                # In trio every await is a checkpoint, so the time is not noted.
+                yield from trio_tasks.checkpoint()
+            else:
+                yield
+                _last_yield.at = monotonic()
         return self._outcome()
 
     def _suspend(self, progress: Progress | None) -> Generator[Any, None, None]:
-        loop = asyncio.get_running_loop()
+        loop = asyncio._get_running_loop()
+        if loop is None:
+            yield from self._suspend_in_trio(progress).__await__()
+            return
         woken: asyncio.Future[None] = loop.create_future()
 
         def wake() -> None:
@@ -215,6 +226,24 @@ class Work(Generic[T_co]):
             self.remove_done_callback(completed)
             if stall_check is not None:
                 stall_check.cancel()
+        _last_yield.at = monotonic()
+
+    async def _suspend_in_trio(self, progress: Progress | None) -> None:
+        completed = trio_tasks.TrioSignal()
+        self._add_callback(completed.set)
+        try:
+            if progress is not None:
+                progress.ensure_driven()
+            while not await completed.wait(
+                _STALL_CHECK_INTERVAL if progress is not None and progress.home else math.inf
+            ):
+                assert progress is not None
+                _drive_for_stopped_loop(progress, self)
+        except BaseException:
+            self._mark_retrieved()
+            raise
+        finally:
+            self.remove_done_callback(completed.set)
 
     def add_done_callback(self, callback: Callable[[Work[T_co]], object]) -> None:
         """Call ``callback(work)`` when the operation is complete, or at once in the calling thread if it is complete.
@@ -328,7 +357,7 @@ class _UnretrievedError:
 
     def __del__(self) -> None:
         if self.error is not None:
-            log.error("an operation failed and its error was never retrieved: %s", self.error)
+            log.error("an operation failed and its error was never retrieved: %s", describe_error(self.error))
 
 
 def completed(value: Any = None) -> Work:
@@ -341,7 +370,8 @@ def completed(value: Any = None) -> Work:
 def joined(works: Sequence[Work]) -> Work[list[Any]]:
     """Return a work that completes when all ``works`` are complete.
 
-    Its value is the list of their values. Its error is that of the first failed work in the order of ``works``.
+    Its value is the list of their values. Its error is that of the first failed work in the order of ``works``; the errors
+    of the other works are then not logged as never retrieved.
     """
     pending = [work for work in works if not work.is_completed()]
     driven = all(work._progress is not None for work in pending)
@@ -349,8 +379,8 @@ def joined(works: Sequence[Work]) -> Work[list[Any]]:
     left = len(pending)
 
     def end() -> None:
-        error = next((one for work in works if (one := work.exception()) is not None), None)
-        whole.finish([work._value for work in works], error)
+        errors = [error for work in works if (error := work.exception()) is not None]
+        whole.finish([work._value for work in works], errors[0] if errors else None)
         whole.run_callbacks()
 
     def one_ended(_: Work) -> None:
@@ -369,30 +399,28 @@ def joined(works: Sequence[Work]) -> Work[list[Any]]:
 
 
 class _SequentialWork(Work[list[Any]]):
-    """Waits for several works in turn, because some of them (`DeviceWork`) override the methods that wait."""
+    """Blocks for several works in turn, because some of them (`DeviceWork`) override the methods that block."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         super().__init__()
         self._works = works
 
     def result(self) -> list[Any]:
+        self._mark_retrieved()
         return [work.result() for work in self._works]
 
     def wait(self, timeout: Timeout = None) -> bool:
+        self._mark_retrieved()
         until = monotonic() + seconds(timeout)
         for work in self._works:
             work.wait(max(0.0, until - monotonic()))
         return True
 
     def synchronize(self, timeout: Timeout = None) -> None:
+        self._mark_retrieved()
         until = monotonic() + seconds(timeout)
         for work in self._works:
             work.synchronize(max(0.0, until - monotonic()))
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        for work in self._works:
-            yield from work.__await__()
-        return self.result()
 
 
 # -- threads for functions that may block -------------------------------------------------------------

@@ -49,6 +49,25 @@ def test_exit_stages_run_in_order_also_after_a_failure():
     assert errors.count("ValueError: a mistake") == 1
 
 
+INTERRUPTED = """
+import signal, time
+from asyncdist.base.lifecycle import Stage, at_exit
+
+def interrupted():
+    print("interrupted", flush=True)
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(1000)
+
+at_exit(Stage.SERVERS, interrupted)
+at_exit(Stage.PEERS, lambda: print("peers", flush=True))
+at_exit(Stage.LOOP, lambda: print("loop", flush=True))
+"""
+
+
+def test_interrupt_during_the_exit_ends_one_call_without_a_traceback():
+    assert run(INTERRUPTED) == (["interrupted", "peers", "loop"], "")
+
+
 IMPORTS = """
 import importlib, sys
 from asyncdist.base import lifecycle

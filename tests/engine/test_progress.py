@@ -9,6 +9,7 @@ import math
 import select
 import socket
 import threading
+import time
 from time import monotonic
 from typing import ClassVar
 
@@ -16,8 +17,8 @@ import pytest
 import torch
 
 from asyncdist.base.background_loop import background_loop
-from asyncdist.engine import driver_loop, waker
 from asyncdist.engine import progress as progress_module
+from asyncdist.engine.drivers import driver_loop, waker
 from asyncdist.engine.machine import READ
 from asyncdist.engine.progress import Progress
 from asyncdist.errors import GroupError
@@ -249,6 +250,35 @@ def test_waiting_call_spins_for_a_limited_time_and_yields_its_core_if_ranks_outn
     assert offers(crowded=True) > 8 * offers(crowded=False) > 0
     assert all(later - former >= progress_module._SPREAD_EVERY for former, later in itertools.pairwise(spread))
     assert 500 < len(spread) <= 1000
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_call_that_takes_long_yields_the_lock_to_another_threads_action(wait):
+    progress, machine = Progress(BusyMachine()), BusyMachine()
+    progress.spin_for(math.inf, 0.0, None)
+    ran = threading.Event()
+
+    def schedule():
+        yield ()
+        looking = threading.Thread(target=progress.look, args=[lambda: ran.set() or True])
+        looking.start()
+        while not progress._inbox:
+            time.sleep(1e-4)
+        yield from machine.steps()
+
+    assert not progress.attempt(schedule(), WorkingGroup(), wait=wait)
+    progress.submit(lambda: None)
+    assert ran.wait(PATIENCE)
+    progress.close()
+
+
+def test_look_drives_only_if_there_is_something_to_drive():
+    machine = BusyMachine()
+    progress = Progress(machine)
+    for seen in (False, True):
+        progress.look(lambda seen=seen: seen)
+        assert (machine.turns > 0) is seen
+    progress.close()
 
 
 class SocketMachine(IdleMachine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -212,6 +213,21 @@ async def test_task_group_raises_the_failure_of_a_work(transport):
         with pytest.raises(ExceptionGroup) as caught:
             await both()
         assert caught.group_contains(MismatchError)
+
+
+async def test_work_that_a_task_group_refuses_continues(transport):
+    """From Python 3.13, the group closes what it refuses."""
+    async with world_of(2, transport=transport) as (zero, one):
+        async with asyncio.TaskGroup() as finished:
+            pass
+        work = zero.all_reduce(ones())
+        for tasks in (asyncio.TaskGroup(), finished):
+            with pytest.raises(RuntimeError, match="TaskGroup"):
+                tasks.create_task(work)
+        work.close()
+        assert not work.is_completed()
+        await one.all_reduce(ones())
+        assert (await work).eq(2).all()
 
 
 async def test_loop_has_its_own_task_factory_while_no_world_is_open(transport):
@@ -525,6 +541,20 @@ async def test_pending_operations_fail_when_the_group_is_destroyed(transport):
             with pytest.raises(GroupAbortedError, match="was destroyed while this operation was pending"):
                 await pending
         await asyncio.gather(*(one.barrier() for one in groups))
+
+
+async def test_joined_work_reports_the_failures_of_all_its_works(transport, caplog):
+    # Works of other tests log their errors now.
+    gc.collect()
+    caplog.clear()
+    async with world_of(2, transport=transport) as (zero, _):
+        whole = joined([zero.all_reduce(ones()) for _ in range(3)])
+        zero.abort()
+        with pytest.raises(GroupAbortedError):
+            await whole
+        del whole
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_awaiting_completed_works_lets_other_tasks_run():

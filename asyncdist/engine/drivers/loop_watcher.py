@@ -43,17 +43,25 @@ class LoopWatcher:
         if wanted != watched:
             for fd in watched.keys() | wanted.keys():
                 before, after = watched.get(fd, 0), wanted.get(fd, 0)
-                if after & READ and not before & READ:
-                    loop.add_reader(fd, self._on_event, fd)
-                elif before & READ and not after & READ:
-                    loop.remove_reader(fd)
-                if after & WRITE and not before & WRITE:
-                    loop.add_writer(fd, self._on_event, fd)
-                elif before & WRITE and not after & WRITE:
-                    loop.remove_writer(fd)
+                try:
+                    self._change(loop, fd, before, after)
+                except RuntimeError:
+                    # uvloop ends the watch of a broken connection after one event. It begins a new one only after this.
+                    self._change(loop, fd, READ | WRITE, 0)
+                    self._change(loop, fd, 0, after)
             self.watched = wanted
         while self._retired:
             self._retired.pop().close()
+
+    def _change(self, loop: asyncio.AbstractEventLoop, fd: int, before: int, after: int) -> None:
+        if after & READ and not before & READ:
+            loop.add_reader(fd, self._on_event, fd)
+        elif before & READ and not after & READ:
+            loop.remove_reader(fd)
+        if after & WRITE and not before & WRITE:
+            loop.add_writer(fd, self._on_event, fd)
+        elif before & WRITE and not after & WRITE:
+            loop.remove_writer(fd)
 
     def set_timer(self, loop: asyncio.AbstractEventLoop, at: float) -> None:
         """Set the timer to a monotonic time; infinity removes it."""

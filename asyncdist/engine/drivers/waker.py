@@ -8,7 +8,8 @@ import os
 import select
 from collections.abc import Iterable
 
-from asyncdist.engine.machine import READ, Wait
+from asyncdist.engine.machine import READ
+from asyncdist.transport.base import Wait
 
 
 class Waker:

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable
 from time import monotonic
 
-from asyncdist.engine.loop_watcher import LoopWatcher
+from asyncdist.engine.drivers.loop_watcher import LoopWatcher
 from asyncdist.engine.machine import Machine
+from asyncdist.transport.base import Wait
 
 PERIOD = 0.3
 """Seconds between two checks for calls. After one period without a call the loop watches the descriptors."""
@@ -21,7 +22,7 @@ class IdleWatch:
 
     Without it, a blocking program detects a lost peer only at its next call. To cost a call nothing, the watch compares
     ``last_call()`` with its value one period before. The loop watches the descriptors only after a period without a call,
-    and stops at the first event on one of them until the next such period.
+    and stops at the first event on one of them after a call.
 
     Args:
         machine: The machine whose descriptors the loop watches.
@@ -60,6 +61,15 @@ class IdleWatch:
             self._timer.cancel()
             self._timer = None
 
+    def wanted(self) -> list[Wait] | None:
+        """Return the descriptors to watch after an event on one of them; None if something has moved."""
+        if not self._complete or self.last_call is None or self.last_call() is not self._seen:
+            return []
+        wanted = self._machine.waits()
+        # Withdraw the request of `waits` that peers signal new data, which would cost them a system call.
+        self._machine.advance(())
+        return wanted
+
     def _check(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
         if self.last_call is None:
@@ -78,11 +88,11 @@ class IdleWatch:
         self._timer = loop.call_later(period, self._check, loop)
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        wanted = self._machine.waits()
-        # Withdraw the request of `waits` that peers signal new data, which would cost them a system call.
-        self._machine.advance(())
-        if wanted is not None:
+        self._complete = True
+        wanted = self.wanted()
+        if wanted is None:
+            self._complete = False
+        else:
             self._loop_watcher.watch(loop, dict(wanted))
-            self._complete = True
         if self._machine.busy():
             self._loop_watcher.set_timer(loop, monotonic())
