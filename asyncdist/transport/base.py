@@ -62,6 +62,7 @@ __all__ = [
 
 Address = Mapping[str, Any]
 Wait = tuple[int, int]
+"""A file descriptor and the poll events to sleep on."""
 
 
 # -- the two classes that a transport implements --------------------------------------------------------
@@ -108,6 +109,8 @@ class Transport(ABC):
     """The order of automatic selection, highest first."""
     same_thread: ClassVar[bool] = False
     """Whether the thread that waits for a peer may also drive that peer, as with ranks in one process."""
+    beats: ClassVar[bool] = False
+    """Whether the transport carries heartbeats: implements `beat`, and perhaps `pulse`."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -178,6 +181,18 @@ class Transport(ABC):
         From now until the next `advance`, peers signal new data on these descriptors.
         """
 
+    def pulse(self) -> None:  # noqa: B027 - optional
+        """Show the peers that this process runs. Called without the lock, on a thread that no driver delays."""
+
+    def beat(self) -> Mapping[int, bool]:
+        """Read what has arrived, and tell the connected peers that this rank is alive.
+
+        Returns:
+            Whether something has arrived since the last call from each peer whose heartbeats reach this rank as long as the
+            peer lives. A peer whose messages this rank leaves on the wire counts as heard.
+        """
+        return {}
+
     @abstractmethod
     def busy(self) -> bool:
         """Return whether messages are queued that only this rank's drivers can send."""
@@ -222,9 +237,8 @@ class Host(MatchingHost, Protocol):
     def suspect(self, peer: int, reason: str) -> None:
         """Declare a peer lost after a grace period, unless a message of the peer explains the closed connection before."""
 
-    @property
-    def closing_frames(self) -> bytes:
-        """The frames to write before a connection is closed: the failures of groups, then goodbye."""
+    def closing_frames(self, peer: int) -> bytes:
+        """Return the frames to write before a connection to a peer is closed: the failures of groups, then goodbye."""
 
     def post(self, action: Callable[[], None]) -> None:
         """Run ``action`` soon under this endpoint's lock. Any thread may call this, under any other lock."""

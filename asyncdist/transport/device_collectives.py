@@ -83,7 +83,7 @@ class DeviceContext:
 
     def mismatch_error(self, rank: int, own: int, other: int) -> Exception:
         """Return the error to raise if the fingerprint of ``rank``'s call differs from this rank's."""
-        return self.host.mesh.difference(self.host.ranks[rank], own, other)
+        return self.host.mesh.difference(self.host.member_ids[rank], own, other)
 
     def barrier(self) -> None:
         """Block until every rank has called this. Raises GroupError."""

@@ -38,13 +38,19 @@ class HostEndpoint(Protocol):
 
 
 class HostGroup(Protocol):
-    """The CPU group of a device group. Arguments are ranks in the group; ``ranks`` are global ranks."""
+    """The CPU group of a device group. Arguments are ranks in the group; ``ranks`` are global ranks.
+
+    ``member_ids`` name the members in errors; they differ from ``ranks`` once the default group has regrouped.
+    """
 
     @property
     def name(self) -> str: ...
 
     @property
     def ranks(self) -> tuple[int, ...]: ...
+
+    @property
+    def member_ids(self) -> tuple[int, ...]: ...
 
     @property
     def mesh(self) -> HostEndpoint: ...

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Protocol
 
 from asyncdist.config import Config
-from asyncdist.transport.wire_format import pack_tail
+from asyncdist.transport.wire_format import HEADER_NBYTES, pack_tail
 
 # -- messages and receives ------------------------------------------------------------------------
 
@@ -37,6 +37,16 @@ class Outgoing:
         if self.owner is not None:
             self.owner.transferred()
 
+    def abandon(self) -> None:
+        """Give the memory back. The rest of a message of which a part is sent comes from a copy.
+
+        The receiver may succeed with it, so it must not get what the owner of the memory writes next.
+        """
+        if self.sent and not self.done:
+            self.body = memoryview(bytes(self.body[max(0, self.sent - HEADER_NBYTES) :]))
+            self.sent = min(self.sent, HEADER_NBYTES)
+        self.done = True
+
 
 class Receive:
     """A posted receive of exactly ``nbytes`` bytes; ``room`` is the memory for the next of them.
@@ -63,6 +73,10 @@ class Receive:
         self.done = True
         if self.owner is not None:
             self.owner.transferred()
+
+    def abandon(self) -> None:
+        """Give the memory back. What arrives for it is discarded."""
+        self.done = True
 
 
 class UnexpectedMessage(Receive):

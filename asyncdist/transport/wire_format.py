@@ -1,12 +1,13 @@
 """The header of every message between two ranks: fixed size, little-endian.
 
     bytes   field        meaning
-    0-7     channel      the group, and whether this is point-to-point traffic
-    8-11    sequence     the operation of the group; the tag in point-to-point traffic
+    0-5     channel      the group, and whether this is point-to-point traffic
+    6-7     generation   how often the group's members have regrouped: frames of earlier generations are dropped
+    8-11    sequence     the operation of the group; the tag in point-to-point traffic; the number of an agreement
     12-15   part         the generator of that operation (a segment, one tensor of a list)
     16-23   fingerprint  the sender's call (see `Fingerprint`)
     24-31   nbytes       length of the body
-    32      kind         DATA, or a control message: ABORT, GOODBYE, CALLED, PROBE, WAITING
+    32      kind         DATA, or a control message: ABORT, GOODBYE, CALLED, PROBE, WAITING, BEAT, SUSPECT, HEARD
     33-35   zero
 
 Bytes 0-15 are the *key*. A receiver matches a message with the oldest posted receive that has the same key, and never
@@ -26,9 +27,11 @@ KEY = struct.Struct("<QII")
 _TAIL = struct.Struct("<QQBxxx")
 KEY_NBYTES = KEY.size
 HEADER_NBYTES = KEY_NBYTES + _TAIL.size
+_NAME_NBYTES = 6
+_GENERATIONS = 0xFFFF
 
-DATA, ABORT, GOODBYE, CALLED, PROBE, WAITING = 1, 2, 3, 4, 5, 6
-KINDS = frozenset((DATA, ABORT, GOODBYE, CALLED, PROBE, WAITING))
+DATA, ABORT, GOODBYE, CALLED, PROBE, WAITING, BEAT, SUSPECT, HEARD, AGREE = range(1, 11)
+KINDS = frozenset((DATA, ABORT, GOODBYE, CALLED, PROBE, WAITING, BEAT, SUSPECT, HEARD, AGREE))
 
 
 def pack_key(channel: int, sequence: int, part: int) -> bytes:
@@ -49,10 +52,29 @@ unpack_tail: Callable[..., tuple[int, int, int]] = functools.partial(_TAIL.unpac
 """``unpack_tail(header)`` returns the fields of a whole header after the key: (fingerprint, nbytes, kind)."""
 
 
-def channel_of(*names: object) -> int:
-    """Return the 64-bit channel number of a name; equal names give equal numbers in every process."""
+def channel_of(*names: object, generation: int = 0) -> int:
+    """Return the 64-bit channel number of a name and a generation, equal in every process.
+
+    The lower 48 bits are those of the name, the others those of the generation.
+    """
     text = "\0".join(map(str, names)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    name = int.from_bytes(hashlib.blake2b(text, digest_size=_NAME_NBYTES).digest(), "little")
+    return (generation & _GENERATIONS) << 8 * _NAME_NBYTES | name
+
+
+def name_of(key: bytes) -> bytes:
+    """Return the part of a key that the generations of a group have in common."""
+    return key[:_NAME_NBYTES]
+
+
+def generation_of(key: bytes) -> int:
+    """Return the generation of a key, modulo 2^16."""
+    return int.from_bytes(key[_NAME_NBYTES:8], "little")
+
+
+def is_earlier(generation: int, other: int) -> bool:
+    """Return whether a generation is before another one. Both are modulo 2^16."""
+    return 0 < other - generation & _GENERATIONS <= _GENERATIONS // 2
 
 
 # -- fingerprints ---------------------------------------------------------------------------------

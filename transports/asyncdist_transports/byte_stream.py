@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError
 from asyncdist.transport.base import DiscardReceive, Host, MatchingQueue, Outgoing, Receive
-from asyncdist.transport.wire_format import DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, unpack_tail
+from asyncdist.transport.wire_format import BEAT, DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, pack_key, unpack_tail
 
 # About the most bytes that one call moves in one direction, so that the other direction gets its turn.
 QUANTUM = 1 << 20
@@ -67,6 +67,11 @@ class Writer:
             return True
         self.queue.append(message)
         return False
+
+    def beat(self, peer: int) -> None:
+        """Send a heartbeat, unless messages wait: these show as well that this rank is alive."""
+        if self.open and not self.queue:
+            self.send(Outgoing(peer, pack_key(0, 0, 0), 0, memoryview(b""), None, BEAT))
 
     def flush(self) -> bool:
         """Send about `QUANTUM` bytes at most; return whether any byte was sent. Raises Ended."""
@@ -131,7 +136,7 @@ class Reader:
 
     __slots__ = (
         "_backlog", "_blocked", "_body_left", "_header", "_header_received", "_header_view", "_host", "_inbox",
-        "_receive", "_room", "_sock", "fingerprint", "key", "nbytes", "peer",
+        "_receive", "_room", "_sock", "fingerprint", "heard", "key", "nbytes", "peer",
     )  # fmt: skip
 
     def __init__(self, sock: Source, peer: int, host: Host, inbox: MatchingQueue | None) -> None:
@@ -148,6 +153,8 @@ class Reader:
         self._body_left = 0
         self._blocked = False
         self.key, self.fingerprint, self.nbytes = b"", 0, 0
+        self.heard = True
+        """Whether bytes have been read, or the stream has begun, since the owner last reset this."""
 
     @property
     def blocked(self) -> bool:
@@ -180,7 +187,10 @@ class Reader:
             pass
         except OSError as cause:
             raise Ended(cause.strerror or str(cause)) from cause
-        return budget < QUANTUM
+        if budget < QUANTUM:
+            self.heard = True
+            return True
+        return False
 
     def resume(self, receive: Receive) -> None:
         """Read the body of the blocked message into a receive."""
@@ -200,21 +210,27 @@ class Reader:
         self._header_received += count
         if self._header_received >= HEADER_NBYTES:
             beyond, self._header_received = self._header_received - HEADER_NBYTES, 0
-            self._match_header(expected, beyond)
+            if self._match_header(expected, beyond) == BEAT:
+                return beyond
         return count
 
-    def _match_header(self, expected: Receive | None, beyond: int) -> None:
-        """Find the receive for a complete header. ``beyond`` bytes after it lie in the memory of ``expected``."""
+    def _match_header(self, expected: Receive | None, beyond: int) -> int:
+        """Find the receive for a complete header, and return the kind of its message.
+
+        ``beyond`` bytes after it lie in the memory of ``expected``.
+        """
         key = bytes(self._header_view[:KEY_NBYTES])
         fingerprint, nbytes, kind = unpack_tail(self._header)
-        if kind not in KINDS or nbytes > (
-            self._host.config.max_message_nbytes if kind == DATA else _MAX_CONTROL_NBYTES
-        ):
+        limit = self._host.config.max_message_nbytes if kind == DATA else _MAX_CONTROL_NBYTES * (kind != BEAT)
+        if kind not in KINDS or nbytes > limit:
             raise ProtocolError(f"a frame of kind {kind} that claims {nbytes} bytes: the stream is damaged")
         if kind == DATA:
             if self._inbox is None:
                 raise ProtocolError("a data message on a connection where the peer may send only control messages")
             receive = self._inbox.arrive(key, fingerprint, nbytes)
+        elif kind == BEAT:
+            # It moves nothing, so no driver has to continue because of it.
+            self.heard, receive = True, None
         else:
             receive = _ControlMessage(self.peer, key, nbytes, kind, self._host)
         if receive is expected and receive is not None:
@@ -223,20 +239,21 @@ class Reader:
                 receive.filled()
                 if not receive.done:
                     receive.finish()
-                return
+                return kind
             self._start_body(receive)
             if beyond:
                 self._advance_body(beyond)
-            return
+            return kind
         # The bytes belong to another message, and the expected message will overwrite them.
         if beyond and expected is not None:
             self._backlog = memoryview(bytes(expected.room[:beyond]))
         if receive is not None:
             self._start_body(receive)
-        elif self._inbox is not None:
+        elif kind == DATA and self._inbox is not None:
             self.key, self.fingerprint, self.nbytes = key, fingerprint, nbytes
             self._blocked = True
             self._inbox.block(self)
+        return kind
 
     def _start_body(self, receive: Receive) -> None:
         self._body_left = receive.nbytes

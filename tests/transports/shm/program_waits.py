@@ -246,3 +246,17 @@ def start_on_one_core(test, where, rank, size):
             moved.fill_(float(rank == size - 1 and len(asked) >= 2))
             group.all_reduce(moved, background=False).result()
         test.send(asked[:2])
+
+
+def outlive_another_world(test, where, rank, size):
+    """Open a second world, close the first, whose memory began the segment, and exchange messages in the second."""
+    with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=30) as first:
+        first.all_gather_object([None] * size, rank).wait()
+        world = sync.process_group("shm", init_method=where + "2", rank=rank, world_size=size, timeout=30)
+        second = world.__enter__()
+        second.barrier().wait()
+    second.barrier().wait()
+    received = [None] * size
+    second.all_gather_object(received, rank).wait()
+    test.send(received)
+    world.__exit__(None, None, None)

@@ -154,3 +154,10 @@ def test_full_shared_memory_raises_on_every_rank_before_tensors_change(start):
     for rank in ranks:
         rank.say("leave")
     assert [rank.wait() for rank in ranks] == [0, 0]
+
+
+def test_messages_of_a_world_survive_the_end_of_an_earlier_one(start):
+    """The first ring after the end lies at the beginning of the segment, at offset 0."""
+    ranks = start("outlive_another_world")
+    assert [rank.hear() for rank in ranks] == [[0, 1], [0, 1]]
+    assert [rank.wait() for rank in ranks] == [0, 0]

@@ -236,7 +236,7 @@ class CudaIpc(DeviceCollectives):
         for rank in self.context.others:
             sent, block = views[rank][self.context.rank], incoming[rank].tensor
             if sent.numel() != block.numel():
-                peer = self.context.host.ranks[rank]
+                peer = self.context.host.member_ids[rank]
                 raise MismatchError(peer, f"rank {peer} sent {sent.nbytes} bytes where {block.nbytes} were expected")
             block.copy_(sent)
         incoming[self.context.rank].tensor.copy_(outgoing[self.context.rank].tensor)

@@ -60,7 +60,7 @@ class Nccl(DeviceCollectives):
         try:
             cls.load()
         except TransportUnavailableError as cause:
-            return str(cause)
+            return cause.message
         except Exception as cause:
             return f"{type(cause).__name__}: {cause}"
         return None
@@ -128,7 +128,7 @@ class Nccl(DeviceCollectives):
 
     def _create(self, make: Callable[[], Any], context: DeviceContext) -> Communicator:
         """Create a communicator for the stream of ``context``; raise if that takes too long or the group fails."""
-        rank = self.context.host.ranks[self.context.rank]
+        rank = self.context.host.member_ids[self.context.rank]
         made = Communicator(self._bindings, context.streams, make, [self._barrier_call], rank)
         timeout = min(_INIT_TIMEOUT, self.context.remaining)
         until = monotonic() + timeout

@@ -76,7 +76,7 @@ class PairCommunicator:
         # The first call of each direction blocks for the peer, so the communicator's own thread makes these two.
         sent, received = self._first_bytes[0].data_ptr(), self._first_bytes[1].data_ptr()
         first: list[Call] = [("send", sent, 1, BYTES, other), ("recv", received, 1, BYTES, other)]
-        rank = self._context.host.ranks[self._context.rank]
+        rank = self._context.host.member_ids[self._context.rank]
         self.made = Communicator(self._bindings, self.streams, make, first, rank)
 
     def next_turn(self) -> int:

@@ -7,7 +7,8 @@ The block lies in the rank's arena and consists of 8-byte words. A line is 8 wor
     line 0         word 0: 1 while the rank sleeps; the peer that wakes it sets 0 before it sends the wake-up
     line 1         word 0: the number of directory entries that peers search: those that were ever in use
                    word 1: the core that the rank last published, plus 1; 0 before the first time
-    line 2 + peer  word 0: the offset of the ring to that peer; 0 before there is one
+                   word 2: the heartbeats of the rank so far
+    line 2 + peer  word 0: 1 + the offset of the ring to that peer; 0 before there is one
                    word 1: the bytes written to that ring
                    word 2: the bytes read from the peer's ring to this rank
     directory      entries of two words: a group's number, 0 in a free entry; the offset of the group's slot table
@@ -22,7 +23,7 @@ from asyncdist.memory.shared_arena import Arena, ArenaBlock, ArenaMapping
 from asyncdist_transports.shm.memory_order import Fence
 
 WORDS_PER_LINE = 8
-_ASLEEP, _USED, _CORE, _PEERS = 0, WORDS_PER_LINE, WORDS_PER_LINE + 1, 2 * WORDS_PER_LINE
+_ASLEEP, _USED, _CORE, _BEATS, _PEERS = 0, *range(WORDS_PER_LINE, WORDS_PER_LINE + 3), 2 * WORDS_PER_LINE
 _PAIRS = 1024
 """The number of entries in the directory."""
 RING, WRITTEN, READ = 0, 1, 2
@@ -75,6 +76,15 @@ class ControlBlock:
     @core.setter
     def core(self, core: int) -> None:
         self.words[_CORE] = core + 1
+
+    @property
+    def beats(self) -> int:
+        """The number of the rank's heartbeats so far. Only the owner may set it."""
+        return self.words[_BEATS]
+
+    @beats.setter
+    def beats(self, beats: int) -> None:
+        self.words[_BEATS] = beats
 
 
 class OwnControlBlock(ControlBlock):

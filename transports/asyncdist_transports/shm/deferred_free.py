@@ -27,7 +27,7 @@ _lock = threading.Lock()
 _slot_tables: list[tuple[SlotTable, OwnControlBlock]] = []
 _worlds: list[tuple[OwnControlBlock, Sequence[LocalPeer]]] = []
 _peer_mappings: weakref.WeakSet[ArenaMapping] = weakref.WeakSet()
-# Mappings of peers of closed worlds before a garbage collection looks for reference cycles that hold them.
+# Mappings of peers that have ended, or whose world is closed, before a garbage collection looks for cycles that hold them.
 _MAX_PEER_MAPPINGS = 16
 
 
@@ -36,17 +36,14 @@ def release_slots(slots: SlotTable, control: OwnControlBlock) -> None:
     slots.mark_left()
     with _lock:
         _slot_tables.append((slots, control))
-    _free_unused()
+    free_unused()
 
 
 def release_world(control: OwnControlBlock, local_peers: Sequence[LocalPeer]) -> None:
     """Free the control block and the rings of a closed world, once all its local peers have left it too."""
     with _lock:
         _worlds.append((control, local_peers))
-        _peer_mappings.update(local_peer.mapping for local_peer in local_peers)
-    # The traceback of one error is enough to keep a world, and with it the memory of a dead peer.
-    if len(_peer_mappings) > _MAX_PEER_MAPPINGS:
-        gc.collect()
+    expect_unmapped(*(local_peer.mapping for local_peer in local_peers))
     if all(local_peer.has_left() for local_peer in local_peers):
         _close(local_peers)
     else:
@@ -56,11 +53,20 @@ def release_world(control: OwnControlBlock, local_peers: Sequence[LocalPeer]) ->
                 functools.partial(_await_peers, local_peers), "asyncdist-deferred-free", awaited_at_exit=False
             )
     # After `has_left`: if every peer had left by then, no later call would check again.
-    _free_unused()
+    free_unused()
 
 
-def _free_unused() -> None:
-    """Free what no peer reads any more."""
+def expect_unmapped(*mappings: ArenaMapping) -> None:
+    """Look for reference cycles if too many mappings of peers that are not needed any more still exist."""
+    with _lock:
+        _peer_mappings.update(mappings)
+    # The traceback of one error is enough to keep a group, and with it the memory of a dead peer.
+    if len(_peer_mappings) > _MAX_PEER_MAPPINGS:
+        gc.collect()
+
+
+def free_unused(of: OwnControlBlock | None = None) -> bool:
+    """Free what no peer reads any more; return whether something is left of the world with a control block."""
     with _lock:
         # A peer may leave at any moment, so worlds are checked first: once all peers of a world have left, none of its slot
         # tables is pending, and none is removed from a control block that has been freed.
@@ -78,6 +84,7 @@ def _free_unused() -> None:
             control.block.free()
             for local_peer in local_peers:
                 local_peer.free_ring()
+        return any(control is of for _, control in _slot_tables)
 
 
 def _await_peers(local_peers: Sequence[LocalPeer]) -> None:
@@ -88,7 +95,7 @@ def _await_peers(local_peers: Sequence[LocalPeer]) -> None:
             poll.register(sock, READABLE)
         poll.poll()
     _close(local_peers)
-    _free_unused()
+    free_unused()
 
 
 def _close(local_peers: Sequence[LocalPeer]) -> None:

@@ -147,7 +147,7 @@ class LocalPeer:
         writer = self._writer = Writer(ring, self.queue)
         writer.open = True
         self._fence.light()
-        self._own_words[RING] = offset
+        self._own_words[RING] = 1 + offset
         return writer
 
     def move_messages(self) -> bool:
@@ -155,8 +155,8 @@ class LocalPeer:
         moved = self._writer.flush() if self.queue and self._writer is not None else False
         ring = self._ring
         if ring is None:
-            offset = self._peer_words[RING]
-            if not offset:
+            offset = self._peer_words[RING] - 1
+            if offset < 0:
                 return moved
             self._fence.light()
             ring = self._ring = RingReader(
@@ -199,11 +199,13 @@ class LocalPeer:
 
     def has_left(self) -> bool:
         """Return whether the peer has left the world or has died, and so reads no memory of this rank."""
-        if not self._peer_closed and self.kept_socket is not None:
+        # After a disconnection the socket stays open, and nobody else reads it.
+        sock = self.sock if self.kept_socket is None and self.end_reason is not None else self.kept_socket
+        if not self._peer_closed and sock is not None:
             with contextlib.suppress(BlockingIOError):
                 while not self._peer_closed:
                     try:
-                        self._peer_closed = not self.kept_socket.recv(PACKET_NBYTES)
+                        self._peer_closed = not sock.recv(PACKET_NBYTES)
                     except ConnectionError:
                         self._peer_closed = True
         return self._peer_closed

@@ -12,9 +12,10 @@ import logging
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from time import monotonic
 from typing import Any, ClassVar
 
-from asyncdist.errors import AsyncdistError, SharedMemoryError, ranks
+from asyncdist.errors import AsyncdistError, PeerLostError, SharedMemoryError, ranks
 from asyncdist.memory import shared_arena as shared
 from asyncdist.memory.shared_arena import Arena
 from asyncdist.transport.base import Address, Host, Link, Outgoing, Transport, Wait
@@ -40,6 +41,8 @@ log = logging.getLogger("asyncdist.shm")
 
 # Seconds within which ranks that have all published their addresses are expected to connect.
 _PATIENCE = 10.0
+# How often, and every how many seconds, a rank checks whether its peers have left a group that it has left.
+_MOST_CHECKS, _CHECK_EVERY = 10, 0.2
 
 
 class ShmTransport(Transport):
@@ -47,6 +50,7 @@ class ShmTransport(Transport):
 
     name: ClassVar[str] = "shm"
     preference: ClassVar[int] = 50
+    beats: ClassVar[bool] = True
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)
@@ -58,8 +62,9 @@ class ShmTransport(Transport):
         self._listener: LocalListener | None = None
         self._cores: dict[int, set[int]] = {}
         self._same_process = False
+        self._beats_heard: dict[int, int] = {}
         self.local_peers: dict[int, LocalPeer] = {}
-        """All peers that have connected, also those that have gone: their memory may still be needed."""
+        """All peers that have connected, also those that have gone and whose memory may still be needed."""
         self._connected: dict[int, LocalPeer] = {}
         # The peers that the world reaches over this transport; the loss of other peers is not reported.
         self._used: set[int] = set()
@@ -78,7 +83,7 @@ class ShmTransport(Transport):
             shared.arena().allocate(RING_NBYTES).free()
         # Not using shared memory is better than failing later.
         except SharedMemoryError as error:
-            return str(error)
+            return error.message
         return None
 
     # -- connecting ----------------------------------------------------------------------------
@@ -222,7 +227,9 @@ class ShmTransport(Transport):
 
     # -- groups --------------------------------------------------------------------------------
 
-    def native(self, number: int, members: Sequence[int]) -> Native:
+    def native(self, number: int, members: Sequence[int]) -> Native | None:
+        if any(member != self.host.rank and member not in self.local_peers for member in members):
+            return None  # a member has ended, and the group fails
         local_peers = [None if member == self.host.rank else self.local_peers[member] for member in members]
         self._used.update(members)
         config = self.host.config
@@ -247,6 +254,24 @@ class ShmTransport(Transport):
     def _withdraw_slots(self, slots: SlotTable) -> None:
         if self._slot_tables.pop(slots.number, None) is not None and self._arena.pid == os.getpid():
             deferred_free.release_slots(slots, self._control)
+            self._free_unused(_MOST_CHECKS)
+
+    def _free_unused(self, checks: int) -> None:
+        """Free what no peer reads any more, and check again a few times if something is left.
+
+        Peers that have ended and are in no group are dropped: their memory lasts as long as a process maps it.
+        """
+        pending = deferred_free.free_unused(self._control)
+        used = {member for slots in self._slot_tables.values() for member in slots.world_ranks}
+        for peer, local_peer in list(self.local_peers.items()):
+            if peer not in self._connected and peer not in used and local_peer.has_left():
+                del self.local_peers[peer]
+                local_peer.release()
+                local_peer.free_ring()
+                deferred_free.expect_unmapped(local_peer.mapping)
+        if checks and (pending or self.local_peers.keys() - self._connected.keys()):
+            again = functools.partial(self._free_unused, checks - 1)
+            self.host.timers.schedule(self, monotonic() + _CHECK_EVERY, again)
 
     # -- links ---------------------------------------------------------------------------------
 
@@ -273,7 +298,7 @@ class ShmTransport(Transport):
             try:
                 moved = local_peer.move_messages() or moved
             except AsyncdistError as error:
-                self._lose_peer(local_peer, str(error))
+                self._lose_peer(local_peer, error.message)
             if local_peer.end_reason is not None and local_peer.drained and local_peer.peer in self._connected:
                 self._lose_peer(local_peer, local_peer.end_reason)
         return moved
@@ -286,7 +311,7 @@ class ShmTransport(Transport):
         except PeerGone as gone:
             reason = str(gone)
         except AsyncdistError as error:
-            reason = str(error)
+            reason = error.message
         self._by_descriptor.pop(local_peer.sock.fileno(), None)
         local_peer.mark_ended(reason)
         # Messages that the peer sent before its end are still in the ring, and are read first.
@@ -316,6 +341,20 @@ class ShmTransport(Transport):
             return None
         return [(descriptor, local_peer.poll_events()) for descriptor, local_peer in self._by_descriptor.items()]
 
+    # -- heartbeats ----------------------------------------------------------------------------
+
+    def pulse(self) -> None:
+        self._control.beats += 1
+
+    def beat(self) -> dict[int, bool]:
+        heard = {}
+        for peer, local_peer in self._connected.items():
+            # A peer that has not begun to beat has not opened its world yet.
+            if peer in self._used and (beats := local_peer.control.beats):
+                heard[peer] = beats != self._beats_heard.get(peer)
+                self._beats_heard[peer] = beats
+        return heard
+
     def busy(self) -> bool:
         # Called without the driver lock too, hence the copy.
         for local_peer in list(self._connected.values()):
@@ -332,6 +371,9 @@ class ShmTransport(Transport):
     def disconnect(self, peer: int) -> None:
         local_peer = self._connected.get(peer)
         if local_peer is not None:
+            if isinstance(self.host.gone(peer), PeerLostError):
+                # A peer that is alive reads here why it was excluded.
+                local_peer.send_control(self.host.closing_frames(peer))
             self._disconnect(local_peer)
 
     def close(self) -> None:
@@ -342,12 +384,15 @@ class ShmTransport(Transport):
         if self._closed:
             return
         self._closed = True
+        self.host.timers.cancel(self)
         for local_peer in self._connected.values():
-            local_peer.send_control(self.host.closing_frames)
+            local_peer.send_control(self.host.closing_frames(local_peer.peer))
         self._connected.clear()
         self._by_descriptor.clear()
         for local_peer in self.local_peers.values():
             local_peer.release()
+        # A thread that drives late must not write into freed memory.
+        self.asleep = memoryview(bytearray(8)).cast("q")
         deferred_free.release_world(self._control, list(self.local_peers.values()))
 
 

@@ -20,6 +20,7 @@ from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, accept, dial
 from asyncdist.base.tls import TlsSocket
 from asyncdist.errors import UNREACHED, ProtocolError
 from asyncdist.transport.base import Host, Outgoing
+from asyncdist.transport.wire_format import HEADER_NBYTES
 from asyncdist_transports.byte_stream import Ended, Reader, Writer
 
 Connected = socket.socket | TlsSocket
@@ -27,6 +28,8 @@ READ, WRITE = select.POLLIN, select.POLLOUT
 HELLO = struct.Struct("<IHxx")  # rank, lane
 # Seconds after which a handshake counts as stalled: perhaps no thread drives the peer's transport.
 _STALLED_AFTER = 1.0
+# Seconds that the peer's host has to accept a connection: one lost packet takes that long.
+_ACCEPTED_WITHIN = 1.0
 # Seconds that a TLS socket gets to send its last bytes.
 _LAST_BYTES_TIMEOUT = 1.0
 
@@ -117,6 +120,24 @@ class Outbound:
         return (self._reader.read() or moved) if ready else moved
 
     @property
+    def is_watched(self) -> bool:
+        """Whether silence means something: the peer's host has accepted the connection, or had the time to do so."""
+        if self.established or monotonic() - self._started_at >= _ACCEPTED_WITHIN:
+            return True
+        return not self._failed and select_writable(self._sock)
+
+    def was_heard(self) -> bool:
+        """Return whether anything has arrived since the last call. The end of the handshake counts."""
+        if not self.established:
+            return False
+        heard, self._reader.heard = self._reader.heard, False
+        return heard
+
+    def beat(self) -> None:
+        """Send a heartbeat."""
+        self.writer.beat(self.peer)
+
+    @property
     def connectivity_problem(self) -> str:
         """Describe a connection whose packets no host has answered, not even with a refusal; empty otherwise.
 
@@ -163,6 +184,9 @@ class Outbound:
         except OSError as cause:
             raise Ended(cause.strerror or str(cause)) from cause
         self.established = self.writer.open = True
+        if isinstance(self._sock, socket.socket):
+            # A heartbeat alone on the way back wakes no driver: `TcpTransport.beat` reads it.
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, HEADER_NBYTES + 1)
         self.writer.flush()
         return True
 
@@ -170,7 +194,7 @@ class Outbound:
         if not self.closed:
             self.closed = True
             whole = self.established and not any(message.sent for message in self.queue)
-            _end(self._sock, self._host, say_goodbye and whole)
+            _end(self._sock, self._host, self.peer if say_goodbye and whole else None)
 
 
 class Inbound:
@@ -194,6 +218,8 @@ class Inbound:
         self._proving = HandshakeDriver(steps, self._sock.sendall)
         self._hello = bytearray()
         self._reader: Reader | None = None
+        # Heartbeats travel on the way back, where no message stays on the wire before them.
+        self._way_back = Writer(self._sock, deque())
         self.closed = False
 
     def fileno(self) -> int:
@@ -230,13 +256,37 @@ class Inbound:
         self.peer = rank
         self._proven(self)
         self._reader = Reader(self._sock, rank, self._host, self._host.inbox(rank))
+        self._way_back.open = True
         _read_all(self._sock, self._reader, True)
         return True
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the peer has authenticated."""
+        return self._reader is not None
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a message stays on the wire because no receive is posted for it."""
+        return self._reader is not None and self._reader.blocked
+
+    def was_heard(self) -> bool:
+        """Return whether anything has arrived since the last call."""
+        assert self._reader is not None
+        heard, self._reader.heard = self._reader.heard, False
+        return heard
+
+    def beat(self) -> None:
+        """Send a heartbeat on the way back."""
+        # The previous one is still there if the peer does not read.
+        self._way_back.flush()
+        self._way_back.beat(self.peer or 0)
 
     def close(self, *, say_goodbye: bool) -> None:
         if not self.closed:
             self.closed = True
-            _end(self._sock, self._host, say_goodbye and self._reader is not None)
+            whole = self._way_back.open and not self._way_back.queue
+            _end(self._sock, self._host, self.peer if say_goodbye and whole else None)
 
 
 def _prove(sock: Connected, proving: HandshakeDriver) -> None:
@@ -278,12 +328,13 @@ def _flushed(sock: TlsSocket) -> bool:
     return True
 
 
-def _end(sock: Connected, host: Host, say_goodbye: bool) -> None:
-    if say_goodbye:
+def _end(sock: Connected, host: Host, peer: int | None) -> None:
+    """Close a socket; say goodbye to ``peer``, if given, before."""
+    if peer is not None:
         with contextlib.suppress(OSError):
             if isinstance(sock, TlsSocket):
                 sock.finish(_LAST_BYTES_TIMEOUT)
-            sock.send(host.closing_frames)
+            sock.send(host.closing_frames(peer))
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_WR)
     host.retire(cast(socket.socket, sock))

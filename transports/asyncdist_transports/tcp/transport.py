@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Iterable
@@ -30,6 +31,7 @@ class TcpTransport(Transport):
 
     name: ClassVar[str] = "tcp"
     preference: ClassVar[int] = 10
+    beats: ClassVar[bool] = True
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)
@@ -111,6 +113,30 @@ class TcpTransport(Transport):
             waits.append((self._listener.fileno(), READ))
         return waits
 
+    def beat(self) -> dict[int, bool]:
+        if self.advance([descriptor for descriptor, _ in self.waits()]):
+            self.host.post(_nothing)
+        by_peer: dict[int, list[Inbound | Outbound]] = {}
+        for connection in self.connections.values():
+            if connection.peer is not None and connection.is_watched:
+                by_peer.setdefault(connection.peer, []).append(connection)
+        return {peer: self._beat(connections) for peer, connections in by_peer.items()}
+
+    def _beat(self, connections: list[Inbound | Outbound]) -> bool:
+        """Send a heartbeat to a peer with these connections, and return whether the peer was heard.
+
+        A heartbeat travels on the way back of a connection, where nothing can stay on the wire before it. A peer that has
+        opened no connection receives it on those of this rank.
+        """
+        inbound = [connection for connection in connections if isinstance(connection, Inbound)]
+        outbound = [connection for connection in connections if isinstance(connection, Outbound)]
+        for connection in inbound[:1] or outbound:
+            # The next read reports the end of a connection.
+            with contextlib.suppress(Ended):
+                connection.beat()
+        heard = [connection.was_heard() for connection in connections]
+        return any(heard) or (not outbound and all(connection.blocked for connection in inbound))
+
     def busy(self) -> bool:
         # Called without the driver lock too, hence the copy.
         for connection in list(self.connections.values()):
@@ -129,7 +155,7 @@ class TcpTransport(Transport):
         except Ended as end:
             self._ended(connection, str(end))
         except AsyncdistError as error:
-            self._ended(connection, str(error), is_lost=True)
+            self._ended(connection, error.message, is_lost=True)
         except MemoryError:
             self._ended(connection, "it sent a message that does not fit into this rank's memory", is_lost=True)
         return True
@@ -190,6 +216,10 @@ class TcpTransport(Transport):
         if connection in self._unauthenticated:
             del self._unauthenticated[connection]
             self.host.timers.cancel(connection)
+
+
+def _nothing() -> None:
+    """Do nothing: the driver that runs this continues the operations that wait for what has arrived."""
 
 
 class TcpLink(Link):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist.base.bounded_cache import BoundedCache
+from asyncdist.memory.bounded_cache import BoundedCache
 from asyncdist.memory.shared_arena import ALIGNMENT, ArenaMapping
 from asyncdist.transport.native import CallSignature
 from asyncdist_transports.shm.collectives.slot_table import (

@@ -1,0 +1,94 @@
+"""Identifies a process of a host for other processes of that host, which can then tell what it does and that it has ended.
+
+The end of a connection proves no death: a peer, a firewall or a proxy may have closed it. The host's process table does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any, NamedTuple
+
+_ENDED = (b"Z", b"X", b"x")
+"""The states of a process that has ended, and whose parent has not asked for its status yet."""
+
+
+class ProcessState(NamedTuple):
+    """What a process does at the moment.
+
+    Attributes:
+        is_working: Whether a thread of it runs, waits for a processor, or waits for a disk.
+        is_traced: Whether a debugger holds it.
+        text: What it does, as a clause of an error message.
+    """
+
+    is_working: bool = False
+    is_traced: bool = False
+    text: str = ""
+
+
+def process_identity(host_name: str | None = None) -> dict[str, Any] | None:
+    """Return the identity of this process as plain data for its peers; None where the system does not provide it.
+
+    Processes whose ``host_name`` differs (ASYNCDIST_HOST) are on different hosts, and do not look at each other.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+            host = f"{boot.read().strip()} {host_name or ''}"
+        started = _stat(os.getpid())[1]
+        return {"host": host, "pids": os.readlink("/proc/self/ns/pid"), "pid": os.getpid(), "started": started}
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def has_ended(identity: dict[str, Any] | None, own: dict[str, Any] | None) -> bool:
+    """Return whether a process has ended; False also if this process, of identity ``own``, cannot see it."""
+    if not _is_visible(identity, own):
+        return False
+    assert identity is not None
+    try:
+        state, started = _stat(identity["pid"])
+    except FileNotFoundError:
+        return True
+    except (OSError, IndexError, ValueError):
+        # ESRCH: the process has ended between opening and reading.
+        return not os.path.exists(f"/proc/{identity['pid']}")
+    # Another process may have the number now.
+    return state in _ENDED or started != identity["started"]
+
+
+def process_state(identity: dict[str, Any] | None, own: dict[str, Any] | None) -> ProcessState | None:
+    """Return what another process does; None if this process, of identity ``own``, cannot see it."""
+    if identity == own or not _is_visible(identity, own):
+        return None
+    assert identity is not None
+    folder, states = f"/proc/{identity['pid']}/task", set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(folder):
+            # The thread may have ended.
+            with contextlib.suppress(OSError), open(f"{folder}/{thread}/stat", "rb") as stat:
+                states.add(stat.read().rpartition(b") ")[2][:1])
+    if b"t" in states:
+        return ProcessState(is_traced=True, text="a debugger holds its process")
+    if b"T" in states:
+        return ProcessState(text="its process is stopped")
+    if b"D" in states:
+        return ProcessState(is_working=True, text="its process waits for a disk or for memory")
+    if b"R" in states:
+        return ProcessState(is_working=True, text="a call in it keeps the interpreter busy")
+    return ProcessState(text="a call in it holds the interpreter") if states else None
+
+
+def _is_visible(identity: dict[str, Any] | None, own: dict[str, Any] | None) -> bool:
+    """Return whether two processes are in one process table."""
+    return (
+        identity is not None and own is not None and (identity["host"], identity["pids"]) == (own["host"], own["pids"])
+    )
+
+
+def _stat(pid: int) -> tuple[bytes, int]:
+    """Return the state and the start time of a process."""
+    with open(f"/proc/{pid}/stat", "rb") as stat:
+        # The name before the state may contain any character.
+        fields = stat.read().rpartition(b") ")[2].split()
+    return fields[0], int(fields[19])
