@@ -1,7 +1,7 @@
-"""The asyncio API, which the package `asyncdist` exports: ``import asyncdist as dist``.
+"""The awaited API, which the package `asyncdist` exports: ``import asyncdist as dist``.
 
 Every collective starts at once and returns an awaitable `Work`. `init_process_group` and `destroy_process_group` are
-coroutines. The running event loop drives the pending operations.
+coroutines. The running asyncio loop drives the pending operations. In a program that runs trio, the background loop does.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+from asyncdist.base import trio_tasks
 from asyncdist.base.deadline import Timeout
 from asyncdist.groups import default_world
 from asyncdist.groups.call_site import calling_line
@@ -33,8 +34,8 @@ def init_process_group(
 ) -> Coroutine[Any, Any, None]:
     """Join the other ranks and create the default process group. Await the call.
 
-    The arguments and errors are those of `asyncdist.sync.init_process_group`. The running event loop drives the
-    operations while no thread blocks on them.
+    The arguments and errors are those of `asyncdist.sync.init_process_group`. The running asyncio loop drives the
+    operations while no thread blocks on them. In a program that runs trio, a thread of the library does.
     """
     # A plain function, so that the error of the next call can name the line of a forgotten await.
     default_world.note_unawaited_call(calling_line())
@@ -54,9 +55,27 @@ async def _init_process_group(enable_reconfigure: bool, **options: Any) -> None:
     default_world.begin_initialization(enable_reconfigure)
     world: World | None = None
     try:
-        world = await open_world(**options, home=asyncio.get_running_loop(), reports_dropped_works=True)
+        world = await _open(**options)
     finally:
         default_world.end_initialization(world)
+
+
+async def _open(**options: Any) -> World:
+    loop = asyncio._get_running_loop()
+    opening = open_world(**options, home=loop, reports_dropped_works=True)
+    if loop is not None:
+        return await opening
+    world = await trio_tasks.run_on_background_loop(opening)
+    world.mesh.progress.serve_trio()
+    return world
+
+
+async def _close(world: World) -> None:
+    if asyncio._get_running_loop() is not None:
+        await world.close()
+    else:
+        # A cancelled scope of trio would cancel each await, and leave connections open.
+        await trio_tasks.run_on_background_loop(world.close(), shield=True)
 
 
 # Python names the coroutine in its own warning of a forgotten await.
@@ -75,7 +94,7 @@ async def destroy_process_group(group: default_world.AnyGroup = None) -> None:
     if isinstance(group, Group) and group is not default_world.default_group():
         group.close()
     elif group is None or isinstance(group, Group):
-        await default_world.take_world().close()
+        await _close(default_world.take_world())
     else:
         default_world.refuse_other_kinds(group)
 
@@ -101,7 +120,7 @@ async def process_group(
         >>> async with process_group(rank=0, world_size=1, store=HashStore()) as group:
         ...     await group.barrier()
     """
-    world = await open_world(
+    world = await _open(
         backend=backend,
         init_method=init_method,
         timeout=timeout,
@@ -109,13 +128,11 @@ async def process_group(
         rank=rank,
         store=store,
         name=group_name,
-        home=asyncio.get_running_loop(),
-        reports_dropped_works=True,
     )
     try:
         yield world.group
     finally:
-        await world.close()
+        await _close(world)
 
 
 api = CollectivesApi(lambda work, _: work, lambda work: work, blocking=False)

@@ -13,10 +13,12 @@ from asyncdist.groups.collectives_api import CollectivesApi
 
 if TYPE_CHECKING:
     from asyncdist.base.deadline import Timeout
-    from asyncdist.base.ops import ReduceOp, Reduction
+    from asyncdist.base.ops import ReduceOp
     from asyncdist.engine.work import Work
     from asyncdist.groups.default_world import AnyGroup
-    from asyncdist.memory.tensor_types import TensorLike, TensorListsT, TensorsT, TensorT
+    from asyncdist.groups.group import Group
+    from asyncdist.groups.regrouping import Agreed
+    from asyncdist.memory.tensor_types import ReductionLike, TensorLike, TensorListsT, TensorsT, TensorT
 
 
 class BlockingApi(CollectivesApi):
@@ -28,34 +30,39 @@ class BlockingApi(CollectivesApi):
         def all_reduce(
             self,
             tensor: TensorLike,
-            op: Reduction = ReduceOp.SUM,
+            op: ReductionLike = ReduceOp.SUM,
             group: AnyGroup = None,
             async_op: Literal[False] = False,
         ) -> None: ...
         @overload
         def all_reduce(
-            self, tensor: TensorT, op: Reduction = ReduceOp.SUM, group: AnyGroup = None, *, async_op: Literal[True]
+            self, tensor: TensorT, op: ReductionLike = ReduceOp.SUM, group: AnyGroup = None, *, async_op: Literal[True]
         ) -> Work[TensorT]: ...
         @overload
         def all_reduce(
-            self, tensor: TensorT, op: Reduction = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
+            self, tensor: TensorT, op: ReductionLike = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
         ) -> Work[TensorT] | None: ...
 
         @overload
         def all_reduce_coalesced(
             self,
             tensors: Sequence[TensorLike],
-            op: Reduction = ReduceOp.SUM,
+            op: ReductionLike = ReduceOp.SUM,
             group: AnyGroup = None,
             async_op: Literal[False] = False,
         ) -> None: ...
         @overload
         def all_reduce_coalesced(
-            self, tensors: TensorsT, op: Reduction = ReduceOp.SUM, group: AnyGroup = None, *, async_op: Literal[True]
+            self,
+            tensors: TensorsT,
+            op: ReductionLike = ReduceOp.SUM,
+            group: AnyGroup = None,
+            *,
+            async_op: Literal[True],
         ) -> Work[TensorsT]: ...
         @overload
         def all_reduce_coalesced(
-            self, tensors: TensorsT, op: Reduction = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
+            self, tensors: TensorsT, op: ReductionLike = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
         ) -> Work[TensorsT] | None: ...
 
         @overload
@@ -63,7 +70,7 @@ class BlockingApi(CollectivesApi):
             self,
             tensor: TensorLike,
             dst: int | None = None,
-            op: Reduction = ReduceOp.SUM,
+            op: ReductionLike = ReduceOp.SUM,
             group: AnyGroup = None,
             async_op: Literal[False] = False,
             group_dst: int | None = None,
@@ -73,7 +80,7 @@ class BlockingApi(CollectivesApi):
             self,
             tensor: TensorT,
             dst: int | None = None,
-            op: Reduction = ReduceOp.SUM,
+            op: ReductionLike = ReduceOp.SUM,
             group: AnyGroup = None,
             *,
             async_op: Literal[True],
@@ -84,7 +91,7 @@ class BlockingApi(CollectivesApi):
             self,
             tensor: TensorT,
             dst: int | None = None,
-            op: Reduction = ReduceOp.SUM,
+            op: ReductionLike = ReduceOp.SUM,
             group: AnyGroup = None,
             async_op: bool = False,
             group_dst: int | None = None,
@@ -280,7 +287,7 @@ class BlockingApi(CollectivesApi):
             self,
             output: TensorLike,
             input_list: Sequence[TensorLike],
-            op: Reduction = ReduceOp.SUM,
+            op: ReductionLike = ReduceOp.SUM,
             group: AnyGroup = None,
             async_op: Literal[False] = False,
         ) -> None: ...
@@ -289,7 +296,7 @@ class BlockingApi(CollectivesApi):
             self,
             output: TensorT,
             input_list: Sequence[TensorLike],
-            op: Reduction = ReduceOp.SUM,
+            op: ReductionLike = ReduceOp.SUM,
             group: AnyGroup = None,
             *,
             async_op: Literal[True],
@@ -299,7 +306,7 @@ class BlockingApi(CollectivesApi):
             self,
             output: TensorT,
             input_list: Sequence[TensorLike],
-            op: Reduction = ReduceOp.SUM,
+            op: ReductionLike = ReduceOp.SUM,
             group: AnyGroup = None,
             async_op: bool = False,
         ) -> Work[TensorT] | None: ...
@@ -309,7 +316,7 @@ class BlockingApi(CollectivesApi):
             self,
             output: TensorLike,
             input: TensorLike,
-            op: Reduction = ReduceOp.SUM,
+            op: ReductionLike = ReduceOp.SUM,
             group: AnyGroup = None,
             async_op: Literal[False] = False,
         ) -> None: ...
@@ -318,7 +325,7 @@ class BlockingApi(CollectivesApi):
             self,
             output: TensorT,
             input: TensorLike,
-            op: Reduction = ReduceOp.SUM,
+            op: ReductionLike = ReduceOp.SUM,
             group: AnyGroup = None,
             *,
             async_op: Literal[True],
@@ -328,7 +335,7 @@ class BlockingApi(CollectivesApi):
             self,
             output: TensorT,
             input: TensorLike,
-            op: Reduction = ReduceOp.SUM,
+            op: ReductionLike = ReduceOp.SUM,
             group: AnyGroup = None,
             async_op: bool = False,
         ) -> Work[TensorT] | None: ...
@@ -445,6 +452,10 @@ class BlockingApi(CollectivesApi):
             group_src: int | None = None,
             weights_only: bool = False,
         ) -> None: ...
+
+        def agree(self, flag: bool | int = True, group: AnyGroup = None, timeout: Timeout = None) -> Agreed: ...
+
+        def regroup(self, group: AnyGroup = None, min_size: int = 1, timeout: Timeout = None) -> Group: ...
 
         def send(
             self,

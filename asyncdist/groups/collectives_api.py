@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncdist.base.deadline import Timeout
-from asyncdist.base.ops import ReduceOp, Reduction
+from asyncdist.base.ops import ReduceOp
 from asyncdist.engine.work import Work
 from asyncdist.errors import UsageError
 from asyncdist.groups.default_world import AnyGroup, resolve_group
 from asyncdist.groups.group import Group
-from asyncdist.memory.tensor_types import TensorLike, TensorListsT, TensorsT, TensorT
+from asyncdist.groups.regrouping import Agreed
+from asyncdist.memory.tensor_types import ReductionLike, TensorLike, TensorListsT, TensorsT, TensorT
 from asyncdist.memory.torch_compile import excluded_from_compile
 
 # The module of Work does not import torch, so the decorator is applied here.
@@ -108,14 +109,15 @@ class CollectivesApi:
         self._background = not blocking
 
     def all_reduce(
-        self, tensor: TensorT, op: Reduction = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
+        self, tensor: TensorT, op: ReductionLike = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
     ) -> Work[TensorT]:
         """Reduce ``tensor`` over the group, in place. Every rank gets the same bits.
 
         Args:
             tensor: Input and output: a dense tensor of any shape and layout, of the same shape and dtype on all ranks; or a
                 sparse COO tensor (SUM and AVG).
-            op: The reduction. AVG of integers truncates towards zero.
+            op: The reduction: a `ReduceOp`, a `premul_sum`, torch's own ReduceOp, or a name such as ``"avg"``. AVG of
+                integers truncates towards zero.
             group: The group; None means the default group.
             async_op: Return a work instead of blocking. Calls of `asyncdist` always return one.
 
@@ -135,7 +137,7 @@ class CollectivesApi:
         return self._finish(work, async_op)
 
     def all_reduce_coalesced(
-        self, tensors: TensorsT, op: Reduction = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
+        self, tensors: TensorsT, op: ReductionLike = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False
     ) -> Work[TensorsT]:
         """Reduce several tensors over the group, in place, as one operation.
 
@@ -165,7 +167,7 @@ class CollectivesApi:
         self,
         tensor: TensorT,
         dst: int | None = None,
-        op: Reduction = ReduceOp.SUM,
+        op: ReductionLike = ReduceOp.SUM,
         group: AnyGroup = None,
         async_op: bool = False,
         group_dst: int | None = None,
@@ -438,7 +440,7 @@ class CollectivesApi:
         self,
         output: TensorT,
         input_list: Sequence[TensorLike],
-        op: Reduction = ReduceOp.SUM,
+        op: ReductionLike = ReduceOp.SUM,
         group: AnyGroup = None,
         async_op: bool = False,
     ) -> Work[TensorT]:
@@ -473,7 +475,7 @@ class CollectivesApi:
         self,
         output: TensorT,
         input: TensorLike,
-        op: Reduction = ReduceOp.SUM,
+        op: ReductionLike = ReduceOp.SUM,
         group: AnyGroup = None,
         async_op: bool = False,
     ) -> Work[TensorT]:
@@ -822,6 +824,64 @@ class CollectivesApi:
             ...     sender = await dist.recv(received)  # from any rank
         """
         return self._value(self._receive(tensor, src, group, tag, group_src, self._background))
+
+    def agree(self, flag: bool | int = True, group: AnyGroup = None, timeout: Timeout = None) -> Work[Agreed]:
+        """Agree with all members of the group on the logical AND of a flag, although members may end meanwhile.
+
+        Every member calls it, as often as the others. It also works after the group has failed. All members that get a
+        result get the same one. A cancelled waiter has voted nevertheless.
+
+        Args:
+            flag: This member's flag.
+            group: The group; None means the default group.
+            timeout: Limit in seconds or as a timedelta; None takes the group's.
+
+        Returns:
+            A work whose value is an `Agreed`: the flag, and the ids of the members that did not take part. The flag is
+            False if one of these is alive. `asyncdist.sync` blocks and returns the `Agreed`.
+
+        Raises:
+            OperationTimeoutError: A member that is alive has not called it in time.
+            NoQuorumError: This member is cut off from others that may be alive and go on.
+            ExcludedError: The others have agreed without this member, which they hold lost.
+
+        Example:
+            >>> loss = torch.rand(1)
+            >>> flag, lost = await dist.agree(bool(loss.isfinite().all()))  # True if all losses are finite
+        """
+        return self._value(resolve_group(group).agree(flag, background=self._background, timeout=timeout))
+
+    def regroup(self, group: AnyGroup = None, min_size: int = 1, timeout: Timeout = None) -> Work[Group]:
+        """Make the group of the members that are alive. It replaces ``group``, which is destroyed.
+
+        Every member calls it, usually after an error. If the group has not failed, the first call makes it fail on all
+        members, so that they call it too. Connections and registered tensors are kept. Repeated calls return the same work.
+        The successor of the default group becomes the default group, so its members have new global ranks.
+
+        Args:
+            group: The group; None means the default group.
+            min_size: The fewest members to go on with. The largest one that a member passes counts.
+            timeout: Limit in seconds or as a timedelta; None takes the group's.
+
+        Returns:
+            A work whose value is the new group. Its ``member_ids`` are the ids of its members, and its ``generation`` is
+            higher by one. `asyncdist.sync` blocks and returns the group.
+
+        Raises:
+            OperationTimeoutError: A member that is alive has not called it in time.
+            NoQuorumError: Fewer than ``min_size`` members are left, or others may be alive elsewhere and go on.
+            ExcludedError: The others go on without this member, which they hold lost.
+
+        Example:
+            >>> gradients = torch.ones(1000)
+            >>> try:
+            ...     await dist.all_reduce(gradients)
+            ... except RuntimeError:  # every error of asyncdist is one
+            ...     group = await dist.regroup(min_size=2)
+        """
+        return self._value(
+            resolve_group(group).regroup(min_size=min_size, background=self._background, timeout=timeout)
+        )
 
     def isend(
         self,

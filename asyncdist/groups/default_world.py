@@ -15,6 +15,7 @@ from asyncdist.config import Launch
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UsageError
 from asyncdist.groups import stock_ddp
 from asyncdist.groups.group import Group
+from asyncdist.groups.member_watch import MemberWatch
 from asyncdist.groups.world import World
 from asyncdist.transport import registry
 
@@ -25,23 +26,22 @@ _initializing = False
 _unawaited_call = ""
 """The place of the last `asyncdist.init_process_group()` whose coroutine has not started; empty if there is none."""
 
-SAME_RANKS = (
-    "the ranks of a group never change. Leave enable_reconfigure out; when ranks were lost or have "
-    "joined, call destroy_process_group() and init_process_group() on those that are there"
-)
-
 
 def begin_initialization(enable_reconfigure: bool = False) -> None:
     """Mark the default world as being initialized.
 
     Raises:
         AlreadyInitializedError: There is a default world, or another call is creating one.
-        UsageError: ``enable_reconfigure`` is True. The ranks of a world never change.
+        UsageError: ``enable_reconfigure`` is True, which only the back end of torch.distributed supports.
     """
     global _initializing, _unawaited_call
     _unawaited_call = ""
     if enable_reconfigure:
-        raise UsageError(f"enable_reconfigure=True: {SAME_RANKS}")
+        raise UsageError(
+            "enable_reconfigure=True works through torch.distributed only. Leave enable_reconfigure out; regroup() goes on "
+            "with the survivors, join() also admits newcomers; or call destroy_process_group() and init_process_group() on "
+            "the ranks that are there"
+        )
     if _world is not None or _initializing:
         raise AlreadyInitializedError
     _initializing = True
@@ -257,7 +257,7 @@ def get_backend(group: AnyGroup = None) -> str:
     A group of one rank returns the requested back end. `init_process_group` accepts every returned value.
     """
     of = resolve_group(group)
-    return ",".join(of.mesh.transport_selector.used(of.ranks)) or of.mesh.backend
+    return ",".join(of.mesh.transport_selector.used(of.member_ids)) or of.mesh.backend
 
 
 def get_process_group_ranks(group: AnyGroup = None) -> list[int]:
@@ -284,6 +284,32 @@ def get_global_rank(group: AnyGroup, group_rank: int) -> int:
 def set_timeout(timeout: Timeout, group: AnyGroup = None) -> None:
     """Set the default timeout of later operations of a group on this rank, in seconds or as a timedelta."""
     resolve_group(group).set_timeout(timeout)
+
+
+def revoke(reason: str = "revoke() was called", group: AnyGroup = None) -> None:
+    """Fail all pending operations of a group on every rank. Connections stay usable, and `regroup` goes on.
+
+    Args:
+        reason: Part of the error of every rank.
+        group: The group; None means the default group.
+    """
+    resolve_group(group).revoke(reason)
+
+
+def watch_members(group: AnyGroup = None) -> MemberWatch:
+    """Return a stream of the changes of a group's members: lost, suspected, recovered.
+
+    Args:
+        group: The group; None means the default group.
+
+    Returns:
+        A stream of `MemberChange`, for ``async for`` or, in a thread, ``for``. It ends with the group.
+
+    Example:
+        >>> async for change in dist.watch_members():
+        ...     print(f"member {change.member} is {change.change}: {change.reason}")
+    """
+    return resolve_group(group).watch_members()
 
 
 def new_group(

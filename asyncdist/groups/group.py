@@ -9,8 +9,12 @@ All ranks issue the operations of one group in the same order, from any thread. 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import math
 import threading
+import weakref
 from asyncio import _get_running_loop
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
@@ -21,13 +25,21 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist.algorithms.selection import Model, forced_by
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.collectives import data_movement, p2p
+from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
 from asyncdist.collectives.prepared import PreparedCollective, Result, device_of, finish_call
+from asyncdist.engine.agreements import REGROUP
 from asyncdist.engine.endpoint import Endpoint
 from asyncdist.engine.operation import Channel, Plan
 from asyncdist.engine.work import Work, completed
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
+from asyncdist.groups.member_watch import MemberWatch
+from asyncdist.groups.procedure import Procedure
+from asyncdist.groups.regrouping import Agreed, MemberAgreement, agreed, survivors
+from asyncdist.groups.step import GroupStep
+from asyncdist.groups.training_state import State, adopt
+from asyncdist.membership.detector import Liveness
 from asyncdist.memory.buffers import Scratch
 from asyncdist.memory.registered import T, register
 from asyncdist.memory.torch_compile import excluded_from_compile
@@ -39,8 +51,8 @@ from asyncdist.transport.wire_format import channel_of
 if TYPE_CHECKING:
     from asyncdist.devices.group import DeviceGroup
 
-# Two threads may issue the first operations on a device at the same time.
-_device_group_lock = threading.Lock()
+# Two threads may issue the first operations on a device, or regroup, at the same time.
+_first_use_lock = threading.Lock()
 
 
 @excluded_from_compile
@@ -52,7 +64,10 @@ class Group(CollectiveOps):
 
     Attributes:
         name: Name in error messages and traces.
-        ranks: Global ranks of the members, in group order.
+        ranks: Global ranks of the members, in group order: their ranks in the default group when the group was made.
+        member_ids: The ids of the members, in group order: their ranks when they met. Errors name members by their ids. The
+            ids stay the same in all successors of the group; see `regroup`.
+        generation: How often the members have regrouped.
         timeout: Default limit of an operation in seconds.
         hooks: The hooks of this group; see `register_hook`.
     """
@@ -60,52 +75,74 @@ class Group(CollectiveOps):
     device = torch.device("cpu")
 
     def __init__(
-        self, mesh: Endpoint, ranks: Sequence[int], name: str, timeout: float, *, nonce: int = 0, world: Any = None
+        self,
+        mesh: Endpoint,
+        ranks: Sequence[int],
+        name: str,
+        timeout: float,
+        *,
+        member_ids: Sequence[int] | None = None,
+        nonce: int = 0,
+        world: Any = None,
+        lineage: tuple[object, ...] | None = None,
+        generation: int = 0,
     ) -> None:
         super().__init__()
         self.name = name
         self.ranks = tuple(ranks)
+        self.member_ids = self.ranks if member_ids is None else tuple(member_ids)
         self.timeout = timeout
         self.mesh = mesh
-        self._rank = self.ranks.index(mesh.rank)
-        number = channel_of(mesh.world_id, name, *self.ranks, nonce)
-        self._channel = Channel(number, name, self.ranks, mesh.rank)
-        self._messages = Channel(channel_of(number, "point to point"), name, self.ranks, mesh.rank, point_to_point=True)
-        self._channel.sibling, self._messages.sibling = self._messages, self._channel
+        self.generation = generation
+        self._rank = self.member_ids.index(mesh.rank)
+        self.lineage = lineage or (mesh.world_id, name, *self.member_ids, nonce)
+        """What the channels of all generations have in common."""
+        number = channel_of(*self.lineage, generation=generation)
+        messages = channel_of(*self.lineage, "point to point", generation=generation)
+        self.channel = Channel(number, name, self.member_ids, mesh.rank)
+        self._messages = Channel(messages, name, self.member_ids, mesh.rank, point_to_point=True)
+        self.channel.sibling, self._messages.sibling = self._messages, self.channel
         forced = forced_by(mesh.config)
         model = Model(segment_nbytes=mesh.config.segment_nbytes)
         try:
-            self._native = mesh.transport_selector.native(self._channel) if len(self.ranks) > 1 else None
-            layout = mesh.transport_selector.node_layout(self._channel) if self._native is None else None
+            self._native = mesh.transport_selector.native(self.channel) if len(self.ranks) > 1 else None
+            layout = mesh.transport_selector.node_layout(self.channel) if self._native is None else None
         except SharedMemoryError as cause:
-            mesh.refuse(self._channel, cause)
+            mesh.refuse(self.channel, cause)
             raise
         hierarchical = None if layout is None else HierarchicalCollectives(*layout, model, Scratch())
         self.context = data_movement.GroupContext(
             self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), max(2, mesh.config.lanes),
             native=self._native, hierarchical=hierarchical,
         )  # fmt: skip
-        self.hooks = GroupHooks(self.ranks, mesh.rank, mesh.recorder.add, everywhere=world is not None)
+        self.hooks = GroupHooks(self.member_ids, mesh.rank, mesh.recorder.add, everywhere=world is not None)
         self._closed = False
         self._devices: dict[torch.device, DeviceGroup] = {}
+        self.changed = False
+        """Whether the members should begin another generation, as a `step` has found."""
+        self.change_wanted: Callable[[], bool] = bool
+        """Returns whether this member wants another generation at the end of a step, because processes wait to join."""
         self.patient = False
         """Whether a background call first spins for its peers, if the calling thread runs no event loop."""
         self.aborted = False
         """Whether this rank has called `abort`. `error` may be set a moment later."""
         self.world = world
+        self._agreements = itertools.count(1)
+        self._regrouping: Work[Group] | None = None
+        self._watches: weakref.WeakSet[MemberWatch] = weakref.WeakSet()
         mesh.progress.submit(self._open)
 
     def _open(self) -> None:
         collectives = self._native or self.context.hierarchical
         if collectives is not None:
             collectives.open()
-        self.mesh.open(self._channel)
+        self.mesh.open(self.channel)
         self.mesh.open(self._messages)
 
     # -- identity -------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        state = "destroyed" if self._closed else f"failed: {self._channel.error}" if self._channel.error else "open"
+        state = "destroyed" if self._closed else f"failed: {self.channel.error}" if self.channel.error else "open"
         return f"<Group {self.name!r} rank {self._rank} of {len(self.ranks)}, {state}>"
 
     def group_rank(self, global_rank: int) -> int:
@@ -114,7 +151,7 @@ class Group(CollectiveOps):
             return self.ranks.index(global_rank)
         except ValueError:
             raise UsageError(
-                f"global rank {global_rank} is not in group {self.name!r}, which has {self.ranks}"
+                f"global rank {global_rank!r} is not in group {self.name!r}, which has {self.ranks}"
             ) from None
 
     # -- hooks ----------------------------------------------------------------------------------
@@ -182,7 +219,7 @@ class Group(CollectiveOps):
         """Return the group of the same ranks for tensors on ``device``; its first operation connects the devices."""
         found = self._devices.get(device)
         if found is None:
-            with _device_group_lock:
+            with _first_use_lock:
                 found = self._devices.get(device) or self._make_device_group(device)
         return found
 
@@ -195,8 +232,8 @@ class Group(CollectiveOps):
     def _make_device_group(self, device: torch.device) -> DeviceGroup:
         from asyncdist.devices.group import DeviceGroup
 
-        nonce = self._channel.number + len(self._devices)
-        host = Group(self.mesh, self.ranks, f"{self.name} (its {device.type} tensors)", self.timeout, nonce=nonce)
+        nonce = self.channel.number + len(self._devices)
+        host = self._companion(f"its {device.type} tensors", nonce)
         kinds = registry.device_backends(self.mesh.backend, device.type)
         made = self._devices[device] = DeviceGroup(host, device, kinds, owner=self)
         return made
@@ -215,7 +252,11 @@ class Group(CollectiveOps):
 
     def sibling(self, purpose: str) -> Group:
         """Return another group of the same ranks for control traffic; ranks with the same ``purpose`` share it."""
-        return Group(self.mesh, self.ranks, f"{self.name} ({purpose})", self.timeout, nonce=self._channel.number)
+        return self._companion(purpose, self.channel.number)
+
+    def _companion(self, purpose: str, nonce: int) -> Group:
+        name = f"{self.name} ({purpose})"
+        return Group(self.mesh, self.ranks, name, self.timeout, member_ids=self.member_ids, nonce=nonce)
 
     # -- starting -----------------------------------------------------------------------------
 
@@ -229,7 +270,7 @@ class Group(CollectiveOps):
     ) -> Work:
         fingerprint, nbytes, native, parts, fold, window = prepared
         value, outputs, writes = result
-        channel, background, timeout = self._channel, options.get("background", True), options.get("timeout")
+        channel, background, timeout = self.channel, options.get("background", True), options.get("timeout")
         limit = self.timeout
         if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
             limit = self._limit(name, background, timeout)
@@ -280,7 +321,7 @@ class Group(CollectiveOps):
 
     def _start_plan(self, name: str, plan: Plan, tag: int | None, background: bool, limit: float) -> Work:
         """Start a planned collective, or a message if there is a ``tag``."""
-        channel = self._channel if tag is None else self._messages
+        channel = self.channel if tag is None else self._messages
         number = next(channel.numbers) if tag is None else tag
         entry = self.hooks.new_entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         entry.peer = plan.peer
@@ -313,7 +354,21 @@ class Group(CollectiveOps):
         return self._run_plan("send", p2p.send, (tensor, peer), options, tag)
 
     def _receive(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Work:
-        return self._run_plan("recv", p2p.receive, (tensor, peer, self.ranks), options, tag)
+        return self._run_plan("recv", self._receiving(p2p.receive), (tensor, peer, self.member_ids), options, tag)
+
+    def _receiving(self, make: Callable[..., Plan]) -> Callable[..., Plan]:
+        """Let the plan of a receive return the global rank of the sender instead of its id, if these differ."""
+        if self.ranks == self.member_ids:
+            return make
+
+        def planned(*arguments: Any) -> Plan:
+            plan = make(*arguments)
+            finish = plan.finish
+            assert finish is not None
+            plan.finish = lambda: self.ranks[self.member_ids.index(finish())]
+            return plan
+
+        return planned
 
     def start_message(self, name: str, tag: int, plan: Plan, *, timeout: float) -> Work:
         """Start a planned message in the background, for the device group that this group serves."""
@@ -385,22 +440,186 @@ class Group(CollectiveOps):
         **options: Unpack[CallOptions],
     ) -> Work[int]:
         """Receive a list of objects of the same length; the result is the global rank of the sender."""
-        args = values, src, self.ranks, weights_only
-        return self._run_plan("recv_object_list", p2p.receive_objects, args, options, tag)
+        args = values, src, self.member_ids, weights_only
+        return self._run_plan("recv_object_list", self._receiving(p2p.receive_objects), args, options, tag)
+
+    # -- membership ----------------------------------------------------------------------------
+
+    def agree(self, flag: bool | int = True, *, background: bool = True, timeout: Timeout = None) -> Work[Agreed]:
+        """Agree with all members on the AND of a flag, although members may end meanwhile.
+
+        Every member calls it, as often as the others. It also works after the group has failed. All members that get a
+        result get the same one. A cancelled waiter has voted nevertheless.
+
+        Args:
+            flag: This member's flag; or several, as the bits of a whole number.
+            background: False returns only when the agreement is complete.
+            timeout: Limit in seconds or as a timedelta; None takes the group's.
+
+        Returns:
+            A work whose value is an `Agreed`: the flag, and the members that did not take part. The flag is False if one of
+            these is alive, because it has called `regroup` or destroyed the group instead.
+
+        Raises:
+            OperationTimeoutError: A member that is alive has not called it in time.
+            NoQuorumError: This member is cut off from others that may be alive and go on.
+            ExcludedError: The others have agreed without this member, which they hold lost.
+
+        Example:
+            >>> committed, lost = await group.agree(loss.isfinite().all().item())
+        """
+        limit = self._limit("agree", background, timeout)
+        number = next(self._agreements)
+        agreement = MemberAgreement(self.mesh, self.channel, "agree", number, flag, agreed)
+        agreement.start(limit, background=background)
+        return agreement.work
+
+    def regroup(self, *, min_size: int = 1, background: bool = True, timeout: Timeout = None) -> Work[Group]:
+        """Make the group of the members that are alive, which replaces this one, and destroy this one.
+
+        Every member calls it, usually after an error. If the group has not failed, the first call makes it fail on all
+        members, so that they call it too. Connections and registered tensors are kept. A member that ends meanwhile is left
+        out, or is lost in the new group. Repeated calls return the same work: after a cancelled wait, call it again.
+
+        The new group has the ids of its members in `member_ids`, and a `generation` higher by one. The successor of the
+        default group becomes the default group, so its members have new global ranks, from 0 on; other groups keep theirs.
+
+        Args:
+            min_size: The fewest members to go on with. The largest one that a member passes counts.
+            background: False returns only when the new group exists.
+            timeout: Limit in seconds or as a timedelta; None takes the group's.
+
+        Returns:
+            A work whose value is the new group.
+
+        Raises:
+            OperationTimeoutError: A member that is alive has not called it in time.
+            NoQuorumError: Fewer than ``min_size`` members are left, or others may be alive elsewhere and go on.
+            ExcludedError: The others go on without this member, which they hold lost.
+
+        Example:
+            >>> try:
+            ...     await group.all_reduce(gradients)
+            ... except RuntimeError:  # every error of asyncdist is one
+            ...     group = await group.regroup(min_size=2)
+        """
+        begun = self._regrouping
+        limit = self.timeout if begun is not None else self._limit("regroup", background, timeout)
+        min_size = whole_number_of("min_size", min_size)
+        with _first_use_lock:
+            begun = self._regrouping
+            if begun is None:
+                agreement = MemberAgreement(
+                    self.mesh,
+                    self.channel,
+                    "regroup",
+                    REGROUP,
+                    min_size,
+                    lambda *votes: self._succeed(survivors(*votes)),
+                )
+                self._regrouping = agreement.work
+        if begun is None:
+            agreement.start(limit, background=background)
+            return agreement.work
+        if not background:
+            self.mesh.progress.refuse_loop_thread("regroup")
+            self.mesh.progress.drive(begun, math.inf)
+        return begun
+
+    def _succeed(self, member_ids: list[int]) -> Group:
+        """Make the group of the members that go on, and destroy this one."""
+        world, generation = self.world, self.generation + 1
+        is_default = world is not None and world.group is self
+        ranks = [rank for rank, member in zip(self.ranks, self.member_ids, strict=True) if member in set(member_ids)]
+        successor = type(self)(
+            self.mesh, range(len(member_ids)) if is_default else ranks, f"{self.lineage[1]} (generation {generation})",
+            self.timeout, member_ids=member_ids, world=world, lineage=self.lineage, generation=generation,
+        )  # fmt: skip
+        successor.patient = self.patient
+        if world is not None:
+            world.succeed(self, successor)
+        self.close()
+        return successor
+
+    def step(self) -> GroupStep:
+        """Return a context whose block all surviving members complete, or of which nothing counts; see `GroupStep`."""
+        return GroupStep(self)
+
+    def adopt(self, state: State) -> Procedure[bool]:
+        """Pass the state of a member with the highest step on to every member that lacks it. Every member calls it.
+
+        A member lacks the state if it is new to the job, or if its step differs. At the first call no member has a history,
+        and the state of rank 0 becomes that of all. Tensors from 64 KiB on are received in place where they fit.
+
+        Args:
+            state: The state of this member.
+
+        Returns:
+            A call to await, or to ``wait()`` for: whether this member has received the state. If a member is lost
+            meanwhile, it returns False, and `changed` is True.
+
+        Raises:
+            UsageError: The parts of the members' states differ, or a value is not plain data.
+
+        Example:
+            >>> await group.adopt(state)
+        """
+        return Procedure(functools.partial(adopt, self, state))
+
+    def revoke(self, reason: str = "revoke() was called") -> None:
+        """Fail all pending operations of this group on every rank, as `abort` does. Connections stay usable.
+
+        The members then call `regroup`, or `agree` first.
+        """
+        self.abort(reason)
+
+    def watch_members(self) -> MemberWatch:
+        """Return a stream of the changes of this group's members: lost, suspected, recovered.
+
+        Example:
+            >>> async for change in group.watch_members():
+            ...     print(f"member {change.member} is {change.change}: {change.reason}")
+        """
+        watch = MemberWatch(self.mesh)
+
+        def begin() -> None:
+            for member in self.member_ids:
+                error = self.mesh.lost_peers.get(member)
+                if error is not None:
+                    watch.add(member, Liveness.LOST, error.reason)
+            if self._closed:
+                watch.end()
+            elif self._on_change not in self.mesh.failures.observers:
+                self.mesh.failures.observers.append(self._on_change)
+            self._watches.add(watch)
+
+        self.mesh.progress.submit(begin)
+        return watch
+
+    def _on_change(self, peer: int, liveness: Liveness, reason: str) -> None:
+        if peer in self.member_ids:
+            for watch in list(self._watches):
+                watch.add(peer, liveness, reason)
+
+    def _end_watches(self) -> None:
+        with contextlib.suppress(ValueError):
+            self.mesh.failures.observers.remove(self._on_change)
+        for watch in list(self._watches):
+            watch.end()
 
     # -- termination ---------------------------------------------------------------------------
 
     @property
     def error(self) -> Exception | None:
         """The error that made this group fail; None while the group is usable."""
-        return self._channel.error
+        return self.channel.error
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Fail all pending operations of this group on every rank. The group then refuses further operations."""
 
         def fail() -> None:
             error = GroupAbortedError(f"rank {self.mesh.rank} aborted: {reason}", peer=self.mesh.rank)
-            self.mesh.fail(self._channel, error)
+            self.mesh.fail(self.channel, error)
 
         self.aborted = True
         self.mesh.progress.submit(fail)
@@ -412,7 +631,10 @@ class Group(CollectiveOps):
             self._closed = True
             for device in self._devices.values():
                 device.close()
-            self.mesh.progress.submit(lambda: self.mesh.end(self._channel))
+            reason = f"rank {self.mesh.rank} has destroyed the group"
+            self.mesh.progress.submit(lambda: self.mesh.agreements.leave(self.channel, reason, entirely=True))
+            self.mesh.progress.submit(self._end_watches)
+            self.mesh.progress.submit(lambda: self.mesh.end(self.channel))
             self.mesh.progress.submit(lambda: self.mesh.end(self._messages))
             collectives = self._native or self.context.hierarchical
             if collectives is not None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -17,17 +18,24 @@ import msgpack
 from asyncdist.algorithms.selection import forced_by
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.descriptors import naming_exhaustion
 from asyncdist.base.version import VERSION
 from asyncdist.collectives.arguments import checked_text, list_of, whole_number_of
 from asyncdist.config import Config, Launch, shared_settings
 from asyncdist.engine.endpoint import LAST_WORDS, Endpoint
-from asyncdist.errors import NotInitializedError, RendezvousError, UsageError
+from asyncdist.errors import AsyncdistError, NotInitializedError, RendezvousError, UsageError
 from asyncdist.groups import task_factory
 from asyncdist.groups.dropped_works import DebugGroup
 from asyncdist.groups.group import Group
 from asyncdist.rendezvous import RendezvousSession, meet
+from asyncdist.status.port import StatusPort
 from asyncdist.tracing import dump_signal
+from asyncdist.tracing.metrics import serve_configured_metrics
+from asyncdist.tracing.stacks import watch_tasks
 from asyncdist.transport import registry
+from asyncdist.transport.process_identity import process_identity
+
+log = logging.getLogger("asyncdist")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1e-3, 8e-3
 """Seconds between two checks whether every failure notice has been sent."""
@@ -49,8 +57,10 @@ class World:
         timeout: float,
         user_loop: asyncio.AbstractEventLoop | None = None,
         group_class: type[Group] = Group,
+        status_port: StatusPort | None = None,
     ) -> None:
         self.meeting = meeting
+        self.status_port = status_port
         self.mesh = mesh
         self.name = name
         self.timeout = timeout
@@ -63,6 +73,19 @@ class World:
         self.group = group
         self._user_loop = user_loop
         self._task_factory = None if user_loop is None else task_factory.install(user_loop)
+        if user_loop is not None:
+            watch_tasks(user_loop)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what ``asyncdist top`` shows of the default group. Any thread may call it."""
+        group = self.group
+        return {"name": self.name, "generation": group.generation, "members": list(group.member_ids)}
+
+    def status_record(self) -> bytes:
+        """Return the record with which ``asyncdist top`` finds this rank; empty without a status port."""
+        if self.status_port is None:
+            return b""
+        return self.meeting.status_record([(self.mesh.rank, *self.status_port.address)]).encode()
 
     def new_group(self, ranks: Sequence[int] | None, name: str | None = None, timeout: Timeout = None) -> Group | None:
         """Make a group of some of the world's ranks, without communication.
@@ -81,27 +104,54 @@ class World:
             NotInitializedError: This rank has left the world.
             UsageError: ``ranks`` is empty, repeats a rank, or names a rank outside the world.
         """
+        # Global ranks number the members of the default group, which regrouping replaces.
+        ids = self.group.member_ids if hasattr(self, "group") else tuple(range(self.mesh.world_size))
+        members = tuple(range(len(ids)))
+        if ranks is not None:
+            members = tuple(whole_number_of("a rank", rank) for rank in list_of("ranks", ranks, "global ranks"))
+        checked_text("the name of a group", name, "'losses'")
+        outside = [rank for rank in members if not 0 <= rank < len(ids)]
+        if not members or outside or len(set(members)) != len(members):
+            raise UsageError(f"ranks={list(members)} is not a group: it needs distinct ranks from 0 to {len(ids) - 1}")
+        return self._make(members, tuple(ids[rank] for rank in members), name, timeout)
+
+    def group_of_members(self, member_ids: Sequence[int], name: str, timeout: Timeout = None) -> Group:
+        """Make a group of members of the world by their ids, without communication; see `new_group`.
+
+        Its global ranks are its group ranks: it is meant to replace another group, or to stand alone.
+
+        Args:
+            member_ids: The ids of the members, in group order; this rank's is among them.
+            name: Name in error messages and traces. Members match their calls by it.
+            timeout: Default limit of the group's operations.
+        """
+        group = self._make(tuple(range(len(member_ids))), tuple(member_ids), name, timeout)
+        assert group is not None, "this rank is not a member"
+        return group
+
+    def _make(
+        self, members: tuple[int, ...], chosen: tuple[int, ...], name: str | None, timeout: Timeout
+    ) -> Group | None:
+        """Make the group of the ids ``chosen``, whose global ranks are ``members``; None on the other ranks."""
         if self._left:
             raise NotInitializedError(
                 "this rank has left the world that the group would belong to: make a new world first"
             )
-        members = tuple(range(self.mesh.world_size))
-        if ranks is not None:
-            members = tuple(whole_number_of("a rank", rank) for rank in list_of("ranks", ranks, "global ranks"))
-        checked_text("the name of a group", name, "'losses'")
-        outside = [rank for rank in members if not 0 <= rank < self.mesh.world_size]
-        if not members or outside or len(set(members)) != len(members):
-            raise UsageError(
-                f"ranks={list(members)} is not a group: it needs distinct ranks from 0 to {self.mesh.world_size - 1}"
-            )
-        nonce = next(self._made.setdefault((name, members), itertools.count()))
-        if self.mesh.rank not in members:
+        nonce = next(self._made.setdefault((name, chosen), itertools.count()))
+        if self.mesh.rank not in chosen:
             return None
         shown = name or f"group of ranks {list(members)}" + (f" ({nonce + 1})" if nonce else "")
         limit = seconds(timeout, self.timeout)
-        group = self._group_class(self.mesh, members, shown, limit, nonce=nonce, world=self)
+        group = self._group_class(self.mesh, members, shown, limit, member_ids=chosen, nonce=nonce, world=self)
         self.groups.append(group)
         return group
+
+    def succeed(self, group: Group, successor: Group) -> None:
+        """Put the successor of a group in its place."""
+        if successor not in self.groups:
+            self.groups.append(successor)
+        if self.group is group:
+            self.group = successor
 
     def leave(self) -> None:
         """Destroy every group and close the connections to the peers. Idempotent.
@@ -110,6 +160,8 @@ class World:
         peers have received pending failure notices; on the loop, `close` does that.
         """
         self._left = True
+        if self.status_port is not None:
+            self.status_port.close()
         loop, factory, self._task_factory = self._user_loop, self._task_factory, None
         if loop is not None and factory is not None:
             task_factory.remove(loop, factory)
@@ -168,9 +220,10 @@ def open_world(
         A coroutine whose result is the world.
 
     Raises:
-        RendezvousError: A rank is missing or runs with another version or other settings.
+        RendezvousError: A rank is missing, runs with another version or other settings, or has no free descriptor.
         AuthenticationError: A rank does not hold the token of the job.
         TransportUnavailableError: A transport in ``backend`` does not work on this machine.
+        AddressError: The port of ``ASYNCDIST_METRICS_PORT`` is in use.
         UsageError: The arguments contradict each other.
     """
     checked_text("backend", backend, "'shm,tcp' or 'auto'")
@@ -204,10 +257,15 @@ def open_world(
     return _open(meeting, backend, make_world, config, home)
 
 
-async def _open(
+async def _open(*arguments: Any) -> World:
+    with naming_exhaustion():
+        return await _meet(*arguments)
+
+
+async def _meet(
     meet_others: Callable[[], Awaitable[RendezvousSession]],
     backend: str | None,
-    make_world: Callable[[RendezvousSession, Endpoint], World],
+    make_world: Callable[..., World],
     config: Config,
     home: asyncio.AbstractEventLoop | None,
 ) -> World:
@@ -216,29 +274,50 @@ async def _open(
     kinds = registry.selected(backend) if backend else registry.set_by(config)
     meeting = await meet_others()
     try:
+        local_rank = Launch.from_environment().local_rank
+        serve_configured_metrics(config, meeting.rank if local_rank is None else local_rank)
         config = config.with_(token=meeting.token)
         mesh = Endpoint(
             meeting.rank, meeting.world_size, meeting.world_id, config, kinds, home, backend or config.transport
         )
-        dump_signal.offer(mesh.recorder, config)
+        port: StatusPort | None = None
         try:
+            port = StatusPort(meeting.listen_host, config) if config.status else None
             own = {
                 "addresses": mesh.listen(meeting.listen_host),
                 "version": VERSION,
                 "settings": shared_settings(config),
+                "process": process_identity(config.host),
+                "status": None if port is None else port.address,
             }
             ranks = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(own), more=True)]
             _compare(ranks, meeting.rank)
+            mesh.processes = [rank["process"] for rank in ranks]
             probes = mesh.probe_peers([rank["addresses"] for rank in ranks], meeting.remaining())
             reached = await meeting.before_exchange(probes)
             mesh.finalize([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(reached))])
-            return make_world(meeting, mesh)
+            world = make_world(meeting, mesh, status_port=port)
         except BaseException:
+            if port is not None:
+                port.close()
             mesh.close()
             raise
+        return await _answer_status(world, [rank["status"] for rank in ranks])
     except BaseException:
         await meeting.close()
         raise
+
+
+async def _answer_status(world: World, addresses: Sequence[Any]) -> World:
+    """Begin to answer ``asyncdist top``, and let rank 0 publish where; return the world, or close it after an error."""
+    try:
+        if world.status_port is not None:
+            await world.status_port.serve(world.mesh, addresses, world.describe)
+        await world.meeting.publish_status([(rank, *each) for rank, each in enumerate(addresses) if each is not None])
+    except BaseException:
+        world.leave()
+        raise
+    return world
 
 
 def _compare(ranks: Sequence[dict[str, Any]], rank: int) -> None:
@@ -256,3 +335,17 @@ def _compare(ranks: Sequence[dict[str, Any]], rank: int) -> None:
                     f"rank {peer} runs with {variable}={value!r}, but rank {rank} with {own['settings'][variable]!r}; "
                     "start every rank with the same ASYNCDIST_ settings"
                 )
+
+
+async def discard_world(opening: asyncio.Task[World | None]) -> None:
+    """Cancel a task that opens a world; log why it failed, and close the world if the task was faster."""
+    opening.cancel()
+    try:
+        world = await opening
+    except asyncio.CancelledError:
+        return
+    except (AsyncdistError, TimeoutError) as error:
+        log.info("a world was not opened: %s", error)
+        return
+    if world is not None:
+        await world.close()

@@ -44,6 +44,20 @@ async def awaited(tensor: torch.Tensor, tensors: Tensors, parameter: Parameter, 
     assert_type(dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 1)]), list[Work[Any]])
 
 
+async def reduced(group: Group, tensor: torch.Tensor, tensors: Tensors, op: dist.ReduceOp) -> None:
+    await dist.all_reduce(tensor, op)
+    await dist.all_reduce(tensor, "avg")
+    await dist.all_reduce(tensor, dist.premul_sum(0.5))
+    await dist.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+    await dist.reduce(tensor, 0, torch.distributed.ReduceOp.SUM)
+    await dist.reduce_scatter(tensor, tensors, "MIN")
+    await group.all_reduce(tensor, torch.distributed.ReduceOp.AVG)
+    await group.reduce_scatter_single(tensor, tensor, "sum")
+    blocking.all_reduce(tensor, torch.distributed.ReduceOp.BAND)
+    blocking.reduce_scatter_tensor(tensor, tensor, "bxor")
+    assert_type(blocking.all_reduce_coalesced(tensors, "max", async_op=True), Work[Tensors])
+
+
 async def of_a_group(group: Group, tensor: torch.Tensor, tensors: Tensors) -> None:
     assert_type(await group.all_reduce(tensor), torch.Tensor)
     assert_type(group.all_gather(tensors, tensor, timeout=1.0).result(), Tensors)
@@ -71,10 +85,15 @@ async def wrong(group: Group, tensor: torch.Tensor, tensors: Tensors) -> None:
     await dist.all_reduce(1.0)  # type: ignore[type-var]
     await dist.all_gather(tensor, tensor)  # type: ignore[type-var]
     await dist.broadcast(tensor, src="0")  # type: ignore[arg-type]
+    await dist.all_reduce(tensor, "mean")  # type: ignore[arg-type]
+    await dist.all_reduce(tensor, 1)  # type: ignore[arg-type]
+    await dist.reduce(tensor, 0, torch.distributed.ReduceOp)  # type: ignore[arg-type]
+    await group.reduce_scatter(tensor, tensors, None)  # type: ignore[arg-type]
     await dist.all_reduce(tensor, axis=0)  # type: ignore[call-arg]
     await group.all_reduce(tensors)  # type: ignore[type-var]
     await group.all_reduce(tensor, timeout="soon")  # type: ignore[arg-type]
     blocking.all_reduce(tensors)  # type: ignore[call-overload]
+    blocking.all_reduce(tensor, "mean")  # type: ignore[call-overload]
     number: int = await dist.all_reduce(tensor)  # type: ignore[assignment]
     work: Work[torch.Tensor] = blocking.all_reduce(tensor)  # type: ignore[assignment]
     print(number, work)

@@ -114,5 +114,5 @@ def test_process_group_of_torch_is_refused_with_advice(torch_group):
 
 
 def test_call_without_process_group_is_refused():
-    with pytest.raises(NotInitializedError, match=r"^no process group: call init_process_group\(\) first$"):
+    with pytest.raises(NotInitializedError, match=r"^no process group: call init_process_group\(\) first\nsee "):
         asyncdist.get_rank()

@@ -23,7 +23,7 @@ from asyncdist.groups.collectives_api import CollectivesApi
 
 COLLECTIVES = [name for name, value in vars(CollectivesApi).items() if inspect.isfunction(value) and name[0] != "_"]
 SAME_IN_BOTH_APIS = {"isend", "irecv", "batch_isend_irecv"}
-NEVER_ASYNC = {"recv": "int", "recv_object_list": "int"}
+NEVER_ASYNC = {"recv": "int", "recv_object_list": "int", "agree": "Agreed", "regroup": "Group"}
 
 
 def methods(module, name: str) -> dict[str, list[ast.FunctionDef]]:

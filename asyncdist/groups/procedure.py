@@ -1,0 +1,66 @@
+"""Calls of several operations, which a coroutine awaits and a thread waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Generic, TypeVar
+
+from asyncdist.base import trio_tasks
+from asyncdist.base.background_loop import background_loop
+from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.engine.work import Work
+from asyncdist.errors import LoopThreadError, WaitTimeoutError
+
+T = TypeVar("T")
+
+
+class Procedure(Generic[T]):
+    """A call that begins when it is awaited or waited for. Use each once.
+
+    Args:
+        begin: Returns the coroutine of the call.
+    """
+
+    def __init__(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._begin = begin
+
+    def __await__(self) -> Generator[Any, None, T]:
+        if asyncio._get_running_loop() is not None:
+            return self._begin().__await__()
+        return trio_tasks.run_on_background_loop(self._begin()).__await__()
+
+    def wait(self) -> T:
+        """Run the call on the background loop, and return its result. For threads without a running event loop."""
+        return background_loop().run(self._begin())
+
+
+class BackgroundCall(Work[T]):
+    """A call that has begun on the background loop, as a `Work`. A waiter that stops waiting does not end it.
+
+    Args:
+        coroutine: The call.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        super().__init__()
+        self._ended = threading.Event()
+        background_loop().submit(coroutine).add_done_callback(self._end)
+
+    def _end(self, future: concurrent.futures.Future[T]) -> None:
+        error = asyncio.CancelledError() if future.cancelled() else future.exception()
+        self.finish(future.result() if error is None else None, error)
+        self._ended.set()
+        self.run_callbacks()
+
+    def wait(self, timeout: Timeout = None) -> bool:
+        """Block until the call has ended, and return True; see `Work.wait`."""
+        if asyncio._get_running_loop() is background_loop().loop:
+            raise LoopThreadError("a blocking call")
+        limit = seconds(timeout)
+        if not self._ended.wait(min(limit, threading.TIMEOUT_MAX)):
+            raise WaitTimeoutError(f"the call has not ended within {limit:g} s and goes on: wait again")
+        self._outcome()
+        return True

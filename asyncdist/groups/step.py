@@ -1,0 +1,87 @@
+"""A step that all surviving members of a group commit, or none. `Group.step` makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+from asyncdist.base.background_loop import background_loop
+from asyncdist.base.error_text import describe_error
+from asyncdist.errors import ExcludedError, GroupError, NoQuorumError
+
+_SUCCEEDED, _UNCHANGED = 1, 2
+"""The bits of the flag on which the members agree at the end of a step."""
+
+
+class _Group(Protocol):
+    """What a step needs of its `Group`, whose module imports this one."""
+
+    mesh: Any
+    changed: bool
+    change_wanted: Callable[[], bool]
+
+    def agree(self, flag: int, /) -> Any: ...
+
+    def revoke(self, reason: str, /) -> None: ...
+
+
+class GroupStep:
+    """A context in which members compute and exchange what one step needs, as gradients.
+
+    At the end of the block the members agree whether all of them have completed it. A `GroupError` inside the block,
+    such as that of a lost peer, is part of this answer and is not raised further. Nor is the loss of this member: if
+    the others go on without it, or it reaches too few of them, the step is not committed, and `Group.regroup` raises
+    the error. Any other exception fails the group, so that no member waits for this one, and is raised on. Change
+    what must stay equal on all members after the block, and only if the step is committed.
+
+    Attributes:
+        committed: Whether every surviving member has completed the block; False until then.
+        excluded: Why this member does not know it: the error of a member that the others have lost. None on the others.
+
+    Example:
+        >>> async def train(group, optimizer, gradients):
+        ...     async with group.step() as step:
+        ...         for gradient in gradients:
+        ...             await group.all_reduce(gradient)
+        ...     if step.committed:
+        ...         optimizer.step()
+    """
+
+    def __init__(self, group: _Group) -> None:
+        self._group = group
+        self.committed = False
+        self.excluded: ExcludedError | NoQuorumError | None = None
+
+    async def __aenter__(self) -> GroupStep:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return await self._end(error)
+
+    def __enter__(self) -> GroupStep:
+        self._group.mesh.progress.refuse_loop_thread("with group.step()")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return background_loop().run(self._end(error))
+
+    async def _end(self, error: BaseException | None) -> bool:
+        """Agree with the other members; return whether the block's error is part of the answer."""
+        group = self._group
+        if error is not None and not isinstance(error, GroupError):
+            group.revoke(f"a step ended with {describe_error(error)}")
+        unchanged = error is None and not group.change_wanted()
+        try:
+            answer, lost = await group.agree((_SUCCEEDED if error is None else 0) | (_UNCHANGED if unchanged else 0))
+        except (ExcludedError, NoQuorumError) as excluded:
+            # Without this member the others may commit the step: it is no survivor, and regroup() says so again.
+            self.excluded = excluded
+            answer, lost = 0, ()
+        self.committed = bool(answer & _SUCCEEDED)
+        group.changed = bool(group.changed or lost or not answer & _UNCHANGED)
+        return isinstance(error, GroupError)

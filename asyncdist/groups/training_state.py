@@ -1,0 +1,201 @@
+"""The state of a training job, and its transfer to members that lack it. Exported by `asyncdist`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from asyncdist.errors import GroupError, UsageError
+
+Members = Any
+"""A `Group`, whose module imports this one."""
+
+_LARGE_NBYTES = 1 << 16
+"""Tensors from this size on are broadcast one by one, into the memory of the receiver if it fits. Smaller ones travel with
+the plain values."""
+
+Path = tuple[Any, ...]
+Layout = list[tuple[Path, tuple[int, ...], str, str]]
+"""Path, shape, dtype and device type of each large tensor, in the order of their transfer."""
+
+
+class State:
+    """What a job keeps while its members change: models, optimizers, and plain values such as the number of the step.
+
+    Each keyword becomes an attribute. An object with ``state_dict`` and ``load_state_dict`` keeps its identity, and a
+    transfer loads its content. Any other value is replaced, and must be plain data: numbers, texts, tensors on the CPU,
+    and lists and dicts of these.
+
+    Args:
+        step: The number of committed steps. A member with the highest number passes its state on.
+        parts: The objects and values.
+
+    Example:
+        >>> state = State(model=torch.nn.Linear(4, 1), epoch=0)
+        >>> state.step, state.epoch
+        (0, 0)
+    """
+
+    step: int
+
+    def __init__(self, *, step: int = 0, **parts: Any) -> None:
+        self.__dict__.update(parts, step=step)
+        self._history = ""
+        """Equal on members whose states have the same beginning; empty before the first `adopt`."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the state has no part {name!r}: pass {name}=... when you make it")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether this state has been passed on or received, so that it has the history of the job."""
+        return bool(self._history)
+
+    def parts(self) -> dict[str, Any]:
+        """Return the objects and values by name, including ``step``."""
+        return {name: part for name, part in self.__dict__.items() if not name.startswith("_")}
+
+
+async def adopt(group: Members, state: State) -> bool:
+    """Pass the state on as `Group.adopt` says; return whether this member has received it."""
+    try:
+        return await _pass_on(group, state)
+    except GroupError:
+        group.changed = True
+        return False
+
+
+async def _pass_on(group: Members, state: State) -> bool:
+    versions: list[Any] = [None] * group.size()
+    await group.all_gather_object(versions, [state._history, state.step, sorted(state.parts())])
+    source = max(range(len(versions)), key=lambda rank: (bool(versions[rank][0]), versions[rank][1], -rank))
+    for rank, (_, _, names) in enumerate(versions):
+        if names != versions[source][2]:
+            raise UsageError(
+                f"rank {rank} has a state with the parts {', '.join(names)}, but rank {source} one with "
+                f"{', '.join(versions[source][2])}: make the state of equal parts on all members"
+            )
+    receivers = [
+        rank for rank, version in enumerate(versions) if rank != source and version[:2] != versions[source][:2]
+    ]
+    if not versions[source][0]:
+        receivers = [rank for rank in range(len(versions)) if rank != source]
+        if group.rank() == source:
+            state._history = secrets.token_hex(8)
+    if not receivers or group.rank() not in (source, *receivers):
+        return False
+    part = group if len(receivers) + 1 == len(versions) else _part(group, [source, *receivers])
+    sender = 0 if part is not group else source
+    try:
+        if group.rank() == source:
+            await _send(part, sender, state)
+        else:
+            await _receive(part, sender, state)
+    finally:
+        if part is not group:
+            part.close()
+    return bool(group.rank() != source)
+
+
+def _part(group: Members, members: Sequence[int]) -> Members:
+    part = group.world.new_group([group.ranks[rank] for rank in members], f"{group.name} (its newcomers)")
+    # A member that has not seen the versions of all before the group failed does not come.
+    group.mesh.progress.submit(lambda: group.mesh.failures.follow(part.channel, group.channel))
+    return part
+
+
+async def _send(group: Members, sender: int, state: State) -> None:
+    large: list[torch.Tensor] = []
+    layout: Layout = []
+    values = {}
+    for name, part in state.parts().items():
+        content = part.state_dict() if _is_loadable(part) else part
+        values[name] = _map_tensors(content, (name,), lambda path, tensor: _reserve(path, tensor, layout, large))
+    await group.broadcast_object_list([state._history, values, layout], sender, weights_only=True)
+    for tensor in large:
+        await group.broadcast(tensor, sender)
+
+
+def _reserve(path: Path, tensor: torch.Tensor, layout: Layout, large: list[torch.Tensor]) -> Any:
+    """Note a large tensor, and return None in its place; return a small one."""
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu" and tensor.nbytes < _LARGE_NBYTES:
+        return tensor
+    layout.append((path, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.device.type))
+    large.append(tensor.contiguous())
+    return None
+
+
+async def _receive(group: Members, sender: int, state: State) -> None:
+    head: list[Any] = [None] * 3
+    await group.broadcast_object_list(head, sender, weights_only=True)
+    history, values, layout = head
+    state._history = ""  # until everything has arrived
+    own: dict[Path, torch.Tensor] = {}
+    for name, part in state.parts().items():
+        if _is_loadable(part):
+            _map_tensors(part.state_dict(), (name,), lambda path, tensor: own.setdefault(path, tensor))
+    fresh: dict[str, None] = dict.fromkeys(values)
+    received: dict[Path, torch.Tensor] = {}
+    for path, shape, dtype, device in map(_as_entry, layout):
+        target = own.get(path)
+        if target is None or not _fits(target, shape, dtype, device):
+            target = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        received[path] = target.detach()
+        await group.broadcast(received[path], sender)
+    for name in fresh:
+        part = getattr(state, name)
+        content = _restore(values[name], (name,), received)
+        if _is_loadable(part):
+            part.load_state_dict(content)
+        else:
+            setattr(state, name, content)
+    state._history = history
+
+
+def _as_entry(entry: Sequence[Any]) -> tuple[Path, tuple[int, ...], str, str]:
+    path, shape, dtype, device = entry
+    return tuple(path), tuple(shape), dtype, device
+
+
+def _fits(tensor: torch.Tensor, shape: tuple[int, ...], dtype: str, device: str) -> bool:
+    return (
+        tuple(tensor.shape) == shape
+        and str(tensor.dtype) == f"torch.{dtype}"
+        and tensor.device.type == device
+        and tensor.is_contiguous()
+    )
+
+
+def _is_loadable(part: Any) -> bool:
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+
+
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(value.items() if isinstance(value, dict) else enumerate(value))
+
+
+def _rebuilt(value: Any, children: dict[Any, Any]) -> Any:
+    """Return a container like ``value`` with other elements."""
+    return dict(children) if isinstance(value, dict) else type(value)(children.values())
+
+
+def _map_tensors(value: Any, path: Path, function: Callable[[Path, torch.Tensor], Any]) -> Any:
+    """Return nested dicts, lists and tuples with each tensor replaced by ``function(path, tensor)``."""
+    if isinstance(value, torch.Tensor):
+        return function(path, value)
+    if isinstance(value, dict) or type(value) in (list, tuple):
+        return _rebuilt(value, {key: _map_tensors(part, (*path, key), function) for key, part in _children(value)})
+    return value
+
+
+def _restore(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
+    """Return nested containers with the received tensors in their places."""
+    if path in tensors:
+        return tensors[path]
+    if isinstance(value, dict) or type(value) in (list, tuple):
+        return _rebuilt(value, {key: _restore(part, (*path, key), tensors) for key, part in _children(value)})
+    return value

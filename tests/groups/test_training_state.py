@@ -1,0 +1,129 @@
+"""`asyncdist.groups.training_state`: which members receive a state, and what a transfer keeps."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from asyncdist.errors import UsageError
+from asyncdist.groups.training_state import State, adopt
+from asyncdist.testing.cluster import world_of
+
+
+def trained(seed: int, steps: int, size: int = 8) -> State:
+    """Return a state whose optimizer has made a number of steps."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.BatchNorm1d(size), torch.nn.Linear(size, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, size)).sum().backward()
+        optimizer.step()
+    return State(model=model, optimizer=optimizer, losses=[float(seed)] * steps, step=steps)
+
+
+def content(state: State) -> dict[str, Any]:
+    return {
+        "model": state.model.state_dict(), "optimizer": state.optimizer.state_dict(), "losses": state.losses,
+        "step": state.step,
+    }  # fmt: skip
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+async def adopt_all(groups: list[Any], states: list[State]) -> list[bool]:
+    return await asyncio.gather(*map(adopt, groups, states))
+
+
+async def test_first_adoption_makes_all_states_equal_to_that_of_rank_0() -> None:
+    async with world_of(3) as groups:
+        states = [trained(seed, 0) for seed in range(3)]
+        first = content(states[0])
+        assert await adopt_all(groups, states) == [False, True, True]
+        assert all(equal(content(state), first) for state in states)
+
+
+async def test_newcomer_receives_the_state_with_the_highest_step() -> None:
+    async with world_of(3) as groups:
+        states = [trained(0, 0) for _ in range(3)]
+        await adopt_all(groups, states)
+        history = states[0]._history
+        states[1] = trained(1, 5)
+        states[1]._history = history
+        assert await adopt_all(groups, states) == [True, False, True]
+        assert all(equal(content(state), content(states[1])) for state in states)
+        assert states[0].step == 5
+
+
+async def test_equal_states_transfer_nothing_and_a_newcomer_with_more_steps_receives() -> None:
+    async with world_of(2) as groups:
+        states = [trained(0, 2), trained(0, 2)]
+        await adopt_all(groups, states)
+        assert await adopt_all(groups, states) == [False, False]
+        stranger = trained(7, 9)
+        assert await adopt_all(groups, [states[0], stranger]) == [False, True]
+        assert stranger.step == 2
+        assert equal(content(stranger), content(states[0]))
+
+
+async def test_large_tensors_arrive_in_the_memory_of_the_receiver() -> None:
+    async with world_of(2) as groups:
+        states = [trained(seed, 1, size=256) for seed in range(2)]
+        weight = states[1].model[0].weight
+        address = weight.data_ptr()
+        await adopt_all(groups, states)
+        assert states[1].model[0].weight is weight
+        assert weight.data_ptr() == address
+        assert equal(content(states[1]), content(states[0]))
+
+
+async def test_training_continues_alike_after_a_transfer() -> None:
+    async with world_of(2) as groups:
+        states = [trained(seed, 3) for seed in range(2)]
+        await adopt_all(groups, states)
+        for state in states:
+            torch.manual_seed(9)
+            state.optimizer.zero_grad()
+            state.model(torch.randn(4, 8)).sum().backward()
+            state.optimizer.step()
+        assert equal(content(states[0]), content(states[1]))
+
+
+async def test_receiver_does_not_wait_for_a_source_whose_group_has_failed_before() -> None:
+    """The source has not seen the versions of all members, and does not come to the group of the transfer."""
+    async with world_of(3, timeout=300.0) as groups, asyncio.timeout(60.0):
+        states = [trained(0, 1) for _ in groups]
+        await adopt_all(groups, states)
+        receiving = asyncio.create_task(adopt(groups[2], trained(1, 0)))
+        versions: list[Any] = [None] * 3
+        version = [states[0]._history, states[0].step, sorted(states[0].parts())]
+        bystander = asyncio.create_task(adopt(groups[1], states[1]))
+        await groups[0].all_gather_object(versions, version)
+        assert not await bystander
+        groups[0].abort("test")
+        assert not await receiving
+        assert groups[2].changed
+
+
+async def test_different_parts_are_refused_on_every_member() -> None:
+    async with world_of(2) as groups:
+        results = await asyncio.gather(
+            adopt(groups[0], State(epoch=1)), adopt(groups[1], State(round=1)), return_exceptions=True
+        )
+    assert all(isinstance(result, UsageError) and "epoch" in str(result) for result in results)
+
+
+def test_a_missing_part_is_named() -> None:
+    with pytest.raises(AttributeError, match=r"model=\.\.\."):
+        _ = State(step=1).model
