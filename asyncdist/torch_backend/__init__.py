@@ -9,30 +9,34 @@ then use shared memory between the ranks of a host and TCP between hosts. An asy
 
 Each module implements one hook of torch:
 
-process_group        `torch.distributed.ProcessGroup`: the collectives, by torch's names
+torch_group          the methods that the next two have in common: the collectives, by torch's names
+process_group        `torch.distributed.ProcessGroup`, for groups that asyncdist serves as a whole
+backend              ``c10d::Backend``, for a part of a group and for callers in C++, from torch 2.14 on
 torch_work           `torch.distributed.Work`: the handle that a collective returns
-reduce_ops           translates `torch.distributed.ReduceOp`
 registration         `Backend.register_backend`: creates a process group
-kernels              two operators of ``_c10d_functional`` whose kernels in torch require a C++ back end
+kernels              two operators of ``_c10d_functional`` whose kernels below torch 2.14 require a C++ back end
 patches              every function of torch that this package replaces
 bucket_memory        registered memory for the buckets of `torch.nn.parallel.DistributedDataParallel`
 memory_pool          registered memory for ``ProcessGroup.allocate_tensor``
 torch_store          `torch.distributed.Store`
 url_handler          ``init_method="asyncdist://..."``
 rendezvous_handler   ``torchrun --rdzv-backend=asyncdist``
+debug_tab            a tab of torch's debug server (``torch.distributed.debug``)
 lease_keep_alive     keeps a job's keys at the store daemon alive
 
 Importing the package registers the back end. The package may use every layer except `bench` and `cli`.
 """
 
 from asyncdist.torch_backend import kernels, patches, registration, url_handler
+from asyncdist.torch_backend.backend import Backend
 from asyncdist.torch_backend.process_group import ProcessGroup
 from asyncdist.torch_backend.torch_store import Store
 from asyncdist.torch_backend.torch_work import Work
 
-__all__ = ["ProcessGroup", "Store", "Work"]
+__all__ = ["Backend", "ProcessGroup", "Store", "Work"]
 
 registration.register_backend()
+registration.serve_recorders()
 kernels.register_kernels()
 patches.apply_patches()
 url_handler.register_url_scheme()

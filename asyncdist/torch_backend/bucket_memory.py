@@ -1,8 +1,9 @@
 """Registered memory for the buckets of torch's DDP, so that all-reduces over shared memory need no staging copy.
 
 torch's reducer allocates its buckets in C++ with ``at::empty``: at construction, and when it rebuilds the buckets in the
-order in which gradients arrived. A C++ back end can provide that memory (``Backend::allocateTensor``); a Python back end
-cannot. `patches` therefore replaces both functions of the reducer, and a dispatch mode intercepts ``empty`` while they run.
+order in which gradients arrived. A C++ back end can provide that memory (``Backend::allocateTensor``). A Python back end
+cannot, also with torch 2.15, which fails to convert the arguments of that call. `patches` therefore replaces both functions
+of the reducer, and a dispatch mode intercepts ``empty`` while they run.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as torch_distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncdist.errors import SharedMemoryError
 from asyncdist.memory import registered
-from asyncdist.torch_backend.process_group import ProcessGroup
+from asyncdist.torch_backend.process_group import group_of
 
 LEAST_NBYTES = 32 << 10
 """Smaller tensors stay in ordinary memory: small messages are staged in any case."""
@@ -65,8 +67,9 @@ def _registered_empty(
 
 def make_reducer(original: Any, reducer: Any, *args: Any, **kwargs: Any) -> None:
     """Construct DDP's reducer, which allocates its first buckets. ``original`` is torch's constructor."""
-    group = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, ProcessGroup)), None)
-    if group is None or not group.group.shares_memory:
+    groups = (group_of(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, torch_distributed.ProcessGroup))
+    group = next(groups, None)
+    if group is None or not group.shares_memory:
         original(reducer, *args, **kwargs)
         return
     with _RegisteredAllocation():

@@ -1,7 +1,7 @@
-"""CPU kernels of two operators of ``_c10d_functional``. torch's own kernels require a back end written in C++.
+"""CPU kernels of two operators of ``_c10d_functional``. Below torch 2.14, torch's own require a back end written in C++.
 
-`torch_backend` registers them when it is imported. These kernels serve process groups of every back end, because torch
-selects a kernel by the tensor's device.
+`torch_backend` registers them there when it is imported. These kernels serve process groups of every back end, because
+torch selects a kernel by the tensor's device.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch.distributed as torch_distributed
 import torch.distributed._functional_collectives
 from torch.distributed import distributed_c10d
 
+from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS
+
 c10d: Any = distributed_c10d
 _register_work: Any = torch._C._distributed_c10d._register_work
 # The methods of torch's class call the group's Python methods and keep both halves of the Work that these return. A Work
@@ -26,6 +28,8 @@ _cpp: Any = torch_distributed.ProcessGroup
 @cache
 def register_kernels() -> None:
     """Register the kernels for tensors on the CPU. Idempotent."""
+    if HAS_PYTHON_BACKENDS:
+        return
     for kernel in (all_gather_into_tensor_out, batch_p2p_ops):
         operator = f"_c10d_functional::{kernel.__name__}"
         torch.library.impl(operator, "CPU", kernel)

@@ -17,7 +17,8 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncdist.torch_backend import bucket_memory
-from asyncdist.torch_backend.process_group import ProcessGroup
+from asyncdist.torch_backend.process_group import ObservedProcessGroup, ProcessGroup, group_of
+from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS
 
 _bindings: Any = torch._C._distributed_c10d
 
@@ -37,7 +38,7 @@ def _monitored_barrier(
 
 def _register_builtin_comm_hook(original: Callable[..., Any], model: Any, comm_hook_type: Any) -> None:
     """Register torch's Python version of a built-in communication hook (all-reduce, or compression to float16)."""
-    if not isinstance(model.process_group, ProcessGroup):
+    if group_of(model.process_group, model.device) is None:
         original(model, comm_hook_type)
         return
     # Imported late: the module imports every hook of torch.
@@ -62,18 +63,45 @@ def _set_forward_pass_work_handle(original: Any, reducer: Any, work: Any, use_st
     original(reducer, work, use_static_world_size)
 
 
+def _attach(original: Callable[..., Any], process_group: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(process_group, ProcessGroup):
+        process_group.__class__ = ObservedProcessGroup
+    return original(process_group, *args, **kwargs)
+
+
+def _create_shrunk_process_group(
+    original: Any, made: Any, remaining_ranks: Any, metadata: Any, is_default_group: bool
+) -> Any:
+    """Let ``shrink_group`` return the process group that `ProcessGroup.shrink` has made."""
+    if not isinstance(made, ProcessGroup):
+        return original(made, remaining_ranks, metadata, is_default_group)
+    made._set_group_name(metadata["new_group_name"])
+    made._set_group_desc("default:shrunken" if is_default_group else f"{metadata['original_group_name']}:shrunk")
+    return made
+
+
 _REPLACEMENTS: list[tuple[Any, str, Replacement]] = [
-    # Accepts only gloo's groups.
-    (torch_distributed, "monitored_barrier", _monitored_barrier),
-    (distributed_c10d, "monitored_barrier", _monitored_barrier),
-    # torch's built-in hooks are written in C++ and read only futures of C++ back ends.
+    # torch's built-in hooks are written in C++ and read only futures that C++ code has made.
     (DistributedDataParallel, "_register_builtin_comm_hook", _register_builtin_comm_hook),
     # Keeps only the C++ half of a Work.
     (_bindings.Reducer, "_set_forward_pass_work_handle", _set_forward_pass_work_handle),
     # Allocate buckets in ordinary memory, unless the back end is written in C++.
     (_bindings.Reducer, "__init__", bucket_memory.make_reducer),
     (_bindings.Reducer, "_rebuild_buckets", bucket_memory.rebuild_buckets),
+    # Makes a process group in C++ around a back end in C++.
+    (distributed_c10d, "_create_shrunk_process_group", _create_shrunk_process_group),
 ]
+# They register their hooks in C++, without the method of the process group that lets hooks see its operations.
+_REPLACEMENTS += [
+    (getattr(_bindings, name), "attach", _attach)
+    for name in ("FlightRecorderHook", "NanCheckHook")
+    if hasattr(_bindings, name)
+]
+if not HAS_PYTHON_BACKENDS:
+    # Accepts only gloo's groups.
+    _REPLACEMENTS += [
+        (owner, "monitored_barrier", _monitored_barrier) for owner in (torch_distributed, distributed_c10d)
+    ]
 
 
 @functools.cache

@@ -1,264 +1,82 @@
-"""`torch.distributed.ProcessGroup` as a thin wrapper of `Group`.
+"""`torch.distributed.ProcessGroup` for groups that asyncdist serves as a whole.
 
-torch calls one method per operation, with an options object and with ranks of the group. Each method here passes the
-operation of `Group`, its output tensors and its arguments to `ProcessGroup._run`.
+torch's Python code calls the methods of these objects directly, and gets asyncdist's own `Work`, which can be awaited.
+Code of torch that is written in C++ calls them through torch's own class.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+import weakref
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as torch_distributed
 
-from asyncdist.base.background_loop import background_loop
-from asyncdist.base.deadline import Timeout
-from asyncdist.devices.work import DeviceWork
-from asyncdist.engine import work as started
-from asyncdist.errors import GroupError, OperationTimeoutError, SharedMemoryError, UnsupportedError
-from asyncdist.groups.default_world import SAME_RANKS
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World
 from asyncdist.memory.torch_compile import excluded_from_compile
-from asyncdist.torch_backend import gloo_words
-from asyncdist.torch_backend.memory_pool import MemoryPool
-from asyncdist.torch_backend.reduce_ops import reduction_of
-from asyncdist.torch_backend.torch_work import DONE, Work
+from asyncdist.torch_backend.backend import Backend
+from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, NoGroupYet, TorchGroup
+from asyncdist.tracing.hooks import OperationRecord
 
-NAME = "asyncdist"
+_torch: Any = torch_distributed.ProcessGroup
+_bindings: Any = torch._C._distributed_c10d
+_CPU = torch.device("cpu")
 
-T = TypeVar("T")
-Tensors = list[torch.Tensor]
 
-_NO_TIME = timedelta(0)
-"""torch passes a negative timeout where the group's own timeout applies."""
-_UNSET: Any = SimpleNamespace(
-    asyncOp=True,
-    timeout=timedelta(milliseconds=-1),
-    reduceOp=torch_distributed.ReduceOp(torch_distributed.ReduceOp.SUM),
-)
+# By the name of the function, without underscores.
+_OP_TYPES = {name.replace("_", "").lower(): kind for name, kind in _bindings.OpType.__members__.items()}
+_OP_TYPES |= {
+    "allgatherintotensor": _OP_TYPES["allgatherbase"],
+    "reducescattertensor": _OP_TYPES["reducescatterbase"],
+    "alltoallsingle": _OP_TYPES["alltoallbase"],
+}
+
+
+class WorkInfo(NamedTuple):
+    """What a completion hook of torch learns of an operation. torch's class of this name cannot be made in Python."""
+
+    op_type: Any
+    seq: int
+    time_started: datetime
+    time_finished: datetime
+    active_duration: timedelta
+
+    @classmethod
+    def of(cls, record: OperationRecord) -> WorkInfo:
+        """Return the description of a completed operation."""
+        kind = _OP_TYPES.get(record.op.replace("_", ""), _bindings.OpType.UNKNOWN)
+        duration, finished = timedelta(seconds=record.duration), datetime.now()
+        return cls(kind, record.seq, finished - duration, finished, duration)
 
 
 @excluded_from_compile
-class ProcessGroup(torch_distributed.ProcessGroup):
+class ProcessGroup(TorchGroup, torch_distributed.ProcessGroup):  # type: ignore[misc]  # torch's have two signatures
     """A `Group` as a process group of torch, made by ``init_process_group("asyncdist")`` and ``new_group``.
 
-    Ranks in arguments are ranks in the group.
+    From torch 2.14 on it also contains the group as a `Backend`.
 
     Args:
-        group: The group; also an attribute, for features that torch has no name for.
+        group: The group.
         world: The world to close with this group; None if another group closes it.
+        store: The group's store; not used below torch 2.14.
     """
 
-    supports_splitting = False
-    supports_coalescing = False
-    supports_time_estimate = False
-    supports_reconfigure = False
-    supports_window = False
-    supports_abort_hooks = False
-    supports_completion_hooks = False
-
-    def __init__(self, group: Group, world: World | None) -> None:
-        super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # the form with a store raises
-        self.group = group
-        self._world = world
-        self._coalesced: list[started.Work] | None = None
-        self._torch_name = self._torch_description = ""
-        self._pool = MemoryPool()
-
-    # -- starting operations -------------------------------------------------------------------
-
-    def _run(self, start: Callable[..., started.Work], outputs: Tensors, opts: Any, *args: Any) -> Work:
-        """Start an operation according to torch's options; a synchronous operation is complete on return."""
-        timeout = opts.timeout
-        limit = None if timeout < _NO_TIME else timeout
-        if self._coalesced is not None:
-            return self._background(start, outputs, limit, *args)
-        if opts.asyncOp:
-            return Work(start(*args, timeout=limit), outputs)
-        work = start(*args, background=False, timeout=limit)
-        if not work.is_success():
-            try:
-                work.result()
-            except OperationTimeoutError as error:
-                gloo_words.add_timeout(error)
-                raise
-        return DONE
-
-    def _background(
-        self, start: Callable[..., started.Work], outputs: Tensors, limit: Timeout, *args: Any, **extra: Any
-    ) -> Work:
-        work = start(*args, timeout=limit)
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return Work(work, outputs, **extra)
-
-    # -- reductions ----------------------------------------------------------------------------
-
-    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = _UNSET) -> Work:
-        outputs = _listed(tensors)
-        return self._run(self.group.all_reduce, outputs, opts, _single(outputs), reduction_of(opts.reduceOp))
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
-        op = reduction_of(opts.reduceOp)
-        if len({tensor.dtype for tensor in tensors}) == 1:
-            return self._run(self.group.all_reduce_coalesced, tensors, opts, tensors, op)
-        return self._run(_together(self.group.all_reduce, [(tensor, op) for tensor in tensors]), tensors, opts)
-
-    def reduce(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
-        op = reduction_of(opts.reduceOp)
-        return self._run(self.group.reduce, tensors, opts, _single(tensors), opts.rootRank, op)
-
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _UNSET) -> Work:
-        op = reduction_of(opts.reduceOp)
-        return self._run(self.group.reduce_scatter, outputs, opts, _single(outputs), _single(inputs), op)
-
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
-        op = reduction_of(opts.reduceOp)
-        return self._run(self.group.reduce_scatter_single, [output], opts, output, input, op)
-
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
-        op = reduction_of(opts.reduceOp)
-        calls = [(output, tensor, op) for output, tensor in zip(outputs, inputs, strict=True)]
-        return self._run(_together(self.group.reduce_scatter_single, calls), outputs, opts)
-
-    # -- data movement -------------------------------------------------------------------------
-
-    def broadcast(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
-        return self._run(self.group.broadcast, tensors, opts, _single(tensors), opts.rootRank)
-
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
-        return self._run(self.group.all_gather, _single(outputs), opts, _single(outputs), _single(inputs))
-
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
-        return self._run(self.group.all_gather_single, [output], opts, output, input)
-
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
-        calls = list(zip(outputs, inputs, strict=True))
-        return self._run(_together(self.group.all_gather_single, calls), outputs, opts)
-
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
-        return self._run(self.group.all_gather_coalesced, [t for row in outputs for t in row], opts, outputs, inputs)
-
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
-        into = outputs[0] if outputs else None
-        return self._run(self.group.gather, into or [], opts, _single(inputs), into, opts.rootRank)
-
-    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
-        return self._run(self.group.gather_single, [output], opts, input, output, opts.rootRank)
-
-    # torch 2.15 has both names.
-    gather_into_tensor = gather_single
-
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _UNSET) -> Work:
-        source = inputs[0] if inputs else None
-        return self._run(self.group.scatter, outputs, opts, _single(outputs), source, opts.rootRank)
-
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
-        return self._run(self.group.all_to_all, outputs, opts, outputs, inputs)
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int],
-        input_split_sizes: Sequence[int],
-        opts: Any = _UNSET,
-    ) -> Work:
-        splits = output_split_sizes, input_split_sizes
-        return self._run(self.group.all_to_all_single, [output], opts, output, input, *splits)
-
-    def barrier(self, opts: Any = _UNSET) -> Work:
-        devices = getattr(opts, "device_ids", None) if torch.cuda.is_available() else None
-        return self._run(self._barrier_on(devices[0]) if devices else self.group.barrier, [], opts)
-
-    def _barrier_on(self, index: int) -> Callable[..., started.Work]:
-        """Return a barrier that a rank enters when its CUDA device has completed the current stream's work."""
-        on = self.group.on(torch.device("cuda", index))
-
-        def barrier(background: bool = True, timeout: Timeout = None) -> started.Work:
-            work = on.barrier(background=background, timeout=timeout)
-            if not background:
-                cast(DeviceWork, work).synchronize()
-            return work
-
-        return barrier
-
-    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
-        """Return when every rank has called it; after ``timeout``, rank 0's error names every missing rank.
-
-        ``wait_all_ranks`` concerns gloo's words within the message: they name every missing rank instead of the first.
-        """
-        try:
-            self.group.monitored_barrier(timeout=timeout, background=False).result()
-        except GroupError as error:
-            gloo_words.add_monitored_barrier(error, self.group.ranks, self.group.rank(), wait_all_ranks)
-            raise
-
-    # -- point-to-point ------------------------------------------------------------------------
-
-    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
-        return self._background(self.group.send, [], None, _single(tensors), dst, tag)
-
-    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> Work:
-        start = self.group.recv
-        return self._background(start, tensors, None, _single(tensors), src, tag, source=self.group.group_rank)
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        return self.recv(tensors, None, tag)
-
-    # -- coalescing ----------------------------------------------------------------------------
-
-    def _start_coalescing(self, device: object = None) -> None:
-        self._coalesced = []
-
-    def _end_coalescing(self, device: object = None) -> Work:
-        works, self._coalesced = self._coalesced or [], None
-        return Work(started.joined(works), [])
-
-    # -- properties that torch reads -----------------------------------------------------------
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        types = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-        return [torch.device(each) for each in types]
-
-    def _get_backend(self, device: object) -> ProcessGroup:
-        return self
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Return whether `allocate_tensor` returns memory that all ranks share."""
-        return device.type == "cpu" and self.group.shares_memory
-
-    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor of shape ``(size,)``, in registered memory unless that is full."""
-        if size and self.supports_tensor_alloc(device):
-            with contextlib.suppress(SharedMemoryError):
-                return self._pool.lend(size * dtype.itemsize).view(dtype)
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def get_reconfigure_handle(self) -> str:
-        """Raise UnsupportedError: torch does not refuse ``enable_reconfigure=True`` before it calls this method."""
-        raise UnsupportedError(SAME_RANKS)
-
-    def reconfigure(self, opts: object) -> Work:
-        """Raise UnsupportedError, as `get_reconfigure_handle` does."""
-        raise UnsupportedError(SAME_RANKS)
-
-    def new_window(self, tensor: torch.Tensor | None = None) -> object:
-        """Raise UnsupportedError."""
-        raise UnsupportedError(
-            "the back end asyncdist has no windows for one-sided access: use send and recv, or collectives"
-        )
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        return NAME
-
-    name = _get_backend_name = getBackendName
+    def __init__(self, group: Group | NoGroupYet, world: World | None, store: Any = None) -> None:
+        self._serve(group, world, store)
+        if HAS_PYTHON_BACKENDS:
+            super().__init__(store, group.rank(), group.size())
+            self.backend = Backend(group, None)
+            self.backend._whole_of = weakref.ref(self)
+            for device in _devices():
+                self._register_backend(device, _torch.BackendType.CUSTOM, self.backend)
+            self._set_default_backend(_torch.BackendType.CUSTOM)
+        else:
+            # The form with a store raises.
+            super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
+            self._torch_name = self._torch_description = ""
 
     def getRank(self) -> int:  # noqa: N802 - torch's name
         return self.group.rank()
@@ -266,61 +84,122 @@ class ProcessGroup(torch_distributed.ProcessGroup):
     def getSize(self) -> int:  # noqa: N802 - torch's name
         return self.group.size()
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
-        self._torch_name = name
+    if not HAS_PYTHON_BACKENDS:
+        # What later versions ask the back end, or keep themselves.
 
-    def getGroupName(self) -> str:  # noqa: N802 - torch's name
-        return self._torch_name
+        @property
+        def _device_types(self) -> list[torch.device]:
+            return _devices()
 
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
-        self._torch_description = description
+        def _get_backend(self, device: object) -> ProcessGroup:
+            return self
 
-    def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
-        return self._torch_description
+        def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's name
+            self._torch_name = name
 
-    def _set_default_timeout(self, timeout: Timeout) -> None:
-        self.group.set_timeout(timeout)
+        def getGroupName(self) -> str:  # noqa: N802 - torch's name
+            return self._torch_name
 
-    set_timeout = _set_default_timeout
+        def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's name
+            self._torch_description = description
 
-    # -- closing -------------------------------------------------------------------------------
+        def getGroupDesc(self) -> str:  # noqa: N802 - torch's name
+            return self._torch_description
 
-    def shutdown(self) -> None:
-        """Destroy the group, and its world if this group owns one. Idempotent; groups may close in any order."""
-        self.group.close()
-        world, self._world = self._world, None
-        if world is not None:
-            world.leave()
-            background_loop().run(world.close())
+    # -- groups made of this one ---------------------------------------------------------------
 
-    def abort(self) -> None:
-        """Fail every pending operation of this group on every rank, and leave the world with its last group.
+    def split_group(self, new_ranks: list[int], *args: Any, **kwargs: Any) -> ProcessGroup | None:
+        """Make a group of some ranks of this one, as torch's method does; None on the other ranks."""
+        if self.group.rank() not in new_ranks:
+            return None
+        return self._like_this(_torch.split_group(self, new_ranks, *args, **kwargs))
 
-        torch never calls `shutdown` on a group that it has aborted.
-        """
-        self.group.abort("torch.distributed aborted the process group")
-        if self._world is not None and all(group.aborted for group in self._world.groups):
-            self._world.leave()
-            background_loop().submit(self._world.close())
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> ProcessGroup:
+        """Make a group of the ranks of this one and of others, as torch's method does."""
+        return self._like_this(_torch.merge_remote_group(self, *args, **kwargs))
 
-    def __repr__(self) -> str:
-        return f"<asyncdist {self.group!r}>"
+    def _like_this(self, made: Any) -> ProcessGroup:
+        """Return a group of this class for a group of torch's own that `Backend.split` or `Backend.merge` serves."""
+        backend = made._get_backend(_CPU)
+        group = type(self)(backend.group, backend._world, made.get_group_store())
+        group._set_group_name(made.group_name)
+        group._set_group_desc(made.group_desc)
+        return group
+
+    def _like(self, group: Group, world: World | None) -> ProcessGroup:
+        return type(self)(group, world, self._shared)
+
+    def _parts(self) -> tuple[TorchGroup, ...]:
+        return (self, self.backend) if HAS_PYTHON_BACKENDS else (self,)
+
+    # -- torch's hooks -------------------------------------------------------------------------
+
+    def _register_on_completion_hook(self, hook: Callable[[WorkInfo], object]) -> None:
+        """Call ``hook`` when an operation of this group has succeeded, on the thread that completes it."""
+        self._hook(hook, on_end=lambda record: hook(WorkInfo.of(record)))
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], object]) -> None:
+        """Call ``hook`` before each operation, as torch's method does."""
+        _torch.register_pre_hook(self, hook_id, hook)
+        self.__class__ = ObservedProcessGroup
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[Any], object]) -> None:
+        """Call ``hook`` after each operation was started, as torch's method does."""
+        _torch.register_post_hook(self, hook_id, hook)
+        self.__class__ = ObservedProcessGroup
 
 
-def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
-    # DDP's join passes a single tensor.
-    return tensors if isinstance(tensors, list) else [tensors]
+if not hasattr(_torch, "all_gather_single"):
+    # torch before 2.13 calls these operations by other names.
+    for _earlier, _present in (
+        ("_allgather_base", "all_gather_single"),
+        ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+        ("_reduce_scatter_base", "reduce_scatter_single"),
+        ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+        ("alltoall_base", "all_to_all_single"),
+    ):
+        setattr(ProcessGroup, _earlier, getattr(ProcessGroup, _present))
 
 
-def _single(items: Sequence[T]) -> T:
-    """Return the only item; otherwise the list itself, which the operation refuses with its own error."""
-    return items[0] if len(items) == 1 else cast(T, items)
+class ObservedProcessGroup(ProcessGroup):
+    """A process group whose operations torch's hooks see: its flight recorder, its check for NaN, and registered hooks.
+
+    torch calls hooks in the operators of its dispatcher. Each method here therefore calls torch's own method, which
+    calls the operator, which calls the `Backend`. A call takes a few microseconds more.
+    """
 
 
-def _together(start: Callable[..., started.Work], calls: Sequence[tuple[Any, ...]]) -> Callable[..., started.Work]:
-    """Return a function that starts several operations and returns one Work for all of them."""
+def _through_dispatcher(name: str) -> Callable[..., Any]:
+    original = getattr(_torch, name)
 
-    def start_all(background: bool = True, timeout: Timeout = None) -> started.Work:
-        return started.joined([start(*call, background=background, timeout=timeout) for call in calls])
+    def call(self: ObservedProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        original(self, *args, **kwargs)
+        # torch's handle of the operation cannot be awaited, and does not know whether the operation is complete.
+        return vars(self.backend.started).pop("work")
 
-    return start_all
+    # By this name pybind11 sees that the replaced method is called from the one that replaces it.
+    call.__code__ = call.__code__.replace(co_name=name)
+    return call
+
+
+if HAS_PYTHON_BACKENDS:
+    for _name in (
+        "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single",
+        "reduce_scatter_single_coalesced", "broadcast", "allgather", "all_gather_single", "all_gather_single_coalesced",
+        "allgather_coalesced", "gather", "scatter", "alltoall", "all_to_all_single", "barrier", "send", "recv",
+        "recv_anysource",
+    ):  # fmt: skip
+        setattr(ObservedProcessGroup, _name, _through_dispatcher(_name))
+    excluded_from_compile(ObservedProcessGroup)
+
+
+def group_of(process_group: Any, device: torch.device = _CPU) -> Group | None:
+    """Return the `Group` that serves a process group's tensors on a device; None if another back end serves them."""
+    if not isinstance(process_group, TorchGroup) and torch.device(device.type) in process_group._device_types:
+        process_group = process_group._get_backend(device)
+    return process_group.group if isinstance(process_group, TorchGroup) else None
+
+
+def _devices() -> list[torch.device]:
+    types = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    return [torch.device(each) for each in types]

@@ -6,6 +6,7 @@ The package registers the back end when it is imported. torch calls `make_backen
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,12 +14,17 @@ import torch
 import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
-from asyncdist.base.background_loop import background_loop
-from asyncdist.base.cores import has_free_cores
-from asyncdist.groups.world import World, open_world
-from asyncdist.torch_backend.process_group import NAME, ProcessGroup
+from asyncdist.base.deadline import seconds
+from asyncdist.config import TorchHooks
+from asyncdist.groups.group import Group
+from asyncdist.groups.world import World
+from asyncdist.torch_backend.backend import Backend, open_through
+from asyncdist.torch_backend.process_group import ObservedProcessGroup, ProcessGroup, group_of
+from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, NAME, NoGroupYet, TorchGroup
+from asyncdist.tracing.recorder import recorders
 
 c10d: Any = distributed_c10d
+_bindings: Any = torch._C._distributed_c10d
 
 
 def register_backend() -> None:
@@ -26,28 +32,47 @@ def register_backend() -> None:
     add_backend(NAME, make_backend, ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"])
 
 
-def add_backend(name: str, maker: Callable[[Any, object], ProcessGroup], devices: Sequence[str]) -> None:
+def add_backend(name: str, maker: Callable[[Any, object], TorchGroup], devices: Sequence[str]) -> None:
     """Register ``maker``, a function like `make_backend`, as the factory of the back end ``name``. Idempotent."""
     backends: Any = torch_distributed.Backend
     if name.upper() not in backends._plugins:
         backends.register_backend(name, maker, extended_api=True, devices=list(devices))
-    # torch 2.15 hooks its flight recorder into groups of back ends that do not record themselves. asyncdist's does, and
-    # a process group that is a Python object does not support the hook.
-    self_recording = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
-    if self_recording is not None:
-        c10d._FR_SELF_RECORDING_BACKENDS = {*self_recording, name}
 
 
-def make_backend(opts: Any, pg_options: object = None) -> ProcessGroup:
-    """Create a process group. torch calls this on every member. Members create the groups that they share in one order.
+def serve_recorders() -> None:
+    """Let torch's debug server answer, on each rank, with the flight recorders of this process. Idempotent."""
+    if NAME not in _bindings._get_handler_names():
+        _bindings._register_handler(NAME, _answer)
+
+
+def _answer(request: Any, response: Any) -> None:
+    """Answer a request of the debug server; its parameter ``calls`` limits the number of completed calls."""
+    calls = request.get_param("calls")
+    contents = [each.content("the debug server", int(calls) if calls else None) for each in recorders()]
+    response.set_content(json.dumps(contents), "application/json")
+    response.set_status(200)
+
+
+# torch drops its last reference after the interpreter has ended. The function's reference to itself keeps it from being
+# deallocated then, which would crash.
+_answer.__dict__["itself"] = _answer
+
+
+def make_backend(opts: Any, pg_options: object = None) -> TorchGroup:
+    """Create a process group, or a back end for some devices of one. torch calls this on every member.
+
+    Members create the groups that they share in one order.
 
     If the default group is asyncdist's, a further group uses the connections of its world and needs no communication.
     Otherwise the ranks of the group perform a rendezvous through the store that torch passes.
 
     Args:
-        opts: torch's ``_DistributedBackendOptions``: store, ranks and timeout. Its ``enable_reconfigure`` is ignored.
+        opts: torch's ``_DistributedBackendOptions``: store, ranks and timeout. With ``enable_reconfigure``, a process group
+            that asyncdist serves as a whole has no members before its first ``reconfigure``, and nobody meets here.
         pg_options: Ignored.
     """
+    if getattr(opts, "enable_reconfigure", False) and _is_whole(opts.process_group):
+        return _wrapped(NoGroupYet(opts.group_rank, opts.group_size, seconds(opts.timeout)), None, opts)
     world, own_world = _default_world(), None
     if world is not None and opts.global_ranks_in_group:
         # torch's group name is not used. It is a count that each rank keeps for itself, and the counts differ after some
@@ -55,19 +80,46 @@ def make_backend(opts: Any, pg_options: object = None) -> ProcessGroup:
         group = world.new_group(opts.global_ranks_in_group, timeout=opts.timeout)
         assert group is not None, "torch calls make_backend on members only"
     else:
-        own_world = background_loop().run(
-            open_world(store=opts.store, rank=opts.group_rank, world_size=opts.group_size, timeout=opts.timeout)
-        )
+        own_world = open_through(opts.store, opts.group_rank, opts.group_size, opts.timeout)
         group = own_world.group
-    # Without a free core, the background loop's thread would take the calling thread's core. The calling thread
-    # therefore spins for its peers; it usually waits soon anyway, such as DDP after its last bucket.
-    group.patient = not has_free_cores(group.mesh.transport_selector.local_size, torch.get_num_threads())
-    return ProcessGroup(group, own_world)
+    return _wrapped(group, own_world, opts)
+
+
+def _wrapped(group: Group | NoGroupYet, own_world: World | None, opts: Any) -> TorchGroup:
+    """Return the object for torch that serves a group."""
+    if not HAS_PYTHON_BACKENDS:
+        return ProcessGroup(group, own_world, opts.store)
+    hooks = TorchHooks.from_environment()
+    _choose_recorder(hooks.flight_recorder)
+    if not _is_whole(opts.process_group):
+        return Backend(group, own_world)
+    kind = ObservedProcessGroup if hooks.observe else ProcessGroup
+    return kind(group, own_world, opts.process_group.get_group_store())
+
+
+def _choose_recorder(of_torch: bool) -> None:
+    """Let torch 2.15 hook its flight recorder into asyncdist's groups, or not.
+
+    torch hooks it into groups of back ends that do not record themselves. asyncdist does, and the hook makes a small call
+    take twice as long. A program that sets the size of torch's recorder asks for it.
+    """
+    recording = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if recording is not None:
+        c10d._FR_SELF_RECORDING_BACKENDS = recording - {NAME} if of_torch else recording | {NAME}
+
+
+def _is_whole(process_group: Any) -> bool:
+    """Return whether asyncdist serves all devices of the process group that torch is making.
+
+    torch does not say for which devices it calls. In ``"cpu:asyncdist,cuda:nccl"`` the default back end is NCCL's, and in
+    ``"cuda:nccl,cpu:asyncdist"`` the back end of another device is there already.
+    """
+    return process_group.name() == "custom" and not process_group._device_types
 
 
 def _default_world() -> World | None:
     """Return the world of torch's default group; None without a default group, or if it has another back end."""
     if not torch_distributed.is_initialized():
         return None
-    default = torch_distributed.group.WORLD
-    return default.group.world if isinstance(default, ProcessGroup) else None
+    group = group_of(torch_distributed.group.WORLD)
+    return None if group is None else group.world

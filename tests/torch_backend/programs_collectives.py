@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from toys import numbers
 
+NanCheckHook = getattr(torch._C._distributed_c10d, "NanCheckHook", None)
+
 Op = dist.ReduceOp
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLES = (torch.int8, torch.uint8, torch.int32, torch.int64)
@@ -286,6 +288,20 @@ def barriers(rank, world):
     dist.monitored_barrier()
     dist.monitored_barrier(timeout=timedelta(seconds=20), wait_all_ranks=True)
     return "all passed"
+
+
+def checked_for_nan(rank, world):
+    group, tensor = dist.new_group(), numbers(rank)
+    hook = NanCheckHook.attach(group)
+    dist.all_reduce(tensor, group=group)
+    tensor[0], found = float("nan"), "nothing"
+    try:
+        dist.all_reduce(tensor, group=group)
+    except RuntimeError as error:
+        found = "NaN" if "NaN" in str(error) else str(error)
+    hook.remove()
+    dist.all_reduce(tensor, group=group)
+    return found, tensor[1:], tensor[0].isnan()
 
 
 def objects(rank, world):

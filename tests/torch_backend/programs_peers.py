@@ -189,3 +189,14 @@ def names(rank, world):
         "distinct": group.group_name != dist.group.WORLD.group_name,
         "known": dist.distributed_c10d._resolve_process_group(group.group_name) is group,
     }
+
+
+def sequence_numbers(rank, world):
+    """A group counts its own collectives."""
+    group, counts = dist.new_group(), []
+    for _ in range(3):
+        dist.all_reduce(numbers(rank), group=group)
+        counts.append(group._get_sequence_number_for_group())
+    other = dist.new_group()
+    dist.barrier(group=other)
+    return [*counts, other._get_sequence_number_for_group() > 0]

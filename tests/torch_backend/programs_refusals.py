@@ -84,14 +84,13 @@ def features_of_later_releases(rank, world):
     group = dist.group.WORLD
     can = [
         group.supports_reconfigure,
+        group.supports_shrinking,
         group.supports_window,
         group.supports_abort_hooks,
         group.supports_completion_hooks,
     ]
     return [
-        (can, [False] * 4),
-        _refused(None, lambda: group.get_reconfigure_handle(), "call destroy_process_group() and init_process_group()"),
-        _refused(None, lambda: group.reconfigure(None), "call destroy_process_group() and init_process_group()"),
+        (can, [True, True, False, True, False]),
         _refused(None, lambda: group.new_window(torch.ones(2)), "use send and recv"),
         _still_works(rank, world),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 import torch.distributed as dist
 
 pytestmark = pytest.mark.processes
@@ -13,6 +14,12 @@ OBJECTS_OF_SAFE_TYPES = pytest.param(
     marks=pytest.mark.skipif(
         "weights_only" not in inspect.signature(dist.all_gather_object).parameters,
         reason="object collectives take weights_only from torch 2.15 on",
+    ),
+)
+CHECKED_FOR_NAN = pytest.param(
+    "checked_for_nan",
+    marks=pytest.mark.skipif(
+        not hasattr(torch._C._distributed_c10d, "NanCheckHook"), reason="torch has the hook from 2.14 on"
     ),
 )
 
@@ -28,7 +35,7 @@ def test_all_reduce_of_every_dtype_and_reduction(same_over_gloo, kind):
         "all_reduce_sparse", "all_reduce_coalesced", "coalescing_manager", "asynchronous", "futures", "broadcast",
         "reduce", "gather", "scatter", "all_gather", "all_gather_into_tensor", "all_gather_coalesced", "reduce_scatter",
         "reduce_scatter_tensor", "all_to_all_single", "all_to_all", "barriers", "objects",
-        OBJECTS_OF_SAFE_TYPES,
+        OBJECTS_OF_SAFE_TYPES, CHECKED_FOR_NAN,
     ],
 )  # fmt: skip
 def test_collective(same_over_gloo, program):
@@ -45,7 +52,7 @@ def test_point_to_point(same_over_gloo, program):
 
 @pytest.mark.parametrize(
     "program", ["in_groups", "outside_a_group", "subgroups", "groups_made_locally",
-                "destroyed_in_any_order", "names"],
+                "destroyed_in_any_order", "names", "sequence_numbers"],
 )  # fmt: skip
 def test_groups(same_over_gloo, program):
     same_over_gloo("programs_peers", program)

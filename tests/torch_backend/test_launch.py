@@ -25,13 +25,11 @@ LIMIT = 90
 ELASTIC = ("--nnodes=1:4", "--nproc-per-node=1", "--rdzv-id=job", "--monitor-interval=0.2")
 
 
-class Job:
-    """A torchrun agent and the output of the agent and its workers."""
+class Agent:
+    """A torchrun agent, started with these arguments, and the output of the agent and its workers."""
 
-    def __init__(self, daemon, backend, ending, *options):
-        rendezvous = ["--rdzv-backend=asyncdist", f"--rdzv-endpoint=127.0.0.1:{daemon.port}"]
-        program = [str(HERE / "program_under_torchrun.py"), backend, ending]
-        command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *options, *program]
+    def __init__(self, *arguments):
+        command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self.lines = []
         self.changed = threading.Condition()
@@ -44,10 +42,15 @@ class Job:
                 self.lines.append(line.strip())
                 self.changed.notify_all()
 
-    def wait_for_output(self, text):
-        """Wait until the agent or a worker has printed this text."""
+    def wait_for_output(self, text, after=0):
+        """Wait until the agent or a worker has printed this text behind the first lines; return the number of lines."""
+
+        def number():
+            return next((n for n, line in enumerate(self.lines, 1) if n > after and text in line), 0)
+
         with self.changed:
-            assert self.changed.wait_for(lambda: any(text in line for line in self.lines), LIMIT), "\n".join(self.lines)
+            assert self.changed.wait_for(number, LIMIT), "\n".join(self.lines)
+            return number()
 
     def kill_with_workers(self):
         """Kill the agent, then its workers; a living agent would restart them."""
@@ -63,9 +66,14 @@ class Job:
         return sorted(line for line in self.lines if re.match(r"\w+: rank", line))
 
 
+def job(daemon, backend, ending, *options):
+    rendezvous = ["--rdzv-backend=asyncdist", f"--rdzv-endpoint=127.0.0.1:{daemon.port}"]
+    return agent(*rendezvous, *options, HERE / "program_under_torchrun.py", backend, ending)
+
+
 @contextmanager
-def job(*arguments):
-    started = Job(*arguments)
+def agent(*arguments):
+    started = Agent(*arguments)
     try:
         yield started
     finally:
@@ -129,6 +137,27 @@ def test_elastic_job_continues_without_a_lost_node(daemon, nothing_is_kept):
         said = first.output_of_workers()
     assert re.search(r"rank 0 of 1, attempt [1-3], sum 1", "\n".join(said)), said
     nothing_is_kept()
+
+
+@pytest.mark.exhaustive
+def test_survivor_goes_on_while_another_agent_restarts_its_worker(daemon, tmp_path):
+    """Each process has an agent of its own, so that no agent ends the survivor; the processes meet in a job."""
+    stop = tmp_path / "stop"
+    program = [HERE / "program_joining.py", f"asyncdist://127.0.0.1:{daemon.port}/job", stop]
+    alone = ["--standalone", "--nproc-per-node=1", "--max-restarts=1", "--monitor-interval=0.2", *program]
+    with agent(*alone) as first, agent(*alone) as second:
+        seen, there = first.wait_for_output(" of 2"), second.wait_for_output(" of 2")
+        survivor, victim = (each.lines[n - 1].split()[1] for each, n in ((first, seen), (second, there)))
+        os.kill(int(victim), signal.SIGKILL)
+        seen = first.wait_for_output(f"process {survivor} is one of 1", seen)
+        first.wait_for_output(f"process {survivor} is one of 2", seen)
+        second.wait_for_output(" of 2", there)
+        stop.touch()
+        for each in (first, second):
+            each.reader.join(LIMIT)
+            assert each.process.wait(LIMIT) == 0, "\n".join(each.lines)
+    assert not any(f"process {victim}" in line for line in second.lines[there:]), second.lines
+    assert all(line.split()[1] == survivor for line in first.lines if line.startswith("process")), first.lines
 
 
 def test_url_initializes_one_world_after_another(daemon, nursery, ended, nothing_is_kept):

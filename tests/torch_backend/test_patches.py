@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 
-import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from asyncdist.torch_backend import patches
 
 
 def test_patched_function_keeps_name_and_signature_and_is_patched_once():
-    replaced = dist.monitored_barrier
-    assert replaced.__name__ == "monitored_barrier"
-    assert [*inspect.signature(replaced).parameters] == ["group", "timeout", "wait_all_ranks"]
+    replaced = DistributedDataParallel._register_builtin_comm_hook
+    assert replaced.__name__ == "_register_builtin_comm_hook"
+    assert [*inspect.signature(replaced).parameters] == ["self", "comm_hook_type"]
     patches.apply_patches()
-    assert dist.monitored_barrier is replaced
+    assert DistributedDataParallel._register_builtin_comm_hook is replaced

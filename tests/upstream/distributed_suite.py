@@ -1,9 +1,8 @@
 """Run torch's `DistributedTest`, which the installed torch contains, on one back end.
 
-Usage: ``python distributed_suite.py BACKEND RANKS [TEST ...]``. Without names the program runs every test. It prints one
-line of JSON at the start of each test and one at its end: its name, its outcome (started, passed, failed, skipped), its
-seconds, and the reason of a failure or a skip. ``--list`` in place of BACKEND prints the names. `run.py` starts this
-program once per back end.
+Usage: ``python distributed_suite.py BACKEND RANKS [TEST ...]``. Without names the program runs every test. It prints the
+lines of `outcome_writer.py`. ``--list`` in place of BACKEND prints the names. `run.py` starts this program once per back
+end.
 
 Torch selects tests by the name of the back end when it defines them. Here it always selects gloo's tests. Afterwards
 `BackendName` replaces the name, so that the default process group and its subgroups are those of BACKEND. A test that asks
@@ -12,16 +11,15 @@ for a group of gloo by name gets one.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import time
 import unittest
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.multiprocessing
+from outcome_writer import OutcomeWriter, lines_on_stdout
 from torch.testing._internal.common_distributed import TEST_SKIPS
 
 TEST_SECONDS = "120"
@@ -81,55 +79,18 @@ def define_case(module: ModuleType) -> type[unittest.TestCase]:
     return TestDistributed
 
 
-class OutcomeWriter(unittest.TestResult):
-    """Writes one line of JSON to ``output`` for each test."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self._output = output
-        self._started = 0.0
-
-    def startTest(self, test: unittest.TestCase) -> None:
-        super().startTest(test)
-        self._started = time.monotonic()
-        self._write(test, "started")
-
-    def addSuccess(self, test: unittest.TestCase) -> None:
-        self._write(test, "passed")
-
-    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
-        super().addSkip(test, reason)
-        self._write(test, "skipped", reason)
-
-    def addFailure(self, test: unittest.TestCase, err: Any) -> None:
-        super().addFailure(test, err)
-        self._write(test, "failed", self.failures[-1][1])
-
-    def addError(self, test: unittest.TestCase, err: Any) -> None:
-        super().addError(test, err)
-        self._write(test, "failed", self.errors[-1][1])
-
-    def _write(self, test: unittest.TestCase, outcome: str, reason: str = "") -> None:
-        name, seconds = test.id().split(".")[-1], round(time.monotonic() - self._started, 1)
-        line = json.dumps({"test": name, "outcome": outcome, "seconds": seconds, "reason": reason})
-        print(line, file=self._output, flush=True)
-
-
 def main(backend: str, ranks: str, *names: str) -> int:
     """Run the tests; return 1 if one failed."""
-    # What torch and the tests print goes to stderr.
-    output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    torch.set_num_threads(1)
-    case = define_case(load_distributed_test(backend, int(ranks)))
-    every = unittest.defaultTestLoader.getTestCaseNames(case)
-    if backend == "--list":
-        print("\n".join(every), file=output, flush=True)
-        return 0
-    result = OutcomeWriter(output)
-    for name in names or every:
-        case(name).run(result)
-    return int(not result.wasSuccessful())
+    with lines_on_stdout() as output:
+        torch.set_num_threads(1)
+        case = define_case(load_distributed_test(backend, int(ranks)))
+        every = unittest.defaultTestLoader.getTestCaseNames(case)
+        if backend == "--list":
+            print("\n".join(every), file=output, flush=True)
+            return 0
+        result = OutcomeWriter(output, name=lambda test: test.id().split(".")[-1])
+        result.run_all([case(name) for name in names or every])
+        return int(not result.wasSuccessful())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,556 @@
+"""A `Group` by torch's names: the methods that `ProcessGroup` and `Backend` have in common.
+
+torch calls one method per operation, with an options object and with ranks of the group. Each method here passes the
+operation of `Group`, its output tensors and its arguments to `TorchGroup._run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as torch_distributed
+
+from asyncdist.base.background_loop import background_loop
+from asyncdist.base.cores import has_free_cores
+from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
+from asyncdist.devices.work import DeviceWork
+from asyncdist.elastic.reconfiguration import Reconfiguration, completed_group
+from asyncdist.engine import work as started
+from asyncdist.errors import (
+    GroupAbortedError,
+    GroupError,
+    NotInitializedError,
+    OperationTimeoutError,
+    PeerLostError,
+    SharedMemoryError,
+    UnsupportedError,
+)
+from asyncdist.groups.group import Group
+from asyncdist.groups.procedure import BackgroundCall
+from asyncdist.groups.world import World
+from asyncdist.memory.torch_compile import excluded_from_compile
+from asyncdist.torch_backend import gloo_words
+from asyncdist.torch_backend.memory_pool import MemoryPool
+from asyncdist.torch_backend.torch_work import DONE, Work
+from asyncdist.tracing.hooks import Hook
+
+_bindings: Any = torch._C._distributed_c10d
+
+NAME = "asyncdist"
+
+HAS_PYTHON_BACKENDS = hasattr(_bindings.Backend, "split")
+"""Whether Python classes can derive from ``c10d::Backend``: from torch 2.14 on."""
+
+T = TypeVar("T")
+Tensors = list[torch.Tensor]
+
+_NO_TIME = timedelta(0)
+"""torch passes a negative timeout where the group's own timeout applies."""
+_UNSET: Any = SimpleNamespace(
+    asyncOp=True,
+    timeout=timedelta(milliseconds=-1),
+    reduceOp=torch_distributed.ReduceOp(torch_distributed.ReduceOp.SUM),
+)
+
+
+@excluded_from_compile
+class TorchGroup:
+    """The operations, properties and the end of a `Group`, by the names by which torch calls them.
+
+    Ranks in arguments are ranks in the group.
+
+    Attributes:
+        group: The group; features that torch has no name for are there.
+    """
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = _supports_time_estimate = False
+    supports_shrinking = True
+    supports_window = False
+    supports_abort_hooks = True
+    supports_completion_hooks = False
+
+    group: Group
+
+    def _serve(self, group: Group | NoGroupYet, world: World | None, shared: Any = None) -> None:
+        """Serve ``group``, and close ``world`` with it; None if another group closes it.
+
+        Args:
+            group: The group; or what takes its place until the first call of `reconfigure`.
+            world: The world.
+            shared: The store that torch has passed for the group; None for a part of a process group.
+        """
+        self._world = world
+        self._shared = shared
+        self._coalesced: list[started.Work] | None = None
+        self._hooks: dict[Any, tuple[Hook, dict[str, Any]]] = {}
+        self._abort_hooks: dict[int, Callable[[], object]] = {}
+        self._pool = MemoryPool()
+        self._reconfiguration: Reconfiguration | None = None
+        self._is_revocable = isinstance(group, NoGroupYet)
+        self._whole_of: Callable[[], TorchGroup | None] = weakref.ref(self)
+        self._take(group)
+
+    @property
+    def _whole(self) -> TorchGroup:
+        """What owns the world: the process group in which this back end is, or this object."""
+        return self._whole_of() or self
+
+    def _parts(self) -> tuple[TorchGroup, ...]:
+        """Return the objects that serve one group together."""
+        return (self,)
+
+    def _take(self, group: Group | NoGroupYet) -> None:
+        """Serve this group from now on, with the hooks of the group before."""
+        self.group = cast(Group, group)
+        for key, (_, functions) in list(self._hooks.items()):
+            self._hooks[key] = group.register_hook(**functions), functions
+        if isinstance(group, Group):
+            # Without a free core, the background loop's thread would take the calling thread's core. The calling thread
+            # therefore spins for its peers; it usually waits soon anyway, such as DDP after its last bucket.
+            group.patient = not has_free_cores(group.mesh.transport_selector.local_size, torch.get_num_threads())
+
+    def rank(self) -> int:
+        return self.group.rank()
+
+    def size(self) -> int:
+        return self.group.size()
+
+    # -- starting operations -------------------------------------------------------------------
+
+    def _run(self, start: Callable[..., started.Work], outputs: Tensors, opts: Any, *args: Any) -> Work:
+        """Start an operation according to torch's options; a synchronous operation is complete on return."""
+        timeout = opts.timeout
+        limit = None if timeout < _NO_TIME else timeout
+        if self._coalesced is not None:
+            return self._background(start, outputs, limit, *args)
+        if opts.asyncOp:
+            return Work(start(*args, timeout=limit), outputs)
+        work = start(*args, background=False, timeout=limit)
+        if not work.is_success():
+            try:
+                work.result()
+            except OperationTimeoutError as error:
+                gloo_words.add_timeout(error)
+                raise
+        return DONE
+
+    def _background(
+        self, start: Callable[..., started.Work], outputs: Tensors, limit: Timeout, *args: Any, **extra: Any
+    ) -> Work:
+        work = start(*args, timeout=limit)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return Work(work, outputs, **extra)
+
+    # -- reductions ----------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = _UNSET) -> Work:
+        outputs = _listed(tensors)
+        return self._run(self.group.all_reduce, outputs, opts, _single(outputs), reduction_of(opts.reduceOp))
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
+        op = reduction_of(opts.reduceOp)
+        if len({tensor.dtype for tensor in tensors}) == 1:
+            return self._run(self.group.all_reduce_coalesced, tensors, opts, tensors, op)
+        return self._run(_together(self.group.all_reduce, [(tensor, op) for tensor in tensors]), tensors, opts)
+
+    def reduce(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
+        op = reduction_of(opts.reduceOp)
+        return self._run(self.group.reduce, tensors, opts, _single(tensors), opts.rootRank, op)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _UNSET) -> Work:
+        op = reduction_of(opts.reduceOp)
+        return self._run(self.group.reduce_scatter, outputs, opts, _single(outputs), _single(inputs), op)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
+        op = reduction_of(opts.reduceOp)
+        return self._run(self.group.reduce_scatter_single, [output], opts, output, input, op)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
+        op = reduction_of(opts.reduceOp)
+        calls = [(output, tensor, op) for output, tensor in zip(outputs, inputs, strict=True)]
+        return self._run(_together(self.group.reduce_scatter_single, calls), outputs, opts)
+
+    # -- data movement -------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
+        return self._run(self.group.broadcast, tensors, opts, _single(tensors), opts.rootRank)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
+        return self._run(self.group.all_gather, _single(outputs), opts, _single(outputs), _single(inputs))
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
+        return self._run(self.group.all_gather_single, [output], opts, output, input)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
+        calls = list(zip(outputs, inputs, strict=True))
+        return self._run(_together(self.group.all_gather_single, calls), outputs, opts)
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
+        return self._run(self.group.all_gather_coalesced, [t for row in outputs for t in row], opts, outputs, inputs)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
+        into = outputs[0] if outputs else None
+        return self._run(self.group.gather, into or [], opts, _single(inputs), into, opts.rootRank)
+
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
+        return self._run(self.group.gather_single, [output], opts, input, output, opts.rootRank)
+
+    # torch 2.15 has both names.
+    gather_into_tensor = gather_single
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _UNSET) -> Work:
+        source = inputs[0] if inputs else None
+        return self._run(self.group.scatter, outputs, opts, _single(outputs), source, opts.rootRank)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
+        return self._run(self.group.all_to_all, outputs, opts, outputs, inputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = _UNSET,
+    ) -> Work:
+        splits = output_split_sizes, input_split_sizes
+        return self._run(self.group.all_to_all_single, [output], opts, output, input, *splits)
+
+    def barrier(self, opts: Any = _UNSET) -> Work:
+        devices = getattr(opts, "device_ids", None) if torch.cuda.is_available() else None
+        return self._run(self._barrier_on(devices[0]) if devices else self.group.barrier, [], opts)
+
+    def _barrier_on(self, index: int) -> Callable[..., started.Work]:
+        """Return a barrier that a rank enters when its CUDA device has completed the current stream's work."""
+        on = self.group.on(torch.device("cuda", index))
+
+        def barrier(background: bool = True, timeout: Timeout = None) -> started.Work:
+            work = on.barrier(background=background, timeout=timeout)
+            if not background:
+                cast(DeviceWork, work).synchronize()
+            return work
+
+        return barrier
+
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+        """Return when every rank has called it; after ``timeout``, rank 0's error names every missing rank.
+
+        ``wait_all_ranks`` concerns gloo's words within the message: they name every missing rank instead of the first.
+        """
+        try:
+            self.group.monitored_barrier(timeout=timeout, background=False).result()
+        except GroupError as error:
+            gloo_words.add_monitored_barrier(error, self.group.ranks, self.group.rank(), wait_all_ranks)
+            raise
+
+    # -- point-to-point ------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Work:
+        return self._background(self.group.send, [], None, _single(tensors), dst, tag)
+
+    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> Work:
+        start = self.group.recv
+        return self._background(start, tensors, None, _single(tensors), src, tag, source=self.group.group_rank)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        return self.recv(tensors, None, tag)
+
+    # -- coalescing ----------------------------------------------------------------------------
+
+    def start_coalescing(self, device: object = None) -> None:
+        self._coalesced = []
+
+    def end_coalescing(self, device: object = None) -> Work:
+        works, self._coalesced = self._coalesced or [], None
+        return Work(started.joined(works), [])
+
+    # torch's Python code calls these names, its C++ code the others.
+    _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
+
+    # -- properties that torch reads -----------------------------------------------------------
+
+    def supports_tensor_alloc(self, device: torch.device | int) -> bool:
+        """Return whether `allocate_tensor` returns memory that all ranks share.
+
+        torch's C++ code passes an index and would then call ``allocateTensor`` with options that it cannot convert.
+        """
+        return isinstance(device, torch.device) and device.type == "cpu" and self.group.shares_memory
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised tensor of shape ``(size,)``, in registered memory unless that is full."""
+        if size and self.supports_tensor_alloc(device):
+            with contextlib.suppress(SharedMemoryError):
+                return self._pool.lend(size * dtype.itemsize).view(dtype)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def new_window(self, tensor: torch.Tensor | None = None) -> object:
+        """Raise UnsupportedError."""
+        raise UnsupportedError(
+            "the back end asyncdist has no windows for one-sided access: use send and recv, or collectives"
+        )
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return NAME
+
+    name = _get_backend_name = getBackendName
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.group.channel.highest
+
+    def _set_default_timeout(self, timeout: Timeout) -> None:
+        self.group.set_timeout(timeout)
+
+    set_timeout = _set_default_timeout
+
+    # -- changing the members ------------------------------------------------------------------
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether torch can change the members of this group: only if asyncdist serves all of its devices."""
+        return self._whole._shared is not None or not HAS_PYTHON_BACKENDS
+
+    def get_reconfigure_handle(self) -> str:
+        """Return a text by which other processes name this one in `reconfigure`.
+
+        It changes with each reconfiguration, and when a peer is lost. Without ASYNCDIST_TOKEN it contains a generated
+        token, and must be kept as secret.
+
+        Raises:
+            AuthenticationError: Ranks on other hosts would need ASYNCDIST_TOKEN.
+        """
+        whole = self._whole
+        return background_loop().run(whole._meeting().handle(whole._group_or_none(), whole.group.timeout))
+
+    def reconfigure(self, opts: Any) -> Work:
+        """Replace the members of this process group by the processes of some handles. All of them call it.
+
+        The members of the group before that are left out get an error of their pending operations. Groups that were made
+        of this one are not changed: make them again. After an error the group is as before, and handles must be exchanged
+        again.
+
+        Args:
+            opts: torch's ``ReconfigureOptions``: ``uuid``, a number that each process uses once; ``handles``, a list in
+                order of rank, or a set; ``timeout``, None for that of the group; ``hints``, ignored.
+
+        Returns:
+            The handle of the call: wait for it, or await it.
+
+        Raises:
+            UnsupportedError: The process group has several back ends.
+            UsageError: ``uuid`` was used before, or the handles are not usable; when waiting.
+            RendezvousError: A member has ended, or has not called it in time; when waiting.
+        """
+        if not self.supports_reconfigure:
+            raise UnsupportedError(
+                "torch reconfigures only process groups with one back end: make the default group with "
+                'init_process_group("asyncdist", enable_reconfigure=True)'
+            )
+        return Work(BackgroundCall(self._whole._reconfigure(opts.uuid, opts.handles, opts.timeout)), [])
+
+    def _meeting(self) -> Reconfiguration:
+        if self._reconfiguration is None:
+            self._reconfiguration = Reconfiguration(self._shared)
+        return self._reconfiguration
+
+    def _group_or_none(self) -> Group | None:
+        return self.group if isinstance(self.group, Group) else None
+
+    async def _reconfigure(self, uuid: int, handles: Iterable[str], timeout: Timeout) -> None:
+        old, owned, timeout_of_all = self._group_or_none(), self._world, self.group.timeout
+        meeting = self._meeting()
+        formed = await meeting.form(old, uuid, handles, seconds(timeout, timeout_of_all))
+        formed.set_timeout(timeout_of_all)
+        is_moved = old is None or formed.world is not old.world
+        if is_moved:
+            self._world = formed.world
+            self._world.timeout = timeout_of_all
+        elif old is formed.world.group:
+            formed.world.succeed(old, formed)
+        for part in self._parts():
+            part._take(formed)
+        if old is not None:
+            meeting.retire(old, formed, owned if is_moved else None)
+
+    def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None) -> TorchGroup:
+        """Make the group of the other ranks, which call it all, over the same connections. ``shrink_group`` calls it.
+
+        Args:
+            ranks_to_exclude: The ranks to leave out. They take no part, and may have ended.
+            shrink_flags: torch's ``SHRINK_ABORT`` first fails the pending operations of this group on every rank.
+            opts_override: torch's options; their timeout replaces that of the group.
+
+        Raises:
+            RendezvousError: A rank that is not excluded was lost.
+            OperationTimeoutError: A rank that is not excluded did not call it in time.
+        """
+        whole, old = self._whole, self.group
+        if shrink_flags:
+            old.abort("shrink_group was called with SHRINK_ABORT")
+        timeout = old.timeout if opts_override is None else seconds(opts_override._timeout)
+        left = [rank for rank in range(old.size()) if rank not in set(ranks_to_exclude)]
+        name = f"{old.name} without ranks {sorted(ranks_to_exclude)}"
+        group = old.world.group_of_members([old.member_ids[rank] for rank in left], name, timeout)
+        completed = completed_group(group, [str(rank) for rank in left], Deadline.after(timeout))
+        background_loop().run(completed)
+        if old.world.group is old:
+            old.world.succeed(old, group)
+        world, whole._world = whole._world, None
+        return whole._like(group, world)
+
+    def _like(self, group: Group, world: World | None) -> TorchGroup:
+        """Return an object of this kind for another group."""
+        raise NotImplementedError
+
+    # -- failures ------------------------------------------------------------------------------
+
+    def _hook(self, key: Any, **functions: Any) -> None:
+        """Register hooks, also with the groups that replace this one."""
+        self._hooks[key] = self.group.register_hook(**functions), functions
+
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], object]) -> None:
+        """Call ``hook`` when an operation of this group fails on this rank, and before `abort`; it may be called again."""
+        self.unregister_abort_hook(hook_id)
+        self._abort_hooks[hook_id] = hook
+        self._hook(hook_id, on_error=lambda _: hook())
+
+    def unregister_abort_hook(self, hook_id: int) -> None:
+        if self._abort_hooks.pop(hook_id, None) is not None:
+            self._hooks.pop(hook_id)[0].remove()
+
+    def get_error(self) -> Any:
+        """Return torch's ``ErrorType`` for the error that made this group fail.
+
+        With ``enable_reconfigure=True`` an abort by this rank is no error: `reconfigure` follows.
+        """
+        error, kind = self.group.error, _bindings.ErrorType
+        if self._whole._is_revocable and self.group.aborted and isinstance(error, GroupAbortedError):
+            return kind.SUCCESS
+        if isinstance(error, OperationTimeoutError):
+            return kind.TIMEOUT
+        if isinstance(error, PeerLostError | GroupAbortedError):
+            return kind.REMOTE_ERROR
+        return kind.SUCCESS if error is None else kind.COMM_ERROR
+
+    # -- closing -------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Destroy the group, and its world if this group owns one. Idempotent; groups may close in any order."""
+        self.group.close()
+        world, self._world = self._world, None
+        meeting, self._reconfiguration = self._reconfiguration, None
+        if world is not None:
+            world.leave()
+            background_loop().run(world.close())
+        if meeting is not None:
+            background_loop().run(meeting.close())
+
+    def abort(self) -> None:
+        """Call the abort hooks, fail every pending operation on every rank, and leave the world with its last group.
+
+        torch never calls `shutdown` on a group that it has aborted. With ``enable_reconfigure=True`` the rank stays in
+        the world, for `reconfigure`.
+        """
+        for hook in list(self._abort_hooks.values()):
+            hook()
+        self.group.abort("torch.distributed aborted the process group")
+        if self._whole._is_revocable:
+            return
+        if self._world is not None and all(group.aborted for group in self._world.groups):
+            self._world.leave()
+            background_loop().submit(self._world.close())
+
+    def __repr__(self) -> str:
+        return f"<asyncdist {self.group!r}>"
+
+
+class NoGroupYet:
+    """Takes the place of the group before the first call of `TorchGroup.reconfigure`. Its operations raise.
+
+    Args:
+        rank: The rank that torch was given.
+        size: The number of ranks that torch was given.
+        timeout: Default limit of the operations of the group to come, in seconds.
+    """
+
+    error = None
+    aborted = shares_memory = False
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self._rank, self._size = rank, size
+        self.timeout = timeout
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        self.timeout = seconds(timeout)
+
+    def register_hook(self, **functions: Any) -> Hook:
+        return Hook(None, None, None, lambda _: None)
+
+    def abort(self, reason: str) -> None:
+        """Do nothing: no operation is pending."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotInitializedError(
+            "the process group was made with enable_reconfigure=True and has no members yet: exchange the handles of "
+            "torch.distributed._get_reconfigure_handle(), then call torch.distributed._reconfigure() on every member"
+        )
+
+
+def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
+    # DDP's join passes a single tensor.
+    return tensors if isinstance(tensors, list) else [tensors]
+
+
+def _single(items: Sequence[T]) -> T:
+    """Return the only item; otherwise the list itself, which the operation refuses with its own error."""
+    return items[0] if len(items) == 1 else cast(T, items)
+
+
+def _together(start: Callable[..., started.Work], calls: Sequence[tuple[Any, ...]]) -> Callable[..., started.Work]:
+    """Return a function that starts several operations and returns one Work for all of them."""
+
+    def start_all(background: bool = True, timeout: Timeout = None) -> started.Work:
+        return started.joined([start(*call, background=background, timeout=timeout) for call in calls])
+
+    return start_all
+
+
+# -- reductions -------------------------------------------------------------------------------------
+
+_TorchOp: Any = torch_distributed.ReduceOp
+
+# By hash, which is the operation's number: reading the name of torch's objects, or comparing them, takes a microsecond.
+_BY_HASH: dict[int, ReduceOp] = {
+    hash(_TorchOp(getattr(_TorchOp, op.name))): op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM
+}
+
+
+def reduction_of(torch_op: Any) -> Reduction:
+    """Return the reduction for one of torch's; an unknown one is returned unchanged, and the operation refuses it."""
+    op = _BY_HASH.get(hash(torch_op))
+    if op is not None:
+        return op
+    kind, factor = torch_op.__getstate__() if hasattr(torch_op, "__getstate__") else (torch_op, None)
+    if kind == _TorchOp.PREMUL_SUM and factor is not None:
+        return premul_sum(float(factor))
+    return cast(Reduction, torch_op)
