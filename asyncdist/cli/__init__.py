@@ -8,9 +8,11 @@ import click
 
 from asyncdist import __version__
 from asyncdist.cli.bench import bench
+from asyncdist.cli.bench_faults import bench_faults
 from asyncdist.cli.bench_store import bench_store
 from asyncdist.cli.info import info
 from asyncdist.cli.store import store
+from asyncdist.cli.top import top
 from asyncdist.cli.trace import trace
 from asyncdist.errors import AsyncdistError, BenchmarkError
 
@@ -27,9 +29,10 @@ class _Main(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve `bench store` to the store's benchmark; `bench` with any other argument measures collectives."""
-        if args[:2] == ["bench", "store"]:
-            return "bench store", bench_store, args[2:]
+        """Resolve `bench store` and `bench faults`; `bench` with any other argument measures collectives."""
+        for command in (bench_store, bench_faults):
+            if args[:2] == (command.name or "").split():
+                return command.name, command, args[2:]
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -48,5 +51,5 @@ def main() -> None:
     """
 
 
-for _command in (store, info, bench, trace):
+for _command in (store, info, bench, trace, top):
     main.add_command(_command)

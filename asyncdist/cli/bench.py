@@ -140,17 +140,19 @@ def bench(
     asyncdist bench broadcast all_gather --ranks 4 --sizes 64K,1M --json figures.json
     asyncdist bench --device cuda          # with --ranks 1: asyncdist's NCCL and torch's
     asyncdist bench store --help           # the store against torch's TCPStore
+    asyncdist bench faults --help          # how soon ranks know of a failure, and go on
     """
     from asyncdist.bench.launch import run
-    from asyncdist.cli.console import configured, print_page, screen, write_json, write_page
+    from asyncdist.cli.console import print_page, screen, write_json, write_page
+    from asyncdist.config import Config
 
-    configured()
+    Config.from_environment()
     if device == "cuda":
         plan = _device_plan(collectives, ranks, sizes, options["repeat"])
     else:
         plan = _cpu_plan(collectives, ranks, sizes, **options)
         if plot_file is not None or output is not None:
-            from asyncdist.bench.report.plot import require_matplotlib
+            from asyncdist.tracing.plotting import require_matplotlib
 
             require_matplotlib(plot_file)
     with _progress_bar() as progress:

@@ -1,21 +1,21 @@
-"""The console, the output files and the configuration of the commands. Every command uses it."""
+"""The console and the output files of the commands. Every command uses it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from asyncdist.cli.option_types import reporting_write_errors
-from asyncdist.config import Config
-from asyncdist.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from asyncdist.bench.report.page import Page
+    from asyncdist.tracing.stacks import Stack
 
 _WIDTH = 150
 """Columns of output that does not go to a terminal. No table is wider."""
@@ -29,12 +29,11 @@ def screen(*, stderr: bool = False) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_WIDTH)
 
 
-def configured() -> Config:
-    """Return the configuration from the environment; raise UsageError with the name of an invalid variable."""
-    try:
-        return Config.from_environment()
-    except ValueError as error:
-        raise UsageError(f"{error}; correct it, or unset it") from error
+def print_stacks(stacks: Sequence[Stack], console: Console) -> None:
+    """Print Python stacks, without the threads of the library that run no code of the program."""
+    for stack in stacks:
+        if not stack.is_of_library:
+            console.print("\n".join(stack.lines()), markup=False, soft_wrap=True)
 
 
 def print_page(console: Console, page: Page) -> None:

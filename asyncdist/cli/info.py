@@ -40,9 +40,10 @@ def info(ctx: click.Context, collective: str | None, ranks: int, sizes: tuple[in
     ASYNCDIST_ALGORITHM forces algorithms, for example all_reduce=ring,broadcast=tree. Every rank needs the same value.
     """
     from asyncdist.cli import tables
-    from asyncdist.cli.console import configured, screen
+    from asyncdist.cli.console import screen
+    from asyncdist.config import Config
 
-    config, console = configured(), screen()
+    config, console = Config.from_environment(), screen()
     if collective is not None:
         tables.show_choice(console, config, collective, ranks, sizes)
         return

@@ -139,9 +139,9 @@ def _tls(given: dict[str, Any]) -> dict[str, str]:
 
 
 def _settings(given: dict[str, Any]) -> Config:
-    from asyncdist.cli.console import configured
+    from asyncdist.config import Config
 
-    config = configured().with_(**_tls(given))
+    config = Config.from_environment().with_(**_tls(given))
     if given["allow_unauthenticated_c10d"]:
         logging.getLogger("asyncdist").warning("--allow-unauthenticated-c10d is deprecated: write --c10d any")
         config = config.with_(store_c10d="any")

@@ -42,7 +42,7 @@ def _address(command: Callable[..., None]) -> Callable[..., Any]:
 
 def _run(ctx: click.Context, given: dict[str, Any], ask: Callable[[AsyncStore], Coroutine[Any, Any, None]]) -> None:
     """Connect, run ``ask``, and disconnect."""
-    from asyncdist.cli.console import configured
+    from asyncdist.config import Config
     from asyncdist.store import AsyncStore
 
     target: StoreTarget = ctx.obj
@@ -50,7 +50,7 @@ def _run(ctx: click.Context, given: dict[str, Any], ask: Callable[[AsyncStore], 
     unix = given["unix"] or (None if given["host"] or given["port"] else target.unix)
     if unix is not None:
         host, port = str(unix), 0
-    config = configured().with_(**target.tls)
+    config = Config.from_environment().with_(**target.tls)
 
     async def connect_and_ask() -> None:
         opening = AsyncStore.connect(host, port, token=config.token, timeout=given["timeout"], config=config)

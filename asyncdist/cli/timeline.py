@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncdist.bench.report.plot import require_matplotlib as require_matplotlib
 from asyncdist.tracing.desync_report import name_of
+from asyncdist.tracing.plotting import require_matplotlib as require_matplotlib
 from asyncdist.tracing.trace_record import TracedCall, TraceRecord
 
 if TYPE_CHECKING:

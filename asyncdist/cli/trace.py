@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from asyncdist.bench.report.page import duration
-from asyncdist.cli.console import screen
+from asyncdist.cli.console import print_stacks, screen
 from asyncdist.cli.option_types import NewFile, NewFolder, Seconds, reporting_write_errors
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def trace(
 
     FOLDER defaults to ASYNCDIST_DUMP_DIR, or else to the current folder. Ranks write their dumps there when a group
     fails. With ASYNCDIST_DUMP_SIGNAL=USR2 they also write them on that signal, which shows where a hanging job is.
+    A dump has the Python stacks of its process; the report shows those of ranks that hold up others.
     Copy the files of all hosts into one folder first. Latencies between ranks rely on the hosts' wall clocks.
     If the folder has dumps of several worlds, the report covers those written within 30 seconds of the latest one.
 
@@ -123,6 +124,10 @@ def _show(records: Sequence[TraceRecord], calls: int, console: Console) -> None:
 
     for sentence in desync_report.tell(records):
         console.print(sentence, markup=False)
+    for record in desync_report.late_records(records):
+        if record.stacks:
+            console.print(f"Python stacks of rank {record.rank}:", markup=False)
+            print_stacks(record.stacks, console)
     standings = desync_report.standings(records)
     for standing in standings[:_GROUPS]:
         console.print(_table(standing, records, desync_report.paces(records, standing.group, standing.ranks)))

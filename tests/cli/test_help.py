@@ -35,7 +35,7 @@ def test_help_imports_nothing_heavy(arguments):
 def test_help_lists_the_commands():
     commands = CliRunner().invoke(main, ["--help"]).output.partition("Commands:\n")[2]
     names = [line.split()[0] for line in commands.splitlines() if line[2] != " "]
-    assert names == ["bench", "info", "store", "trace"]
+    assert names == ["bench", "info", "store", "top", "trace"]
 
 
 def test_version_is_printed():

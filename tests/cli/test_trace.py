@@ -55,6 +55,10 @@ def test_report_and_tables_name_the_missing_rank(dumps):
     assert run.exit_code == 0, run.output
     assert "group 'world', collective #2: broadcast(2 x float32, root 0) has not completed." in run.output
     assert "rank 1 has not called it" in run.output
+    stacks = run.output.partition("Python stacks of rank 1:")[2]
+    assert "thread MainThread:" in stacks
+    assert "asyncio.run(fail())" in stacks
+    assert "Python stacks of rank 0" not in run.output
     (row,) = [line for line in run.output.splitlines() if "all_reduce(5 x float32, SUM)" in line]
     assert "pending for" in row
     assert "not called" in row

@@ -14,7 +14,6 @@ from asyncdist.bench.plan import BenchPlan
 from asyncdist.bench.report.page import size
 from asyncdist.bench.report.tables import about_run
 from asyncdist.bench.result import Report, ResultRow
-from asyncdist.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,16 +36,6 @@ _LINES = {
 _FURTHER = ("#56b4e9", "--", 1.4, "x")  # a further transport
 _PANELS_ABREAST = 3
 _INK, _GRID = "#333333", "#e4e4e4"
-
-
-def require_matplotlib(path: Path | None = None) -> None:
-    """Raise UsageError if matplotlib is not installed, or cannot write a file with this name."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise UsageError("plotting needs matplotlib: pip install 'asyncdist[plot]'") from None
-    if path is not None and path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
-        raise UsageError(f"{path} cannot be drawn: its name must end in png, svg or pdf")
 
 
 def draw_benchmark(report: Report, path: Path) -> None:

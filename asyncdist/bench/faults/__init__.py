@@ -1,0 +1,1 @@
+"""The benchmark of failures, behind ``asyncdist bench faults``. Reading order: `plan`, `ranks`, `benchmark`."""

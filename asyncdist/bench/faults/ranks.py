@@ -1,0 +1,121 @@
+"""The ranks of a benchmark of failures. A rank is forked by a nursery, and paced by `benchmark` over a pipe.
+
+Times are those of the monotonic clock, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import time
+from multiprocessing.connection import Connection
+
+import torch
+
+from asyncdist import sync
+from asyncdist.elastic import session as elastic
+from asyncdist.errors import GroupError
+from asyncdist.testing.hosts import enter
+
+torch.set_num_threads(1)
+
+_WARM_UPS = 3
+_HOLD_SECONDS = 30
+STEP_SECONDS = 0.02
+"""The duration of the computation in each step of `train`."""
+_GRADIENTS = 1 << 18
+
+
+def wait_with_asyncdist(test: Connection, where: str, rank: int, size: int, namespace: str | None) -> None:
+    """Wait in an all-reduce for a rank that fails, and go on without it.
+
+    Sends ``"ready"``, then what the rank was told by the failure: (type, time), and when it has finished an all-reduce in
+    the new group: (type or None, time).
+    """
+    if namespace is not None:
+        enter(namespace)
+    sync.init_process_group(init_method=where, rank=rank, world_size=size, timeout=300.0)
+    tensor = torch.ones(1)
+    for _ in range(_WARM_UPS):
+        sync.all_reduce(tensor)
+    test.send("ready")
+    _begin(test)
+    try:
+        sync.all_reduce(tensor)
+    except GroupError as error:
+        test.send((type(error).__name__, time.monotonic()))
+    try:
+        sync.regroup(timeout=60.0)
+        sync.all_reduce(tensor)
+    except GroupError as error:
+        test.send((type(error).__name__, time.monotonic()))
+    else:
+        test.send((None, time.monotonic()))
+    test.recv()
+    os._exit(0)
+
+
+def wait_with_gloo(test: Connection, where: str, rank: int, size: int, namespace: str | None) -> None:
+    """Wait in an all-reduce of gloo for a rank that fails; end with the error, as a training script does."""
+    import torch.distributed as dist
+
+    if namespace is not None:
+        enter(namespace)
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
+    tensor = torch.ones(1)
+    for _ in range(_WARM_UPS):
+        dist.all_reduce(tensor)
+    test.send("ready")
+    _begin(test)
+    try:
+        dist.all_reduce(tensor)
+    except RuntimeError as error:
+        test.send((type(error).__name__, time.monotonic()))
+    os._exit(1)
+
+
+def _begin(test: Connection) -> None:
+    """Wait until the test says that all are ready; a rank that is told to do so holds its interpreter."""
+    if test.recv() == "hold":
+        test.send(time.monotonic())
+        ctypes.PyDLL(None).poll(None, 0, 1000 * _HOLD_SECONDS)
+
+
+def join(test: Connection, job: str, min_size: int, start_size: int) -> None:
+    """Join a job when the test says so, send (time of the call, time of the first group), and stay until the end.
+
+    The members look for newcomers every few milliseconds, as in training with short steps.
+    """
+    asyncio.run(_join(test, job, min_size, start_size))
+
+
+async def _join(test: Connection, job: str, min_size: int, start_size: int) -> None:
+    test.send("ready")
+    test.recv()
+    called = time.monotonic()
+    async with elastic.join(job, min_size=min_size, start_size=start_size, timeout=60.0) as session:
+        async for group in session.generations():
+            if called:
+                test.send((called, time.monotonic()))
+                called = 0.0
+            while not group.changed:
+                async with group.step():
+                    await asyncio.sleep(STEP_SECONDS / 4)
+
+
+def train(test: Connection, job: str, min_size: int, start_size: int) -> None:
+    """Train until the process is killed; send the time and the number of members of each committed step.
+
+    A step takes `STEP_SECONDS` of computation, which is a sleep, so that ranks may outnumber cores, and an all-reduce of
+    gradients of 1 MiB.
+    """
+    gradients = torch.ones(_GRADIENTS)
+    with elastic.join(job, min_size=min_size, start_size=start_size, timeout=60.0) as session:
+        for group in session.generations():
+            while not group.changed:
+                with group.step() as step:
+                    time.sleep(STEP_SECONDS)
+                    group.all_reduce(gradients, sync.ReduceOp.AVG, background=False).result()
+                if step.committed:
+                    test.send((time.monotonic(), group.size()))
