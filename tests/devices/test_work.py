@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import threading
 
@@ -282,6 +283,35 @@ async def test_destroyed_group_fails_pending_operations():
         with pytest.raises(NotInitializedError, match="was destroyed"):
             groups[0].barrier()
         streams[0].release()
+
+
+@pytest.mark.parametrize("wait", ["await", "wait", "synchronize", "exception", "never"])
+async def test_failures_of_joined_works_are_logged_only_if_the_whole_is_not_waited_for(caplog, wait):
+    # Works of other tests log their errors now.
+    gc.collect()
+    caplog.clear()
+    streams = [PretendStreams() for _ in range(2)]
+    async with devices_of(2, streams=streams) as groups:
+        await asyncio.gather(*(group.barrier() for group in groups))
+        streams[0].hold()
+        whole = joined([groups[0].all_reduce(torch.ones(4)) for _ in range(3)])
+        groups[0].close()
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        whole.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
+        await ended.wait()
+        if wait == "await":
+            with pytest.raises(GroupAbortedError):
+                await whole
+        elif wait == "exception":
+            assert isinstance(whole.exception(), GroupAbortedError)
+        elif wait != "never":
+            with pytest.raises(GroupAbortedError):
+                getattr(whole, wait)()
+        streams[0].release()
+        del whole
+    gc.collect()
+    logged = [message for message in caplog.messages if "never retrieved" in message]
+    assert len(logged) == (wait == "never")
 
 
 async def test_mismatched_calls_raise_on_both_ranks():

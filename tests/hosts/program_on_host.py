@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import signal
@@ -14,20 +13,9 @@ import torch
 
 from asyncdist import sync
 from asyncdist.engine.executor import Executor
+from asyncdist.testing.hosts import enter
 
-_NEW_NETWORK = 0x40000000
 torch.set_num_threads(1)
-
-
-def enter(namespace):
-    """Move this process, which has only this thread, into a network namespace."""
-    descriptor = os.open(namespace, os.O_RDONLY)
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(descriptor, _NEW_NETWORK) != 0:
-            raise OSError(ctypes.get_errno(), f"setns {namespace}")
-    finally:
-        os.close(descriptor)
 
 
 def on_host(test, namespace, where, rank, size, folder="."):
@@ -143,3 +131,28 @@ def all_reduce_in_vain(group, count):
     except Exception as error:
         return type(error).__name__, getattr(error, "peer", None)
     return "no failure", None
+
+
+def wait_for_failure(group):
+    """Wait until the group fails, without a call; return the error's kind, peer, way of noticing, text, and the time."""
+    while group.error is None:
+        time.sleep(0.002)
+    error = group.error
+    return (
+        type(error).__name__,
+        getattr(error, "peer", None),
+        getattr(error, "noticed", None),
+        str(error),
+        time.monotonic(),
+    )
+
+
+def regroup(failed, count):
+    """All-reduce in the successor of a failed group; return its members and the sum, or the kind of the error."""
+    try:
+        successor = failed.regroup(background=False).result()
+        tensor = torch.ones(count)
+        successor.all_reduce(tensor, background=False).result()
+    except Exception as error:
+        return type(error).__name__
+    return successor.member_ids, tensor[0].item()

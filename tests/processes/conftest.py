@@ -70,7 +70,7 @@ class Job:
 
 
 _ESSENTIAL = [("shm", "blocking"), ("tcp", "awaiting")]
-_EXHAUSTIVE = [("shm", "awaiting"), ("tcp", "blocking")]
+_EXHAUSTIVE = [("shm", "awaiting"), ("tcp", "blocking"), ("shm", "in_trio"), ("tcp", "in_trio")]
 
 
 @pytest.fixture(

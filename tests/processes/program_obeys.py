@@ -1,23 +1,30 @@
 """A rank that executes commands of the test: ``(name of a method below, its arguments)``. It sends each one's outcome.
 
-`blocking` uses the blocking API, `awaiting` the async API on an event loop.
+`blocking` uses the blocking API, `awaiting` the awaited API on an asyncio loop, `in_trio` the awaited API in trio.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import gc
+import logging
 import os
+import re
 import resource
 import signal
 import sys
 import time
 
 import torch
+import trio
 
 import asyncdist
 from asyncdist import sync
 from asyncdist.engine.executor import Executor
+from asyncdist.errors import GroupAbortedError, PeerLostError
+from asyncdist.membership.agreement import AgreementMessage
 
 torch.set_num_threads(1)
 
@@ -29,6 +36,8 @@ def outcome_of(error):
         "kind": type(error).__name__,
         "peer": getattr(error, "peer", None),
         "peers": peers,
+        "noticed": getattr(error, "noticed", None),
+        "last_heard": getattr(error, "last_heard", None),
         "text": str(error),
         "at": time.monotonic(),
     }
@@ -166,6 +175,30 @@ class Rank:
         while self.descriptors:
             os.close(self.descriptors.pop())
 
+    def mapped_segments(self):
+        """Return how many shared segments, of this process and of peers, this process has mapped."""
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            return sum("memfd:asyncdist" in line for line in maps)
+
+    def hold_interpreter(self, milliseconds):
+        """Sleep in a call that does not release the interpreter."""
+        ctypes.PyDLL(None).poll(None, 0, milliseconds)
+
+    def compute_with_interpreter(self):
+        """Compute in one call that does not release the interpreter, until SIGUSR1."""
+
+        def end(number, frame):
+            raise InterruptedError
+
+        signal.signal(signal.SIGUSR1, end)
+        with contextlib.suppress(InterruptedError):
+            re.match("(a+)+$", "a" * 100 + "b")
+
+    def log_changes(self):
+        """Write what the heartbeats show to the output."""
+        logging.basicConfig(level=logging.INFO)
+
     def is_initialized(self):
         return sync.is_initialized()
 
@@ -187,6 +220,35 @@ class Rank:
         for _ in range(rounds):
             await self.call("all_reduce", tensor, group=self.group(group))
         return tensor[-1].item()
+
+    async def regroup(self, min_size=1, timeout=None):
+        group = await self.call("regroup", min_size=min_size, timeout=timeout)
+        return group.rank(), group.member_ids, group.generation
+
+    async def agree(self, flag=True):
+        return tuple(await self.call("agree", flag))
+
+    async def survive(self, count):
+        """All-reduce in the default group or, after errors, in its successors; return the members and the result."""
+        while True:
+            try:
+                result = await self.all_reduce(None, count)
+            except (PeerLostError, GroupAbortedError):
+                await self.call("regroup")
+            else:
+                return sync.group.WORLD.member_ids, result
+
+    def die_in_agreement(self, number):
+        """Kill this process before it sends the ``number``-th message of an agreement, counted from 0."""
+        pack, left = AgreementMessage.pack, [number]
+
+        def die_or_pack(message):
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return pack(message)
+
+        AgreementMessage.pack = die_or_pack
 
     async def broadcast(self, group, count, src, rounds):
         tensor = self.ones(count)
@@ -279,6 +341,13 @@ class Awaiting(Rank):
         await asyncio.sleep(seconds)
 
 
+class InTrio(Awaiting):
+    """Awaits the awaited API in a trio task."""
+
+    async def sleep(self, seconds):
+        await trio.sleep(seconds)
+
+
 async def answer(rank, test):
     """Execute one command and send its outcome."""
     name, arguments = test.recv()
@@ -313,4 +382,15 @@ async def obey(test):
         while not test.poll(0):
             readable.clear()
             await readable.wait()
+        await answer(rank, test)
+
+
+def in_trio(test):
+    trio.run(obey_in_trio, test)
+
+
+async def obey_in_trio(test):
+    rank = InTrio()
+    while True:
+        await trio.lowlevel.wait_readable(test.fileno())
         await answer(rank, test)

@@ -1,4 +1,4 @@
-"""A rank without free file descriptors: its collective fails with a GroupError that names the limit."""
+"""A rank without free file descriptors: its rendezvous or its collective fails with an error that names the limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_collective_of_a_rank_without_descriptors_names_the_limit(job, face):
     limit = ranks[0].do("exhaust_descriptors")
     ranks[0].tell("all_reduce", None, 10)
     # This rank needs no further descriptor.
-    if (job.transport, face) == ("shm", "awaiting"):
+    if job.transport == "shm" and face != "blocking":
         ranks[1].tell("all_reduce", None, 10)
         assert [told.hear() for told in ranks] == [2.0, 2.0]
         return
@@ -28,3 +28,16 @@ def test_collective_of_a_rank_without_descriptors_names_the_limit(job, face):
         told = ranks[1].hear()
         assert (told.kind, told.peer) == ("GroupAbortedError", 0)
         assert f"rank 0 has no free file descriptor, the limit is {limit}" in told.text
+
+
+def test_rendezvous_of_a_rank_without_descriptors_names_the_limit(job, face, tmp_path):
+    (rank,) = job.world(1, face)
+    rank.do("destroy")
+    limit = rank.do("exhaust_descriptors")
+    rank.tell("init", f"file://{tmp_path}/again", 0, 1)
+    failed = rank.hear()
+    assert failed.kind == "RendezvousError"
+    assert f"this process has no free file descriptor, the limit is {limit}; raise the limit" in failed.text
+    rank.do("release_descriptors")
+    rank.do("init", f"file://{tmp_path}/again", 0, 1)
+    assert rank.do("all_reduce", None, 10) == 1.0

@@ -73,7 +73,7 @@ def test_survivors_continue_in_a_new_group_as_the_error_advises(job, all_do, fac
     survivors = [rank for number, rank in enumerate(ranks) if number != dead]
     ranks[dead].process.kill()
     for answer in all_do(survivors, "all_reduce", "world", 10):
-        assert "continue in a new_group of themselves" in answer.text
+        assert "call regroup() on the other ranks" in answer.text
     all_do(survivors, "new_group", "survivors", [number for number in range(4) if number != dead])
     for count in (10, 1_000_000):
         assert all_do(survivors, "all_reduce", "survivors", count) == [3.0] * 3

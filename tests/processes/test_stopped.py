@@ -1,4 +1,7 @@
-"""A stopped rank (SIGSTOP): timeouts of the others name it, and after SIGCONT it receives their errors."""
+"""A stopped rank (SIGSTOP): timeouts of the others name it, and after SIGCONT it receives their errors.
+
+The ranks do not beat: `test_heartbeat` has the cases in which a stopped rank is lost before a timeout.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ pytestmark = pytest.mark.processes
 
 
 def test_stopped_rank_is_named_at_the_timeout_and_fails_when_continued(job, all_do, face):
-    patient, frozen, brief = ranks = job.world(3, face)
+    patient, frozen, brief = ranks = job.world(3, face, ASYNCDIST_HEARTBEAT="0")
     all_do(ranks, "barrier", "world")
     for told, timeout in ((patient, 60.0), (frozen, 60.0), (brief, 0.5)):
         told.do("new_group", "all", [0, 1, 2], timeout)
@@ -37,7 +40,7 @@ def test_stopped_rank_is_named_at_the_timeout_and_fails_when_continued(job, all_
 
 
 def test_rank_stopped_during_an_operation_fails_too(job, all_do, face):
-    ranks = job.world(2, face)
+    ranks = job.world(2, face, ASYNCDIST_HEARTBEAT="0")
     all_do(ranks, "barrier", "world")
     for told, timeout in zip(ranks, (0.5, 60.0), strict=True):
         told.do("new_group", "both", [0, 1], timeout)
@@ -53,7 +56,7 @@ def test_rank_stopped_during_an_operation_fails_too(job, all_do, face):
 
 
 def test_rank_continued_before_the_timeout_causes_no_failure(job, all_do, face):
-    ranks = job.world(3, face)
+    ranks = job.world(3, face, ASYNCDIST_HEARTBEAT="0")
     all_do(ranks, "barrier", "world")
     for told in ranks:
         told.tell("all_reduce", "world", 300_000, 10)
@@ -65,7 +68,7 @@ def test_rank_continued_before_the_timeout_causes_no_failure(job, all_do, face):
 
 
 def test_all_ranks_name_the_stopped_rank_instead_of_their_neighbours(job, all_do, face):
-    ranks = job.world(4, face, timeout=5.0)
+    ranks = job.world(4, face, timeout=5.0, ASYNCDIST_HEARTBEAT="0")
     all_do(ranks, "all_reduce", "world", 100_000)
     ranks[2].process.stop()
     others = [ranks[0], ranks[1], ranks[3]]

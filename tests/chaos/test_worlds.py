@@ -1,0 +1,68 @@
+"""A few random worlds; `make chaos` runs as many as there is time for."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+
+from asyncdist.testing.hosts import Hosts, HostsUnavailableError
+from tests.chaos.plan import plan_of
+from tests.chaos.world import ChaosWorld
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def run(nursery, tmp_path):
+    """Return a function that runs the world of a seed; it skips a test that needs hosts which this machine cannot make."""
+    with contextlib.ExitStack() as stack:
+
+        def run(seed):
+            plan, hosts = plan_of(seed), None
+            if plan.network == "hosts":
+                try:
+                    hosts = stack.enter_context(Hosts())
+                    hosts.drop(0)
+                    hosts.restore(0)
+                except HostsUnavailableError as reason:
+                    pytest.skip(reason.message)
+            world = ChaosWorld(plan, nursery, hosts, tmp_path / "kept")
+            world.run()
+            return world
+
+        yield run
+
+
+def seed_of(kind, *, joins):
+    """Return the lowest seed of a world of at most four processes with a fault of a kind."""
+    return next(
+        seed
+        for seed in itertools.count()
+        if (plan := plan_of(seed)).joins is joins
+        and plan.size <= 4
+        and any(fault.kind == kind for fault in plan.faults)
+    )
+
+
+_CASES = [("kill", False), ("kill", True), ("drop", False), ("drop", True), ("stop", False), ("stop", True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "joins"),
+    [
+        ("cut", False),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in _CASES),
+    ],
+)
+def test_world_with_a_fault(kind, joins, run):
+    world = run(seed_of(kind, joins=joins))
+    assert kind in world.done
+    assert world.rounds
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["unplug", "blackhole"])
+def test_world_whose_hosts_are_separated(kind, run):
+    assert kind in run(seed_of(kind, joins=False)).done

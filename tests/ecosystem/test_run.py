@@ -1,0 +1,145 @@
+"""The runner of `make test-ecosystem`, with programs that need no library."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).parent / "run.py"
+specification = importlib.util.spec_from_file_location("ecosystem_run", PATH)
+run = importlib.util.module_from_spec(specification)
+sys.modules[specification.name] = run  # dataclasses look their module up
+specification.loader.exec_module(run)
+
+PROGRAM = """\
+import torch
+import torch.distributed as dist
+from regression import report
+
+import asyncdist.torch_backend
+
+dist.init_process_group("asyncdist")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+"""
+ENDINGS = {
+    "equal": "report(total=total)",
+    "different": "report(total=total, name=[dist.get_backend()])",
+    "raising": "raise ValueError('no result')",
+    "silent": "",
+}
+
+
+def outcomes_of(case, folder):
+    return [run.run_case(case, backend, folder, folder / backend) for backend in run.BACKENDS]
+
+
+@pytest.fixture
+def write_case(tmp_path):
+    """Write a program with one of `ENDINGS`; return its case."""
+
+    def write_case(ending):
+        (tmp_path / "program.py").write_text(PROGRAM + ENDINGS[ending])
+        return run.Case("torch", ending, "program")
+
+    return write_case
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_equal_results_on_both_back_ends(write_case, tmp_path):
+    case = write_case("equal")
+    ours, theirs = outcomes_of(case, tmp_path)
+    assert (ours.reason, theirs.reason) == ("", "")
+    assert ours.results == ({"total": [3.0]}, {"total": [3.0]})
+    assert run.compare(ours, theirs) == ""
+    assert "import asyncdist" not in (tmp_path / "gloo" / "program.py").read_text()
+    assert "| torch | equal | passed | passed | equal |" in run.page({case: {"asyncdist": ours, "gloo": theirs}})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_results_that_differ_are_named(write_case, tmp_path):
+    case = write_case("different")
+    ours, theirs = outcomes_of(case, tmp_path)
+    assert run.compare(ours, theirs) == "[0].name[0]: asyncdist instead of gloo"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("ending", "reason"),
+    [("raising", "exit status 1; ValueError: no result"), ("silent", "rank 0 reported nothing")],
+)
+def test_program_fails(write_case, tmp_path, ending, reason):
+    outcome = run.run_case(write_case(ending), "asyncdist", tmp_path, tmp_path / "asyncdist")
+    assert outcome.reason == reason
+    passed = run.Outcome(1.0, "")
+    assert run.compare(outcome, passed) == f"fails on asyncdist only: {reason}"
+    assert run.compare(passed, outcome) == ""
+
+
+def test_results_of_another_back_end_fail(tmp_path):
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}.json").write_text('{"back end": "gloo", "process group": "Group"}')
+    assert run.check_results(tmp_path, "asyncdist", 1.0).reason == "rank 0 used gloo (Group)"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "found"),
+    [
+        ({"a": [1.0, 2.0]}, {"a": [1.0, 2.0 + 1e-7]}, ""),
+        ({"a": [1.0, 2.0]}, {"a": [1.0, 2.1]}, "a[1]: 2.0 instead of 2.1"),
+        ({"a": [1.0]}, {"a": [1.0, 2.0]}, "a: [1.0] instead of [1.0, 2.0]"),
+        ({"a": 1}, {"b": 1}, ": {'a': 1} instead of {'b': 1}"),
+        ({"a": 1}, {"a": 2}, "a: 1 instead of 2"),
+        ({"a": float("nan")}, {"a": 1.0}, "a: nan instead of 1.0"),
+    ],
+)
+def test_difference(ours, theirs, found):
+    assert run.difference(ours, theirs) == found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_program_that_does_not_end_is_killed(tmp_path):
+    (tmp_path / "program.py").write_text("import threading\nthreading.Event().wait()\n")
+    case = run.Case("torch", "hanging", "program", launched=False, limit=1.0)
+    outcome = run.run_case(case, "asyncdist", tmp_path, tmp_path / "asyncdist")
+    assert outcome.reason == "no end after 1 s; no exception in log"
+
+
+RANK = """\
+import os, threading
+with open("ranks", "w") as ranks:
+    print(os.getpid(), file=ranks)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_end_of_torchrun_ends_its_ranks(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    os.mkfifo(tmp_path / "ranks")
+    reader = os.open(tmp_path / "ranks", os.O_RDWR)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "rank.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True) as launcher:
+        said = b""
+        while said.count(b"\n") < 2:
+            said += os.read(reader, 100)
+        run.end_launcher(launcher)
+    os.close(reader)
+    assert [rank for rank in said.decode().split() if Path(f"/proc/{rank}").exists()] == []
+
+
+@pytest.mark.parametrize("case", run.CASES, ids=lambda case: f"{case.program}-{case.what}")
+def test_programs_exist_and_name_the_back_end(case):
+    text = (run.HERE / "programs" / f"{case.program}.py").read_text()
+    assert '"asyncdist"' in text
+    assert "report(" in text
