@@ -1,18 +1,23 @@
-# Every target makes the virtual environment first if it is not there; PYTHON=, RANKS=, WORKERS= and SECONDS= may be set.
+# Every target makes the virtual environment first if it is not there, except test-gpu and prove-gpu; PYTHON=, RANKS=, WORKERS=,
+# SECONDS=, SEED=, NEXT_VENV= and OUT= may be set.
 PYTHON ?= python3
 RANKS ?= 2
 WORKERS ?= 3
 SECONDS ?= 60
 VENV   ?= .venv
+CONSTRAINTS ?= constraints.txt
+NEXT_VENV   ?= .venv-torch2.15
+OUT    ?= out/prove-gpu
 BIN    := $(VENV)/bin
+LIBRARIES := .venv-ecosystem
 READY  := $(VENV)/.ready
 
-.PHONY: train test test-all test-rest test-upstream test-gpu fuzz lint types bench build clean
+.PHONY: train test test-all test-rest test-next-torch test-upstream test-ecosystem test-gpu prove-gpu fuzz chaos lint types docs diagrams bench build clean
 .DEFAULT_GOAL := train
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples,plot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev,docs,examples,plot]'
 	@touch $@
 
 train: $(READY)  ## train on real digits, two ranks, over our own transport
@@ -30,24 +35,54 @@ test-rest: $(READY)  ## run the exhaustive tests, which `make test` leaves out
 
 test-all: test test-rest  ## run every test
 
-test-upstream: $(READY)  ## run torch's own tests on asyncdist and on gloo, 20 minutes on two cores; continues where it stopped
+# torch 2.14 and later reach the back end in another way than torch 2.13.
+NEXT_TESTS := python_backend collectives ddp functional registered_memory patches entry_point reconfigure
+test-next-torch:  ## run a small suite of the torch back end with torch 2.15, in the environment NEXT_VENV
+	$(MAKE) VENV=$(NEXT_VENV) CONSTRAINTS=constraints-torch2.15.txt $(NEXT_VENV)/.ready
+	PYTHONDONTWRITEBYTECODE= $(NEXT_VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not exhaustive" \
+	    $(NEXT_TESTS:%=tests/torch_backend/test_%.py)
+
+test-upstream: $(READY)  ## run torch's own tests, fetched in part, on asyncdist and on gloo; continues where it stopped
 	$(BIN)/python tests/upstream/run.py
 
-# By the python that runs here if its torch has CUDA, else by the virtual environment if there is one: nothing is fetched.
-test-gpu:  ## run the tests that need a GPU; says why if they are skipped
-	@python=$(PYTHON); \
+$(LIBRARIES)/.ready: pyproject.toml constraints.txt tests/ecosystem/requirements.txt
+	$(PYTHON) -m venv $(LIBRARIES)
+	DS_BUILD_OPS=0 $(LIBRARIES)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	    -r tests/ecosystem/requirements.txt -e .
+	@touch $@
+
+test-ecosystem: $(LIBRARIES)/.ready  ## run programs of libraries above torch on asyncdist and on gloo; installs 2 GB
+	$(LIBRARIES)/bin/python tests/ecosystem/run.py
+
+# The python that runs here if its torch has CUDA, else the virtual environment's if there is one: nothing is fetched.
+PYTHON_WITH_CUDA = python=$(PYTHON); \
 	$$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null \
-	    || { test ! -x $(BIN)/python || python=$(BIN)/python; }; \
+	    || { test ! -x $(BIN)/python || python=$(BIN)/python; }
+
+test-gpu:  ## run the tests that need a GPU; says why if they are skipped
+	@$(PYTHON_WITH_CUDA); \
 	PYTHONPATH=$(CURDIR):$(CURDIR)/transports $$python -m pytest -q -rs -c tests/gpu/pytest.ini tests/gpu
+
+prove-gpu:  ## run the GPU tests, the benchmark and whole programs on a GPU in under nine minutes; reports go into OUT
+	@$(PYTHON_WITH_CUDA); $$python tests/gpu/prove.py --out '$(OUT)'
 
 fuzz: $(READY)  ## fuzz the parsers, SECONDS each; guided by coverage where atheris is installed
 	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS)
+
+chaos: $(READY)  ## run random worlds of processes with random faults for SECONDS, from SEED (default: a random one)
+	$(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 types: $(READY)
 	$(BIN)/mypy
+
+docs: $(READY)  ## build the documentation site into build/site; every warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+diagrams: $(READY)  ## draw the diagrams of the pages again after a change; needs npm and Chromium
+	$(BIN)/python docs/diagrams/draw.py
 
 bench: $(READY)  ## measure against gloo, raw sockets and, where installed, Open MPI, side by side; for docs/bench
 	$(BIN)/asyncdist bench all_reduce reduce_scatter all_gather broadcast all_to_all --ranks $(RANKS) \
@@ -57,4 +92,4 @@ build: $(READY)
 	$(BIN)/python -m build
 
 clean:
-	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEXT_VENV) $(LIBRARIES) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

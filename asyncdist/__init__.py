@@ -20,9 +20,9 @@ from asyncdist.base.version import VERSION
 __version__ = VERSION
 
 _COLLECTIVES = """
-all_gather all_gather_coalesced all_gather_object all_gather_single all_reduce all_reduce_coalesced all_to_all
+agree all_gather all_gather_coalesced all_gather_object all_gather_single all_reduce all_reduce_coalesced all_to_all
 all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather gather_object gather_single
-irecv isend monitored_barrier recv recv_object_list reduce reduce_scatter reduce_scatter_single scatter
+irecv isend monitored_barrier recv recv_object_list reduce reduce_scatter reduce_scatter_single regroup scatter
 scatter_object_list send send_object_list
 """.split()
 
@@ -41,20 +41,31 @@ _NAMES: dict[str, tuple[str, str]] = {
         for name in """GroupMember get_backend get_global_rank get_group_rank get_node_local_rank
         get_process_group_ranks get_rank get_world_size group is_available is_backend_available is_gloo_available
         is_initialized is_mpi_available is_nccl_available is_torchelastic_launched new_group new_subgroups
-        new_subgroups_by_enumeration set_timeout split_group""".split()
+        new_subgroups_by_enumeration revoke set_timeout split_group watch_members""".split()
     },
     **{name: ("asyncdist.store", name) for name in ("FileStore", "HashStore", "PrefixStore", "TCPStore")},
+    "Agreed": ("asyncdist.groups.regrouping", "Agreed"),
+    "CommunicationSavings": ("asyncdist.ddp.low_communication.outer_training", "CommunicationSavings"),
     "Config": ("asyncdist.config", "Config"),
+    "DiLoCo": ("asyncdist.ddp.low_communication.diloco", "DiLoCo"),
     "DistributedDataParallel": ("asyncdist.ddp", "DistributedDataParallel"),
     "DistributedSampler": ("asyncdist.ddp.sampler", "DistributedSampler"),
     "Group": ("asyncdist.groups.group", "Group"),
     "GroupMetrics": ("asyncdist.tracing.metrics", "GroupMetrics"),
+    "GroupStep": ("asyncdist.groups.step", "GroupStep"),
+    "JobSession": ("asyncdist.elastic.session", "JobSession"),
+    "LocalSGD": ("asyncdist.ddp.low_communication.diloco", "LocalSGD"),
+    "MemberChange": ("asyncdist.groups.member_watch", "MemberChange"),
     "OperationRecord": ("asyncdist.tracing.hooks", "OperationRecord"),
     "P2POp": ("asyncdist.groups.collectives_api", "P2POp"),
     "ProcessGroup": ("asyncdist.groups.group", "Group"),  # torch's name, for annotations
     "ReduceOp": ("asyncdist.base.ops", "ReduceOp"),
+    "State": ("asyncdist.groups.training_state", "State"),
+    "SyncBatchNorm": ("asyncdist.ddp.sync_batchnorm", "SyncBatchNorm"),
     "Work": ("asyncdist.engine.work", "Work"),
+    "ZeroRedundancyOptimizer": ("asyncdist.ddp.sharded_optimizer", "ZeroRedundancyOptimizer"),
     "empty": ("asyncdist.memory.registered", "empty"),
+    "join": ("asyncdist.elastic.session", "join"),
     "premul_sum": ("asyncdist.base.ops", "premul_sum"),
     "register_hook": ("asyncdist.tracing.hooks", "register_hook"),
     "serve_metrics": ("asyncdist.tracing.metrics", "serve_metrics"),
@@ -84,7 +95,14 @@ if TYPE_CHECKING:
     from asyncdist.base.ops import premul_sum as premul_sum
     from asyncdist.config import Config as Config
     from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
+    from asyncdist.ddp.low_communication.diloco import DiLoCo as DiLoCo
+    from asyncdist.ddp.low_communication.diloco import LocalSGD as LocalSGD
+    from asyncdist.ddp.low_communication.outer_training import CommunicationSavings as CommunicationSavings
     from asyncdist.ddp.sampler import DistributedSampler as DistributedSampler
+    from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from asyncdist.ddp.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
+    from asyncdist.elastic.session import JobSession as JobSession
+    from asyncdist.elastic.session import join as join
     from asyncdist.engine.work import Work as Work
     from asyncdist.groups.aio import api
     from asyncdist.groups.aio import destroy_process_group as destroy_process_group
@@ -110,9 +128,15 @@ if TYPE_CHECKING:
     from asyncdist.groups.default_world import new_group as new_group
     from asyncdist.groups.default_world import new_subgroups as new_subgroups
     from asyncdist.groups.default_world import new_subgroups_by_enumeration as new_subgroups_by_enumeration
+    from asyncdist.groups.default_world import revoke as revoke
     from asyncdist.groups.default_world import set_timeout as set_timeout
     from asyncdist.groups.default_world import split_group as split_group
+    from asyncdist.groups.default_world import watch_members as watch_members
     from asyncdist.groups.group import Group as Group
+    from asyncdist.groups.member_watch import MemberChange as MemberChange
+    from asyncdist.groups.regrouping import Agreed as Agreed
+    from asyncdist.groups.step import GroupStep as GroupStep
+    from asyncdist.groups.training_state import State as State
     from asyncdist.memory.registered import empty as empty
     from asyncdist.store import FileStore as FileStore
     from asyncdist.store import HashStore as HashStore
@@ -126,6 +150,7 @@ if TYPE_CHECKING:
 
     ProcessGroup = Group
 
+    agree = api.agree
     all_gather = api.all_gather
     all_gather_coalesced = api.all_gather_coalesced
     all_gather_into_tensor = api.all_gather_single
@@ -152,6 +177,7 @@ if TYPE_CHECKING:
     reduce_scatter = api.reduce_scatter
     reduce_scatter_single = api.reduce_scatter_single
     reduce_scatter_tensor = api.reduce_scatter_single
+    regroup = api.regroup
     scatter = api.scatter
     scatter_object_list = api.scatter_object_list
     send = api.send

@@ -1,8 +1,8 @@
 """Settings from the environment. No other module reads the environment.
 
-This module imports only the standard library. A `Config` is immutable, and a world keeps the one with which it was
-started. `settings` yields the table that ``asyncdist info`` prints. `Launch`, `Service` and `NcclSettings` hold the
-variables of launchers, systemd and NCCL.
+This module imports only the errors and the standard library. A `Config` is immutable, and a world keeps the one with
+which it was started. `settings` yields the table that ``asyncdist info`` prints. `Launch`, `Service` and `NcclSettings`
+hold the variables of launchers, systemd and NCCL.
 """
 
 from __future__ import annotations
@@ -15,11 +15,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
+from asyncdist.errors import UsageError
+
 log = logging.getLogger("asyncdist")
 
 
 def _setting(
-    default: Any, variable: str, text: str, *, least: float = 0, shared: bool = False, choices: tuple[str, ...] = ()
+    default: Any,
+    variable: str,
+    text: str,
+    *,
+    least: float = 0,
+    zero: bool = False,
+    shared: bool = False,
+    choices: tuple[str, ...] = (),
 ) -> Any:
     """Return the dataclass field of a setting.
 
@@ -28,10 +37,18 @@ def _setting(
         variable: The environment variable.
         text: The help text.
         least: The smallest number that is accepted.
+        zero: Whether 0 is accepted as well.
         shared: Whether all ranks need the same value, because it determines the messages that they exchange.
         choices: The only texts that are accepted; any text if empty.
     """
-    metadata = {"variable": variable, "help": text, "least": least, "shared": shared, "choices": choices}
+    metadata = {
+        "variable": variable,
+        "help": text,
+        "least": least,
+        "zero": zero,
+        "shared": shared,
+        "choices": choices,
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -54,7 +71,8 @@ class Config:
     host: str | None = _setting(
         None,
         "ASYNCDIST_HOST",
-        "name of this host: only ranks with the same name share memory (default: the machine's identity)",
+        "name of this host: only ranks with the same name share memory and look at each other's processes (default: the "
+        "machine's identity)",
     )
     transport: str = _setting(
         "auto", "ASYNCDIST_TRANSPORT", "transport, if init_process_group names none; a,b for several"
@@ -144,6 +162,12 @@ class Config:
         "format of these files: json for `asyncdist trace`, torch for torch's analyser torchfrtrace, or both",
         choices=("json", "torch", "both"),
     )
+    metrics_port: int = _setting(
+        -1,
+        "ASYNCDIST_METRICS_PORT",
+        "port at which each rank serves Prometheus metrics, plus its local rank (0: any free port; default: none)",
+    )
+    metrics_host: str = _setting("127.0.0.1", "ASYNCDIST_METRICS_HOST", "address at which that port listens")
     tls_cert: str | None = _setting(
         None,
         "ASYNCDIST_TLS_CERT",
@@ -206,6 +230,17 @@ class Config:
         "ASYNCDIST_STORE_RECONNECT",
         "seconds for which a client retries a lost connection to a store (0: no retry)",
     )
+    heartbeat: float = _setting(
+        5.0,
+        "ASYNCDIST_HEARTBEAT",
+        "seconds after which a silent rank is lost; longer than any call that holds the interpreter (0: no heartbeats)",
+        least=0.5,
+        zero=True,
+        shared=True,
+    )
+    status: bool = _setting(
+        True, "ASYNCDIST_STATUS", "answer asyncdist top, which shows calls and Python stacks (0: no port for it)"
+    )
     handshake_timeout: float = _setting(
         20.0, "ASYNCDIST_HANDSHAKE_TIMEOUT", "seconds within which a new connection must prove its token", least=0.1
     )
@@ -220,7 +255,7 @@ class Config:
             environ: The variables; by default those of the process.
 
         Raises:
-            ValueError: A value cannot be parsed; the message names its variable.
+            UsageError: A value cannot be parsed; the message names its variable.
         """
         source = _translated(os.environ if environ is None else environ)
         _warn_of_misspelt(source)
@@ -261,10 +296,21 @@ def _warn_of_misspelt(source: Mapping[str, str]) -> None:
             log.warning("%s is not a setting; did you mean %s? `asyncdist info` lists all settings", variable, meant)
 
 
+def _invalid(variable: str, text: str, problem: str) -> UsageError:
+    return UsageError(f"{variable}={text!r} {problem}; correct it, or unset it")
+
+
+_MOST = (1 << 63) - 1
+"""The largest whole number that ranks can send to each other."""
+
+
 def _parse(setting: Field[Any], text: str) -> object:
     variable, least, choices = (setting.metadata[name] for name in ("variable", "least", "choices"))
+    # Python decodes other bytes to surrogates, which cannot be sent.
+    if any(0xD800 <= ord(character) < 0xE000 for character in text):
+        raise _invalid(variable, text, "has bytes that are not UTF-8")
     if choices and text.lower() not in choices:
-        raise ValueError(f"{variable}={text!r} is not one of {', '.join(choices)}")
+        raise _invalid(variable, text, f"is not one of {', '.join(choices)}")
     if isinstance(setting.default, bool):
         return _parse_bool(variable, text)
     if not isinstance(setting.default, (int, float)):
@@ -278,16 +324,19 @@ def _parse(setting: Field[Any], text: str) -> object:
         value = parse(text)
     except ValueError:
         value = math.nan
-    if value >= least:
+    if isinstance(value, int) and value > _MOST:
+        raise _invalid(variable, text, "is too large: at most 2^63 - 1")
+    if value >= least or (value == 0 and setting.metadata["zero"]):
         return value
-    raise ValueError(f"{variable}={text!r} is not a {kind} from {least} up{note}")
+    also = ", and not 0" if setting.metadata["zero"] else ""
+    raise _invalid(variable, text, f"is not a {kind} from {least} up{also}{note}")
 
 
 def _parse_bool(variable: str, text: str) -> bool:
     try:
         return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
     except KeyError:
-        raise ValueError(f"{variable}={text!r} is not 0 or 1") from None
+        raise _invalid(variable, text, "is not 0 or 1") from None
 
 
 def whole_number(text: str) -> int:
@@ -381,6 +430,33 @@ class NcclSettings:
         return cls(source.get("NCCL_COMM_BLOCKING", "").strip() != "0")
 
 
+@dataclass(frozen=True, slots=True)
+class TorchHooks:
+    """The variables by which a program asks for torch's own observers of collectives.
+
+    Attributes:
+        flight_recorder: torch's flight recorder, by a size of its buffer other than 0. Without a size torch records too,
+            unless a back end records itself.
+        nan_check: The check of inputs for NaN.
+    """
+
+    flight_recorder: bool = False
+    nan_check: bool = False
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> TorchHooks:
+        """Read torch's variables from ``environ``; None is the process's environment."""
+        source = os.environ if environ is None else environ
+        sizes = (_number(source, name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"))
+        size = next((size for size in sizes if size is not None), 0)
+        return cls(size > 0, source.get("TORCH_DIST_NAN_CHECK", "") == "1")
+
+    @property
+    def observe(self) -> bool:
+        """Whether any of them observes operations."""
+        return self.flight_recorder or self.nan_check
+
+
 # The variable that identifies each launcher, and its names for torchrun's variables. Inner launchers come first: in a
 # Slurm allocation MPICH's mpirun starts its proxies with srun, and the ranks inherit the proxies' variables.
 _LAUNCHERS = {
@@ -418,4 +494,4 @@ def _number(source: Mapping[str, str], variable: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{variable}={text!r} is not a whole number") from None
+        raise _invalid(variable, text, "is not a whole number") from None

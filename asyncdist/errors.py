@@ -10,7 +10,9 @@
     │   ├── PeerLostError (ConnectionError)  a peer died or became unreachable
     │   ├── OperationTimeoutError (TimeoutError)
     │   ├── MismatchError (ValueError)       the ranks issued different calls
-    │   └── GroupAbortedError                a call after the group failed, or after abort() on a rank
+    │   ├── GroupAbortedError                a call after the group failed, or after abort() on a rank
+    │   ├── NoQuorumError                    too few members are left to go on
+    │   └── ExcludedError                    the other members go on without this rank
     ├── WaitTimeoutError (TimeoutError)      only the wait ended; the operation continues
     ├── RendezvousError                      the ranks did not find each other
     │   ├── RendezvousTimeoutError (TimeoutError)
@@ -30,19 +32,40 @@
     ├── SharedMemoryError (MemoryError)      the machine provides no, or no more, shared memory
     └── TransportUnavailableError            a transport that was requested by name cannot be used here
 
-The classes hold fields and build their message in ``__str__``. A message says what happened, where, and what to do next.
+The classes hold fields and build their message in ``_text``. A message says what happened, where, and what to do next.
+``str(error)`` adds a line with the address of the class's page.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 
 from asyncdist.base.ops import is_message
 
+DOCUMENTATION = "https://asyncdist.readthedocs.io/en/stable/"
+"""Where the documentation of this release is published. It is set nowhere else."""
+_SEE = f"\nsee {DOCUMENTATION}errors/#"
+_ADDRESS = re.compile(rf"{re.escape(_SEE)}\w+")
+
 
 class AsyncdistError(RuntimeError):
-    """Base of every error of this package."""
+    """Base of every error of this package. The last line of ``str(error)`` is the address of the class's page."""
+
+    @property
+    def message(self) -> str:
+        """What happened, where, and what to do next, without the address of the page: for use inside other texts."""
+        # The text may contain the whole text of another error, also of one that another process raised.
+        return _ADDRESS.sub("", self._text())
+
+    def __str__(self) -> str:
+        # The classes of this module have pages; a class derived from them elsewhere is described by its base's.
+        documented = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return f"{self.message}{_SEE}{documented.__name__.lower()}"
+
+    def _text(self) -> str:
+        return super().__str__()
 
 
 # -- the call itself --------------------------------------------------------------------------
@@ -66,11 +89,11 @@ class UsageError(AsyncdistError, ValueError):
         if self.op is None:
             self.group, self.rank, self.op = group, rank, op
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (f"{self.op} on group {self.group!r}, rank {self.rank}: " if self.op else "") + self._reason()
 
     def _reason(self) -> str:
-        return super().__str__()
+        return super()._text()
 
 
 class NotInitializedError(UsageError):
@@ -153,7 +176,7 @@ class GroupError(AsyncdistError):
             self.reason += f" ({cause})"
             self.advice = UNREACHED
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         where = ""
         if self.op is not None:
             which = f"with tag {self.seq}" if is_message(self.op) else f"#{self.seq}"
@@ -179,10 +202,19 @@ def _rebuild(kind: type[GroupError], args: tuple[object, ...], fields: dict[str,
 
 
 class PeerLostError(GroupError, ConnectionError):
-    """A peer died, left, or became unreachable. ``peer`` is its global rank."""
+    """A peer died, left, or became unreachable.
+
+    Attributes:
+        peer: Its global rank.
+        noticed: ``"connection"`` if the connection to it has ended or cannot be used, ``"heartbeat"`` if it was silent.
+        last_heard: Of a silent peer, the seconds before this error at which the rank that noticed last heard it; else None.
+    """
+
+    noticed = "connection"
+    last_heard: float | None = None
 
     advice = (
-        "read that rank's log first; then let the other ranks continue in a new_group of themselves, or destroy the "
+        "read that rank's log first; then call regroup() on the other ranks, which go on without it, or destroy the "
         "process group and create it again"
     )
 
@@ -237,11 +269,30 @@ class MismatchError(GroupError, ValueError):
 class GroupAbortedError(GroupError):
     """The group failed earlier or was aborted, and accepts no operations. ``peer`` is the rank that reported it."""
 
-    advice = "destroy this group and create a new one"
+    advice = "call regroup() on every rank of the group, or destroy it and create a new one"
 
     def __init__(self, reason: str, *, peer: int | None = None, **where: object) -> None:
         super().__init__(reason, **where)  # type: ignore[arg-type]
         self.peer = peer
+
+
+class NoQuorumError(GroupError):
+    """Too few members of the group are left to go on: fewer than ``min_size``, or others may go on elsewhere.
+
+    ``present`` are the ids (`Group.member_ids`) of the members that this rank could reach.
+    """
+
+    advice = "ranks that this one does not reach may go on without it: end this process, or start the job again"
+
+    def __init__(self, reason: str, *, present: Sequence[int] = (), **where: object) -> None:
+        super().__init__(reason, **where)  # type: ignore[arg-type]
+        self.present = tuple(present)
+
+
+class ExcludedError(GroupError):
+    """The other members have agreed to go on without this rank, which they hold lost. The reason says why."""
+
+    advice = "end this process, or join the job again as a new rank"
 
 
 class WaitTimeoutError(AsyncdistError, TimeoutError):
@@ -284,7 +335,7 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
         self.world_size = len(self.joined) + len(self.missing) if world_size is None else world_size
         self.seen = seen
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         known = f"joined {ranks(self.joined)}, missing {ranks(self.missing)}"
         what = f"only {len(self.joined)} of {self.world_size} ranks had joined at {self.where}: {known}"
         if self.seen:
@@ -298,7 +349,7 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
 class AddressError(RendezvousError, OSError):
     """An address cannot be used: the port is in use, the host does not resolve, or the interface does not exist."""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return str(self.args[0])
 
 
@@ -329,7 +380,7 @@ class StoreTimeoutError(StoreError, TimeoutError):
         self.timeout = timeout
         self.reason = reason
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         names = _first(self.keys)
         after = f" after {self.timeout:g} s" if self.timeout is not None else ""
         return f"store {self.operation}({names}) timed out{after}: {self.reason}"
@@ -350,7 +401,7 @@ class StoreConnectionError(StoreError, ConnectionError):
 class AuthenticationError(AsyncdistError):
     """One side of a connection does not hold the job's token."""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         reason = self.args[0] if self.args else "the other side refused the token of this process"
         return f"{reason}; set ASYNCDIST_TOKEN to the same value on every rank and on the store"
 
@@ -358,7 +409,7 @@ class AuthenticationError(AsyncdistError):
 class CertificateError(AuthenticationError):
     """The TLS handshake failed: one side does not trust the other's certificate."""
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return (
             f"the TLS handshake with the other side failed ({self.args[0]}): both sides need certificates that are signed "
             "by the other's ASYNCDIST_TLS_CA, valid now, and issued for the name that is dialled"
@@ -376,7 +427,7 @@ class GradientError(AsyncdistError):
         self.reason = reason
         self.parameters = tuple(parameters)
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         return self.reason.format(parameters=_first(self.parameters))
 
 
@@ -391,7 +442,7 @@ class UnevenInputsError(AsyncdistError):
         self.ended = tuple(ended)
         self.going = tuple(going)
 
-    def __str__(self) -> str:
+    def _text(self) -> str:
         ended, going = (", ".join(map(str, ranks)) for ranks in (self.ended, self.going))
         return (
             f"rank {ended} ran out of inputs while rank {going} had more: give every rank the same number of inputs, "

@@ -6,6 +6,7 @@ operation continues in the background. The calling thread drives the progress of
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import asyncdist
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
+from asyncdist.elastic.session import JobSession, join
 from asyncdist.engine.work import Work
 from asyncdist.groups import default_world
 from asyncdist.groups.blocking_api import BlockingApi
@@ -38,10 +40,16 @@ from asyncdist.groups.default_world import (
     new_group,
     new_subgroups,
     new_subgroups_by_enumeration,
+    revoke,
     set_timeout,
     split_group,
+    watch_members,
 )
 from asyncdist.groups.group import Group
+from asyncdist.groups.member_watch import MemberChange
+from asyncdist.groups.regrouping import Agreed
+from asyncdist.groups.step import GroupStep
+from asyncdist.groups.training_state import State
 from asyncdist.groups.world import World, open_world
 from asyncdist.memory.registered import empty
 from asyncdist.store import FileStore, HashStore, PrefixStore, TCPStore
@@ -51,7 +59,12 @@ from asyncdist.tracing.otel import trace_operations
 
 if TYPE_CHECKING:
     from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
+    from asyncdist.ddp.low_communication.diloco import BlockingDiLoCo as DiLoCo
+    from asyncdist.ddp.low_communication.diloco import BlockingLocalSGD as LocalSGD
+    from asyncdist.ddp.low_communication.outer_training import CommunicationSavings as CommunicationSavings
     from asyncdist.ddp.sampler import DistributedSampler as DistributedSampler
+    from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+    from asyncdist.ddp.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
 
 
 def init_process_group(
@@ -80,7 +93,7 @@ def init_process_group(
         group_name: Name of the default group in error messages and traces.
         pg_options: Accepted for compatibility with torch; has no effect.
         device_id: Accepted for compatibility with torch; has no effect.
-        enable_reconfigure: Not supported; must be False.
+        enable_reconfigure: Must be False: `regroup` and `join` change the members. torch.distributed supports it.
 
     Raises:
         AlreadyInitializedError: There is a default process group, or another call is creating one.
@@ -186,6 +199,7 @@ ProcessGroup = Group
 
 _api = BlockingApi(_finish, Work.result, blocking=True)
 
+agree = _api.agree
 all_gather = _api.all_gather
 all_gather_coalesced = _api.all_gather_coalesced
 all_gather_into_tensor = _api.all_gather_single
@@ -212,33 +226,46 @@ reduce = _api.reduce
 reduce_scatter = _api.reduce_scatter
 reduce_scatter_single = _api.reduce_scatter_single
 reduce_scatter_tensor = _api.reduce_scatter_single
+regroup = _api.regroup
 scatter = _api.scatter
 scatter_object_list = _api.scatter_object_list
 send = _api.send
 send_object_list = _api.send_object_list
 
 
+_SHARED = (
+    "CommunicationSavings", "DistributedDataParallel", "DistributedSampler", "SyncBatchNorm", "ZeroRedundancyOptimizer",
+)  # fmt: skip
+_BLOCKING = {"DiLoCo": "BlockingDiLoCo", "LocalSGD": "BlockingLocalSGD"}
+
+
 def __getattr__(name: str) -> Any:
     # Programs that only exchange tensors do not import the modules for training.
-    if name not in ("DistributedDataParallel", "DistributedSampler"):
+    if name in _SHARED:
+        value = getattr(asyncdist, name)
+    elif name in _BLOCKING:
+        value = getattr(importlib.import_module("asyncdist.ddp.low_communication.diloco"), _BLOCKING[name])
+    else:
         raise AttributeError(f"module 'asyncdist.sync' has no attribute {name!r}")
-    value = globals()[name] = getattr(asyncdist, name)
+    globals()[name] = value
     return value
 
 
 __all__ = [
-    "DistributedDataParallel", "DistributedSampler",
-    "FileStore", "Group", "GroupMember", "GroupMetrics", "HashStore", "OperationRecord", "P2POp",
-    "PrefixStore", "ProcessGroup", "ReduceOp", "TCPStore", "Work", "all_gather", "all_gather_coalesced",
-    "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_reduce_coalesced",
-    "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list",
-    "destroy_process_group", "empty", "gather", "gather_into_tensor", "gather_object", "gather_single",
-    "get_backend", "get_global_rank", "get_group_rank", "get_node_local_rank", "get_process_group_ranks",
-    "get_rank", "get_world_size", "group", "init_process_group", "irecv", "is_available",
-    "is_backend_available", "is_gloo_available", "is_initialized", "is_mpi_available", "is_nccl_available",
-    "is_torchelastic_launched", "isend", "monitored_barrier", "new_group", "new_subgroups",
-    "new_subgroups_by_enumeration", "premul_sum", "process_group", "recv", "recv_object_list", "reduce",
-    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "register_hook", "scatter",
-    "scatter_object_list", "send", "send_object_list", "serve_metrics", "set_timeout", "split_group",
-    "trace_operations",
+    "Agreed", "CommunicationSavings", "DiLoCo", "DistributedDataParallel", "DistributedSampler", "FileStore", "Group",
+    "GroupMember", "GroupMetrics", "GroupStep", "HashStore", "JobSession", "LocalSGD", "MemberChange",
+    "OperationRecord", "P2POp",
+    "PrefixStore", "ProcessGroup", "ReduceOp", "State", "SyncBatchNorm", "TCPStore", "Work",
+    "ZeroRedundancyOptimizer", "agree", "all_gather",
+    "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast",
+    "broadcast_object_list", "destroy_process_group", "empty", "gather", "gather_into_tensor", "gather_object",
+    "gather_single", "get_backend", "get_global_rank", "get_group_rank", "get_node_local_rank",
+    "get_process_group_ranks", "get_rank", "get_world_size", "group", "init_process_group", "irecv",
+    "is_available", "is_backend_available", "is_gloo_available", "is_initialized", "is_mpi_available",
+    "is_nccl_available", "is_torchelastic_launched", "isend", "join", "monitored_barrier", "new_group",
+    "new_subgroups", "new_subgroups_by_enumeration", "premul_sum", "process_group", "recv", "recv_object_list",
+    "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "register_hook", "regroup",
+    "revoke", "scatter", "scatter_object_list", "send", "send_object_list", "serve_metrics", "set_timeout",
+    "split_group", "trace_operations", "watch_members",
 ]  # fmt: skip

@@ -2,12 +2,14 @@
 
     torchrun --nproc-per-node=2 examples/train_digits.py        # two processes on this machine
     python examples/train_digits.py                             # one process, no launcher
+    torchrun --nproc-per-node=2 examples/train_digits.py --device cuda      # on GPUs, of which ranks may share one
 
 The data are the 1,797 scans of 8×8 pixels that scikit-learn includes. Each rank computes the gradients of its share of
 every batch. asyncdist averages them over the ranks during the backward pass, so every rank makes the same update. At the
 end rank 0 prints the accuracy on held-out digits, trains once more alone on the same global batches, compares the weights,
-and plots the loss and the timeline of one step in out/train_digits.png. It exits with 1 if the accuracy is below 0.97,
-which takes at least five epochs, or if any weight differs by more than 1e-5.
+and plots the loss in out/train_digits.png. On CPUs the plot also has the timeline of one step of a larger network over
+shared memory and over TCP. The program exits with 1 if the accuracy is below 0.97, which takes at least five epochs, or if
+any weight differs by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch import nn
 import asyncdist.sync as dist
 from asyncdist.ddp import DistributedDataParallel, StepTimes
 from asyncdist.ddp.sampler import DistributedSampler
+from asyncdist.ddp.timeline import describe_step, draw_step
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -40,12 +43,15 @@ arguments.add_argument("--epochs", type=int, default=15, help="15 by default; fe
 arguments.add_argument("--seed", type=int, default=0, help="seed of the initial weights, the batches and the shifts")
 arguments.add_argument("--batch", type=int, default=64, help="samples per step on all ranks together")
 arguments.add_argument("--lr", type=float, default=0.05, help="peak learning rate")
+arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model is; cpu by default")
 arguments.add_argument("--out", type=Path, default=Path("out/train_digits.png"), help="file of the plot")
 options = arguments.parse_args()
 if options.epochs < 1:
     arguments.error(f"--epochs {options.epochs}: must be at least 1")
 if options.batch < int(os.environ.get("WORLD_SIZE", "1")):
     arguments.error(f"--batch {options.batch}: each rank needs at least one sample")
+if options.device == "cuda" and not torch.cuda.is_available():
+    arguments.error("--device cuda: torch sees no CUDA device")
 if options.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
     arguments.error(f"--out {options.out}: the name must end in .png, .svg or .pdf")
 try:
@@ -63,12 +69,17 @@ else:
     dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 rank, world_size = dist.get_rank(), dist.get_world_size()
 ranks = f"{world_size} rank{'s' * (world_size > 1)}"
+device = torch.device(options.device)
+if device.type == "cuda":
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.allow_tf32 = False  # its 10 bits of mantissa would dominate the difference to one process
 
 # -- the data ---------------------------------------------------------------------------------------
 
 digits = load_digits()
-images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1)
-labels = torch.tensor(digits.target)
+images = torch.tensor(digits.images, dtype=torch.float32, device=device).unsqueeze(1)
+labels = torch.tensor(digits.target, device=device)
 shuffled = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
 held_out, training = shuffled[:360], shuffled[360:]
 mean, std = images[training].mean(), images[training].std()
@@ -104,7 +115,7 @@ def network() -> nn.Sequential:
         nn.Linear(1024, 128),
         nn.GELU(),
         nn.Linear(128, 10),
-    )
+    ).to(device)
 
 
 share = options.batch // world_size  # samples per step on each rank
@@ -119,12 +130,10 @@ def optimizer_of(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.l
 
 # -- training ---------------------------------------------------------------------------------------
 
-# Buckets of 4 KiB instead of 25 MiB: about one per layer, so that the timeline of this small network shows several.
-model = DistributedDataParallel(network(), bucket_cap_mb=1 / 256)
+model = DistributedDataParallel(network())
 optimizer, schedule = optimizer_of(model)
 sampler = DistributedSampler(training, seed=options.seed)
 losses: list[float] = []
-timelines: list[StepTimes] = []
 
 console = Console()
 progress = Progress(
@@ -150,8 +159,6 @@ with progress:
             schedule.step()
 
             losses.append(loss.item())
-            if model.last_step is not None:
-                timelines.append(model.last_step)
             speed = len(losses) * share * world_size / (perf_counter() - started)
             progress.update(bar, advance=1, epoch=epoch + 1, loss=statistics.fmean(losses[-20:]), speed=speed)
         if rank == 0 and not console.is_terminal:
@@ -167,7 +174,27 @@ with torch.no_grad():
     correct = (model.module(images[own]).argmax(dim=1) == labels[own]).sum()
 dist.all_reduce(correct)
 accuracy = correct.item() / len(held_out)
+
+# -- one step of a larger network on the CPU, over shared memory and over TCP ----------------------------
+
+
+def median_step(transport: str) -> tuple[StepTimes, list[list[str]]]:
+    """Return the step of median length of an MLP, and the parameters in each bucket."""
+    torch.manual_seed(options.seed)
+    layers = [module for _ in range(4) for module in (nn.Linear(512, 512), nn.GELU())]
+    with dist.process_group(transport) as group:
+        larger = DistributedDataParallel(nn.Sequential(*layers), process_group=group, bucket_cap_mb=1.1)
+        times = []
+        for _ in range(30):
+            larger(torch.randn(256, 512)).square().mean().backward()
+            if larger.last_step is not None:
+                times.append(larger.last_step)
+        times = sorted(times[5:], key=lambda each: each.finished - each.forward_started)
+        return times[len(times) // 2], larger.bucket_parameters
+
+
 dist.destroy_process_group()
+steps = {name: median_step(name) for name in ("shm", "tcp")} if world_size > 1 and device.type == "cpu" else {}
 if rank != 0:
     sys.exit(0)
 print(f"{ranks}, {total_steps} steps of {share * world_size} samples in {seconds:.1f} s")
@@ -196,8 +223,9 @@ print(f"largest difference to the weights of a single process: {difference:.1e}"
 
 # -- the plot -------------------------------------------------------------------------------------------
 
-figure, (curve, chart) = plt.subplots(2, figsize=(10, 8.4), height_ratios=(1, 1.25), layout="constrained")
-
+figure = plt.figure(figsize=(10, 8.4), layout="constrained")
+grid = figure.add_gridspec(2, 2, height_ratios=(1, 1.1))
+curve = figure.add_subplot(grid[0, :])
 epochs = [(step + 1) / steps_per_epoch for step in range(total_steps)]
 smooth = [statistics.fmean(losses[max(0, step - 19) : step + 1]) for step in range(total_steps)]
 curve.plot(epochs, losses, color="#9ecae1", linewidth=0.8, label="each step (rank 0's share)")
@@ -206,40 +234,15 @@ curve.set(xlabel="epoch", ylabel="cross-entropy loss", yscale="log", xlim=(0, op
 curve.set_title(f"Handwritten digits on {ranks}: {accuracy:.1%} right after {seconds:.1f} s", loc="left", weight="bold")
 curve.legend(frameon=False)
 
-# The step of median length, without the first epoch. Each bucket has a colour for its gradients and its all-reduce.
-by_length = sorted(timelines[steps_per_epoch:] or timelines, key=lambda times: times.finished - times.backward_started)
-step = by_length[len(by_length) // 2]
+curve.spines[["top", "right"]].set_visible(False)
 
-
-def at(moment: float) -> float:
-    return 1000.0 * (moment - step.backward_started)
-
-
-computed, ended = at(step.backward_finished), at(step.finished)
-colours = plt.get_cmap("viridis")([0.1 + 0.75 * place / len(step.buckets) for place in range(len(step.buckets))])
-rows, previous = ["backward"], step.backward_started
-chart.axvspan(0, computed, color="0.93", zorder=0)
-for row, (times, names, colour) in enumerate(zip(step.buckets, model.bucket_parameters, colours, strict=True), 1):
-    layers = dict.fromkeys(type(model.module.get_submodule(name.rpartition(".")[0])).__name__ for name in names)
-    rows.append(f"{', '.join(layers)}\n{times.nbytes / 1024:,.1f} KiB")
-    chart.barh(0, at(times.ready) - at(previous), left=at(previous), height=0.6, color=colour, edgecolor="white")
-    chart.barh(row, at(times.finished) - at(times.started), left=at(times.started), height=0.6, color=colour)
-    chart.plot([at(times.ready)] * 2, [0.3, row - 0.3], color=colour, linewidth=1, linestyle=":", zorder=1)
-    previous = times.ready
-chart.barh(0, ended - computed, left=computed, height=0.6, color="0.85", hatch="///", edgecolor="white")
-chart.text(computed / 2, -0.42, "autograd computes", ha="center", color="0.35")
-if ended - computed > 0.15 * ended:
-    chart.text((computed + ended) / 2, -0.42, "waits for all-reduces", ha="center", color="0.35")
-hidden = sum(max(0.0, min(times.finished, step.backward_finished) - times.started) for times in step.buckets)
-hidden /= sum(times.finished - times.started for times in step.buckets)
-chart.set(xlabel="milliseconds since the start of backward", xlim=(0, 1.02 * ended), ylim=(len(rows) - 0.5, -0.8))
-chart.set_yticks(range(len(rows)), rows)
-chart.set_ylabel("all-reduce of each bucket", y=0.42)
-chart.set_title(
-    f"A median step on rank 0: {hidden:.0%} of all-reduce time overlaps backward", loc="left", weight="bold"
-)
-for axes in (curve, chart):
-    axes.spines[["top", "right"]].set_visible(False)
+until = 1.02 * max((1000 * (step.finished - step.forward_started) for step, _ in steps.values()), default=0.0)
+for place, (transport, (step, names)) in enumerate(steps.items()):
+    chart = figure.add_subplot(grid[1, place])
+    draw_step(chart, step, [f"layer {members[0].partition('.')[0]}, " for members in names], until=until)
+    title = {"shm": "shared memory", "tcp": "TCP"}[transport]
+    chart.set_title(f"One step over {title}: {step.hidden_share:.0%} hidden", loc="left", weight="bold")
+    print(f"one step of 1.1 M parameters over {title}: {describe_step(step, names)}")
 figure.savefig(options.out, dpi=150)
 print(f"wrote {options.out}")
 

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node=3 examples/weight_sync.py                  # a trainer, the clients, one server
     torchrun --nproc-per-node=4 examples/weight_sync.py --width 5000     # two servers, 97 MiB of parameters
+    torchrun --nproc-per-node=3 examples/weight_sync.py --device cuda    # from GPU to GPU; ranks may share one
 
 Rank 0 trains on handwritten digits (from scikit-learn) in a blocking script. Every few steps it starts a broadcast of its
 parameters and continues to train. Rank 1 runs the clients: it sends requests with held-out digits at a fixed rate and
@@ -11,7 +12,8 @@ the other, so no answer mixes two versions.
 
 At the end rank 0 prints a row for each version: the duration of its broadcast, the requests answered during that time,
 their latency, and the longest pause of a server's event loop. It plots the answers in out/weight_sync.png. It exits with
-1 if a request failed, an answer mixed two versions, or the accuracy did not rise.
+1 if a request failed, an answer mixed two versions, a server's last parameters differ from the trainer's, or the accuracy
+did not rise.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import argparse
 import asyncio
 import contextlib
 import copy
+import hashlib
 import os
 import sys
 import time
@@ -55,6 +58,7 @@ arguments.add_argument("--steps", type=int, default=20, help="training steps bet
 arguments.add_argument("--width", type=int, default=1024, help="width of the two hidden layers; 5000 makes 97 MiB")
 arguments.add_argument("--rate", type=float, default=150.0, help="requests per second to all servers together")
 arguments.add_argument("--lr", type=float, default=0.005, help="learning rate, low so that accuracy rises slowly")
+arguments.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the parameters are")
 arguments.add_argument("--out", type=Path, default=Path("out/weight_sync.png"), help="file of the plot")
 options = arguments.parse_args()
 if options.versions < 2:
@@ -63,6 +67,8 @@ if options.steps < 1 or options.width < 1:
     arguments.error("--steps and --width: must be at least 1")
 if not options.rate > 0:
     arguments.error(f"--rate {options.rate}: must be greater than 0")
+if options.device == "cuda" and not torch.cuda.is_available():
+    arguments.error("--device cuda: torch sees no CUDA device")
 if options.out.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
     arguments.error(f"--out {options.out}: the name must end in .png, .svg or .pdf")
 try:
@@ -70,6 +76,10 @@ try:
     TemporaryFile(dir=options.out.parent).close()  # fail before the training, not after it
 except OSError as cause:
     arguments.error(f"--out {options.out} cannot be written ({cause.strerror})")
+
+device = torch.device(options.device)
+if device.type == "cuda":
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 TRAINER, CLIENTS = 0, 1
 BATCH = 32  # samples per training step, and the most requests that a server computes together
@@ -84,7 +94,8 @@ held_out, training = shuffled[:360], shuffled[360:]
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     width = options.width
-    return nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10))
+    layers = [nn.Linear(64, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10)]
+    return nn.Sequential(*layers).to(device)
 
 
 def now() -> float:
@@ -110,7 +121,7 @@ def lower_process_priority() -> None:
 
 
 class Weights:
-    """A copy of a model whose parameters are one tensor, in memory that the ranks of a host share.
+    """A copy of a model whose parameters are one tensor: on a GPU, or in memory that the ranks of a host share.
 
     The version number precedes and follows the parameters, so that a mixture of two versions can be detected. The second
     element says whether the version is the last one.
@@ -120,7 +131,9 @@ class Weights:
         self.model = copy.deepcopy(model).requires_grad_(False)
         parameters = list(self.model.parameters())
         sizes = [parameter.numel() for parameter in parameters]
-        self.flat = dist.empty(2 + sum(sizes) + 1, shared=True).zero_()
+        count = 2 + sum(sizes) + 1
+        on_host = device.type == "cpu"
+        self.flat = dist.empty(count, shared=True).zero_() if on_host else torch.zeros(count, device=device)
         for parameter, part in zip(parameters, self.flat[2:-1].split(sizes), strict=True):
             parameter.data = part.view_as(parameter)
         self.readers = 0
@@ -150,6 +163,10 @@ class Weights:
         """Return the version numbers before and after the parameters; two numbers mean a mixture of versions."""
         return {int(self.flat[0]), int(self.flat[-1])}
 
+    def digest(self) -> str:
+        """Return a hash of the parameters and their version numbers."""
+        return hashlib.sha256(self.flat.cpu().numpy().tobytes()).hexdigest()
+
 
 # -- the trainer: a blocking script -----------------------------------------------------------------
 
@@ -161,6 +178,7 @@ def train(group: dist.Group) -> dict[str, Any]:
     weights = Weights(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
+    inputs, targets = images.to(device), labels.to(device)
     console = Console()
     with Progress(
         TextColumn("[bold]training"), BarColumn(bar_width=36), MofNCompleteColumn(), TextColumn("versions sent"),
@@ -175,7 +193,7 @@ def train(group: dist.Group) -> dict[str, Any]:
             losses = []
             for _ in range(options.steps):  # training continues, because `weights` is a copy
                 batch = training[torch.randint(len(training), (BATCH,), generator=generator)]
-                loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+                loss = nn.functional.cross_entropy(model(inputs[batch]), targets[batch])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -184,7 +202,7 @@ def train(group: dist.Group) -> dict[str, Any]:
             progress.update(bar, advance=1, loss=np.mean(losses))
             if not console.is_terminal:
                 print(f"version {version + 1:2d}/{options.versions}  loss {np.mean(losses):.4f}", flush=True)
-    return {"posted": posted, "nbytes": weights.flat.nbytes}
+    return {"posted": posted, "nbytes": weights.flat.nbytes, "digest": weights.digest()}
 
 
 # -- a server ---------------------------------------------------------------------------------------
@@ -253,7 +271,7 @@ class Server:
     @staticmethod
     def _forward(weights: Weights, pixels: list[list[float]]) -> tuple[list[int], set[int]]:
         before = weights.versions()
-        found = weights.model(torch.tensor(pixels)).argmax(dim=1).tolist()
+        found = weights.model(torch.tensor(pixels, device=device)).argmax(dim=1).tolist()
         return found, before | weights.versions()
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -284,7 +302,8 @@ async def serve(group: Any) -> dict[str, Any]:
         computing.cancel()
         await runner.cleanup()
         server.executor.shutdown()
-    return {"arrived": server.arrived, "at": np.array(monitor.at), "late": np.array(monitor.late)}
+    late, digest = np.array(monitor.late), server.current.digest()
+    return {"arrived": server.arrived, "at": np.array(monitor.at), "late": late, "digest": digest}
 
 
 # -- the clients ------------------------------------------------------------------------------------
@@ -407,6 +426,8 @@ ever = max(float(server["late"].max()) for server in servers)
 failures = clients["failures"]
 print(f"{len(at)} requests answered, {len(failures)} failed; p50 {1e3 * median:.1f} ms, p99 {1e3 * tail:.1f} ms")
 print(f"longest pause of a server's loop: {1e3 * max(pauses):.1f} ms during broadcasts, {1e3 * ever:.1f} ms overall")
+equal = all(server["digest"] == trainer["digest"] for server in servers)
+print(f"the servers' last parameters {'equal' if equal else 'DIFFER FROM'} the trainer's")
 print(f"correct answers: {accuracies[0]:.1%} with version 0, {accuracies[-1]:.1%} with version {len(posted) - 1}")
 
 # -- the plot ---------------------------------------------------------------------------------------
@@ -435,5 +456,7 @@ print(f"wrote {options.out}")
 
 if failures:
     sys.exit(f"{len(failures)} requests failed, the first one with {failures[0]}")
+if not equal:
+    sys.exit("a server's last parameters differ from the trainer's")
 if not accuracies[-1] > accuracies[0]:
     sys.exit("the accuracy did not rise")

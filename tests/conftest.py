@@ -24,7 +24,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from asyncdist.base.background_loop import background_loop
+from asyncdist.base.background_loop import background_loop, observing_loop
 from asyncdist.memory.shared_arena import arena
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.processes import Nursery
@@ -164,7 +164,7 @@ def until() -> Callable[[Callable[[], Any]], None]:
 _DESCRIPTORS = Path("/proc/self/fd")
 _KINDS = ("socket:", "pipe:", "anon_inode:", "/memfd:")
 # Threads that belong to the process and not to a world.
-_OF_THE_PROCESS = ("asyncdist-runtime", "asyncdist-futures")
+_OF_THE_PROCESS = ("asyncdist-runtime", "asyncdist-observer", "asyncdist-futures")
 
 
 def _descriptors() -> Counter[str]:
@@ -212,6 +212,7 @@ def _left(threads: set[threading.Thread], descriptors: Counter[str], processes: 
 def _settled() -> None:
     """Start what lives as long as the process, and freeze it for the garbage collector."""
     background_loop()
+    observing_loop()
     arena()
     gc.collect()
     gc.freeze()
@@ -221,6 +222,7 @@ def _settled() -> None:
 def nothing_left_over() -> Iterator[None]:
     """Fail a test that leaves something behind."""
     background_loop()
+    observing_loop()
     arena()
     before = set(threading.enumerate()), _descriptors(), _processes()
     yield

@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    "base", "algorithms", "memory", "store", "transport", "tracing", "engine", "collectives", "rendezvous", "devices",
-    "groups", "ddp", "torch_backend", "bench", "cli",
+    "base", "algorithms", "memory", "store", "transport", "tracing", "membership", "engine", "collectives", "rendezvous",
+    "status", "devices", "groups", "elastic", "ddp", "torch_backend", "bench", "cli",
 )  # fmt: skip
 """The folders of `asyncdist`; each imports only itself, the folders before it, and the two modules of `FOUNDATION`."""
 
@@ -28,7 +28,7 @@ FOUNDATION = {"asyncdist.config", "asyncdist.errors"}
 SURFACE = {"asyncdist", "asyncdist.sync", "asyncdist.torchrun"}
 """The public surface: flat modules that lazily import from any layer. Only `bench` and `cli` may import them."""
 
-PURE_FOLDERS = ("asyncdist.algorithms", "asyncdist.store.protocol", "asyncdist.store.state")
+PURE_FOLDERS = ("asyncdist.algorithms", "asyncdist.membership", "asyncdist.store.protocol", "asyncdist.store.state")
 """Folders without I/O, clocks, threads and tensors: their modules import none of `IMPURE`."""
 
 IMPURE = {"asyncio", "socket", "threading", "os", "select", "subprocess", "torch", "numpy", "multiprocessing"}

@@ -1,10 +1,11 @@
-"""Tests of README.md, CONTRIBUTING.md and docs: the code of the pages runs, and the names they mention exist.
+"""Tests of README.md, CONTRIBUTING.md and docs: a reader who follows a page succeeds, and the names it mentions exist.
 
-A block whose first line is ``# path`` is appended to that file in a copy of the package; ``# path, in Class`` appends it to
-that class. A block whose path is a test file is a test that must pass.
+The blocks of a page are files of a new folder. A block whose first line is ``# path`` is appended to that file;
+``# path, in Class`` appends it to that class. In a block of the language ``console``, each line that begins with ``$`` is a
+command. It runs in that folder, must succeed, and must print the lines below it, possibly among others and in any order; …
+matches any text. A command that ends with ``&`` runs until the end of the page. The environment holds asyncdist and what
+the page installs (`ReaderEnvironment`). A page that changes or installs asyncdist begins with its sources in the folder.
 
-In a block of the language ``console``, each line that begins with ``$`` is a command. It runs in the folder of the page's
-programs, must succeed, and must print the lines below it, possibly among others and in any order; … matches any text.
 Port 29500 is replaced by a free port. A missing launcher (mpirun, srun) is replaced by a script that sets its variables.
 """
 
@@ -19,8 +20,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import textwrap
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -36,6 +35,7 @@ from asyncdist.errors import GroupAbortedError, OperationTimeoutError, PeerLostE
 from asyncdist.groups.group import Group
 from asyncdist.testing.cluster import world_of
 from tests.support.ports import free_port
+from tests.support.reader_environment import NOT_HERE, ReaderEnvironment, build_wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
@@ -44,12 +44,13 @@ PAGES = {
 }
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 ENTRY_POINT_GROUP = "asyncdist.transports"
-FRAGMENTS = "README.md"
-"""The page whose blocks are parts of programs. They are compiled, not run."""
+INSTALLS = ("README.md", "docs/install.md")
+"""The pages that install asyncdist."""
+EXCERPTS = "docs/libraries.md"
+"""The page whose blocks are lines of programs in tests/ecosystem, which need the libraries."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PLACE = re.compile(r"# ([\w/.]+\.(?:py|toml))(?:, in (\w+))?\n")
+PLACE = re.compile(r"# ([\w/.]+\.(?:py|toml|ini))(?:, in (\w+))?\n")
 SPAN = re.compile(r"`([^`\n]+)`")
-PYTEST = "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\nfilterwarnings = error\n"
 
 pages = pytest.mark.parametrize("page", PAGES)
 
@@ -60,9 +61,9 @@ def prose(page: str) -> str:
 
 
 def code_of(page: str) -> list[str]:
-    """Return the Python and TOML blocks of a page."""
+    """Return the blocks of a page that are parts of files."""
     blocks = BLOCK.findall(PAGES[page].read_text(encoding="utf-8"))
-    return [code for language, code in blocks if language in ("python", "toml")]
+    return [code for language, code in blocks if language in ("python", "toml", "ini")]
 
 
 def commands_of(page: str) -> list[tuple[str, list[str]]]:
@@ -93,20 +94,6 @@ def insert_block(folder: Path, name: str, within: str | None, code: str) -> None
     path.write_text("\n".join([*lines[:end], "", code, *lines[end:], ""]), encoding="utf-8")
 
 
-def register_entry_points(folder: Path) -> None:
-    """Write the metadata that installing the package of ``pyproject.toml`` would write for its entry points."""
-    if (folder / "pyproject.toml").exists():
-        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-        insert_block(
-            info, "METADATA", None, f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}"
-        )
-        for group, points in project["entry-points"].items():
-            insert_block(
-                info, "entry_points.txt", None, "\n".join([f"[{group}]", *(f"{k} = {v}" for k, v in points.items())])
-            )
-
-
 LAUNCHER = """#!/bin/sh
 count=$2
 shift 2
@@ -121,80 +108,149 @@ exit ${status:-0}
 """
 
 
-def command_environment(folder: Path) -> dict[str, str]:
-    """Return the environment of a page's commands, in which programs find this package and its launchers."""
+def variables_of(environment: ReaderEnvironment, folder: Path) -> dict[str, str]:
+    """Return the variables of a page's commands, which find the programs of the environment and launchers."""
     for launcher in ("mpirun", "srun"):
         if shutil.which(launcher) is None:
-            (folder / "bin").mkdir(exist_ok=True)
-            (folder / "bin" / launcher).write_text(LAUNCHER)
-            (folder / "bin" / launcher).chmod(0o755)
+            (environment.bin / launcher).write_text(LAUNCHER)
+            (environment.bin / launcher).chmod(0o755)
+    # The programs of the environment that runs the tests, which may be activated, are not the reader's.
+    homes = {str(Path(found).parent) for found in map(shutil.which, ("bash", "mpirun", "srun")) if found is not None}
     return {
-        **os.environ,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], str(folder / "bin")]),
-        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "transports")]),
+        **{name: text for name, text in os.environ.items() if not name.startswith(("PYTHON", "PYTEST", "ASYNCDIST_"))},
+        "PATH": os.pathsep.join([str(environment.bin), *homes, os.defpath]),
         # Unbuffered, Python writes a line and its end separately, which mixes the lines of several ranks.
         "PYTHONUNBUFFERED": "",
-        # torchrun's variable for --standalone, which takes a free port.
-        "PET_STANDALONE": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
     }
 
 
-def check_command(command: str, expected: Sequence[str], folder: Path, environment: dict[str, str]) -> None:
-    """Run a command of a page and compare its output with the expected lines."""
-    arguments = ["bash", "-c", command.replace("29500", str(free_port()))]
-    run = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, f"{command}\n{run.stdout}{run.stderr}"
-    for line in expected:
-        pattern = re.compile(re.escape(line).replace("…", ".*"))
-        # Search anywhere in the output: ranks share it, and the lines of two ranks may be joined.
-        assert pattern.search(run.stdout), f"no {line!r} in:\n{run.stdout}"
+class Terminal:
+    """The terminal of a reader: runs the commands of a page."""
+
+    def __init__(self, folder: Path, variables: dict[str, str]) -> None:
+        self.folder, self.variables = folder, variables
+        self._background: list[subprocess.Popen[str]] = []
+
+    def run(self, command: str, expected: Sequence[str]) -> None:
+        """Run a command and compare its output with the expected lines."""
+        variables = self.variables
+        if "--rdzv" not in command:
+            variables = variables | {
+                "PET_STANDALONE": "1"
+            }  # torchrun's variable for --standalone, which takes a free port
+        if command.endswith(" &"):
+            self._start(command[:-2], expected, variables)
+            return
+        arguments = ["bash", "-c", command]
+        run = subprocess.run(arguments, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=300)
+        if run.returncode == NOT_HERE:
+            pytest.skip(run.stderr.strip())
+        assert run.returncode == 0, f"{command}\n{run.stdout}{run.stderr}"
+        for line in expected:
+            # Search anywhere in the output: ranks share it, and the lines of two ranks may be joined.
+            assert pattern_of(line).search(run.stdout), f"no {line!r} in:\n{run.stdout}"
+
+    def _start(self, command: str, expected: Sequence[str], variables: dict[str, str]) -> None:
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {command}"], cwd=self.folder, env=variables, stdout=subprocess.PIPE, text=True
+        )
+        self._background.append(process)
+        assert process.stdout is not None
+        for line in expected:
+            assert any(pattern_of(line).search(printed) for printed in process.stdout), (
+                f"{command} ended without {line!r}"
+            )
+
+    def close(self) -> None:
+        for process in self._background:
+            process.terminate()
+            process.communicate()
+
+
+def pattern_of(line: str) -> re.Pattern[str]:
+    return re.compile(re.escape(line).replace("…", ".*"))
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-@pytest.mark.parametrize("page", [page for page in PAGES if code_of(page) and page != FRAGMENTS])
-def test_code_of_page_runs(page: str, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "asyncdist", tmp_path / "asyncdist", ignore=shutil.ignore_patterns("__pycache__"))
-    tests = []
+@pytest.mark.parametrize("page", [page for page in PAGES if page != EXCERPTS and (code_of(page) or commands_of(page))])
+def test_code_of_page_runs(page: str, tmp_path: Path, wheel: Path) -> None:
+    folder, environment = tmp_path / "reader", ReaderEnvironment(tmp_path / "venv")
+    folder.mkdir()
+    port = str(free_port())
+    placed = []
     for code in code_of(page):
         place = PLACE.match(code)
         assert place is not None, f"{page}: the first line of this block is not a path:\n{code}"
-        insert_block(tmp_path, place[1], place[2], code[place.end() :])
-        if Path(place[1]).name.startswith("test_"):
-            tests.append(place[1])
-    assert tests or commands_of(page), f"{page} has code, but neither a test nor a command that runs it"
-    register_entry_points(tmp_path)
-    if tests:
-        run_tests(tests, tmp_path)
-    for command, expected in commands_of(page):
-        if "before.py" in command and importlib.util.find_spec("mpi4py") is None:
-            # before.py is the program to be ported; it needs mpi4py.
-            continue
-        check_command(command, expected, tmp_path, command_environment(tmp_path))
-
-
-def run_tests(tests: Sequence[str], folder: Path) -> None:
-    """Run the test files that the blocks of a page form."""
-    (folder / "pytest.ini").write_text(PYTEST)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *tests]
-    paths = os.pathsep.join([str(folder), str(ROOT / "transports")])
-    run = subprocess.run(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=60
+        placed.append((place[1], place[2], code[place.end() :].replace("29500", port)))
+    if page in INSTALLS or any(path.startswith("asyncdist/") for path, _, _ in placed):
+        copy_sources(folder)
+    else:
+        environment.unpack(wheel)
+    for path, within, code in placed:
+        insert_block(folder, path, within, code)
+    commands = commands_of(page)
+    tests = {path for path, _, _ in placed if Path(path).name.startswith("test_")}
+    assert commands, f"{page} has code, but no command that runs it"
+    assert all(any(test in command for command, _ in commands) for test in tests), (
+        f"{page} does not say how to run {tests}"
     )
-    assert run.returncode == 0, run.stdout + run.stderr
+    if importlib.util.find_spec("mpi4py") is not None:
+        environment.install("mpi4py")
+    terminal = Terminal(folder, variables_of(environment, folder))
+    try:
+        for command, expected in commands:
+            if "before.py" in command and importlib.util.find_spec("mpi4py") is None:
+                # before.py is the program to be ported; it needs mpi4py.
+                continue
+            terminal.run(command.replace("29500", port), [line.replace("29500", port) for line in expected])
+    finally:
+        terminal.close()
 
 
-def test_readme_code_compiles_and_names_exist() -> None:
-    objects = {"dist": asyncdist, "asyncdist": asyncdist, "group": Group}
-    for code in code_of(FRAGMENTS):
-        tree = ast.parse("async def program():\n" + textwrap.indent(code, "    "))
-        compile(tree, FRAGMENTS, "exec")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in objects:
-                assert hasattr(objects[node.value.id], node.attr), f"{FRAGMENTS} has {ast.unparse(node)}"
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_code_of_page_runs_without_what_the_page_does_not_install(tmp_path: Path, wheel: Path) -> None:
+    environment = ReaderEnvironment(tmp_path / "venv")
+    environment.unpack(wheel)
+    terminal = Terminal(tmp_path, variables_of(environment, tmp_path))
+    terminal.run("python -c 'import asyncdist.sync, asyncdist_transports.shm'", [])
+    with pytest.raises(AssertionError, match="No module named 'pytest'"):
+        terminal.run("python -c 'import pytest'", [])
+    terminal.run("pip install pytest && pytest --version", ["pytest …"])
+
+
+def copy_sources(folder: Path) -> None:
+    """Copy what a reader has who works in a checkout of the sources."""
+    for name in ("asyncdist", "transports", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+
+
+def test_code_of_the_readme_has_existing_names() -> None:
+    for code in code_of("README.md"):
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dist":
+                assert hasattr(asyncdist, node.attr), f"README.md has {ast.unparse(node)}"
+
+
+def test_excerpts_are_lines_of_their_programs_in_order() -> None:
+    for code in code_of(EXCERPTS):
+        place = PLACE.match(code)
+        assert place is not None, code
+        program = iter((ROOT / place[1]).read_text(encoding="utf-8").splitlines())
+        lines = [line.strip() for line in code[place.end() :].splitlines()]
+        missing = next((line for line in lines if not any(line == each.strip() for each in program)), None)
+        assert missing is None, f"{place[1]} has no {missing!r} there"
 
 
 # -- names in the pages ---------------------------------------------------------------------------
@@ -330,3 +386,39 @@ def test_source_distribution_contains_the_files_of_the_makefile():
     named = {Path(word).parts[0] for word in words if (ROOT / word).is_file()}
     assert "constraints.txt" in named
     assert [name for name in named if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []
+
+
+# -- the documentation site ---------------------------------------------------------------------------
+
+
+def entries_of(page: str) -> set[str]:
+    """Return the names that a page of the reference describes."""
+    text = (ROOT / "docs" / "reference" / f"{page}.md").read_text(encoding="utf-8")
+    names = re.findall(r"^::: ([\w.]+)$|\{ #([\w.]+) \}", text, re.MULTILINE)
+    return {described or anchor for described, anchor in names}
+
+
+@pytest.mark.parametrize("package", ["asyncdist", "sync", "store", "ddp", "torch_backend"])
+def test_reference_has_every_public_name(package: str) -> None:
+    module = importlib.import_module("asyncdist" if package == "asyncdist" else f"asyncdist.{package}")
+    entries = entries_of(package)
+    text = (ROOT / "docs" / "reference" / f"{package}.md").read_text(encoding="utf-8")
+    missing = {
+        name
+        for name in module.__all__
+        if f"{module.__name__}.{name}" not in entries
+        # A name that is the same object in both APIs refers to the page of `asyncdist`.
+        and not (f"[`{name}`][asyncdist.{name}]" in text and getattr(module, name) is getattr(asyncdist, name))
+    }
+    assert missing == set()
+
+
+def test_reference_has_every_module_of_the_test_kit() -> None:
+    modules = {f"asyncdist.testing.{path.stem}" for path in (ROOT / "asyncdist/testing").glob("[!_]*.py")}
+    assert modules <= entries_of("testing")
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    paths = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert {path for path in paths if not path.startswith("decisions/0") and f": {path}\n" not in navigation} == set()

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,15 @@ def test_port_of_a_killed_store_is_free_while_a_forked_child_lives():
         os.kill(child, 0)
     finally:
         os.kill(child, 9)
+
+
+async def test_child_runs_no_timer_of_its_parent():
+    """Timers of transports use the parent's sockets, whose numbers mean other files in the child."""
+    async with world_of(1, transport="shm") as groups:
+        timers = groups[0].mesh.timers
+        timers.schedule("test", time.monotonic(), lambda: None)
+        child = os.fork()
+        if child == 0:
+            os._exit(len(timers))
+        _, status = os.waitpid(child, 0)  # noqa: ASYNC222 - the child ends at once
+        assert os.waitstatus_to_exitcode(status) == 0

@@ -39,8 +39,8 @@ from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.algorithms.hierarchy import NodeLayout, among, gather_runs, part_count, slices_pay
 from asyncdist.algorithms.schedule import Reduce, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
-from asyncdist.base.bounded_cache import BoundedCache
 from asyncdist.base.ops import Collective
+from asyncdist.memory.bounded_cache import BoundedCache
 from asyncdist.memory.buffers import NOTHING, Memory, Scratch, TensorBlocks
 from asyncdist.memory.reduce_kernels import Arithmetic, divide
 from asyncdist.transport.native import CallSignature, Native, PreparedCall

@@ -12,17 +12,17 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from asyncdist.base.bounded_cache import BoundedCache
 from asyncdist.base.deadline import Timeout
-from asyncdist.base.ops import ReduceOp, Reduction
+from asyncdist.base.ops import ReduceOp
 from asyncdist.collectives import data_movement, reductions, sparse
 from asyncdist.collectives.arguments import list_of, whole_number_of
 from asyncdist.collectives.prepared import PreparedCollective, Result, cache_key, converted
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
 from asyncdist.errors import UnsupportedError, UsageError
+from asyncdist.memory.bounded_cache import BoundedCache
 from asyncdist.memory.buffers import OutputTensor
-from asyncdist.memory.tensor_types import TensorLike, TensorListsT, TensorsT, TensorT
+from asyncdist.memory.tensor_types import ReductionLike, TensorLike, TensorListsT, TensorsT, TensorT
 from asyncdist.memory.torch_compile import excluded_from_compile
 
 _CACHED_CALLS = 512
@@ -51,6 +51,8 @@ class CollectiveOps(ABC):
 
     name: str
     ranks: tuple[int, ...]
+    member_ids: tuple[int, ...]
+    """The ids by which errors name the members."""
     timeout: float
     device: torch.device
     """The device of all tensors."""
@@ -79,7 +81,7 @@ class CollectiveOps(ABC):
 
     def refused(self, name: str, error: UsageError) -> None:
         """Add the operation, the group and the rank to the error of a refused call."""
-        error.during(group=self.name, rank=self.ranks[self._rank], op=name)
+        error.during(group=self.name, rank=self.member_ids[self._rank], op=name)
 
     def _call(
         self,
@@ -150,19 +152,19 @@ class CollectiveOps(ABC):
     # -- reductions ----------------------------------------------------------------------------
 
     def all_reduce(
-        self, tensor: TensorT, op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]
+        self, tensor: TensorT, op: ReductionLike = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work[TensorT]:
         """Reduce ``tensor`` over the ranks, in place, with the same bits on every rank."""
         return self._call("all_reduce", reductions.all_reduce, (tensor,), options, (op,))
 
     def all_reduce_coalesced(
-        self, tensors: TensorsT, op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]
+        self, tensors: TensorsT, op: ReductionLike = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work[TensorsT]:
         """Reduce several tensors of one dtype over the ranks as one operation."""
         return self._call("all_reduce_coalesced", reductions.all_reduce_coalesced, (tensors,), options, (op,))
 
     def reduce(
-        self, tensor: TensorT, dst: int, op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]
+        self, tensor: TensorT, dst: int, op: ReductionLike = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work[TensorT]:
         """Reduce ``tensor`` to rank ``dst``; the other ranks' tensors keep their content."""
         at_root = dst == self._rank
@@ -172,14 +174,14 @@ class CollectiveOps(ABC):
         self,
         output: TensorT,
         input_list: Sequence[TensorLike],
-        op: Reduction = ReduceOp.SUM,
+        op: ReductionLike = ReduceOp.SUM,
         **options: Unpack[CallOptions],
     ) -> Work[TensorT]:
         """Reduce ``input_list[i]`` over the ranks into rank ``i``'s ``output``; sizes may differ by rank."""
         return self._call("reduce_scatter", reductions.reduce_scatter_list, (output, input_list), options, (op,))
 
     def reduce_scatter_single(
-        self, output: TensorT, input: TensorLike, op: Reduction = ReduceOp.SUM, **options: Unpack[CallOptions]
+        self, output: TensorT, input: TensorLike, op: ReductionLike = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work[TensorT]:
         """Reduce the ``i``-th equal part of ``input`` over the ranks into rank ``i``'s ``output``."""
         return self._call("reduce_scatter_tensor", reductions.reduce_scatter_single, (output, input), options, (op,))

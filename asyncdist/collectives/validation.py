@@ -83,7 +83,9 @@ def split_counts(value: Any, sizes: Sequence[int] | None, ranks: int, what: str)
             raise UsageError(f"{what} has {rows} rows, which {ranks} ranks cannot share equally: pass split sizes")
         sizes = [rows // ranks] * ranks
     check_length(sizes, ranks, f"{what}_split_sizes")
-    if sum(sizes) != rows or min(sizes) < 0:
+    if min(sizes) < 0:
+        raise UsageError(f"{what}_split_sizes {list(sizes)} has a negative number of rows")
+    if sum(sizes) != rows:
         raise UsageError(f"{what}_split_sizes {list(sizes)} do not add up to the {rows} rows of the {what}")
     row = tensor.numel() // rows if rows else 0
     return [count * row for count in sizes]

@@ -20,6 +20,7 @@ import torch
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.daemon_threads import SerialExecutor
 from asyncdist.base.deadline import seconds
+from asyncdist.base.error_text import describe_error
 from asyncdist.collectives import p2p
 from asyncdist.collectives.operations import CallOptions, CollectiveOps
 from asyncdist.collectives.prepared import PreparedCollective, Result, finish_call
@@ -100,6 +101,7 @@ class DeviceGroup(CollectiveOps):
     ) -> None:
         super().__init__()
         self.name, self.ranks, self.timeout = host.name, host.ranks, host.timeout
+        self.member_ids = host.member_ids
         self.device = device
         self._rank = host.rank()
         self.host = host
@@ -120,7 +122,7 @@ class DeviceGroup(CollectiveOps):
         self.desync_detector = DesyncDetector(self._context, self._fail_all)
         recorder = host.mesh.recorder
         recorder.pending.append(self._watcher.entries)
-        host.mesh.progress.submit(lambda: recorder.add_group(self.name, self.ranks, lambda: self._last_number))
+        host.mesh.progress.submit(lambda: recorder.add_group(self.name, self.member_ids, lambda: self._last_number))
         self._pending_split: DeviceWork | None = None
         self._closed = False
         self.error: GroupError | None = None
@@ -267,7 +269,7 @@ class DeviceGroup(CollectiveOps):
 
     def _receive(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Work:
         target = OutputTensor(self._checked(tensor))
-        plan = p2p.receive(self.context, target.memory.tensor, peer, self.ranks)
+        plan = p2p.receive(self.context, target.memory.tensor, peer, self.member_ids)
         transfer = functools.partial(self.messages.receive, target, peer, tag, plan.fingerprint)
         return self._start_message("recv", tag, plan, transfer, target, options)
 
@@ -316,7 +318,7 @@ class DeviceGroup(CollectiveOps):
             "in the device's queue" if pending.event is not None else "waiting for its peers, or for calls before it"
         )
         reason = f"not completed after {elapsed:.1f} s: it is still {where}"
-        peers = [rank for rank in self.ranks if rank != self.ranks[self._rank]]
+        peers = [rank for rank in self.member_ids if rank != self.member_ids[self._rank]]
         self._fail(pending, OperationTimeoutError(reason, peers=peers, timeout=elapsed))
 
     def _fail(self, pending: Pending, cause: BaseException) -> None:
@@ -328,8 +330,8 @@ class DeviceGroup(CollectiveOps):
             if isinstance(cause, GroupError):
                 self.error = cause.with_traceback(None)
             else:
-                rank = self.ranks[self._rank]
-                self.error = GroupAbortedError(f"rank {rank} failed: {cause}", peer=rank)
+                rank = self.member_ids[self._rank]
+                self.error = GroupAbortedError(f"rank {rank} failed: {describe_error(cause)}", peer=rank)
                 self.error.__cause__ = cause
             self._abort(self.error)
         for one in self._watcher.remove_unfinished():
@@ -345,7 +347,7 @@ class DeviceGroup(CollectiveOps):
             self._backend.abort()
 
     def _fail_one(self, pending: Pending, error: GroupError) -> None:
-        entry, rank = pending.entry, self.ranks[self._rank]
+        entry, rank = pending.entry, self.member_ids[self._rank]
         elapsed = monotonic() - pending.issued
         detailed = error.during(group=self.name, rank=rank, op=entry.op, seq=entry.seq, elapsed=elapsed)
         if entry.finish(detailed):

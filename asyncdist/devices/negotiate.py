@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from asyncdist.base.error_text import describe_error
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 
@@ -97,6 +98,6 @@ def _start_failure(
         backend.start([one[backend.name] for one in gathered])
         reason = None
     except Exception as cause:
-        reason = str(cause) or type(cause).__name__
+        reason = describe_error(cause)
     reasons = enumerate(context.all_gather_object(reason))
     return next((f"rank {rank}: {each}" for rank, each in reasons if each is not None), None)

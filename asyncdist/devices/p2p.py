@@ -132,7 +132,7 @@ class DevicePointToPoint:
                 return None, (yield from backend.send(data, channel, before))
             except TransferRefused as why:
                 self.refused.add((peer, backend.name))
-                log.info("messages to rank %d cannot use %s: %s", host.ranks[peer], backend.name, why)
+                log.info("messages to rank %d cannot use %s: %s", host.member_ids[peer], backend.name, why)
         return None, (yield from self._send_by_host(data, channel, before))
 
     def _send_by_host(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent) -> Transfer[DeviceEvent]:
@@ -162,7 +162,7 @@ class DevicePointToPoint:
         """
         host, data = self._host, target.memory.raw
         buffer = torch.empty(CONTROL_MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
-        plan = p2p.receive(host.context, buffer, peer, host.ranks)
+        plan = p2p.receive(host.context, buffer, peer, host.member_ids)
         plan.fingerprint = fingerprint
         received = unlogged(host.start_message("recv", tag, plan, timeout=max(0.0, deadline - monotonic())))
         yield received
@@ -170,8 +170,9 @@ class DevicePointToPoint:
         # The fingerprint holds the number of elements modulo 2**24.
         if message.nbytes != data.numel():
             raise MismatchError(source, f"rank {source} sent {message.nbytes} bytes where {data.numel()} were expected")
+        member = host.member_ids.index(source)
         channel = ControlChannel(
-            self._control_group.group(), host.ranks.index(source), message.number, message.nbytes, deadline, sends=False
+            self._control_group.group(), member, message.number, message.nbytes, deadline, sends=False
         )
         event = yield from self._receive_offer(message, data, channel, before)
         if target.copied:
@@ -180,7 +181,7 @@ class DevicePointToPoint:
                 event = self._context.streams.record_event()
         else:
             target.store()
-        return source, event
+        return host.ranks[member], event
 
     def _receive_offer(
         self, message: ControlMessage, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent
@@ -221,7 +222,9 @@ class DevicePointToPoint:
     def _backend(self, name: str) -> DeviceP2P:
         backend = self.backends.get(name)
         if backend is None:
-            raise TransferRefused(f"rank {self._context.host.ranks[self._context.rank]} does not have this backend")
+            raise TransferRefused(
+                f"rank {self._context.host.member_ids[self._context.rank]} does not have this backend"
+            )
         return backend
 
     @property

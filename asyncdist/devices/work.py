@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -156,8 +156,3 @@ class DeviceWork(Work):
             raise WaitTimeoutError(
                 f"the operation was not completed within {limit:g} s and continues: wait again or abort the group"
             )
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        if not self._done:
-            yield from self._suspend(None)
-        return self._outcome()

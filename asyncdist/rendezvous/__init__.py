@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import secrets
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.config import Config, Launch
 from asyncdist.rendezvous.addresses import advertised, outward, reachable, to_listen_on
+from asyncdist.rendezvous.host_store import ServerHandle
 from asyncdist.rendezvous.init_method import InitMethod, url_of
 from asyncdist.rendezvous.join import WorldSpec, by_address, by_record, host_world, join_world
 from asyncdist.rendezvous.session import RendezvousSession, TimeLimit
 from asyncdist.rendezvous.sources import check_token, host_of, open_record_store
 
-__all__ = ["RendezvousSession", "meet"]
+__all__ = ["OwnStore", "RendezvousSession", "meet", "serve_own_store"]
 
 
 async def meet(
@@ -90,3 +92,51 @@ async def _own_host(master: str | None, config: Config, deadline: Deadline) -> s
     if master is None:
         return outward(config)
     return advertised((await reachable(master, config, deadline))[0], config)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStore:
+    """A store that this process serves on its background loop. Worlds that it hosts at that address use it too.
+
+    Attributes:
+        host: The address at which other processes reach it.
+        port: Its port.
+        token: The token of the job, or a generated one.
+        is_generated: Whether the token was generated, so that other processes must be told.
+    """
+
+    host: str
+    port: int
+    token: str
+    is_generated: bool
+    server: ServerHandle
+
+    async def close(self) -> None:
+        """Stop to serve it. Worlds that use it keep it."""
+        await self.server.close()
+
+
+async def serve_own_store(store: Any, *, timeout: float, config: Config, launch: Launch) -> OwnStore:
+    """Serve a store, at the address from which this process reaches ``store``.
+
+    Args:
+        store: A store that the processes of the job share; None without one.
+        timeout: Seconds to look up its address.
+        config: The settings.
+        launch: The launcher's variables.
+
+    Raises:
+        AuthenticationError: There is no token, and other hosts can read in ``store`` what processes tell each other.
+        AddressError: The host of ``store`` does not resolve.
+    """
+    master = host_of(InitMethod("store", 0, 1), store)
+    if not launch.on_one_host:
+        check_token(master, config, f"a generated token cannot be passed to other hosts through the store at {master}")
+    host = await _own_host(master, config, Deadline.after(timeout))
+    server, token = ServerHandle(), config.token or secrets.token_hex(16)
+    try:
+        served = await server.open(host, 0, token=token, config=config)
+    except BaseException:
+        await server.close()
+        raise
+    return OwnStore(host, served.port, token, config.token is None, server)

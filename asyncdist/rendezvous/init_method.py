@@ -68,8 +68,8 @@ class InitMethod:
         if parts.scheme == "file":
             return cls("file", rank, world_size, path=_path(parts, url))
         if parts.scheme == "asyncdist":
-            host, port = _address(parts, url)
-            return cls("daemon", rank, world_size, host=host, port=port, path=unquote(parts.path.strip("/")))
+            host, port, job = daemon_address(url)
+            return cls("daemon", rank, world_size, host=host, port=port, path=job)
         host, port = _master(launch) if parts.scheme == "env" else _address(parts, url)
         kind: Kind = "agent" if parts.scheme == "env" and launch.agent_store else "direct"
         if port == 0 and (rank != 0 or (parts.scheme == "env" and world_size > 1)):
@@ -79,6 +79,14 @@ class InitMethod:
                 "one that is free on rank 0's host"
             )
         return cls(kind, rank, world_size, host=host, port=port)
+
+
+def daemon_address(url: str) -> tuple[str, int, str]:
+    """Return host, port and job of an ``asyncdist://host:port/job`` URL. Raises UsageError for other texts."""
+    parts = _split(url)
+    if parts.scheme != "asyncdist":
+        raise UsageError(f"{url!r} names no job at a store daemon: use asyncdist://host:port/job")
+    return *_address(parts, url), unquote(parts.path.strip("/"))
 
 
 def url_of(host: str, port: int) -> str:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline
+from asyncdist.base.descriptors import is_exhausted
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import (
@@ -163,6 +164,8 @@ async def host_world(
     except StoreError as error:
         if not world.limit.deadline.expired():
             raise
+        if isinstance(error.__cause__, OSError) and is_exhausted(error.__cause__):
+            raise error.__cause__ from None
         raise RendezvousTimeoutError((), range(world.world_size), world.limit.timeout, where) from error
     session.adopt(stack, records)
     return session

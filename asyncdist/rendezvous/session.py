@@ -17,9 +17,9 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from asyncdist.base.backoff import Backoff
@@ -148,6 +148,17 @@ class RendezvousSession:
             if not value.startswith(_PAYLOAD):
                 raise _error_in(value, self.where)
         return [value[len(_PAYLOAD) :] for value in values]
+
+    def status_record(self, ports: Sequence[tuple[int, str, int]]) -> AddressRecord:
+        """Return the world's record with the rank, host and port of status ports."""
+        return replace(self._record, status=tuple(ports))
+
+    async def publish_status(self, ports: Sequence[tuple[int, str, int]]) -> None:
+        """On rank 0, add the status ports of all ranks to the record that it has published."""
+        if self._records is not None:
+            record = self.status_record(ports)
+            if await self._records.swap(self._record.encode(), record.encode()) == record.encode():
+                self._record = record
 
     async def before_exchange(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await a coroutine before the next exchange; raise RendezvousError as soon as that exchange has failed.

@@ -118,9 +118,7 @@ async def _open_agent_store(method: InitMethod, key: str, config: Config, limit:
     where = f"torchrun's store at {method.host}:{method.port}"
     await wait_until_listening(method, where, limit)
     try:
-        native = (
-            await _connect_natively(method, config, limit) if config.token or config.allow_unauthenticated else None
-        )
+        native = await connect_natively(method, config, limit) if config.token or config.allow_unauthenticated else None
         if native is not None:
             return DaemonRecords(native, key, where)
         left = min(limit.deadline.remaining(), _AGENT_TIMEOUT)
@@ -132,7 +130,7 @@ async def _open_agent_store(method: InitMethod, key: str, config: Config, limit:
             )
         caller = BlockingCaller()
         try:
-            store = await caller(_torch_client, method.host, method.port, limit.deadline.remaining())
+            store = await caller(torch_client, method.host, method.port, limit.deadline.remaining())
         except BaseException:
             caller.close()
             raise
@@ -146,7 +144,7 @@ async def _open_agent_store(method: InitMethod, key: str, config: Config, limit:
     return BlockingStoreRecords(store, key, where, caller)
 
 
-async def _connect_natively(method: InitMethod, config: Config, limit: TimeLimit) -> AsyncStore | None:
+async def connect_natively(method: InitMethod, config: Config, limit: TimeLimit) -> AsyncStore | None:
     """Connect with asyncdist's client; return None if the server accepts torch's client and did not answer asyncdist's.
 
     Torch's server does not answer an unknown protocol, so this function also probes in torch's protocol. The probe comes
@@ -192,7 +190,8 @@ async def wait_until_listening(method: InitMethod, where: str, limit: TimeLimit)
     raise RendezvousTimeoutError((method.rank,), (0,), limit.timeout, where, method.world_size, seen)
 
 
-def _torch_client(host: str, port: int, timeout: float) -> BlockingStore:
+def torch_client(host: str, port: int, timeout: float) -> BlockingStore:
+    """Return a client of torch's TCPStore. Raises RuntimeError if it cannot connect within ``timeout`` seconds."""
     import torch.distributed as torch_distributed
 
     limit = timedelta(seconds=min(max(timeout, 1.0), _AGENT_TIMEOUT))

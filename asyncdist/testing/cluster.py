@@ -1,7 +1,7 @@
 """Worlds of several ranks in one process, over any transport, on one event loop or with one thread per rank.
 
 async with world_of(4) as groups:            # awaited calls of all ranks on one loop, over inproc
-    await asyncio.gather(*(g.all_reduce(t) for g, t in zip(groups, tensors)))
+await asyncio.gather(*(g.all_reduce(t) for g, t in zip(groups, tensors)))
 
 run_ranks(4, program)                        # blocking calls: program(group) in a thread of each rank
 """

@@ -80,6 +80,7 @@ class Proxy:
         self._gate.set()
         self._hold_limit = math.inf
         self._released = asyncio.Event()
+        self._dropped: set[bool] = set()
         self._loop.add_reader(self._listener, self._accept)
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
@@ -110,6 +111,18 @@ class Proxy:
     def release(self) -> None:
         """Forward the held bytes."""
         self._call(self._released.set)
+
+    def drop(self, *, to_target: bool) -> None:
+        """Read and discard the bytes of one direction until `restore`, like a network that loses packets one way.
+
+        Connections that are made meanwhile lose them too.
+        """
+        self._call(lambda: self._dropped.add(to_target))
+
+    def restore(self) -> None:
+        """End `drop`, and reset the connections, whose streams have gaps."""
+        self._call(self._dropped.clear)
+        self._call(self._cut)
 
     def refuse(self) -> None:
         """Refuse new connections. The open ones continue."""
@@ -208,6 +221,8 @@ class Proxy:
             if self.delay:
                 await asyncio.sleep(self.delay)
             await self._gate.wait()
+            if to_target in self._dropped:
+                continue
             if to_target and self._limit is not None:
                 chunk = chunk[: max(0, self._limit - self.passed_nbytes)]
             if to_target and self.passed_nbytes + len(chunk) > self._hold_limit:

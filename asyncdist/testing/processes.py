@@ -66,6 +66,10 @@ class RankProcess:
         except (EOFError, ConnectionResetError):
             raise RankEndedError(f"the rank ended with status {self.wait()}; its output: {self.output()}") from None
 
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when the rank has sent a value or has ended, for `select` and the like."""
+        return self._pipe.fileno()
+
     def kill(self) -> None:
         """Kill the rank with SIGKILL, as a power failure would: none of its handlers run."""
         os.kill(self.pid, signal.SIGKILL)

@@ -243,8 +243,8 @@ async def test_numbers_of_calls_wrap_around(transport):
     async with world_of(2, transport=transport) as groups:
         last = 2**32 - 3
         for group in groups:
-            group._channel.numbers = itertools.count(last + 1)
-            group._channel.started = group._channel.highest = last
+            group.channel.numbers = itertools.count(last + 1)
+            group.channel.started = group.channel.highest = last
         for turn in range(8):
             assert await outcomes([group.all_reduce(ones(1) * turn) for group in groups]) == [2 * turn] * 2
         works = [group.all_reduce(ones(2 + group.rank())) for group in groups]

@@ -230,6 +230,7 @@ async def test_batch_refuses_invalid_operations():
         for wrong, words in (
             (lambda: dist.P2POp(dist.all_reduce, filled(0), 1, group), "takes isend or irecv"),
             (lambda: dist.P2POp(dist.isend, filled(0), 2, group), "global rank 2 is not in group"),
+            (lambda: dist.P2POp(dist.isend, filled(0), "1", group), "global rank '1' is not in group"),
             (lambda: dist.P2POp(dist.isend, filled(0), group=group), "peer is missing"),
             (lambda: dist.batch_isend_irecv([]), "one at least"),
             (lambda: dist.batch_isend_irecv([filled(0)]), "list of P2POp"),

@@ -98,7 +98,7 @@ WRONG_SPLITS = {
     "sum of output sizes": (lambda g: g.all_to_all_single(ones(4), ones(4), [1, 2], [2, 2]), "do not add up to the 4"),
     "sum of input sizes": (lambda g: g.all_to_all_single(ones(4), ones(4), [2, 2], [1, 2]), "input_split_sizes"),
     "number of sizes": (lambda g: g.all_to_all_single(ones(4), ones(4), [4], [2, 2]), "output_split_sizes has 1 entries"),
-    "negative size": (lambda g: g.all_to_all_single(ones(4), ones(4), [5, -1], [2, 2]), "do not add up"),
+    "negative size": (lambda g: g.all_to_all_single(ones(4), ones(4), [5, -1], [2, 2]), "has a negative number"),
     "own part": (lambda g: g.all_to_all_single(ones(4), ones(4), [2, 2], [3, 1]), "this rank sends itself 3"),
 }  # fmt: skip
 WRONG_OTHERS = {

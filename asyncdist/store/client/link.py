@@ -105,7 +105,7 @@ class StoreConnection(asyncio.Protocol):
                 self._handshake = None
             protocol.receive(data)
         except (ProtocolError, AuthenticationError, ConnectionRefusedError) as error:
-            self._why = str(error)
+            self._why = describe_error(error)
             if not self.greeted.done():
                 self.greeted.set_exception(error)
             self.abort()

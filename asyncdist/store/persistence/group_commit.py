@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncdist.base.daemon_threads import DaemonThreadPool, start_daemon_thread
+from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import JournalError
 from asyncdist.store.persistence.journal import Journal
@@ -241,7 +242,7 @@ class GroupCommit:
     def _fail(self, error: BaseException, *, syncing: bool = False) -> None:
         """End the journal: log the error and drop all connections, whose replies would not be durable."""
         if not self.failure.done():
-            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            why = describe_error(error)
             extent = "everything acknowledged so far is there"
             if syncing and self.policy is not Fsync.ALWAYS:
                 extent = "changes acknowledged since the last sync may be lost"

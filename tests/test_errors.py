@@ -1,0 +1,96 @@
+"""Tests of the messages of all errors, and of the page that explains them."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncdist import errors
+from asyncdist.base.error_text import describe_error
+from asyncdist.engine.operation import local_failure
+from asyncdist.errors import AddressError, AsyncdistError, GroupAbortedError, UsageError
+from asyncdist.groups.group import Group
+from asyncdist.store.persistence.log_format import DamagedError
+from asyncdist.testing.cluster import world_of
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "PeerLostError": (1, "connection closed"),
+    "MismatchError": (1, "rank 0 called barrier"),
+    "RendezvousTimeoutError": ([0], [1], 60.0, "tcp://host:1"),
+    "StoreTimeoutError": ("get", ["key"], 3.0),
+    "UnevenInputsError": ([0], [1]),
+}
+KINDS = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, AsyncdistError) and kind.__module__ == errors.__name__
+]
+every_error = pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
+
+
+def make(kind: type[AsyncdistError]) -> AsyncdistError:
+    return kind(*ARGUMENTS.get(kind.__name__, ("it broke",)))
+
+
+def address(kind: type[AsyncdistError]) -> str:
+    return f"https://asyncdist.readthedocs.io/en/stable/errors/#{kind.__name__.lower()}"
+
+
+@every_error
+def test_message_ends_with_the_address_of_the_class(kind: type[AsyncdistError]) -> None:
+    error = make(kind)
+    *text, last = str(error).splitlines()
+    assert last == f"see {address(kind)}"
+    assert "\n".join(text) == error.message
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@every_error
+def test_page_has_a_section_with_advice_at_the_address_of_each_error(kind: type[AsyncdistError]) -> None:
+    _, _, section = PAGE.read_text(encoding="utf-8").partition(f"\n### {kind.__name__}\n")
+    section = re.split(r"^##", section, maxsplit=1, flags=re.MULTILINE)[0]
+    assert re.findall(r"^- \*\*(.*?):\*\* \S", section, re.MULTILINE) == ["What happened", "What to do"]
+    # The page names the other classes of which the error is an instance, as far as Python defines them.
+    theirs = {base.__name__ for base in kind.__bases__ if base.__module__ == "builtins"}
+    assert theirs <= set(re.findall(r"`(\w+)`", section)), f"{kind.__name__} is also one of {theirs}"
+
+
+def test_page_has_no_section_of_an_unknown_error() -> None:
+    headings = re.findall(r"^### (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(headings) == sorted(kind.__name__ for kind in KINDS)
+
+
+def test_error_of_an_internal_class_has_the_address_of_its_documented_base() -> None:
+    assert str(DamagedError(7, "bad checksum")).endswith(f"\nsee {address(errors.ProtocolError)}")
+
+
+def test_nested_messages_repeat_no_address() -> None:
+    inner = AddressError("the port is in use")
+    outer = UsageError(f"the store failed ({inner}); then: {UsageError(f'{inner}, and more')}")
+    assert outer.message == "the store failed (the port is in use); then: the port is in use, and more"
+    assert str(outer).count("https://") == 1
+    assert describe_error(inner) == "the port is in use"
+
+
+async def test_message_that_peers_relay_has_one_address() -> None:
+    async with world_of(2) as groups:
+
+        async def aborted(group: Group) -> GroupAbortedError:
+            with pytest.raises(GroupAbortedError) as caught:
+                await group.barrier()
+            return caught.value
+
+        waiting = groups[0].barrier()
+        cause = local_failure(AddressError("the port is in use"), 1)
+        groups[1].abort(str(cause))
+        with pytest.raises(GroupAbortedError, match="the port is in use") as caught:
+            await waiting
+        for error in (caught.value, await aborted(groups[0]), await aborted(groups[1])):
+            assert str(error).count("https://") == 1
+            assert str(error).endswith(f"see {address(GroupAbortedError)}")
