@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -42,6 +43,13 @@ LIMIT = 600.0
 """Seconds after which a program counts as failed."""
 GRACE = 60.0
 """Seconds for a launcher to end its ranks. torchrun kills them after 30."""
+LINES, LINE = 3, 200
+"""How many of a log's last lines explain a failure without an exception, and how many characters of each."""
+
+# After the prefixes that torch puts before the lines of a rank.
+_EXCEPTION = re.compile(r"(?:\[\w+\]: ?)*((?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception): .*)", re.ASCII)
+_END_OF_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) ")
+_OF_TORCHRUN = re.compile(r"[WE]\d{4} .* torch/distributed/|\*+$|Setting OMP_NUM_THREADS ")
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,7 @@ def run_case(case: Case, backend: str, programs: Path, folder: Path) -> Outcome:
     ):
         try:
             status = process.wait(case.limit)
-            reason = f"exit status {status}" if status else ""
+            reason = status_name(status) if status else ""
         except subprocess.TimeoutExpired:
             reason = f"no end after {case.limit:.0f} s"
             end_launcher(process)
@@ -147,7 +155,7 @@ def run_case(case: Case, backend: str, programs: Path, folder: Path) -> Outcome:
                 os.killpg(process.pid, signal.SIGKILL)
     seconds = time.monotonic() - started
     if reason:
-        return Outcome(seconds, f"{reason}; {error_in(folder / 'log')}")
+        return Outcome(seconds, f"{reason}; {reason_in(folder / 'log')}")
     return check_results(folder / "results", backend, seconds)
 
 
@@ -173,14 +181,23 @@ def check_results(folder: Path, backend: str, seconds: float) -> Outcome:
     return Outcome(seconds, "", tuple(results))
 
 
-def error_in(log: Path) -> str:
-    """Return the first line of a log that looks like the message of an exception."""
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-        text = line.split("]:", 1)[-1].strip()
-        name, colon, _ = text.partition(": ")
-        if colon and name.isascii() and name.replace(".", "").isidentifier() and name.endswith(("Error", "Exception")):
-            return text.partition("; ")[0]
-    return f"no exception in {log.name}"
+def reason_in(log: Path) -> str:
+    """Return why a program failed: the signal that ended a rank, and the first exception or what was written last."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    exception = next((found[1].partition("; ")[0] for line in lines if (found := _EXCEPTION.match(line))), "")
+    at, end = next(
+        ((at, end) for at, line in enumerate(lines) if (end := _END_OF_RANK.search(line))), (len(lines), None)
+    )
+    ended = f"rank {end[2]} ended with {status_name(int(end[1]))}; " if end else ""
+    if exception:
+        return f"{ended if 'SIG' in ended else ''}{exception}"
+    last = [line[:LINE] for line in lines[:at] if line and not _OF_TORCHRUN.match(line)][-LINES:]
+    return f"{ended}no exception in {log.name}; {'last lines: ' + ' | '.join(last) if last else 'nothing was written'}"
+
+
+def status_name(status: int) -> str:
+    """Return the name of the signal that ended a process, or its exit status."""
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
 
 def difference(ours: Any, theirs: Any, where: str = "") -> str:

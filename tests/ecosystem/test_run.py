@@ -19,7 +19,7 @@ specification.loader.exec_module(run)
 PROGRAM = """\
 import torch
 import torch.distributed as dist
-from regression import report
+from regression import end_together, report
 
 import asyncdist.torch_backend
 
@@ -28,10 +28,11 @@ total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
 """
 ENDINGS = {
-    "equal": "report(total=total)",
-    "different": "report(total=total, name=[dist.get_backend()])",
+    "equal": "report(total=total)\nend_together()",
+    "different": "report(total=total, name=[dist.get_backend()])\nend_together()",
     "raising": "raise ValueError('no result')",
     "silent": "",
+    "aborting": "import os, signal\nprint('last words', flush=True)\nos.abort() if dist.get_rank() else signal.pause()",
 }
 
 
@@ -74,7 +75,14 @@ def test_results_that_differ_are_named(write_case, tmp_path):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("ending", "reason"),
-    [("raising", "exit status 1; ValueError: no result"), ("silent", "rank 0 reported nothing")],
+    [
+        ("raising", "exit status 1; ValueError: no result"),
+        ("silent", "rank 0 reported nothing"),
+        (
+            "aborting",
+            "exit status 1; rank 1 ended with SIGABRT; no exception in log; last lines: last words | last words",
+        ),
+    ],
 )
 def test_program_fails(write_case, tmp_path, ending, reason):
     outcome = run.run_case(write_case(ending), "asyncdist", tmp_path, tmp_path / "asyncdist")
@@ -111,7 +119,37 @@ def test_program_that_does_not_end_is_killed(tmp_path):
     (tmp_path / "program.py").write_text("import threading\nthreading.Event().wait()\n")
     case = run.Case("torch", "hanging", "program", launched=False, limit=1.0)
     outcome = run.run_case(case, "asyncdist", tmp_path, tmp_path / "asyncdist")
-    assert outcome.reason == "no end after 1 s; no exception in log"
+    assert outcome.reason == "no end after 1 s; no exception in log; nothing was written"
+
+
+OF_TORCHRUN = """\
+E1125 19:28:42.248000 7 torch/distributed/elastic/api.py:1002] failed (exitcode: {}) local_rank: 0 (pid: 8) of binary: b
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\x20
+program.py FAILED
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (
+            "[rank1]: Traceback (most recent call last):\n[rank1]: RuntimeError: closed by peer [127.0.0.1]:33\n",
+            "RuntimeError: closed by peer [127.0.0.1]:33",
+        ),
+        ("RuntimeError: closed by peer [127.0.0.1]:33\n", "RuntimeError: closed by peer [127.0.0.1]:33"),
+        ("[default0]:[rank0]: a.b.MismatchError: barrier; more\n", "a.b.MismatchError: barrier"),
+        ("one\ntwo\n\nthree\nfour\n", "no exception in log; last lines: two | three | four"),
+        (
+            f"W1125 19:28:42.180000 7 torch/distributed/api.py:1028] Sending\n{OF_TORCHRUN.format(3)}",
+            "rank 0 ended with exit status 3; no exception in log; nothing was written",
+        ),
+        (f"RuntimeError: b\n{OF_TORCHRUN.format(1)}", "RuntimeError: b"),
+        (f"RuntimeError: b\n{OF_TORCHRUN.format(-11)}", "rank 0 ended with SIGSEGV; RuntimeError: b"),
+    ],
+)
+def test_log_explains_a_failure(tmp_path, log, reason):
+    (tmp_path / "log").write_text(log)
+    assert run.reason_in(tmp_path / "log") == reason
 
 
 RANK = """\

@@ -3,7 +3,7 @@
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
-from regression import BATCH, RATE, SAMPLES, make_data, make_model, report
+from regression import BATCH, RATE, SAMPLES, end_together, make_data, make_model, report
 from torch import nn
 
 import asyncdist.torch_backend
@@ -26,3 +26,4 @@ inputs, targets = make_data().tensors
 batches = [(inputs[batch], targets[batch]) for batch in torch.arange(SAMPLES).split(BATCH)]
 losses = [engine.train_batch(iter(batches[first : first + 4])).item() for first in (0, 4, 0, 4)]
 report(losses=losses, weights=[each.detach().tolist() for each in model.parameters()])
+end_together()

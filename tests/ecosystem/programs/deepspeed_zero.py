@@ -5,7 +5,7 @@ import sys
 
 import deepspeed
 import torch
-from regression import BATCH, EPOCHS, RATE, check_weights, make_data, make_model, report, train_alone
+from regression import BATCH, EPOCHS, RATE, check_weights, end_together, make_data, make_model, report, train_alone
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -55,3 +55,4 @@ with deepspeed.zero.GatheredParameters([*model.parameters()], enabled=stage == 3
 check_weights(weights, alone)
 report(losses=losses, weights=[value.tolist() for value in weights.values()])
 engine.destroy()
+end_together()

@@ -5,7 +5,7 @@ import os
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
-from regression import BATCH, EPOCHS, RATE, check_weights, make_data, make_model, report, train_alone
+from regression import BATCH, EPOCHS, RATE, check_weights, end_together, make_data, make_model, report, train_alone
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -52,3 +52,4 @@ gradient = model.module[0].weight.grad
 report(
     losses=losses, first=first, objects=objects, integer=integer, odd=odd, gathered=gathered, accumulated=gradient,
 )  # fmt: skip
+end_together()

@@ -5,7 +5,7 @@ import os
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
-from regression import BATCH, EPOCHS, RATE, check_weights, make_data, make_model, report, train_alone
+from regression import BATCH, EPOCHS, RATE, check_weights, end_together, make_data, make_model, report, train_alone
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -46,3 +46,4 @@ restored = fabric.setup(make_model())
 fabric.load(path, {"model": restored, "optimizer": fabric.setup_optimizers(torch.optim.SGD(restored.parameters()))})
 check_weights({name: value.full_tensor() for name, value in restored.state_dict().items()}, alone)
 report(losses=losses, norms=norms, weights=[value.tolist() for value in whole.values()])
+end_together()

@@ -5,7 +5,7 @@ import os
 import lightning
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from regression import BATCH, EPOCHS, RATE, check_weights, make_data, make_model, report, train_alone
+from regression import BATCH, EPOCHS, RATE, check_weights, end_together, make_data, make_model, report, train_alone
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
@@ -66,3 +66,4 @@ trainer.strategy.barrier()
 saved = torch.load(f"{folder}/whole.ckpt", weights_only=True)["state_dict"]
 torch.testing.assert_close([*saved.values()], [*whole.values()])
 report(loss=trainer.callback_metrics["loss_epoch"], weights=[value.tolist() for value in whole.values()])
+end_together()

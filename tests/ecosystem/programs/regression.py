@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.utils.data import TensorDataset
 
 SAMPLES, FEATURES = 32, 4
@@ -61,3 +62,16 @@ def report(**results: Any) -> None:
     plain["process group"] = f"{group.__module__}.{group.__name__}"
     path = Path(os.environ["ECOSYSTEM_RESULTS"]) / f"rank-{dist.get_rank()}.json"
     path.write_text(json.dumps(plain), encoding="utf-8")
+
+
+def end_together() -> None:
+    """Destroy the default group after every rank has called this: the last call of a program that torchrun starts.
+
+    A thread of gloo holds the last operation a little longer than its caller, and aborts the process when it frees tensors
+    while the interpreter ends. A rank that ends early can make the last operation of its peer fail: gloo reports the closed
+    connection before the data. The store is that of torchrun, so it outlives the ranks.
+    """
+    store, ranks = distributed_c10d._get_default_store(), range(dist.get_world_size())
+    store.set(f"ends-{dist.get_rank()}", "")
+    store.wait([f"ends-{rank}" for rank in ranks])
+    dist.destroy_process_group()

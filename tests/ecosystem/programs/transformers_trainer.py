@@ -3,7 +3,7 @@
 import os
 
 import torch
-from regression import report
+from regression import end_together, report
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
@@ -64,3 +64,4 @@ report(
     losses=losses, loss=evaluation["eval_loss"], accuracy=evaluation["eval_accuracy"], steps=trainer.state.global_step,
     predictions=len(trainer.predict(Sequences(13)).predictions), weights=model.transformer.wte.weight.detach(),
 )  # fmt: skip
+end_together()
