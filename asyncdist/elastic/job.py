@@ -50,6 +50,7 @@ class Job:
     Args:
         store: The store that all processes of the job share. The caller closes it.
         name: The name of the job there.
+        arrived: Called with the id of each further process that waits to join.
 
     Attributes:
         id: The id of this process, which no other process of the job ever gets.
@@ -58,8 +59,9 @@ class Job:
         record: The present generation.
     """
 
-    def __init__(self, store: AsyncStoreBase, name: str) -> None:
+    def __init__(self, store: AsyncStoreBase, name: str, arrived: Callable[[int], object] = bool) -> None:
         self.store = AsyncPrefixStore(f"elastic/{name}", store)
+        self._arrived = arrived
         self.id = -1
         self.waiting: dict[int, int] = {}
         self.members: set[int] = set()
@@ -93,8 +95,11 @@ class Job:
             async with self.store.watch_keys() as changes:
                 ready.set_result(None)
                 async for key, value in changes:
+                    before = self.candidates()
                     self._apply(key, value)
                     self._change.set()
+                    for process in self.candidates().keys() - before.keys():
+                        self._arrived(process)
         except Exception as error:
             self._error = error
             self._change.set()
@@ -140,7 +145,12 @@ class Job:
 
     def candidates(self) -> dict[int, int]:
         """Return the processes that wait to join, like `waiting`, but not those that were refused and did nothing since."""
-        return {each: count for each, count in sorted(self.waiting.items()) if self._refused.get(each) != count}
+        return {
+            each: count
+            for each, count in sorted(self.waiting.items())
+            # One that has just become a member withdraws after that.
+            if each not in self.members and self._refused.get(each) != count
+        }
 
     def refuse(self, candidates: Mapping[int, int]) -> None:
         """Pass over candidates that did not come to their generation, until they announce again that they wait."""

@@ -105,7 +105,7 @@ class JobSession:
     async def _open(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             store, self._name = await self._store(stack)
-            self._job = Job(store, self._name)
+            self._job = Job(store, self._name, self._tell_group)
             stack.push_async_callback(self._job.close)
             await self._job.open()
             self._resources = stack.pop_all()
@@ -169,10 +169,13 @@ class JobSession:
         return self.group is not None and (self.state is None or self.state.is_shared)
 
     def _entered(self, group: Group) -> Group:
-        job = self._job
         self.group = group
-        group.change_wanted = lambda: group.rank() == 0 and bool(job.candidates())
+        group.watches.candidates = self._job.candidates
         return group
+
+    def _tell_group(self, process: int) -> None:
+        if self.group is not None:
+            self.group.watches.note_waiting(process)
 
     # -- as a process that waits ---------------------------------------------------------------
 
@@ -254,11 +257,17 @@ class JobSession:
         job = self._job
         answer: list[Any] = [None]
         if group.rank() == 0:
-            await job.until(lambda: len(ids) + len(job.candidates()) >= self._min_size, deadline)
-            candidates, before = job.candidates(), job.record
-            # A newer record that names this process is that of an earlier rank 0, which was lost.
-            number = max(before.number + 1, group.generation)
-            begun = job.id in before.members and await job.begin_generation(before, number, (*ids, *candidates))
+            begun = False
+            while not begun:
+                await job.until(lambda: len(ids) + len(job.candidates()) >= self._min_size, deadline)
+                candidates, before = job.candidates(), job.record
+                if job.id not in before.members:
+                    break
+                number = max(before.number + 1, group.generation)
+                begun = await job.begin_generation(before, number, (*ids, *candidates))
+                if not begun:
+                    # A record that names this process is that of an earlier rank 0, which was lost.
+                    await job.until(functools.partial(_is_replaced, job, before), deadline)
             answer = [[number, list(candidates.items())] if begun else []]
         await group.broadcast_object_list(answer, 0, timeout=deadline.remaining())
         if not answer[0]:
@@ -342,6 +351,10 @@ class Generations:
         if group is None:
             raise StopIteration
         return group
+
+
+def _is_replaced(job: Job, record: GenerationRecord) -> bool:
+    return job.record != record
 
 
 async def _first_loss(group: Group | None) -> None:

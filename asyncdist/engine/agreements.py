@@ -10,7 +10,7 @@ The `Endpoint` owns one `Agreements` and calls it under the lock of its `Progres
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from time import monotonic
 
 from asyncdist.base.timers import TimerTable
@@ -24,9 +24,9 @@ REGROUP = 0xFFFFFFFF
 _FIRST_LOOK, _LONGEST_LOOK = 2e-3, 0.5
 """Seconds between two looks at the members that an agreement waits for; the pause doubles."""
 _ASK_AFTER = 0.25
-"""The pause from which on a coordinator of a group that works asks the members that have not voted.
+"""The pause from which on members repeat their messages, of which one may have found no descriptor for a connection.
 
-In a failed group the members tell each other from then on whom they have lost, and watch each other.
+In a failed group they also tell each other from then on whom they have lost, and watch each other.
 """
 _QUORUM_GRACE = 1.0
 """Seconds for which a coordinator without a quorum waits for the proof that lost members have ended."""
@@ -213,7 +213,14 @@ class Agreements:
                 error = ExcludedError(f"the other members go on without rank {self._rank}: {reason}")
             self._finish(running, decision if error is None else None, error)
         elif running.finish is not None and not agreement.has_quit:
-            self._timers.schedule(running, monotonic() + running.pause, functools.partial(self._look, running))
+            self._timers.schedule(running, self._next_look(running), functools.partial(self._look, running))
+
+    def _next_look(self, running: _Running) -> float:
+        """Return when to look at an agreement again: after its pause, or once the accused members have had their time."""
+        due, accused = monotonic() + running.pause, self._accused(running)
+        if accused and running.accused_since is not None:
+            return min(due, running.accused_since + _grace_of(running, accused))
+        return due
 
     def _finish(self, running: _Running, decision: Decision | None, error: GroupError | None) -> None:
         self._timers.cancel(running)
@@ -234,15 +241,18 @@ class Agreements:
                 continue
             if self._has_ended(peer):
                 self._lose(peer, "its process has ended")
+                if peer not in self._lost_peers:  # it has left, and its last data may still arrive
+                    agreement.end(peer, f"rank {peer} has left")
             else:
                 self._watch(peer)
         self._lose_accused(running, now)
         has_failed, waits_long = running.channel.error is not None, running.pause >= _ASK_AFTER
-        if has_failed or waits_long:
+        if waits_long:
+            agreement.repeat(to_all=has_failed)
+        elif has_failed:
             agreement.ask()
         if has_failed and waits_long:
             # Others may be the next coordinators, and lost too.
-            agreement.tell()
             for peer in agreement.members:
                 if peer != self._rank and not self._hears(peer):
                     self._watch(peer)
@@ -256,19 +266,19 @@ class Agreements:
         else:
             self._advance(running)
 
-    def _lose_accused(self, running: _Running, now: float) -> None:
-        """Lose the awaited members that others have lost, and that this rank does not hear.
+    def _accused(self, running: _Running) -> dict[int, str]:
+        """Return the awaited members that others have lost, and that this rank does not hear, and note since when.
 
         Its own detector would take another timeout, or never know a member to which this rank had no connection.
         """
-        agreement = running.agreement
-        accused = {peer: why for peer, why in agreement.accused.items() if not self._hears(peer)}
-        if not accused:
+        accused = {peer: why for peer, why in running.agreement.accused.items() if not self._hears(peer)}
+        running.accused_since = (running.accused_since or monotonic()) if accused else None
+        return accused
+
+    def _lose_accused(self, running: _Running, now: float) -> None:
+        accused = self._accused(running)
+        if running.accused_since is not None and now >= running.accused_since + _grace_of(running, accused):
             running.accused_since = None
-            return
-        running.accused_since = running.accused_since or now
-        grace = _ACCUSED_GRACE if agreement.has_quorum_without(accused) else _QUORUM_GRACE
-        if now >= running.accused_since + grace:
             for peer, why in accused.items():
                 self._lose(peer, why)
 
@@ -296,3 +306,8 @@ class Agreements:
             peers=awaited,
             timeout=running.timeout,
         )
+
+
+def _grace_of(running: _Running, accused: Collection[int]) -> float:
+    """Return the seconds for which accused members may still answer."""
+    return _ACCUSED_GRACE if running.agreement.has_quorum_without(accused) else _QUORUM_GRACE

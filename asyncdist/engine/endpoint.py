@@ -199,10 +199,10 @@ class Endpoint:
 
         def fail() -> None:
             self.open(channel)
-            self.fail(
-                channel,
-                GroupAbortedError(f"rank {self.rank} cannot be in the group: {describe_error(cause)}", peer=self.rank),
-            )
+            reason = f"rank {self.rank} cannot be in the group: {describe_error(cause)}"
+            self.fail(channel, GroupAbortedError(reason, peer=self.rank))
+            # The others regroup without this rank.
+            self.agreements.leave(channel, reason, entirely=True)
             self.end(channel)
 
         self.progress.submit(fail)

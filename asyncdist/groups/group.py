@@ -9,12 +9,10 @@ All ranks issue the operations of one group in the same order, from any thread. 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
 import threading
-import weakref
 from asyncio import _get_running_loop
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
@@ -34,12 +32,11 @@ from asyncdist.engine.endpoint import Endpoint
 from asyncdist.engine.operation import Channel, Plan
 from asyncdist.engine.work import Work, completed
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
-from asyncdist.groups.member_watch import MemberWatch
+from asyncdist.groups.member_watch import MemberWatch, MemberWatches
 from asyncdist.groups.procedure import Procedure
 from asyncdist.groups.regrouping import Agreed, MemberAgreement, agreed, survivors
 from asyncdist.groups.step import GroupStep
 from asyncdist.groups.training_state import State, adopt
-from asyncdist.membership.detector import Liveness
 from asyncdist.memory.buffers import Scratch
 from asyncdist.memory.registered import T, register
 from asyncdist.memory.torch_compile import excluded_from_compile
@@ -120,8 +117,6 @@ class Group(CollectiveOps):
         self._devices: dict[torch.device, DeviceGroup] = {}
         self.changed = False
         """Whether the members should begin another generation, as a `step` has found."""
-        self.change_wanted: Callable[[], bool] = bool
-        """Returns whether this member wants another generation at the end of a step, because processes wait to join."""
         self.patient = False
         """Whether a background call first spins for its peers, if the calling thread runs no event loop."""
         self.aborted = False
@@ -129,7 +124,8 @@ class Group(CollectiveOps):
         self.world = world
         self._agreements = itertools.count(1)
         self._regrouping: Work[Group] | None = None
-        self._watches: weakref.WeakSet[MemberWatch] = weakref.WeakSet()
+        self.watches = MemberWatches(mesh, self.member_ids)
+        """The streams of `watch_members`, and who waits to join."""
         mesh.progress.submit(self._open)
 
     def _open(self) -> None:
@@ -574,38 +570,13 @@ class Group(CollectiveOps):
         self.abort(reason)
 
     def watch_members(self) -> MemberWatch:
-        """Return a stream of the changes of this group's members: lost, suspected, recovered.
+        """Return a stream of what happens to members: lost, suspected, recovered; and of who waits to join the job.
 
         Example:
             >>> async for change in group.watch_members():
             ...     print(f"member {change.member} is {change.change}: {change.reason}")
         """
-        watch = MemberWatch(self.mesh)
-
-        def begin() -> None:
-            for member in self.member_ids:
-                error = self.mesh.lost_peers.get(member)
-                if error is not None:
-                    watch.add(member, Liveness.LOST, error.reason)
-            if self._closed:
-                watch.end()
-            elif self._on_change not in self.mesh.failures.observers:
-                self.mesh.failures.observers.append(self._on_change)
-            self._watches.add(watch)
-
-        self.mesh.progress.submit(begin)
-        return watch
-
-    def _on_change(self, peer: int, liveness: Liveness, reason: str) -> None:
-        if peer in self.member_ids:
-            for watch in list(self._watches):
-                watch.add(peer, liveness, reason)
-
-    def _end_watches(self) -> None:
-        with contextlib.suppress(ValueError):
-            self.mesh.failures.observers.remove(self._on_change)
-        for watch in list(self._watches):
-            watch.end()
+        return self.watches.begin()
 
     # -- termination ---------------------------------------------------------------------------
 
@@ -633,7 +604,7 @@ class Group(CollectiveOps):
                 device.close()
             reason = f"rank {self.mesh.rank} has destroyed the group"
             self.mesh.progress.submit(lambda: self.mesh.agreements.leave(self.channel, reason, entirely=True))
-            self.mesh.progress.submit(self._end_watches)
+            self.mesh.progress.submit(self.watches.end)
             self.mesh.progress.submit(lambda: self.mesh.end(self.channel))
             self.mesh.progress.submit(lambda: self.mesh.end(self._messages))
             collectives = self._native or self.context.hierarchical

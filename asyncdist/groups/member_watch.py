@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from asyncdist.engine.endpoint import Endpoint
@@ -15,8 +18,9 @@ class MemberChange(NamedTuple):
     """A change of one member.
 
     Attributes:
-        member: The id of the member; see `Group.member_ids`.
-        change: ``"lost"``, ``"suspected"`` (it has been silent for long), or ``"recovered"`` (it was suspected).
+        member: The id of the member; see `Group.member_ids`. For a process that waits, its id in the job; see `JobSession`.
+        change: ``"lost"``, ``"suspected"`` (it has been silent for long), ``"recovered"`` (it was suspected), or
+            ``"waiting"`` (the group belongs to a job, and a process waits to join it).
         reason: What has happened, as text.
     """
 
@@ -28,7 +32,8 @@ class MemberChange(NamedTuple):
 class MemberWatch:
     """A stream of `MemberChange`, made by `Group.watch_members`; read it with ``async for`` or, in a thread, with ``for``.
 
-    It begins with the members that are lost already, and ends when the group is destroyed or has regrouped.
+    It begins with the members that are lost and the processes that wait already. It ends when the group is destroyed or
+    has regrouped.
     """
 
     def __init__(self, mesh: Endpoint) -> None:
@@ -38,10 +43,10 @@ class MemberWatch:
         self._waiting: Work[None] | None = None
         self._ended = False
 
-    def add(self, member: int, liveness: Liveness, reason: str) -> None:
+    def add(self, change: MemberChange) -> None:
         """Add a change. The caller holds the lock of the endpoint."""
         with self._lock:
-            self._changes.append(MemberChange(member, liveness.value, reason))
+            self._changes.append(change)
         self._wake()
 
     def end(self) -> None:
@@ -84,3 +89,65 @@ class MemberWatch:
                 return found
             found.wait()
         raise StopIteration
+
+
+class MemberWatches:
+    """The streams of one group, and who waits to join.
+
+    Args:
+        mesh: The endpoint of this rank.
+        member_ids: The members of the group.
+
+    Attributes:
+        candidates: Returns the ids of the processes that wait to join the job of the group, if it belongs to one.
+    """
+
+    def __init__(self, mesh: Endpoint, member_ids: Sequence[int]) -> None:
+        self._mesh, self._member_ids = mesh, member_ids
+        self.candidates: Callable[[], Iterable[int]] = tuple
+        self._watches: weakref.WeakSet[MemberWatch] = weakref.WeakSet()
+        self._has_ended = False
+
+    def begin(self) -> MemberWatch:
+        """Return a new stream. Any thread may call it."""
+        watch = MemberWatch(self._mesh)
+
+        def begin() -> None:
+            for member in self._member_ids:
+                error = self._mesh.lost_peers.get(member)
+                if error is not None:
+                    watch.add(MemberChange(member, Liveness.LOST.value, error.reason))
+            for process in self.candidates():
+                watch.add(_waiting(process))
+            if self._has_ended:
+                watch.end()
+            elif self._on_change not in self._mesh.failures.observers:
+                self._mesh.failures.observers.append(self._on_change)
+            self._watches.add(watch)
+
+        self._mesh.progress.submit(begin)
+        return watch
+
+    def note_waiting(self, process: int) -> None:
+        """Report a process that waits to join. Any thread may call it."""
+        self._mesh.progress.submit(lambda: self._add(_waiting(process)))
+
+    def end(self) -> None:
+        """End all streams. The caller holds the lock of the endpoint."""
+        self._has_ended = True
+        with contextlib.suppress(ValueError):
+            self._mesh.failures.observers.remove(self._on_change)
+        for watch in list(self._watches):
+            watch.end()
+
+    def _on_change(self, peer: int, liveness: Liveness, reason: str) -> None:
+        if peer in self._member_ids:
+            self._add(MemberChange(peer, liveness.value, reason))
+
+    def _add(self, change: MemberChange) -> None:
+        for watch in list(self._watches):
+            watch.add(change)
+
+
+def _waiting(process: int) -> MemberChange:
+    return MemberChange(process, "waiting", f"process {process} waits to join the job")

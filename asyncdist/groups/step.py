@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.error_text import describe_error
+from asyncdist.base.trio_tasks import run_on_background_loop
+from asyncdist.engine.work import Work
 from asyncdist.errors import ExcludedError, GroupError, NoQuorumError
+from asyncdist.groups.member_watch import MemberWatches
+from asyncdist.groups.regrouping import Agreed
+
+T = TypeVar("T")
 
 _SUCCEEDED, _UNCHANGED = 1, 2
 """The bits of the flag on which the members agree at the end of a step."""
@@ -19,9 +26,11 @@ class _Group(Protocol):
 
     mesh: Any
     changed: bool
-    change_wanted: Callable[[], bool]
+    watches: MemberWatches
 
-    def agree(self, flag: int, /) -> Any: ...
+    def rank(self) -> int: ...
+
+    def agree(self, flag: int, /) -> Work[Agreed]: ...
 
     def revoke(self, reason: str, /) -> None: ...
 
@@ -34,6 +43,9 @@ class GroupStep:
     the others go on without it, or it reaches too few of them, the step is not committed, and `Group.regroup` raises
     the error. Any other exception fails the group, so that no member waits for this one, and is raised on. Change
     what must stay equal on all members after the block, and only if the step is committed.
+
+    A task that is cancelled at the end of the block, while it waits for the answer, fails the group as well. It is
+    cancelled once it has the answer, so that `committed` is right. A second cancellation ends this wait.
 
     Attributes:
         committed: Whether every surviving member has completed the block; False until then.
@@ -75,13 +87,42 @@ class GroupStep:
         group = self._group
         if error is not None and not isinstance(error, GroupError):
             group.revoke(f"a step ended with {describe_error(error)}")
-        unchanged = error is None and not group.change_wanted()
+        # One member decides, because the others may see later who waits.
+        unchanged = error is None and not (group.rank() == 0 and any(True for _ in group.watches.candidates()))
+        work = group.agree((_SUCCEEDED if error is None else 0) | (_UNCHANGED if unchanged else 0))
         try:
-            answer, lost = await group.agree((_SUCCEEDED if error is None else 0) | (_UNCHANGED if unchanged else 0))
+            await work
+        except GroupError:
+            self._note(work)
+        except BaseException:
+            await self._outlast(work)
+            raise
+        else:
+            self._note(work)
+        return isinstance(error, GroupError)
+
+    async def _outlast(self, work: Work[Agreed]) -> None:
+        """Wait for the answer although the caller is cancelled: the other members act on it, with this one's vote."""
+        if not work.is_completed():
+            self._group.revoke("the end of a step was cancelled")  # so that no member is long in answering
+        with contextlib.suppress(GroupError):
+            if asyncio._get_running_loop() is not None:
+                await work
+            else:
+                await run_on_background_loop(_value_of(work), shield=True)
+            self._note(work)
+
+    def _note(self, work: Work[Agreed]) -> None:
+        """Take over the answer of the members."""
+        try:
+            answer, lost = work.result()
         except (ExcludedError, NoQuorumError) as excluded:
             # Without this member the others may commit the step: it is no survivor, and regroup() says so again.
             self.excluded = excluded
             answer, lost = 0, ()
         self.committed = bool(answer & _SUCCEEDED)
-        group.changed = bool(group.changed or lost or not answer & _UNCHANGED)
-        return isinstance(error, GroupError)
+        self._group.changed = bool(self._group.changed or lost or not answer & _UNCHANGED)
+
+
+async def _value_of(work: Work[T]) -> T:
+    return await work

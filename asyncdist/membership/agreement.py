@@ -238,10 +238,19 @@ class Agreement:
         if self.coordinates and not self.is_over and self._electorate is None:
             self._send_to(self.awaited, self._prepare(self._promised))
 
-    def tell(self) -> None:
-        """As another member than the coordinator, tell all whom this one holds lost. Others may wait for these."""
-        if self._followed is not None and not self.coordinates and not self.is_over:
-            self._send_to(self._present(), self._own_promise(self._promised))
+    def repeat(self, *, to_all: bool = False) -> None:
+        """Send again what others wait for, in case a message could not be sent.
+
+        ``to_all``: as another member than the coordinator, tell all whom this one holds lost. Others may wait for these.
+        """
+        if self._followed is None or self.is_over:
+            return
+        if not self.coordinates:
+            self._send_to(self._present() if to_all else [self._followed], self._own_promise(self._promised))
+        elif self._electorate is None:
+            self.ask()
+        else:
+            self._send_to(self.awaited, self._proposal())
 
     def quit(self, reason: str) -> None:
         """Take part no more; does nothing once this member has decided."""
@@ -371,7 +380,12 @@ class Agreement:
             )
         self._accepted = ballot, decision
         self._electorate, self._acceptors = present, {self.member}
-        self._send_to(present, AgreementMessage(_ACCEPT, ballot, decision=decision, ended=dict(self._ended)))
+        self._send_to(present, self._proposal())
+
+    def _proposal(self) -> AgreementMessage:
+        assert self._accepted is not None
+        ballot, decision = self._accepted
+        return AgreementMessage(_ACCEPT, ballot, decision=decision, ended=dict(self._ended))
 
     def _disputed(self, present: set[int]) -> dict[int, str]:
         """Return the members to leave out, with the reasons, so that no two of the others hold each other lost."""

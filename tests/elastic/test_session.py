@@ -11,7 +11,8 @@ import torch
 
 from asyncdist.elastic.job import GenerationRecord, Job
 from asyncdist.elastic.session import JobSession, join
-from asyncdist.errors import UsageError
+from asyncdist.errors import GroupError, UsageError
+from asyncdist.groups.member_watch import MemberChange, MemberWatch
 from asyncdist.groups.training_state import State
 from asyncdist.store import AsyncStore, StoreServer
 
@@ -149,6 +150,82 @@ async def test_refusal_does_not_count_for_a_process_that_has_announced_itself_si
         await member.until(lambda: member.waiting != named)
         member.refuse(named)
         assert member.candidates() == {newcomer.id: 2}
+
+
+async def test_process_that_has_become_a_member_waits_no_more_before_its_last_message_arrives(job: str) -> None:
+    store = await AsyncStore.connect("127.0.0.1", int(job.split(":")[2].split("/")[0]))
+    member = Job(store, "test")
+    await member.open()
+    try:
+        for key in ("waiting/7", "member/7", "waiting/8"):
+            await store.set(f"elastic/test/{key}", b"1")
+        await member.until(lambda: 8 in member.waiting)
+        assert member.candidates() == {8: 1}
+    finally:
+        await member.close()
+        await store.close()
+
+
+async def test_members_are_told_who_waits_to_join(job: str) -> None:
+    """A stream of member changes has the processes that wait, also those that waited before it began."""
+    pace, told = asyncio.Event(), []
+    late = new_state()
+
+    async def member(state: State, rank: int) -> None:
+        async with join(job, min_size=2, start_size=2, state=state, backend="inproc", timeout=20.0) as session:
+            async for group in session.generations():
+                await group.adopt(state)
+                watch = group.watch_members() if group.size() == 2 else None
+                while not group.changed and group.size() == 2:
+                    async with group.step():
+                        await pace.wait()
+                if watch is not None:
+                    told.append([change[:2] async for change in _first(watch)])
+                    told.append([change[:2] async for change in _first(group.watch_members())])
+
+    founders = [asyncio.create_task(member(new_state(), rank)) for rank in range(2)]
+    store = await AsyncStore.connect("127.0.0.1", int(job.split(":")[2].split("/")[0]))
+    await store.wait(["elastic/test/member/1", "elastic/test/member/2"])
+    newcomer = asyncio.create_task(train(job, late, 0, min_size=2))
+    await store.wait(["elastic/test/waiting/3"])
+    await store.close()
+    pace.set()
+    await asyncio.gather(*founders, newcomer)
+    assert told == [[(3, "waiting")]] * 4
+
+
+async def _first(watch: MemberWatch) -> AsyncIterator[MemberChange]:
+    yield await anext(watch)
+
+
+async def test_record_of_an_earlier_first_member_that_was_lost_is_replaced(
+    job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The present one has not seen it yet when it writes its own."""
+    begin, records = Job.begin_generation, []
+
+    async def begin_late(self: Job, after: GenerationRecord, number: int, members: tuple[int, ...]) -> bool:
+        records.append(number)
+        if number == 2:
+            await self.store.set("generation", GenerationRecord(2, (*members, 99)).encode())
+        return await begin(self, after, number, members)
+
+    monkeypatch.setattr(Job, "begin_generation", begin_late)
+    failed = []
+
+    async def member() -> None:
+        async with join(job, min_size=2, backend="inproc", timeout=20.0) as session:
+            async for group in session.generations():
+                await group.barrier()
+                if not failed:
+                    failed.append(group)
+                    group.revoke("test")
+                with contextlib.suppress(GroupError):
+                    await group.barrier()
+
+    await asyncio.gather(member(), member())
+    assert records == [1, 2, 3]
+    assert "joins the job again" not in caplog.text
 
 
 async def test_group_without_change_ends_the_iteration(job: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 
 import pytest
@@ -18,6 +19,7 @@ from asyncdist.errors import (
     NotInitializedError,
     OperationTimeoutError,
     PeerLostError,
+    SharedMemoryError,
 )
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.faults import cancelled_at
@@ -376,3 +378,39 @@ async def test_functions_of_the_package_use_the_default_group():
         assert [change async for change in watch] == []
     finally:
         await asyncdist.destroy_process_group()
+
+
+# -- what goes wrong besides ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_agreement_ends_although_a_rank_had_no_descriptor_for_its_first_connections(rank):
+    async with world_of(3, transport="tcp") as groups:
+        mesh, link, left = groups[rank].mesh, groups[rank].mesh.link, [3]
+
+        def link_later(peer):
+            left[0] -= 1
+            if left[0] >= 0:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return link(peer)
+
+        mesh.link = link_later
+        assert await asyncio.gather(*(group.agree(timeout=20.0) for group in groups)) == [Agreed(True, ())] * 3
+        assert left[0] < 0
+
+
+async def test_member_that_cannot_make_the_successor_is_left_out_of_the_next_one():
+    async with world_of(3) as groups:
+
+        def no_memory(channel):
+            raise SharedMemoryError("the segment is full")
+
+        groups[1].mesh.transport_selector.native = no_memory
+        results = await asyncio.gather(*(group.regroup() for group in groups), return_exceptions=True)
+        assert "the segment is full" in str(results[1])
+        rest = [results[0], results[2]]
+        failed = await asyncio.gather(*(group.barrier() for group in rest), return_exceptions=True)
+        assert all("rank 1 cannot be in the group" in str(error) for error in failed)
+        new = await regrouped(rest, timeout=5.0)
+        assert [group.member_ids for group in new] == [(0, 2)] * 2
+        assert await sums(new) == [2] * 2

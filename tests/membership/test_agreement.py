@@ -16,8 +16,12 @@ class Schedule:
     """The members of one agreement, the messages on their way, and the choice of what happens next.
 
     A message is lost only if its sender ends before it has sent it, if its receiver has ended or holds its sender lost, or
-    if the connection breaks, which both ends notice later. Some members receive late. Every message is packed and unpacked.
+    if the connection breaks, which both ends notice later; or with ``loss``, until the members repeat their messages.
+    Some members receive late. Every message is packed and unpacked.
     """
+
+    loss = 0.0
+    """How likely a message cannot be sent."""
 
     def __init__(self, size: int, seed: int, *, settles_disputes: bool = False) -> None:
         self.random = random.Random(seed)
@@ -66,9 +70,9 @@ class Schedule:
         """Let a member give up at some time."""
         self._plan("quit", member, ())
 
-    def plan_tell(self, member: int) -> None:
-        """Let a member tell the others whom it holds lost."""
-        self._plan("tell", member, ())
+    def plan_repeat(self, member: int) -> None:
+        """Let a member repeat its messages, and tell the others whom it holds lost."""
+        self._plan("repeat", member, (self.random.random() < 0.5,))
 
     def _plan(self, action: str, member: int, arguments: tuple[Any, ...], step: int | None = None) -> None:
         step = self.random.randrange(5 * len(self.members)) if step is None else step
@@ -109,6 +113,11 @@ class Schedule:
                 self.perform(("quit", self.random.choice(hopeless), ()))
             elif self.doomed:
                 self.die(min(self.doomed))
+            elif self.loss and not all(self.parts[member].is_over for member in self.living):
+                self.loss *= 0.9
+                assert self.loss > 1e-6, "members wait forever"
+                for member in sorted(self.living):
+                    self.perform(("repeat", member, (False,)))
             else:
                 return
 
@@ -122,7 +131,7 @@ class Schedule:
                     return
                 self.doomed[member] = left - 1, certain
             self.sent += 1
-            if (member, receiver) in self.broken:
+            if (member, receiver) in self.broken or (self.loss and self.random.random() < self.loss):
                 continue
             self.pending.append(("receive", receiver, (member, message.pack())))
 
@@ -167,8 +176,8 @@ class Schedule:
     def quit(self, member: int) -> None:
         self.parts[member].quit("enough")
 
-    def tell(self, member: int) -> None:
-        self.parts[member].tell()
+    def repeat(self, member: int, to_all: bool) -> None:
+        self.parts[member].repeat(to_all=to_all)
 
     # -- what must hold --------------------------------------------------------------------------
 
@@ -228,7 +237,7 @@ def faulty(seed: int, size: int) -> Schedule:
     """Return a schedule with a partition, suspicions or broken connections, deaths that are noticed or not, and more."""
     schedule = Schedule(size, seed, settles_disputes=seed % 4 < 2)
     for member in schedule.members:
-        schedule.plan_tell(member)
+        schedule.plan_repeat(member)
     draw = schedule.random
     if seed % 2:
         schedule.plan_partition()
@@ -266,6 +275,17 @@ def test_survivors_of_deaths_all_decide_the_same_and_go_on(block):
 def test_partitions_suspicions_and_broken_connections_leave_at_most_one_side(block):
     for seed in range(300 * block, 300 * (block + 1)):
         check_faulty(seed, size_of(seed))
+
+
+@pytest.mark.parametrize("make", [deadly, faulty])
+def test_members_that_repeat_their_messages_end_although_some_could_not_be_sent(make):
+    for seed in range(300):
+        schedule = make(seed, size_of(seed))
+        schedule.loss = schedule.random.choice((0.1, 0.5))
+        schedule.run()
+        assert all(schedule.parts[member].is_over for member in schedule.living), seed
+        if make is deadly:
+            assert schedule.living <= schedule.only_decision().votes.keys(), seed
 
 
 @pytest.mark.parametrize("check", [check_deadly, check_faulty])
@@ -463,7 +483,7 @@ def test_members_that_wait_for_a_dead_coordinator_learn_it_from_each_other():
     assert schedule.parts[third].awaited == [other]
     assert schedule.parts[fourth].awaited == [one]
     for member in (third, fourth):
-        schedule.perform(("tell", member, ()))
+        schedule.perform(("repeat", member, (True,)))
     while schedule.pending:
         schedule.step()
     assert schedule.parts[third].accused == {other: "silent"}

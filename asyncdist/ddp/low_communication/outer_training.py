@@ -345,7 +345,7 @@ class OuterTraining:
         """Let the members of the group notice, at the end of a step, that another generation is wanted."""
         user = self._group
         assert user is not None
-        group.change_wanted = lambda: user.change_wanted()
+        group.watches.candidates = lambda: user.watches.candidates()
         return group
 
     async def _exchange(self, fragment: Fragment, values: torch.Tensor) -> tuple[Average, bool]:
@@ -446,7 +446,7 @@ def default_outer(model: nn.Module) -> Optimizer:
 
 def _is_elastic(group: Group) -> bool:
     """Return whether the group belongs to a job session, which begins another generation after a change."""
-    return group.change_wanted is not bool
+    return group.watches.candidates is not tuple
 
 
 def _start(coroutine: Coroutine[Any, Any, T]) -> _Future[T]:
