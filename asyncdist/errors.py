@@ -205,7 +205,7 @@ class PeerLostError(GroupError, ConnectionError):
     """A peer died, left, or became unreachable.
 
     Attributes:
-        peer: Its global rank.
+        peer: Its global rank; the name of a process that is in no common group.
         noticed: ``"connection"`` if the connection to it has ended or cannot be used, ``"heartbeat"`` if it was silent.
         last_heard: Of a silent peer, the seconds before this error at which the rank that noticed last heard it; else None.
     """
@@ -218,9 +218,12 @@ class PeerLostError(GroupError, ConnectionError):
         "process group and create it again"
     )
 
-    def __init__(self, peer: int, reason: str, **where: object) -> None:
-        super().__init__(f"rank {peer} was lost ({reason})", **where)  # type: ignore[arg-type]
+    def __init__(self, peer: int | str, reason: str, **where: object) -> None:
+        who = f"rank {peer}" if isinstance(peer, int) else peer
+        super().__init__(f"{who} was lost ({reason})", **where)  # type: ignore[arg-type]
         self.peer = peer
+        if isinstance(peer, str):
+            self.advice = "read the log of that process"
 
 
 class OperationTimeoutError(GroupError, TimeoutError):

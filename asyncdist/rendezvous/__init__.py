@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.config import Config, Launch
-from asyncdist.rendezvous.addresses import advertised, outward, reachable, to_listen_on
+from asyncdist.rendezvous.addresses import own_host, to_listen_on
 from asyncdist.rendezvous.host_store import ServerHandle
 from asyncdist.rendezvous.init_method import InitMethod, url_of
 from asyncdist.rendezvous.join import WorldSpec, by_address, by_record, host_world, join_world
@@ -69,7 +69,7 @@ async def meet(
         stack.push_async_callback(records.close)
         if method.rank != 0:
             return await join_world(stack, world, by_record(world, records), records.where)
-        host = await _own_host(host_of(method, store), config, limit.deadline)
+        host = await own_host(host_of(method, store), config, limit.deadline)
         token = config.token or secrets.token_hex(16)
         return await host_world(stack, world, host, 0, token=token, records=records, known_as=host)
 
@@ -85,13 +85,6 @@ async def _meet_directly(stack: AsyncExitStack, method: InitMethod, world: World
     host, guessed = await to_listen_on(method.host, world.config, world.limit.deadline)
     note = f" (served at {host}; ASYNCDIST_SOCKET_IFNAME chooses another)" if guessed else ""
     return await host_world(stack, world, host, method.port, token=token, records=None, known_as=method.host, note=note)
-
-
-async def _own_host(master: str | None, config: Config, deadline: Deadline) -> str:
-    """Return the address at which rank 0 serves the store: the one from which it reaches the record store."""
-    if master is None:
-        return outward(config)
-    return advertised((await reachable(master, config, deadline))[0], config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +125,7 @@ async def serve_own_store(store: Any, *, timeout: float, config: Config, launch:
     master = host_of(InitMethod("store", 0, 1), store)
     if not launch.on_one_host:
         check_token(master, config, f"a generated token cannot be passed to other hosts through the store at {master}")
-    host = await _own_host(master, config, Deadline.after(timeout))
+    host = await own_host(master, config, Deadline.after(timeout))
     server, token = ServerHandle(), config.token or secrets.token_hex(16)
     try:
         served = await server.open(host, 0, token=token, config=config)

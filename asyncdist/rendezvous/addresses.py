@@ -142,5 +142,18 @@ def advertised(store_host: str, config: Config) -> str:
     return outward(config)
 
 
+async def own_host(store_host: str | None, config: Config, deadline: Deadline) -> str:
+    """Return the address at which this process listens for others: the one from which it reaches their store.
+
+    Args:
+        store_host: The host of the store; None if no network reaches it.
+        config: The settings.
+        deadline: The end of look-ups of the name.
+    """
+    if store_host is None:
+        return outward(config)
+    return advertised((await reachable(store_host, config, deadline))[0], config)
+
+
 def _listed() -> str:
     return ", ".join(map(str, interface_addresses())) or "no interface that is up"

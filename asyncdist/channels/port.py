@@ -1,0 +1,240 @@
+"""A port: where a process accepts channels, and from which it opens them. One port serves one service of one job."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from typing import Any, Self
+
+from asyncdist.base import lifecycle
+from asyncdist.base.deadline import Deadline, Timeout
+from asyncdist.base.error_text import describe_error
+from asyncdist.base.tls import rank_contexts
+from asyncdist.channels.channel import ChannelHandler, PeerChannel
+from asyncdist.channels.handshake import (
+    ChannelAddress,
+    ChannelSecurity,
+    ChannelSocket,
+    Greeting,
+    accept,
+    dial,
+    this_place,
+)
+from asyncdist.channels.liveness import ChannelLiveness
+from asyncdist.channels.staging import can_stage
+from asyncdist.config import Config
+from asyncdist.errors import AddressError, AsyncdistError, PeerLostError
+from asyncdist.transport.process_identity import process_identity
+
+log = logging.getLogger("asyncdist")
+
+_BACKLOG = 1024
+_MOST_HANDSHAKES = 512
+_ACCEPT_AGAIN = 1.0
+"""Seconds to pause when the process cannot accept a connection, for example without a free descriptor."""
+
+
+class ChannelPort:
+    """Accepts and opens channels on the running loop, from its creation until `close`.
+
+    Args:
+        handler: Receives the messages of all channels.
+        host: The address of this machine at which it listens for other hosts.
+        service: The name of the service. Ports of different services do not connect.
+        job: The name of the job, to which the proof of the token is bound.
+        token: The token of the job.
+        config: The settings.
+        label: Who this process is, for messages, such as ``"rank 3"``; empty for its process id alone.
+        about: Plain data for the peers: `Greeting.about`.
+
+    Raises:
+        AddressError: This machine has no such address.
+    """
+
+    def __init__(
+        self,
+        handler: ChannelHandler,
+        *,
+        host: str,
+        service: str,
+        job: str = "",
+        token: str | None,
+        config: Config,
+        label: str = "",
+        about: Any = None,
+    ) -> None:
+        self.handler = handler
+        self._config = config
+        contexts = rank_contexts(config) or (None, None)
+        self._security = ChannelSecurity(token, f"{service} of job {job!r}", *contexts)
+        self._loop = asyncio.get_running_loop()
+        self._pid = os.getpid()
+        place = this_place(config.host)
+        process = f"process {self._pid} on {config.host or socket.gethostname()}"
+        name = f"{label} ({process})" if label else process
+        tcp = _listen_tcp(host)
+        sockets = [tcp]
+        unix = ""
+        if hasattr(socket, "SO_PEERCRED"):
+            unix = f"asyncdist-{service}-{secrets.token_hex(16)}"
+            sockets.append(_listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"\0{unix}"))
+        self.address = ChannelAddress(secrets.token_hex(8), name, *place, unix, (host, tcp.getsockname()[1]))
+        identity = process_identity(config.host)
+        self._greeting = Greeting(self.address.id, name, config.host, identity, bool(unix) and can_stage(), about)
+        self._channels: set[PeerChannel] = set()
+        self._by_id: dict[str, PeerChannel] = {}
+        self._dialling: dict[str, asyncio.Task[PeerChannel]] = {}
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._liveness = ChannelLiveness(config.heartbeat, config.host, lambda: self._channels)
+        self._listening = sockets
+        self._accepting = [self._loop.create_task(self._accept(sock), name="asyncdist-channels") for sock in sockets]
+        self._is_closed = False
+        lifecycle.register_hooks(self)
+
+    @property
+    def channels(self) -> list[PeerChannel]:
+        """The open channels."""
+        return list(self._channels)
+
+    async def connect(self, address: ChannelAddress, timeout: Timeout = None) -> PeerChannel:
+        """Return an open channel to a port, and open it if there is none.
+
+        Args:
+            address: Where the port listens.
+            timeout: Seconds; None for ASYNCDIST_TIMEOUT. The handshake has its own limit, ASYNCDIST_HANDSHAKE_TIMEOUT.
+
+        Raises:
+            PeerLostError: The process cannot be reached, or has ended.
+            AuthenticationError: One side does not hold the token.
+            TimeoutError: The timeout passed.
+        """
+        channel = self._by_id.get(address.id)
+        if channel is not None and channel.error is None:
+            return channel
+        if self._is_closed:
+            raise PeerLostError(address.name, "this process has closed its port")
+        task = self._dialling.get(address.id)
+        if task is None:
+            task = self._dialling[address.id] = self._loop.create_task(self._dial(address), name="asyncdist-dial")
+            task.add_done_callback(lambda _: self._dialling.pop(address.id, None))
+        deadline = Deadline.after(self._config.timeout if timeout is None else timeout)
+        await asyncio.wait([task], timeout=deadline.remaining_or_none())
+        if not task.done():
+            raise TimeoutError(f"{address.name} has not accepted a connection in time")
+        if task.cancelled():
+            raise PeerLostError(address.name, "this process has closed its port")
+        return task.result()
+
+    async def _dial(self, address: ChannelAddress) -> PeerChannel:
+        try:
+            async with asyncio.timeout(self._config.handshake_timeout):
+                sock, peer = await dial(address, self.address, self._greeting, self._security)
+        except TimeoutError as cause:
+            limit = f"{self._config.handshake_timeout:g} s (ASYNCDIST_HANDSHAKE_TIMEOUT)"
+            raise PeerLostError(address.name, f"it did not answer within {limit}") from cause
+        except (OSError, EOFError) as cause:
+            raise PeerLostError(address.name, f"it cannot be reached: {describe_error(cause)}") from cause
+        return self._begin(sock, peer, is_dialled=True)
+
+    def _begin(self, sock: ChannelSocket, peer: Greeting, *, is_dialled: bool) -> PeerChannel:
+        most = self._config.max_message_nbytes
+        channel = PeerChannel(sock, peer, self, most_nbytes=most, is_dialled=is_dialled)
+        self._channels.add(channel)
+        self._by_id.setdefault(peer.id, channel)
+        self._liveness.start()
+        channel.begin()
+        return channel
+
+    def forget(self, channel: PeerChannel) -> None:
+        """Forget a channel that has ended."""
+        self._channels.discard(channel)
+        if self._by_id.get(channel.peer.id) is channel:
+            del self._by_id[channel.peer.id]
+        if not self._channels:
+            self._liveness.stop()
+
+    # -- accepting ---------------------------------------------------------------------------------
+
+    async def _accept(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = await self._loop.sock_accept(listening)
+            except OSError as error:
+                log.error("the port for channels cannot accept a connection: %s", describe_error(error))
+                await asyncio.sleep(_ACCEPT_AGAIN)
+                continue
+            if len(self._handshakes) >= _MOST_HANDSHAKES:
+                sock.close()
+                continue
+            handshake = self._loop.create_task(self._receive(sock))
+            self._handshakes.add(handshake)
+            handshake.add_done_callback(self._handshakes.discard)
+
+    async def _receive(self, sock: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(self._config.handshake_timeout):
+                accepted, peer = await accept(sock, self._greeting, self._security)
+        except (OSError, EOFError, TimeoutError, AsyncdistError) as error:
+            log.warning("%s refused a connection: %s", self.address.name, describe_error(error))
+            return
+        self._begin(accepted, peer, is_dialled=False)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    async def close(self, reason: str = "its port is closed") -> None:
+        """Stop listening, and close all channels in order. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        lifecycle.unregister_hooks(self)
+        tasks = [*self._accepting, *self._handshakes, *self._dialling.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        for sock in self._listening:
+            sock.close()
+        await asyncio.gather(*[channel.close(reason) for channel in self.channels])
+        self._liveness.stop()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def end_with_process(self) -> None:
+        """Tell the peers that this process ends."""
+        for channel in self.channels:
+            channel.end_with_process()
+
+    def after_fork_in_child(self) -> None:
+        """Send nothing in a forked child, whose copies of the sockets are closed."""
+        self._is_closed = True
+        self._channels = set()
+        self._by_id = {}
+
+
+def _listen_tcp(host: str) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        return _listen(sock, (host, 0))
+    except OSError as cause:
+        raise AddressError(
+            f"cannot listen on {host} for channels: {cause.strerror or cause}; choose an interface with "
+            "ASYNCDIST_SOCKET_IFNAME"
+        ) from cause
+
+
+def _listen(sock: socket.socket, where: Any) -> socket.socket:
+    lifecycle.close_in_children(sock)
+    try:
+        sock.setblocking(False)
+        sock.bind(where)
+        sock.listen(_BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -1,0 +1,94 @@
+"""Channels for tests: a handler that records what it is told, and pairs of ports in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from asyncdist.channels import ChannelPort, IncomingMessage, PeerChannel
+from asyncdist.config import Config
+from asyncdist.errors import PeerLostError
+
+TOKEN = "the token of the test"
+
+
+class Recorder:
+    """A handler that keeps what it is told. ``events`` are texts, ``messages`` heads with the bytes of their buffers."""
+
+    def __init__(self) -> None:
+        self.channels: list[PeerChannel] = []
+        self.events: list[str] = []
+        self.messages: list[tuple[bytes, list[bytes]]] = []
+        self.descriptors: list[int] = []
+        self.errors: list[PeerLostError] = []
+        self.memory: dict[bytes, Sequence[memoryview]] = {}
+        """Memory for long messages, by head."""
+        self.refused: dict[bytes, Exception] = {}
+        self._changed = asyncio.Event()
+
+    def connected(self, channel: PeerChannel) -> None:
+        self.channels.append(channel)
+        self._changed.set()
+
+    def received(
+        self, channel: PeerChannel, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]
+    ) -> None:
+        self.messages.append((head, [bytes(buffer) for buffer in buffers]))
+        self.descriptors.extend(descriptors)
+        self._changed.set()
+
+    def opened(self, channel: PeerChannel, message: IncomingMessage) -> None:
+        self.events.append(f"opened {message.head.decode()}")
+        message.buffers = self.memory.get(message.head, ())
+        if message.head in self.refused:
+            message.drop(self.refused[message.head])
+        self._changed.set()
+
+    def completed(self, channel: PeerChannel, message: IncomingMessage) -> None:
+        self.events.append(f"{message.error or 'completed'} {message.head.decode()}")
+        self.messages.append((message.head, [bytes(buffer) for buffer in message.buffers]))
+        self.descriptors.extend(message.descriptors)
+        self._changed.set()
+
+    def withdrawn(self, channel: PeerChannel, message: IncomingMessage) -> None:
+        self.events.append(f"withdrawn {message.head.decode()}")
+        self._changed.set()
+
+    def closed(self, channel: PeerChannel, error: PeerLostError, messages: Sequence[IncomingMessage]) -> None:
+        self.errors.append(error)
+        self.events.extend(f"lost {message.head.decode()}" for message in messages)
+        self._changed.set()
+
+    async def until(self, count: int) -> list[tuple[bytes, list[bytes]]]:
+        """Wait until ``count`` messages have arrived, and return them."""
+        await self.when(lambda: len(self.messages) >= count)
+        return self.messages
+
+    async def when(self, true) -> None:
+        """Wait until a condition on what was recorded holds."""
+        async with asyncio.timeout(60):
+            while not true():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+def port_of(handler: Recorder, *, host: str | None = None, token: str | None = TOKEN, **settings) -> ChannelPort:
+    """Return a port of this process. Ports with different hosts connect over TCP."""
+    config = Config(host=host, **settings)
+    return ChannelPort(handler, host="127.0.0.1", service="test", token=token, config=config)
+
+
+@contextlib.asynccontextmanager
+async def channel_pair(
+    *, local: bool = True, **settings
+) -> AsyncIterator[tuple[PeerChannel, Recorder, PeerChannel, Recorder]]:
+    """Connect two ports of this process; yield the two ends of the channel with their handlers."""
+    ours, theirs = Recorder(), Recorder()
+    async with (
+        port_of(ours, host=None if local else "here", **settings) as dialling,
+        port_of(theirs, host=None if local else "there", **settings) as accepting,
+    ):
+        channel = await dialling.connect(accepting.address)
+        await theirs.when(lambda: theirs.channels)
+        yield channel, ours, theirs.channels[0], theirs
