@@ -19,15 +19,20 @@ DEFAULT_CAP_NBYTES = 25 * MIB
 Layout = tuple[tuple[int, ...], ...]
 
 
-def caps(bucket_cap_mb: float | None = None) -> tuple[int, int]:
+def caps(bucket_cap_mb: float | str | None = None) -> tuple[int, int]:
     """Return the caps in bytes of the first bucket and of all later ones, for a cap in MiB (25 by default)."""
     if bucket_cap_mb is None:
         return FIRST_CAP_NBYTES, DEFAULT_CAP_NBYTES
     if not isinstance(bucket_cap_mb, int | float):
-        raise UsageError(f"bucket_cap_mb is a number of MiB, not {bucket_cap_mb!r}")
+        raise UsageError(f"bucket_cap_mb is a number of MiB or 'auto', not {bucket_cap_mb!r}")
     cap = int(bucket_cap_mb * MIB)
     if cap <= 0:
         raise ValueError(f"bucket_cap_mb must be greater than 0 (MiB), not {bucket_cap_mb!r}")
+    return limits_of(cap)
+
+
+def limits_of(cap: int) -> tuple[int, int]:
+    """Return the caps in bytes of the first bucket, which is small, and of all later ones."""
     return min(FIRST_CAP_NBYTES, cap), cap
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from asyncdist.ddp import buckets, model_sync, timeline, torch_arguments
+from asyncdist.ddp import model_sync, timeline, torch_arguments
 from asyncdist.ddp.backward.bucket_set import ReducerOptions
+from asyncdist.ddp.backward.bucket_tuning import BucketTuning
 from asyncdist.ddp.backward.graph import first_leaf, tensors_in
 from asyncdist.ddp.backward.step_times import StepTimes
 from asyncdist.ddp.direct_gradients import DirectGradients
@@ -62,7 +63,9 @@ class DistributedDataParallel(nn.Module):
         init_sync: Compare the models of all ranks and broadcast rank 0's values at construction.
         process_group: The group to average over, or a process group of torch on the back end "asyncdist"; None is the
             default group, or torch's default group in a process that has only that.
-        bucket_cap_mb: MiB of gradients after which a bucket is complete; None means 25, and 1 for the first bucket.
+        bucket_cap_mb: MiB of gradients after which a bucket is complete; None means 25, and 1 for the first bucket. "auto"
+            tries several sizes in the first 65 steps at most, and uses the one with which the last all-reduce ends soonest:
+            see `bucket_tuning`. It excludes communication hooks and ``bucket_cap_mb_list``.
         find_unused_parameters: Allow parameters without a gradient in a backward. Those that no rank has used keep their
             ``grad``; others get the average over all ranks, to which ranks that have not used them contribute zeros.
             Buckets with parameters that a rank has not used are all-reduced at the end of backward.
@@ -109,7 +112,7 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: Any = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | str | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
@@ -143,7 +146,8 @@ class DistributedDataParallel(nn.Module):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._options = ReducerOptions(
-            [buckets.caps(cap)[1] for cap in bucket_cap_mb_list or ()] or buckets.caps(bucket_cap_mb),
+            torch_arguments.bucket_limits(bucket_cap_mb, bucket_cap_mb_list),
+            tunes_buckets=bucket_cap_mb == "auto",
             gradient_as_bucket_view=gradient_as_bucket_view,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
@@ -225,6 +229,11 @@ class DistributedDataParallel(nn.Module):
             'forward 3.10 ms, backward 8.24 ms, wait for all-reduces 0.31 ms: 87% of …'
         """
         return timeline.timeline_of(self.last_step, self.bucket_parameters, path)
+
+    @property
+    def bucket_tuning(self) -> BucketTuning | None:
+        """With ``bucket_cap_mb="auto"``, the bucket sizes that were tried and the chosen one, to be printed; else None."""
+        return self._reducer.tuning
 
     @property
     def bucket_parameters(self) -> list[list[str]]:
@@ -544,31 +553,6 @@ class DistributedDataParallel(nn.Module):
         """The type of `device`."""
         return self.device.type
 
-    @property
-    def is_multi_device_module(self) -> bool:
-        """Whether parameters are on several devices."""
-        return len({parameter.device for _, parameter in self._parameters_to_sync()}) > 1
-
-    @property
-    def modules_buffers(self) -> list[torch.Tensor]:
-        """The buffers that forwards overwrite by rank 0's."""
-        return [buffer for _, buffer in self._buffers_to_sync()]
-
-    @property
-    def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that forwards overwrite by rank 0's, by name."""
-        return dict(self._buffers_to_sync())
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """The cap of later buckets in bytes."""
-        return self._options.limits[-1]
-
-    @property
-    def bucket_bytes_cap_list(self) -> list[int]:
-        """The caps of the buckets in turn, in bytes."""
-        return list(self._options.limits)
-
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """Divide inputs over devices, as torch's method does; `forward` does not call it."""
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
@@ -639,6 +623,8 @@ class DistributedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in torch_arguments.COMPUTED:
+                return torch_arguments.COMPUTED[name](self, self._reducer)
             explained = torch_arguments.explain_missing(name)
             if explained is None:
                 raise

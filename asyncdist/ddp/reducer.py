@@ -17,6 +17,7 @@ parameters were used where some may be unused. They cost no message of their own
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.ddp import buckets
 from asyncdist.ddp.backward.bucket_memory import Bucket
 from asyncdist.ddp.backward.bucket_set import BucketSet, ReducerOptions
+from asyncdist.ddp.backward.bucket_tuning import BucketTuning
 from asyncdist.ddp.backward.faults import Fault, Faults
 from asyncdist.ddp.backward.graph import accumulates
 from asyncdist.ddp.backward.optimizers import step_in_backward, take_over
@@ -41,8 +43,7 @@ from asyncdist.engine.work import Work
 from asyncdist.errors import GradientError, UsageError
 from asyncdist.groups.group import Group
 
-_COPIED_NBYTES = 256 << 20
-
+log = logging.getLogger("asyncdist")
 
 _reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
 """All reducers. One whose group has ended in the middle of a backward would see the gradients of later ones."""
@@ -58,6 +59,7 @@ class Reducer:
         self.armed = False
         self.joining: Joining | None = None
         self.last_step: StepTimes | None = None
+        self.tuning: BucketTuning | None = None
         self.manual = False
         """Whether the caller, instead of the end of backward, calls `finalize`."""
         self.futures: list[Any] = []
@@ -69,6 +71,9 @@ class Reducer:
         self._options = options
         self._as_view = options.gradient_as_bucket_view
         self._set = BucketSet(named, options, shares_memory=group.shares_memory)
+        if options.tunes_buckets:
+            total = sum(parameter.nbytes for parameter in self._parameters)
+            self.tuning = BucketTuning(total, tries=group.size() > 1)
         self._overlaps = not group.shares_memory or has_free_cores(group.size(), torch.get_num_threads())
         self._hook: HookCaller | None = None
         # A model on several devices has one backward thread per device.
@@ -92,8 +97,6 @@ class Reducer:
         # The all-reduces that this backward has started.
         self._works: list[Work | HookResult] = []
         self._reduction: Reduction = ReduceOp.AVG
-        self._copied_gradients: list[torch.Tensor] = []
-        self._copied_nbytes = 0
         self._follows_arrival = False
         for other in [
             each for each in _reducers if each.has_ended and not each._numbers.keys().isdisjoint(self._numbers)
@@ -105,6 +108,11 @@ class Reducer:
             for index, parameter in enumerate(self._parameters)
         ]
         self._hooks_of_parameters: list[Any] = [each._post_accumulate_grad_hooks for each in self._parameters]
+
+    @property
+    def limits(self) -> Sequence[int]:
+        """The caps of the buckets in bytes, as `buckets.assign` takes them."""
+        return self._options.limits
 
     @property
     def has_ended(self) -> bool:
@@ -126,11 +134,6 @@ class Reducer:
         """The name of the communication hook; None without one."""
         return None if self._hook is None else self._hook.name
 
-    @property
-    def unused_names(self) -> list[str]:
-        """With ``static_graph``, the parameters that got no gradient on this rank in the first backward."""
-        return [name for index, name in enumerate(self._names) if index not in (self._expected or self._seen)]
-
     def remove_hooks(self) -> None:
         """Remove the hooks of autograd: later backwards average nothing."""
         while self._hooks:
@@ -149,6 +152,10 @@ class Reducer:
         if self.last_step is not None or self._step is not None:
             raise UsageError(
                 "a backward has averaged gradients already: register the communication hook before the first"
+            )
+        if self.tuning is not None:
+            raise UsageError(
+                "bucket_cap_mb='auto' measures all-reduces, which a communication hook replaces: pass a number of MiB"
             )
         self._hook = hook
         self._set.has_hook = True
@@ -174,8 +181,6 @@ class Reducer:
         if torch._C._current_graph_task_id() >= 0:
             return
         self._forward_started = perf_counter()
-        self._copied_gradients.clear()
-        self._copied_nbytes = 0
         self._placed.clear()
         if self._step is not None and self._seen:
             if self.manual and self._step.backward_finished:
@@ -294,17 +299,6 @@ class Reducer:
         view.copy_(gradient.detach())
         if self._as_view:
             parameter.grad = view
-            self._keep_until_forward(gradient)
-
-    def _keep_until_forward(self, gradient: torch.Tensor) -> None:
-        """Keep a gradient that has been copied until the next forward.
-
-        If it were freed at once, its pages would return to the system, and new pages for the next gradient cost more than
-        the copy.
-        """
-        if gradient.is_cpu and self._copied_nbytes + gradient.nbytes <= _COPIED_NBYTES:
-            self._copied_gradients.append(gradient)
-            self._copied_nbytes += gradient.nbytes
 
     def _count(self, bucket: Bucket) -> None:
         """Count one more gradient in ``bucket``; if it is full, start the all-reduces of full buckets, in order."""
@@ -362,7 +356,7 @@ class Reducer:
         self.armed = False
         step.backward_finished = perf_counter()
         self._find_faults()
-        with self._retrieving_errors():
+        with _RetrievedErrors(self._works):
             if not self._set.flags_apart:
                 self._write_flags(self._set.flags())
             while len(self._works) < len(self._set.buckets):
@@ -414,7 +408,7 @@ class Reducer:
         """Wait for the averages; raise the faults of any rank on all ranks."""
         step = self._step
         assert step is not None
-        with self._retrieving_errors():
+        with _RetrievedErrors(self._works):
             for work, times in zip(self._works, step.buckets, strict=True):
                 work.wait()
                 times.finished = times.finished or perf_counter()
@@ -427,6 +421,8 @@ class Reducer:
         self._used.clear()
         if not self._follows_arrival:
             self._assign_by_arrival(used)
+        elif self.tuning is not None:
+            self._tune(self.tuning, max(each.finished for each in step.buckets) - step.backward_started)
         step.finished = perf_counter()
         self.last_step, self._step = step, None
         if has_faults:
@@ -435,9 +431,6 @@ class Reducer:
         if self._options.lazy_bucket_allocation and not self._as_view:
             for bucket in self._set.buckets:
                 bucket.release()
-
-    def _retrieving_errors(self) -> _RetrievedErrors:
-        return _RetrievedErrors(self._works)
 
     def _used_anywhere(self, flags: torch.Tensor) -> frozenset[int] | None:
         """Return the parameters that a rank has used; None if all are."""
@@ -486,6 +479,8 @@ class Reducer:
         flags = self._reduced_flags() if self._set.flags_apart else self._set.buckets[-1].flags_of(flat)
         if not self._follows_arrival:
             self._assign_by_arrival(self._used_anywhere(flags))
+        elif self.tuning is not None:
+            self._tune(self.tuning, 0.0)
         if bool(flags[0]):
             self._faults.raise_on_all_ranks()
 
@@ -494,8 +489,23 @@ class Reducer:
         self._group.broadcast(order, 0, background=False).wait()
         if self._options.skip_all_reduce_unused_params and used is not None:
             self._set.skipped = frozenset(range(len(self._parameters))) - used
+        if self.tuning is not None:
+            self._options.limits = self.tuning.limits
         self._set.assign(order.tolist())
         self._follows_arrival = True
+
+    def _tune(self, tuning: BucketTuning, seconds: float) -> None:
+        """Count a step for ``bucket_cap_mb="auto"``, and assign the buckets of the next one. All ranks call it."""
+        if tuning.chosen is not None:
+            return
+        if tuning.record(seconds):
+            medians = torch.tensor(tuning.medians, dtype=torch.float64, device="cpu")
+            self._group.all_reduce(medians, ReduceOp.MAX, background=False).wait()
+            if tuning.decide(medians.tolist()) and self._group.rank() == 0:
+                log.info("DistributedDataParallel uses %s", tuning)
+        if tuning.limits != self._options.limits:
+            self._options.limits = tuning.limits
+            self._set.assign()
 
 
 class _RetrievedErrors:

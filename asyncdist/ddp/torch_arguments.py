@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+from asyncdist.ddp import buckets, model_sync
 from asyncdist.ddp.hooks import casts
 from asyncdist.ddp.hooks.bucket import GradientBucket
 from asyncdist.ddp.reducer import Reducer
@@ -93,6 +94,20 @@ def refuse(module: object, mixed_precision: object) -> None:
             "mixed_precision is not supported: compute with torch.autocast, and register asyncdist.ddp.hooks.bf16 with "
             "register_async_comm_hook() to send gradients in bfloat16"
         )
+
+
+def bucket_limits(cap_mb: float | str | None, caps_mb: Sequence[float] | None) -> Sequence[int]:
+    """Return the caps of the buckets in bytes; with ``"auto"`` those of the first step.
+
+    Raises:
+        UsageError: Both arguments are given although the first one is ``"auto"``, or it is another string.
+        ValueError: A cap is less than a byte.
+    """
+    if cap_mb == "auto":
+        if caps_mb:
+            raise UsageError("pass bucket_cap_mb='auto' or bucket_cap_mb_list, not both")
+        return buckets.caps()
+    return [buckets.caps(each)[1] for each in caps_mb or ()] or buckets.caps(cap_mb)
 
 
 def delayed_names(
@@ -309,12 +324,26 @@ def logging_data(model: Any, reducer: Reducer) -> dict[str, Any]:
     return data
 
 
+COMPUTED: dict[str, Callable[[Any, Reducer], Any]] = {
+    "broadcast_bucket_size": lambda model, reducer: model_sync.PACK_NBYTES,
+    "bucket_bytes_cap": lambda model, reducer: reducer.limits[-1],
+    "bucket_bytes_cap_default": lambda model, reducer: tuple(reducer.limits) == buckets.caps(),
+    "bucket_bytes_cap_list": lambda model, reducer: list(reducer.limits),
+    "is_multi_device_module": lambda model, reducer: len(_devices_of(model)) > 1,
+    "modules_buffers": lambda model, reducer: [buffer for _, buffer in model._buffers_to_sync()],
+    "named_module_buffers": lambda model, reducer: dict(model._buffers_to_sync()),
+    "use_side_stream_for_tensor_copies": lambda model, reducer: False,
+}
+"""Attributes of torch's class that describe a model, with functions of the model and its reducer that return them."""
+
+
+def _devices_of(model: Any) -> set[torch.device]:
+    return {parameter.device for _, parameter in model._parameters_to_sync()}
+
+
 _INSTEAD = {
     "reducer": "the averages of the last step are described by last_step, bucket_parameters and _get_ddp_logging_data()",
     "logger": "last_step and _get_ddp_logging_data() describe the steps",
-    "broadcast_bucket_size": "buffers are broadcast in messages of 1 MiB",
-    "bucket_bytes_cap_default": "bucket_bytes_cap_list holds the caps",
-    "use_side_stream_for_tensor_copies": "inputs are moved on the current stream",
 }
 
 

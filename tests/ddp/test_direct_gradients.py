@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -19,9 +20,16 @@ def layers():
 
 
 def copied_gradients(model):
-    """Return a list to which the reducer adds each gradient that it copies into a bucket."""
-    copied = []
-    model._reducer._keep_until_forward = copied.append
+    """Return a list of the gradients that lie outside of their buckets before the reducer sees them, from now on."""
+    copied, reducer = [], model._reducer
+
+    def look(index, parameter):
+        if model.gradient_as_bucket_view and parameter.grad.data_ptr() != reducer._set.view(index).data_ptr():
+            copied.append(parameter.grad)
+
+    # The next forward moves the reducer's own hooks behind these.
+    for index, parameter in enumerate(reducer._parameters):
+        parameter.register_post_accumulate_grad_hook(functools.partial(look, index))
     return copied
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncdist.ddp import DistributedDataParallel, direct_gradients, reducer
+from asyncdist.ddp import DistributedDataParallel
 from asyncdist.ddp.backward import bucket_memory
 from asyncdist.memory.shared_arena import arena, unavailable
 
@@ -119,20 +119,3 @@ def test_gradients_are_aligned_to_cache_lines(together, dtype):
         return [parameter.grad.data_ptr() % 64 for parameter in model.parameters()]
 
     assert together(2, rank) == [[0, 0]] * 2
-
-
-@without_memory
-def test_copied_gradients_are_kept_until_the_next_forward_up_to_a_limit(together, toy, monkeypatch):
-    """The memory of one gradient does not return to the system before the next one is allocated."""
-    monkeypatch.setattr(reducer, "_COPIED_NBYTES", 600)
-    monkeypatch.setattr(direct_gradients, "LEAST_NBYTES", 1 << 30)
-
-    def rank(group):
-        model = train(toy, group, toy.network(), steps=1)
-        kept = [tuple(tensor.shape) for tensor in model._reducer._copied_gradients]
-        model(toy.samples()[0])
-        return kept, model._reducer._copied_gradients
-
-    for kept, after in together(2, rank, transport="shm"):
-        assert sorted(kept) == [(3,), (3, 8), (8,), (16,), (16, 6)]  # (8, 16) would exceed it
-        assert after == []

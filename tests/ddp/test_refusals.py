@@ -165,6 +165,13 @@ def test_hook_that_clears_a_gradient_before_it_is_averaged_is_refused(together, 
         (nn.Linear(1, 1), {"device_ids": [0]}, UsageError, "leave it out"),
         (nn.Linear(1, 1), {"device_ids": [0, 1]}, UsageError, "start a rank for each"),
         (nn.Linear(1, 1), {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb"),
+        (nn.Linear(1, 1), {"bucket_cap_mb": "large"}, UsageError, "number of MiB or 'auto', not 'large'"),
+        (
+            nn.Linear(1, 1),
+            {"bucket_cap_mb": "auto", "bucket_cap_mb_list": [1]},
+            UsageError,
+            "bucket_cap_mb_list, not both",
+        ),
         (
             nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)),
             {},

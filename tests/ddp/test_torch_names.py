@@ -57,9 +57,20 @@ def test_public_names_of_torchs_class_exist_or_are_explained(model):
                 getattr(model, name)
         return lacking
 
-    assert model(check) == {
-        "logger", "reducer", "bucket_bytes_cap_default", "broadcast_bucket_size", "use_side_stream_for_tensor_copies"
-    }  # fmt: skip
+    assert model(check) == {"logger", "reducer"}
+
+
+def test_attributes_of_torchs_class_describe_the_model(model):
+    def check(model):
+        assert model.bucket_bytes_cap == model.bucket_bytes_cap_list[-1] == 25 << 20
+        assert model.bucket_bytes_cap_default
+        assert not model.use_side_stream_for_tensor_copies
+        assert not model.is_multi_device_module
+        assert len(model.modules_buffers) == len(model.named_module_buffers) == 3
+
+    model(check)
+    assert model(lambda model: model.bucket_bytes_cap_list, bucket_cap_mb=2) == [1 << 20, 2 << 20]
+    assert not model(lambda model: model.bucket_bytes_cap_default, bucket_cap_mb=2)
 
 
 def test_constructor_takes_the_arguments_of_torch_in_torchs_order():

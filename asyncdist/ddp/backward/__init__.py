@@ -2,6 +2,7 @@
 
 bucket_memory   the memory of a bucket
 bucket_set      the buckets of all parameters
+bucket_tuning   finds the best bucket size in the first steps (pure)
 faults          gradients that a rank lacks or got twice, and the error that all ranks raise for them
 graph           questions about tensors and nodes of autograd
 optimizers      optimizers that torch attaches to parameters, to step in backward

@@ -17,6 +17,7 @@ class ReducerOptions:
 
     Attributes:
         limits: Caps of the buckets in bytes, as `buckets.assign` takes them.
+        tunes_buckets: Whether the first steps find the best cap.
         delayed: Names of the parameters of ``delay_all_reduce_named_params``.
     """
 
@@ -27,6 +28,7 @@ class ReducerOptions:
     skip_all_reduce_unused_params: bool = False
     lazy_bucket_allocation: bool = False
     delayed: frozenset[str] = frozenset()
+    tunes_buckets: bool = False
 
     @property
     def allows_unused(self) -> bool:
