@@ -17,6 +17,7 @@ import numpy as np
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout
+from asyncdist.base.error_text import describe_error
 from asyncdist.channels import ChannelAddress, ChannelPort, IncomingMessage, JobDirectory, PeerChannel
 from asyncdist.config import Config
 from asyncdist.errors import (
@@ -195,14 +196,14 @@ class WeightsExchange:
                 await self._get(held, manifest, sources[0])
             except (AsyncdistError, TimeoutError) as error:
                 failures[sources[0].entry] = error
-                log.warning("%s: trying another source: %s", held.version, error)
+                log.warning("%s: trying another source: %s", held.version, describe_error(error))
 
     @staticmethod
     def _no_source(version: Version, failures: Sequence[Exception]) -> WeightsError:
         for error in failures:
             if isinstance(error, DigestError):
                 return error
-        tried = "; ".join(str(getattr(error, "message", error)) for error in failures) or "no process has it"
+        tried = "; ".join(map(describe_error, failures)) or "no process has it"
         return WeightsError(f"{version} cannot be read: {tried}")
 
     async def _get(self, held: HeldVersion, manifest: Manifest, source: HolderRecord) -> None:

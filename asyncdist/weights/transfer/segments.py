@@ -71,8 +71,11 @@ class SegmentPool:
         """Take a segment that no process uses any more."""
         if self._is_closed:
             segment.close()
-        else:
-            self._free.append(segment)
+            return
+        # One is enough, unless readers are late by different numbers of versions.
+        while self._free:
+            self.discard(self._free.pop())
+        self._free.append(segment)
 
     def discard(self, segment: OwnSegment) -> None:
         """Close a segment, which processes that have mapped it may read on."""
