@@ -245,6 +245,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(asyncdist, name)
     elif name in _BLOCKING:
         value = getattr(importlib.import_module("asyncdist.ddp.low_communication.diloco"), _BLOCKING[name])
+    elif name == "weights":
+        value = importlib.import_module("asyncdist.weights.blocking")
     else:
         raise AttributeError(f"module 'asyncdist.sync' has no attribute {name!r}")
     globals()[name] = value

@@ -133,6 +133,41 @@ def on_loop(loop: asyncio.AbstractEventLoop | None, coroutine: Coroutine[Any, An
     return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
 
 
+async def run_in_background(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on the background loop, and return its result.
+
+    A cancelled caller cancels the coroutine and waits for its end, so that nothing of it goes on behind the caller's back.
+    """
+    background = background_loop()
+    task: asyncio.Task[Any] | None = None
+    is_cancelled = False
+
+    async def tracked() -> T:
+        nonlocal task
+        task = asyncio.current_task()
+        if is_cancelled:
+            coroutine.close()
+            raise asyncio.CancelledError
+        return await coroutine
+
+    def cancel() -> None:
+        nonlocal is_cancelled
+        is_cancelled = True
+        if task is not None:
+            task.cancel()
+
+    future = asyncio.wrap_future(background.submit(tracked()))
+    try:
+        # Cancelling the future itself would not wait for the end of the coroutine.
+        await asyncio.wait([future])
+    except asyncio.CancelledError:
+        background.loop.call_soon_threadsafe(cancel)
+        await asyncio.wait([future])
+        future.cancelled() or future.exception()
+        raise
+    return future.result()
+
+
 _current: BackgroundLoop | None = None
 _observing: BackgroundLoop | None = None
 _lock = threading.Lock()

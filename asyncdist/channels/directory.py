@@ -143,6 +143,11 @@ class JobDirectory:
             stack.pop_all()
             return cls(below, name, where, host, token, client)
 
+    @property
+    def store(self) -> AsyncStoreBase:
+        """The part of the store that belongs to this service, for further keys of its own."""
+        return self._store
+
     async def publish(self, record: PeerRecord) -> None:
         """Publish a record, or replace that of this port under this name."""
         await self._store.set(record.key, record.encode(), ephemeral=True)

@@ -51,12 +51,15 @@ def unavailable() -> str | None:
 
 
 class ArenaMapping:
-    """A whole arena, of this or another process, mapped into this process."""
+    """A whole arena, or another segment, of this or another process, mapped into this process.
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
+    What this process writes into a ``private`` mapping changes a copy of the page, and no other process sees it.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int, *, private: bool = False) -> None:
         self.nbytes = nbytes
         try:
-            self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
+            self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
         except (OSError, ValueError) as cause:
             raise SharedMemoryError(f"cannot map {nbytes >> 20} MiB of shared memory: {cause}") from cause
         # An inference tensor could only be written in inference mode.
@@ -85,7 +88,11 @@ class ArenaMapping:
     def discard(self, offset: int, nbytes: int) -> None:
         """Return whole pages to the system."""
         with contextlib.suppress(OSError):
-            self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
+            self.advise(mmap.MADV_REMOVE, offset, nbytes)
+
+    def advise(self, advice: int, offset: int, nbytes: int) -> None:
+        """Call madvise for whole pages. Raises OSError."""
+        self._map.madvise(advice, offset, nbytes)
 
 
 class ArenaBlock:

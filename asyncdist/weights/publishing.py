@@ -1,0 +1,190 @@
+"""The publisher's work on the background loop, which `Publisher` and its blocking counterpart start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.config import Config
+from asyncdist.errors import PublisherReplacedError, StoreError, UsageError, WeightsError
+from asyncdist.weights.content.layout import layout_of
+from asyncdist.weights.content.manifest import Manifest
+from asyncdist.weights.content.selection import whole_selection
+from asyncdist.weights.snapshot import take_snapshot
+from asyncdist.weights.transfer.exchange import WeightsExchange
+from asyncdist.weights.transfer.held_version import HeldVersion
+from asyncdist.weights.transfer.version_table import NO_VERSION, ReaderStatus, Version, new_version
+
+log = logging.getLogger("asyncdist")
+
+Source = nn.Module | Mapping[str, torch.Tensor]
+"""What is published: a module's state dict, or tensors by name."""
+
+
+class Publishing:
+    """A publisher. All methods but the constructor are called on one loop.
+
+    Args:
+        source: What is published.
+        job: The job at a store daemon.
+        name: The name of the weights there.
+        keep: The number of versions that readers can get.
+        timeout: Limit of each operation of the store.
+    """
+
+    def __init__(self, source: Source, job: str, name: str, keep: int, timeout: Timeout) -> None:
+        if not isinstance(keep, int) or keep < 1:
+            raise UsageError(f"keep is {keep!r}: a publisher keeps at least one version")
+        self._source, self._job, self._name, self._keep = source, job, name, keep
+        self._config = Config.from_environment()
+        self._timeout = seconds(timeout, self._config.timeout)
+        self.incarnation = 0
+        self._kept: list[tuple[HeldVersion, bytes]] = []
+        """The versions that readers can get, the newest last, each with its manifest."""
+        self._serial = 0
+        self._publishing = asyncio.Lock()
+        self._exchange: WeightsExchange | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._replaced: PublisherReplacedError | None = None
+
+    async def open(self) -> None:
+        """Enter the job, and take over from the publisher before."""
+        tensors_of(self._source)
+        self._exchange = await WeightsExchange.open(
+            self._job, self._name, label="publisher", config=self._config, timeout=self._timeout
+        )
+        try:
+            self.incarnation = await self._exchange.table.become_publisher()
+            self._watching = asyncio.create_task(self._watch())
+        except BaseException:
+            await self._exchange.close()
+            raise
+
+    async def close(self) -> None:
+        """Leave the job. Readers that have the newest version give it to others."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        with contextlib.suppress(StoreError):
+            for held, _ in self._kept:
+                await exchange.drop(held)
+        self._kept.clear()
+        await exchange.close()
+
+    # -- publishing ----------------------------------------------------------------------------
+
+    async def publish(self, step: int | None) -> Version:
+        """Copy the tensors, and make the copy the newest version."""
+        exchange = self._opened()
+        async with self._publishing:
+            if self._replaced is not None:
+                raise self._replaced
+            tensors = tensors_of(self._source)
+            layout = layout_of(tensors)
+            selection = whole_selection(layout)
+            segment = await exchange.pool.take(layout.nbytes)
+            try:
+                digests = await take_snapshot(tensors, layout, segment.bytes, exchange.threads)
+            except BaseException:
+                exchange.pool.give_back(segment)
+                raise
+            self._serial += 1
+            newest = self._kept[-1][0].version.number if self._kept else 0
+            version = new_version(self.incarnation, self._serial, step, layout.nbytes, newest + 1)
+            manifest = Manifest(layout, digests)
+            held = exchange.new_held(version, selection, manifest)
+            held.place(segment)
+            held.advance(len(held.blocks))
+            # From here on the copy is complete: a caller that is cancelled leaves a version that is whole.
+            return await asyncio.shield(asyncio.ensure_future(self._announce(exchange, held, manifest.encode())))
+
+    async def _announce(self, exchange: WeightsExchange, held: HeldVersion, manifest: bytes) -> Version:
+        record = exchange.record(held.selection, is_complete=True)
+        exchange.offer(held, record.entry)
+        try:
+            held.version = await exchange.table.announce(held.version, manifest, record)
+        except BaseException as error:
+            if isinstance(error, PublisherReplacedError):
+                self._replaced = error
+            await exchange.drop(held)
+            raise
+        self._kept.append((held, manifest))
+        while len(self._kept) > self._keep:
+            await exchange.drop(self._kept.pop(0)[0])
+        await exchange.table.forget_all_but({each.version.key for each, _ in self._kept})
+        return held.version
+
+    async def _watch(self) -> None:
+        """Announce the newest version again if the store has lost it, and note when another publisher takes over."""
+        with contextlib.suppress(StoreError):
+            async for latest in self._opened().table.watch_latest():
+                if latest.incarnation > self.incarnation:
+                    self._replaced = PublisherReplacedError(self.incarnation, latest.incarnation)
+                    log.error("%s", self._replaced.message)
+                elif latest is NO_VERSION:
+                    await self._announce_again()
+
+    async def _announce_again(self) -> None:
+        async with self._publishing:
+            exchange = self._opened()
+            if self._kept and await exchange.table.latest() is NO_VERSION:
+                held, manifest = self._kept[-1]
+                record = exchange.record(held.selection, is_complete=True)
+                exchange.offer(held, record.entry)
+                held.version = await exchange.table.announce(held.version, manifest, record)
+                log.warning("the store had lost %s of %r, which was announced again", held.version, self._name)
+
+    # -- readers -------------------------------------------------------------------------------
+
+    async def readers(self) -> list[ReaderStatus]:
+        """Return what the subscribers use."""
+        return await self._opened().table.readers()
+
+    async def wait_for_readers(self, version: Version | None, timeout: Timeout) -> list[ReaderStatus]:
+        """Wait until every subscriber uses a version, or a newer one, and return what they use."""
+        exchange = self._opened()
+        if version is None and not self._kept:
+            raise UsageError("wait_for_readers before the first publish: there is no version to wait for")
+        number = self._kept[-1][0].version.number if version is None else version.number
+        try:
+            limit = Deadline.after(timeout).remaining_or_none()
+            async with asyncio.timeout(limit), contextlib.aclosing(exchange.table.watch_readers()) as changes:
+                async for readers in changes:
+                    if all(each.version >= number for each in readers):
+                        return readers
+        except TimeoutError:
+            behind = [each for each in await self.readers() if each.version < number]
+            names = ", ".join(f"process {each.pid} on {each.host} (version {each.version})" for each in behind[:8])
+            raise TimeoutError(f"these readers do not use version {number} yet: {names}") from None
+        raise WeightsError("the watch of the readers has ended")
+
+    def _opened(self) -> WeightsExchange:
+        if self._exchange is None:
+            raise UsageError("the publisher is not open: use it inside its (async) with block")
+        return self._exchange
+
+
+def tensors_of(source: Source) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of a module or a mapping, by name.
+
+    Raises:
+        UsageError: It is neither, or a value is not a tensor.
+    """
+    tensors = source.state_dict() if isinstance(source, nn.Module) else source
+    if not isinstance(tensors, Mapping):
+        raise UsageError(f"weights are a module or a dict of tensors, not {type(source).__name__}")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise UsageError(
+                f"{name!r} in the weights is of type {type(tensor).__name__}: names are texts and values are tensors"
+            )
+    return tensors

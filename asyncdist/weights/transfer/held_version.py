@@ -1,0 +1,147 @@
+"""A version, or a selection of one, in the memory of a process that has it or is reading it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncdist.errors import ProtocolError
+from asyncdist.memory.shared_segment import ReadMapping
+from asyncdist.weights.content.digest import digest
+from asyncdist.weights.content.layout import Block, TensorPlace
+from asyncdist.weights.content.selection import Selection, flat_range
+from asyncdist.weights.transfer.segments import OwnSegment
+from asyncdist.weights.transfer.version_table import Version
+
+
+class HeldVersion:
+    """Blocks of a version that have arrived in order and are verified, and who uses them. Belongs to one loop.
+
+    Args:
+        version: The version.
+        selection: The parts of it that are here.
+        digests: The digests of the blocks of the selection's layout; of a part, they arrive with its blocks.
+        on_unused: Called once, when the version is dropped and no use of it is left.
+
+    Attributes:
+        memory: Where the blocks are; None until it is known.
+        num_blocks: The number of blocks that are here.
+        is_lost: Whether a process that had mapped the memory vanished, so that it may still read it.
+        is_abandoned: Whether no further block will arrive.
+    """
+
+    def __init__(
+        self,
+        version: Version,
+        selection: Selection,
+        digests: NDArray[np.uint64],
+        on_unused: Callable[[HeldVersion], None],
+    ) -> None:
+        self.version, self.selection, self.digests = version, selection, digests
+        self.memory: OwnSegment | ReadMapping | None = None
+        self.num_blocks = 0
+        self.is_lost = False
+        self.is_abandoned = False
+        self._on_unused = on_unused
+        self._uses = 1
+        self._waiters: list[asyncio.Future[None]] = []
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._array = self._bytes.numpy()
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks of the selection."""
+        return self.selection.layout.blocks
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all blocks are here."""
+        return self.num_blocks == len(self.blocks)
+
+    def place(self, memory: OwnSegment | ReadMapping) -> None:
+        """Set where the blocks are.
+
+        Raises:
+            ProtocolError: The memory is too small.
+        """
+        if memory.nbytes < self.selection.layout.nbytes:
+            raise ProtocolError(f"memory of {memory.nbytes} bytes for {self.selection.layout.nbytes} of {self.version}")
+        self.memory, self._bytes, self._array = memory, memory.bytes, memory.bytes.numpy()
+
+    def widen(self, selection: Selection, digests: NDArray[np.uint64]) -> None:
+        """Hold all of the version instead of the selection, before any block is here."""
+        self.selection, self.digests = selection, digests
+
+    # -- content -------------------------------------------------------------------------------
+
+    def array(self, block: Block) -> NDArray[np.uint8]:
+        """Return the memory of a block."""
+        return self._array[block.offset : block.offset + block.nbytes]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor of the selection, in place."""
+        return self._tensor(self.selection.layout.places[name])
+
+    def _tensor(self, place: TensorPlace) -> torch.Tensor:
+        flat = self._bytes[place.offset : place.offset + place.nbytes]
+        return flat.view(place.dtype).view(place.shape)
+
+    def part(self, selection: Selection, name: str) -> torch.Tensor:
+        """Return a tensor of another selection, which this one contains, in place."""
+        return self.tensor(name) if selection.key == self.selection.key else selection.part(name, self.tensor(name))
+
+    def bytes_of(self, selection: Selection, block: Block) -> NDArray[np.uint8]:
+        """Return the bytes of a block of another selection, which this one contains; copied where they lie apart."""
+        if selection.key == self.selection.key:
+            return self.array(block)
+        place, itemsize = block.place, block.place.dtype.itemsize
+        start = (block.offset - place.offset) // itemsize
+        part = flat_range(self.part(selection, place.name), start, start + block.nbytes // itemsize)
+        return part.view(torch.uint8).numpy()
+
+    def verify(self, number: int) -> bool:
+        """Return whether the bytes of a block have its digest."""
+        return digest(self.array(self.blocks[number])) == int(self.digests[number])
+
+    # -- progress ------------------------------------------------------------------------------
+
+    def advance(self, num_blocks: int) -> None:
+        """Note that the first ``num_blocks`` blocks are here."""
+        self.num_blocks = num_blocks
+        self._wake()
+
+    def abandon(self) -> None:
+        """Note that no further block will arrive."""
+        self.is_abandoned = True
+        self._wake()
+
+    async def changed(self, timeout: float) -> bool:
+        """Wait until a block arrives or the version is abandoned; return False if neither happens in time."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await asyncio.wait([waiter], timeout=timeout)
+            return waiter.done()
+        finally:
+            if not waiter.done():
+                self._waiters.remove(waiter)
+
+    def _wake(self) -> None:
+        while self._waiters:
+            self._waiters.pop().set_result(None)
+
+    # -- uses ----------------------------------------------------------------------------------
+
+    def use(self) -> None:
+        """Keep the memory until a matching call of `release`."""
+        self._uses += 1
+
+    def release(self) -> None:
+        """End one use. The first one is that of the process that made this object."""
+        self._uses -= 1
+        if self._uses == 0:
+            self._on_unused(self)

@@ -1,0 +1,170 @@
+"""The sending half of an exchange: gives versions that this process has to readers, by mapping or block by block."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncdist.base.daemon_threads import DaemonThreadPool
+from asyncdist.channels import PeerChannel
+from asyncdist.errors import AsyncdistError, PeerLostError, ProtocolError, UnsupportedError
+from asyncdist.weights.content.digest import digest
+from asyncdist.weights.content.layout import Block
+from asyncdist.weights.content.selection import Selection
+from asyncdist.weights.transfer.held_version import HeldVersion
+from asyncdist.weights.transfer.transfer_messages import (
+    ALIVE,
+    MAPPED,
+    REFUSED,
+    Question,
+    encode,
+    encode_blocks,
+    group_end,
+)
+
+STALL = 2.0
+"""Seconds without a sign of a source after which its reader goes on with another one."""
+_SIGN = STALL / 4
+"""Seconds after which a source without blocks says that it is alive."""
+_MOST_REQUESTS = 64
+"""The most open requests of one channel. A reader has a few."""
+
+
+class _Request:
+    """An open request of a reader. ``is_mapped`` once the reader has been given the memory."""
+
+    def __init__(self, held: HeldVersion) -> None:
+        self.held = held
+        self.is_mapped = False
+        self.task: asyncio.Task[None]
+
+
+class VersionServer:
+    """Answers the questions of readers.
+
+    Args:
+        versions: What this process has, by the key of the version.
+        threads: Where slices are copied together.
+    """
+
+    def __init__(self, versions: Mapping[str, HeldVersion], threads: DaemonThreadPool) -> None:
+        self._versions = versions
+        self._threads = threads
+        self._requests: dict[tuple[PeerChannel, int], _Request] = {}
+
+    def ask(self, channel: PeerChannel, question: Question) -> None:
+        """Begin to answer a question."""
+        key = channel, question.number
+        if key in self._requests or sum(each is channel for each, _ in self._requests) >= _MOST_REQUESTS:
+            raise ProtocolError(f"request {question.number} of {channel.peer.name} is open, or one of too many")
+        held = self._versions.get(question.version)
+        if held is None or held.is_abandoned:
+            channel.send(encode(REFUSED, question.number, "it does not have this version any more"))
+            return
+        held.use()
+        request = self._requests[key] = _Request(held)
+        request.task = asyncio.get_running_loop().create_task(self._answer(channel, question, request))
+        # A task that is cancelled before it begins executes no line.
+        request.task.add_done_callback(lambda _: self._answered(key, request))
+
+    def _answered(self, key: tuple[PeerChannel, int], request: _Request) -> None:
+        if not request.is_mapped:
+            self._requests.pop(key, None)
+            request.held.release()
+
+    def end(self, channel: PeerChannel, number: int) -> None:
+        """End a request, because its reader needs no more."""
+        request = self._requests.pop((channel, number), None)
+        if request is not None:
+            self._end(request)
+
+    def closed(self, channel: PeerChannel) -> None:
+        """End the requests of a channel that has ended. Their reader may still read what it has mapped."""
+        for key in [key for key in self._requests if key[0] is channel]:
+            request = self._requests.pop(key)
+            request.held.is_lost |= request.is_mapped
+            self._end(request)
+
+    @staticmethod
+    def _end(request: _Request) -> None:
+        if request.is_mapped:
+            request.held.release()
+        else:
+            request.task.cancel()
+
+    async def close(self) -> None:
+        """End all requests."""
+        tasks = [request.task for request in self._requests.values()]
+        for channel in {channel for channel, _ in self._requests}:
+            self.closed(channel)
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # -- answers -------------------------------------------------------------------------------
+
+    async def _answer(self, channel: PeerChannel, question: Question, request: _Request) -> None:
+        try:
+            if question.maps:
+                await self._share(channel, question, request)
+            else:
+                await self._stream(channel, question, request.held)
+        except PeerLostError:
+            pass  # `closed` ends the request
+        except AsyncdistError as error:
+            if channel.error is None:
+                channel.send(encode(REFUSED, question.number, error.message))
+
+    async def _share(self, channel: PeerChannel, question: Question, request: _Request) -> None:
+        held = request.held
+        while not held.is_complete:
+            await self._wait(channel, question, held)
+        memory = held.memory
+        if memory is None or memory.fileno() < 0 or not channel.is_local:
+            raise UnsupportedError("its memory cannot be mapped")
+        descriptors = [] if memory.id in question.known else [memory.fileno()]
+        head = encode(MAPPED, question.number, memory.id, memory.nbytes, held.selection.key)
+        channel.send(head, descriptors=descriptors)
+        request.is_mapped = True
+
+    async def _stream(self, channel: PeerChannel, question: Question, held: HeldVersion) -> None:
+        selection = held.selection
+        is_part = question.selection != selection.key
+        if is_part:
+            selection = Selection.of_description(selection.layout, question.parts)
+        if selection.key != question.selection or (is_part and held.selection.key):
+            raise UnsupportedError("it has another part of this version")
+        blocks, at = selection.layout.blocks, question.first
+        while at < len(blocks):
+            here = len(blocks) * held.is_complete if is_part else held.num_blocks
+            if here <= at:
+                await self._wait(channel, question, held)
+                continue
+            end = group_end(blocks, at, here)
+            if is_part:
+                gather = functools.partial(_gather, held, selection, blocks[at:end])
+                arrays, digests = await asyncio.wrap_future(self._threads.submit(gather))
+            else:
+                arrays, digests = [held.array(block) for block in blocks[at:end]], held.digests[at:end]
+            head = encode_blocks(question.number, at, digests)
+            await channel.deliver(head, [each.data for each in arrays])
+            at = end
+
+    @staticmethod
+    async def _wait(channel: PeerChannel, question: Question, held: HeldVersion) -> None:
+        """Wait for a block, and tell the reader now and then that this process is alive."""
+        if held.is_abandoned:
+            raise UnsupportedError("it has given this version up")
+        if not await held.changed(_SIGN):
+            channel.send(encode(ALIVE, question.number))
+
+
+def _gather(
+    held: HeldVersion, selection: Selection, blocks: Sequence[Block]
+) -> tuple[list[NDArray[np.uint8]], NDArray[np.uint64]]:
+    """Return blocks of a part of a version, and their digests."""
+    arrays = [held.bytes_of(selection, block) for block in blocks]
+    return arrays, np.array([digest(each) for each in arrays], dtype=np.uint64)

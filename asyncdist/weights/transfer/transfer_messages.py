@@ -1,0 +1,103 @@
+"""The messages by which a reader gets a version from a process that has it. No I/O.
+
+A message is the head of a message of a channel: msgpack, the kind first and then the number that the reader gave to its
+request.
+
+    reader                                              source
+    ASK version, selection, first block, maps, known →
+                                                     ←  BLOCKS first block, digests; the blocks are its buffers
+                                                     ←  MAPPED segment, bytes; with a descriptor unless it is known
+                                                     ←  ALIVE: nothing is here yet
+                                                     ←  REFUSED reason
+    END                                              →  no more blocks; or: the mapped memory is not read any more
+                                                     ←  CLOSED segment: it will not be used again; without a request
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from asyncdist.errors import ProtocolError
+from asyncdist.weights.content.layout import BLOCK_NBYTES, Block
+
+ASK, END, BLOCKS, MAPPED, ALIVE, REFUSED, CLOSED = range(1, 8)
+
+_MOST_BLOCKS = 128
+"""The most blocks of one message, so that its digests fit into a head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a reader asks for.
+
+    Attributes:
+        number: The number of the request, which its messages carry.
+        version: The key of the version.
+        selection: The key of the selection; empty for all of the version.
+        parts: The description of the selection, or None for all. It travels as a buffer, because it may be long.
+        first: The first block that the reader lacks.
+        maps: Whether the reader wants to map the memory, once it is complete.
+        known: The segments that the reader has mapped before.
+    """
+
+    number: int
+    version: str
+    selection: str
+    parts: Any
+    first: int
+    maps: bool
+    known: Sequence[str]
+
+    def encode(self) -> tuple[bytes, list[memoryview]]:
+        """Return the head and the buffers of the message."""
+        head = msgpack.packb([ASK, self.number, self.version, self.selection, self.first, self.maps, list(self.known)])
+        return head, [] if self.parts is None else [memoryview(msgpack.packb(self.parts))]
+
+    @classmethod
+    def decode(cls, fields: Sequence[Any], buffers: Sequence[memoryview]) -> Question:
+        """Return a question. Raises ProtocolError."""
+        try:
+            number, version, selection, first, maps, known = fields
+            parts = msgpack.unpackb(buffers[0]) if buffers else None
+            if not (type(number) is int and type(first) is int and first >= 0 and isinstance(version, str)):
+                raise ProtocolError(f"a question with the fields {fields!r}")
+            return cls(number, version, str(selection), parts, first, bool(maps), [str(each) for each in known])
+        except (TypeError, ValueError, msgpack.UnpackException) as cause:
+            raise ProtocolError(f"a question for weights that cannot be read: {cause}") from cause
+
+
+def encode(kind: int, *fields: Any) -> bytes:
+    """Return the head of another message."""
+    packed: bytes = msgpack.packb([kind, *fields])
+    return packed
+
+
+def encode_blocks(number: int, first: int, digests: NDArray[np.uint64]) -> bytes:
+    """Return the head of a message with blocks."""
+    return encode(BLOCKS, number, first, digests.astype("<u8").tobytes())
+
+
+def decode(head: bytes) -> tuple[int, list[Any]]:
+    """Return the kind and the fields of a message. Raises ProtocolError."""
+    try:
+        kind, *fields = msgpack.unpackb(head)
+    except (TypeError, ValueError, msgpack.UnpackException) as cause:
+        raise ProtocolError(f"a message about weights that cannot be read: {cause}") from cause
+    if type(kind) is not int or not fields:
+        raise ProtocolError(f"a message about weights of kind {kind!r}")
+    return kind, fields
+
+
+def group_end(blocks: Sequence[Block], first: int, limit: int) -> int:
+    """Return the end of the blocks from ``first`` on that travel in one message; those before ``limit`` are here."""
+    nbytes, at = 0, first
+    while at < limit and at - first < _MOST_BLOCKS and (at == first or nbytes + blocks[at].nbytes <= BLOCK_NBYTES):
+        nbytes += blocks[at].nbytes
+        at += 1
+    return at

@@ -1,0 +1,337 @@
+"""Publishers and subscribers in one process, on one host or on several that share no memory."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from asyncdist.errors import PublisherReplacedError, UnsupportedError, UsageError, WeightsError
+from asyncdist.sync import weights as blocking
+from asyncdist.weights import Publisher, Subscriber
+from tests.weights.conftest import fill, network, values
+
+LIMIT = 30.0
+
+
+async def take(subscriber: Subscriber) -> tuple[int, set[float]]:
+    """Swap the next version in, and return its step and the values of the model."""
+    version = await subscriber.next(LIMIT)
+    async with subscriber.swap(version) as model:
+        return version.step, values(model)
+
+
+@pytest.mark.parametrize("host", ["trainer", "server"])
+async def test_subscriber_gets_each_version_that_it_waits_for(job, on_host, host):
+    model = network()
+    async with (
+        on_host("trainer", Publisher, model, job=job) as publisher,
+        on_host(host, Subscriber, like=network(), job=job) as subscriber,
+    ):
+        for step in range(5):
+            version = await publisher.publish(int(fill(model, step)[2].bias[0]))
+            assert (version.number, version.step, version.incarnation) == (step + 1, step, 1)
+            assert await take(subscriber) == (step, {float(step)})
+            with subscriber.reading() as (served, current):
+                assert current == subscriber.current == version
+                assert values(served) == {float(step)}
+                assert served[0].weight.requires_grad is False
+    assert str(version) == "version 5 (step 4)"
+
+
+async def test_subscriber_skips_to_the_newest_version(job):
+    model = network()
+    async with Publisher(model, job=job) as publisher, Subscriber(like=network(), job=job) as subscriber:
+        for step in range(7):
+            await publisher.publish(int(fill(model, step)[2].bias[0]))
+        assert await take(subscriber) == (6, {6.0})
+
+
+async def test_publish_does_not_wait_for_a_reader_that_holds_old_versions(job, on_host):
+    model = network()
+    async with (
+        on_host("a", Publisher, model, job=job) as publisher,
+        on_host("a", Subscriber, like=network(), job=job) as slow,
+        on_host("a", Subscriber, like=network(), job=job) as fast,
+    ):
+        await publisher.publish(0)
+        assert await take(slow) == (0, {0.0})
+        with slow.reading() as (held, _):
+            for step in range(1, 8):
+                await publisher.publish(int(fill(model, step)[2].bias[0]))
+                assert await take(fast) == (step, {float(step)})
+                assert values(held) == {0.0}
+        assert await take(slow) == (7, {7.0})
+
+
+async def test_requests_of_the_old_version_drain_while_new_ones_get_the_new_one(job):
+    model = network()
+    async with Publisher(model, job=job) as publisher, Subscriber(like=network(), job=job) as subscriber:
+        await publisher.publish(0)
+        await take(subscriber)
+        old = subscriber.reading()
+        read, version = old.__enter__()
+        assert version.step == 0
+        await publisher.publish(int(fill(model, 1)[2].bias[0]))
+        new = await subscriber.next(LIMIT)
+        async with subscriber.swap(new) as shown:
+            assert values(shown) == {1.0}
+            with subscriber.reading() as (current, version):
+                assert version.step == 0
+                assert current is read
+        with subscriber.reading() as (current, version):
+            assert version == new
+            assert values(current) == {1.0}
+        await publisher.publish(int(fill(model, 2)[2].bias[0]))
+        # Both copies are in use, so the next version waits for the old request.
+        with pytest.raises(TimeoutError, match="newer than version 2"):
+            await subscriber.next(0.05)
+        assert values(read) == {0.0}
+        old.__exit__(None, None, None)
+        assert await take(subscriber) == (2, {2.0})
+
+
+async def test_swap_whose_block_fails_leaves_the_current_version(job):
+    model = network()
+    async with Publisher(model, job=job) as publisher, Subscriber(like=network(), job=job) as subscriber:
+        await publisher.publish(0)
+        await take(subscriber)
+        await publisher.publish(int(fill(model, 1)[2].bias[0]))
+        with pytest.raises(ZeroDivisionError):
+            async with subscriber.swap(await subscriber.next(LIMIT)):
+                raise ZeroDivisionError
+        with subscriber.reading() as (current, version):
+            assert version.step == 0
+            assert values(current) == {0.0}
+        await publisher.publish(int(fill(model, 2)[2].bias[0]))
+        assert await take(subscriber) == (2, {2.0})
+
+
+async def test_only_the_version_yielded_last_can_be_swapped_in_once(job):
+    async with Publisher(network(), job=job) as publisher, Subscriber(like=network(), job=job) as subscriber:
+        with pytest.raises(WeightsError, match="no version is in use yet"), subscriber.reading():
+            pass
+        published = await publisher.publish()
+        with pytest.raises(UsageError, match="version 1 cannot be swapped in"):
+            async with subscriber.swap(published):
+                pass
+        version = await subscriber.next(LIMIT)
+        async with subscriber.swap(version):
+            pass
+        with pytest.raises(UsageError, match="version 1 cannot be swapped in"):
+            async with subscriber.swap(version):
+                pass
+
+
+@pytest.mark.parametrize("host", ["trainer", "server"])
+async def test_reader_of_slices_gets_its_parts(job, on_host, host):
+    state = {"up": torch.arange(640.0).view(64, 10), "down": torch.arange(640.0).view(10, 64), "other": torch.ones(3)}
+    like = {"up": torch.empty(16, 10, device="meta"), "down": torch.empty(10, 16, device="meta")}
+    slices = {"up": slice(16, 32), "down": (slice(None), slice(16, 32))}
+    async with (
+        on_host("trainer", Publisher, state, job=job) as publisher,
+        on_host(host, Subscriber, like=like, slices=slices, job=job) as subscriber,
+    ):
+        for _ in range(3):
+            await publisher.publish()
+            async with subscriber.swap(await subscriber.next(LIMIT)) as mine:
+                assert mine.keys() == like.keys()
+                assert torch.equal(mine["up"], state["up"][16:32])
+                assert torch.equal(mine["down"], state["down"][:, 16:32])
+                assert mine["down"].is_contiguous()
+            state["up"] += 1
+
+
+@pytest.mark.parametrize("host", ["trainer", "server"])
+async def test_reader_may_have_another_dtype(job, on_host, host):
+    like = network().to(torch.bfloat16)
+    async with (
+        on_host("trainer", Publisher, network(1.5), job=job) as publisher,
+        on_host(host, Subscriber, like=like, job=job) as subscriber,
+    ):
+        await publisher.publish()
+        async with subscriber.swap(await subscriber.next(LIMIT)) as model:
+            assert model[0].weight.dtype == torch.bfloat16
+            assert values(model[0]) == {1.5}
+
+
+async def test_tied_parameters_stay_tied(job):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    like = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    like[1].weight = like[0].weight
+    async with Publisher(model, job=job) as publisher, Subscriber(like=like, job=job) as subscriber:
+        version = await publisher.publish()
+        assert version.nbytes == 4 * 64 + 2 * 64
+        async with subscriber.swap(await subscriber.next(LIMIT)) as read:
+            assert read[1].weight is read[0].weight
+            assert torch.equal(read(torch.eye(8)), model(torch.eye(8)))
+
+
+async def test_model_on_the_meta_device_says_what_is_received(job):
+    with torch.device("meta"):
+        like = network()
+    async with Publisher(network(2.0), job=job) as publisher, Subscriber(like=like, job=job) as subscriber:
+        await publisher.publish()
+        assert await take(subscriber) == (None, {2.0})
+
+
+async def test_reader_that_does_not_fit_is_told_and_waits_for_a_version_that_does(job):
+    state = {"a": torch.zeros(3)}
+    async with Publisher(state, job=job) as publisher, Subscriber(like={"a": torch.zeros(4)}, job=job) as subscriber:
+        await publisher.publish()
+        with pytest.raises(UsageError, match=r"a has the shape \[4\]"):
+            await subscriber.next(LIMIT)
+        state["a"] = torch.ones(4)
+        await publisher.publish()
+        async with subscriber.swap(await subscriber.next(LIMIT)) as read:
+            assert read["a"].tolist() == [1.0] * 4
+
+
+async def test_later_publisher_replaces_the_first(job):
+    async with Subscriber(like=network(), job=job) as subscriber, Publisher(network(1.0), job=job) as first:
+        await first.publish(100)
+        assert await take(subscriber) == (100, {1.0})
+        async with Publisher(network(2.0), job=job) as second:
+            assert (first.incarnation, second.incarnation) == (1, 2)
+            with pytest.raises(PublisherReplacedError, match=r"publisher 1 .* by publisher 2"):
+                await first.publish(101)
+            version = await second.publish(50)
+            assert (version.number, version.incarnation) == (2, 2)
+            assert await take(subscriber) == (50, {2.0})
+
+
+async def test_newcomer_reads_from_other_readers_when_the_publisher_has_left(job, on_host):
+    async with on_host("a", Subscriber, like=network(), job=job) as first:
+        async with on_host("a", Publisher, network(3.0), job=job) as publisher:
+            await publisher.publish()
+            await take(first)
+        for host in ("a", "b"):
+            async with on_host(host, Subscriber, like=network(), job=job) as late:
+                assert await take(late) == (None, {3.0})
+
+
+async def test_keys_are_deleted_with_the_last_process(job):
+    async with Publisher(network(1.0), job=job) as publisher:
+        await publisher.publish()
+    async with Publisher(network(2.0), job=job) as publisher:
+        assert publisher.incarnation == 1
+        async with Subscriber(like=network(), job=job) as subscriber:
+            with pytest.raises(TimeoutError):
+                await subscriber.next(0.05)
+
+
+async def test_publisher_learns_what_its_readers_use(job):
+    model = network()
+    async with Publisher(model, job=job) as publisher, Subscriber(like=model, job=job) as subscriber:
+        version = await publisher.publish()
+        assert [each.version for each in await publisher.readers()] == [0]
+        with pytest.raises(TimeoutError, match="do not use version 1 yet: process"):
+            await publisher.wait_for_readers(timeout=0.05)
+        waiting = asyncio.create_task(publisher.wait_for_readers(version, LIMIT))
+        await take(subscriber)
+        assert [(each.version, each.incarnation) for each in await waiting] == [(1, 1)]
+        late = Subscriber(like=model, job=job)
+        await late.__aenter__()
+        waiting = asyncio.create_task(publisher.wait_for_readers(version, LIMIT))
+        await late.__aexit__()
+        assert len(await waiting) == 1
+
+
+async def test_cancelled_wait_loses_no_version(job):
+    model = network()
+    async with Publisher(model, job=job) as publisher, Subscriber(like=model, job=job) as subscriber:
+        for step in range(3):
+            waiting = asyncio.create_task(subscriber.next())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await publisher.publish(int(fill(model, step)[2].bias[0]))
+            assert await take(subscriber) == (step, {float(step)})
+
+
+async def test_cancelled_publication_leaves_the_version_before_or_a_whole_one(job):
+    model = network(width=4000)
+    async with Publisher(model, job=job) as publisher, Subscriber(like=network(width=4000), job=job) as subscriber:
+        await publisher.publish(0)
+        for step in range(1, 10):
+            fill(model, step)
+            publishing = asyncio.create_task(publisher.publish(step))
+            for _ in range(step):
+                await asyncio.sleep(0.0005)
+            publishing.cancel()
+            await asyncio.gather(publishing, return_exceptions=True)
+            fill(model, -1.0)
+        await publisher.publish(int(fill(model, 10)[2].bias[0]))
+        seen = None
+        while seen != 10:
+            seen, found = await take(subscriber)
+            assert found == {float(seen)}
+
+
+async def test_tensor_that_cannot_be_published_leaves_the_version_before(job):
+    state = {"a": torch.ones(3)}
+    async with Publisher(state, job=job) as publisher, Subscriber(like=dict(state), job=job) as subscriber:
+        await publisher.publish(1)
+        state["b"] = torch.eye(3).to_sparse()
+        with pytest.raises(UnsupportedError, match=r"b is a torch\.sparse_coo tensor"):
+            await publisher.publish(2)
+        assert (await subscriber.next(LIMIT)).step == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda job: Publisher(network(), job=job, keep=0), "keep is 0"),
+        (lambda job: Subscriber(like=network(), job=job, copies=1), "copies is 1"),
+        (lambda job: Subscriber(like=[torch.zeros(3)], job=job), "a module or a dict of tensors"),
+        (lambda job: Subscriber(like={"a": 3}, job=job), "'a' in the weights is of type int"),
+    ],
+)
+def test_wrong_argument_is_named(job, make, match):
+    with pytest.raises(UsageError, match=match):
+        make(job)
+
+
+async def test_calls_outside_the_block_are_refused(job):
+    publisher, subscriber = Publisher(network(), job=job), Subscriber(like=network(), job=job)
+    with pytest.raises(UsageError, match="inside its"):
+        await publisher.publish()
+    with pytest.raises(UsageError, match="inside its"):
+        await subscriber.next()
+    with pytest.raises(UsageError, match="no job at a store daemon"):
+        await Publisher(network(), job="tcp://127.0.0.1:1").__aenter__()
+
+
+def test_blocking_publisher_and_subscriber_serve_threads(job):
+    model = network()
+    with blocking.Publisher(model, job=job) as publisher, blocking.Subscriber(like=model, job=job) as subscriber:
+        publisher.publish(0)
+        with subscriber.swap(subscriber.next(LIMIT)):
+            pass
+        stop, torn = threading.Event(), []
+
+        def serve() -> None:
+            while not stop.is_set():
+                with subscriber.reading() as (served, version):
+                    if values(served) != {float(version.step)}:
+                        torn.append(version)
+
+        servers = [threading.Thread(target=serve) for _ in range(2)]
+        for server in servers:
+            server.start()
+        for step in range(1, 20):
+            publisher.publish(int(fill(model, step)[2].bias[0]))
+            version = subscriber.next(LIMIT)
+            assert version.step == step
+            with subscriber.swap(version):
+                pass
+        publisher.wait_for_readers(timeout=LIMIT)
+        stop.set()
+        for server in servers:
+            server.join()
+        assert not torn
+        assert subscriber.current.step == 19
