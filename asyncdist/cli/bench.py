@@ -141,6 +141,7 @@ def bench(
     asyncdist bench --device cuda          # with --ranks 1: asyncdist's NCCL and torch's
     asyncdist bench store --help           # the store against torch's TCPStore
     asyncdist bench faults --help          # how soon ranks know of a failure, and go on
+    asyncdist bench weights --help         # how fast published weights reach their readers
     """
     from asyncdist.bench.launch import run
     from asyncdist.cli.console import print_page, screen, write_json, write_page

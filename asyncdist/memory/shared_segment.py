@@ -25,10 +25,8 @@ from asyncdist.memory.shared_arena import PAGE_NBYTES, ArenaMapping
 
 _ADD_SEALS = 1033
 _SEAL_ITSELF, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
-_POPULATE_READ = 22
-"""MADV_POPULATE_READ (Linux 5.14): map the pages that exist, without page faults later."""
 _STEP_NBYTES = 2 << 20
-"""Bytes per system call that holds the interpreter: well below a millisecond."""
+"""Bytes per call: no call takes as long as a millisecond."""
 _PRESENT, _SWAPPED, _OF_A_FILE = 1 << 63, 1 << 62, 1 << 61
 """Bits of an entry of /proc/self/pagemap. A copy that a process has made of a page belongs to no file."""
 
@@ -124,18 +122,16 @@ class ReadMapping:
     def renew(self) -> None:
         """Show what the segment contains now: discard the pages that this process has written.
 
-        The first call maps all pages, which takes about half as long as a copy; a later one takes a fifth of that. A call
-        holds the interpreter for less than a millisecond at a time.
+        The first call maps all pages, which takes nearly as long as a copy; a later one takes a fifth of that. Other
+        threads run meanwhile.
         """
         if self._is_populated:
             self._discard_own_pages()
             return
         self._is_populated = True
+        # Page faults here, and not in a request. madvise would map the pages faster, but hold the interpreter.
         for offset, nbytes in self._steps():
-            try:
-                self._mapping.advise(_POPULATE_READ, offset, nbytes)
-            except OSError:
-                self.bytes[offset : offset + nbytes : PAGE_NBYTES].sum()
+            self.bytes[offset : offset + nbytes : PAGE_NBYTES].sum()
 
     def _discard_own_pages(self) -> None:
         count = -(-self.nbytes // PAGE_NBYTES)

@@ -25,7 +25,7 @@ class Publisher:
     Args:
         source: A module, whose state dict is published, or a dict of tensors. Tensors are on any device, dense and not
             distributed.
-        job: ``asyncdist://host:port/job`` of a job at a store daemon (``asyncdist store serve``).
+        job: ``asyncdist://host:port/job`` of a job at a store daemon (``asyncdist store``).
         name: The name of these weights in the job; give different names to different models.
         keep: The number of versions that readers can get: 2 lets a reader that has begun to read a version finish when a
             newer one appears.

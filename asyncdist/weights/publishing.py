@@ -49,6 +49,9 @@ class Publishing:
         """The versions that readers can get, the newest last, each with its manifest."""
         self._serial = 0
         self._publishing = asyncio.Lock()
+        self._cleaning: asyncio.Future[None] | None = None
+        self._latest = NO_VERSION
+        """The newest version, as far as this publisher knows."""
         self._exchange: WeightsExchange | None = None
         self._watching: asyncio.Task[None] | None = None
         self._replaced: PublisherReplacedError | None = None
@@ -74,6 +77,7 @@ class Publishing:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
+        await self._cleaned()
         with contextlib.suppress(StoreError):
             for held, _ in self._kept:
                 await exchange.drop(held)
@@ -88,6 +92,7 @@ class Publishing:
         async with self._publishing:
             if self._replaced is not None:
                 raise self._replaced
+            await self._cleaned()
             tensors = tensors_of(self._source)
             layout = layout_of(tensors)
             selection = whole_selection(layout)
@@ -107,26 +112,39 @@ class Publishing:
             # From here on the copy is complete: a caller that is cancelled leaves a version that is whole.
             return await asyncio.shield(asyncio.ensure_future(self._announce(exchange, held, manifest.encode())))
 
+    async def _cleaned(self) -> None:
+        if self._cleaning is not None:
+            await asyncio.wait([self._cleaning])
+
     async def _announce(self, exchange: WeightsExchange, held: HeldVersion, manifest: bytes) -> Version:
         record = exchange.record(held.selection, is_complete=True)
         exchange.offer(held, record.entry)
         try:
-            held.version = await exchange.table.announce(held.version, manifest, record)
+            held.version = await exchange.table.announce(held.version, manifest, record, self._latest)
         except BaseException as error:
             if isinstance(error, PublisherReplacedError):
                 self._replaced = error
             await exchange.drop(held)
             raise
         self._kept.append((held, manifest))
-        while len(self._kept) > self._keep:
-            await exchange.drop(self._kept.pop(0)[0])
-        await exchange.table.forget_all_but({each.version.key for each, _ in self._kept})
+        self._latest = held.version
+        self._cleaning = asyncio.ensure_future(self._clean(exchange))
         return held.version
+
+    async def _clean(self, exchange: WeightsExchange) -> None:
+        """Give up the versions that are not kept."""
+        try:
+            while len(self._kept) > self._keep:
+                await exchange.drop(self._kept.pop(0)[0])
+            await exchange.table.forget_all_but({each.version.key for each, _ in self._kept})
+        except StoreError as error:
+            log.warning("old versions of %r could not be deleted from the store: %s", self._name, error.message)
 
     async def _watch(self) -> None:
         """Announce the newest version again if the store has lost it, and note when another publisher takes over."""
         with contextlib.suppress(StoreError):
             async for latest in self._opened().table.watch_latest():
+                self._latest = latest
                 if latest.incarnation > self.incarnation:
                     self._replaced = PublisherReplacedError(self.incarnation, latest.incarnation)
                     log.error("%s", self._replaced.message)
@@ -136,11 +154,11 @@ class Publishing:
     async def _announce_again(self) -> None:
         async with self._publishing:
             exchange = self._opened()
-            if self._kept and await exchange.table.latest() is NO_VERSION:
+            if self._kept and self._latest is NO_VERSION:
                 held, manifest = self._kept[-1]
                 record = exchange.record(held.selection, is_complete=True)
                 exchange.offer(held, record.entry)
-                held.version = await exchange.table.announce(held.version, manifest, record)
+                held.version = await exchange.table.announce(held.version, manifest, record, self._latest)
                 log.warning("the store had lost %s of %r, which was announced again", held.version, self._name)
 
     # -- readers -------------------------------------------------------------------------------

@@ -174,7 +174,9 @@ class WeightsExchange:
                     raise self._no_source(version, ())
                 order = await self.table.enroll(version, record)
                 await self._fill(held, manifest, holders, order, record)
-            await self.table.update(version, replace(record, selection=held.selection.key, is_complete=True))
+            complete = replace(record, selection=held.selection.key, is_complete=True)
+            # Its failure is that of the next operation, too.
+            self.table.update(version, complete).add_done_callback(lambda done: done.cancelled() or done.exception())
             return held
         except BaseException:
             await self.drop(held)

@@ -19,7 +19,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 from urllib.parse import quote
@@ -149,23 +149,35 @@ class VersionTable:
             if await self._exchange(before, replace(before, incarnation=incarnation)):
                 return incarnation
 
-    async def announce(self, version: Version, manifest: bytes, record: HolderRecord) -> Version:
+    async def announce(self, version: Version, manifest: bytes, record: HolderRecord, before: Version) -> Version:
         """Make a version the newest, whose number is one more than that of the newest so far, and at least its own.
+
+        Args:
+            version: The version.
+            manifest: Its manifest.
+            record: The record of the publisher as its first holder.
+            before: What the newest version probably is.
 
         Raises:
             PublisherReplacedError: A later incarnation has taken over. The version stays unknown.
         """
-        await self.store.set(_MANIFEST + version.key, manifest)
-        await self.enroll(version, record)
-        while True:
-            before = await self.latest()
-            if before.incarnation > version.incarnation:
-                await self.withdraw(version, record.entry)
-                await self.store.delete_key(_MANIFEST + version.key)
-                raise PublisherReplacedError(version.incarnation, before.incarnation)
-            announced = replace(version, number=max(before.number + 1, version.number))
-            if await self._exchange(before, announced):
-                return announced
+        # The store executes the requests of a client in their order, so a reader that sees the version finds its keys.
+        earlier = [
+            self.store.set(_MANIFEST + version.key, manifest),
+            self.update(version, record),
+            self.store.append(_ORDER + version.key, f"{record.entry};"),
+        ]
+        try:
+            while before.incarnation <= version.incarnation:
+                announced = replace(version, number=max(before.number + 1, version.number))
+                if await self._exchange(before, announced):
+                    return announced
+                before = await self.latest()
+        finally:
+            await asyncio.gather(*earlier)
+        await self.withdraw(version, record.entry)
+        await self.forget([version.key])
+        raise PublisherReplacedError(version.incarnation, before.incarnation)
 
     async def _exchange(self, before: Version, after: Version) -> bool:
         expected = b"" if before is NO_VERSION else before.encode()
@@ -175,24 +187,28 @@ class VersionTable:
     async def forget_all_but(self, kept: Collection[str]) -> None:
         """Delete what the store knows of versions whose keys are not in ``kept``."""
         for kind in (_MANIFEST, _ORDER):
-            for key in await self.store.list_keys(kind):
-                if key.removeprefix(kind) not in kept:
-                    await self.store.delete_key(key)
+            keys = [key.removeprefix(kind) for key in await self.store.list_keys(kind)]
+            await self.forget([key for key in keys if key not in kept])
+
+    async def forget(self, keys: Iterable[str]) -> None:
+        """Delete what the store knows of versions with these keys."""
+        await asyncio.gather(*(self.store.delete_key(kind + key) for kind in (_MANIFEST, _ORDER) for key in keys))
 
     # -- holders -------------------------------------------------------------------------------
 
     async def enroll(self, version: Version, record: HolderRecord) -> list[str]:
         """Record that this process has a version or begins to read it; return the entries so far, its own the last."""
-        # An entry in the order without a record is that of a process that has ended.
-        await self.update(version, record)
+        # An entry in the order without a record is that of a process that has ended: the record is set before.
         key = _ORDER + version.key
-        await self.store.append(key, f"{record.entry};")
-        order = (await self.store.get(key)).decode().split(";")
+        *_, value = await asyncio.gather(
+            self.update(version, record), self.store.append(key, f"{record.entry};"), self.store.get(key)
+        )
+        order = value.decode().split(";")
         return order[: order.index(record.entry) + 1]
 
-    async def update(self, version: Version, record: HolderRecord) -> None:
+    def update(self, version: Version, record: HolderRecord) -> asyncio.Future[None]:
         """Replace the record of this process."""
-        await self.store.set(f"{_HOLDER}{version.key}/{record.entry}", record.encode(), ephemeral=True)
+        return self.store.set(f"{_HOLDER}{version.key}/{record.entry}", record.encode(), ephemeral=True)
 
     async def withdraw(self, version: Version, entry: str) -> None:
         """Delete the record of this process."""

@@ -1,0 +1,128 @@
+"""The processes of a benchmark of weights. A nursery forks them, and `benchmark` paces them over pipes.
+
+Times are those of the monotonic clock, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from multiprocessing.connection import Connection
+
+import torch
+
+from asyncdist import weights
+from asyncdist.base.background_loop import background_loop
+from asyncdist.config import Config
+from asyncdist.store.server.server import StoreServer
+from asyncdist.sync import weights as blocking
+from asyncdist.testing.hosts import enter
+
+torch.set_num_threads(1)
+
+_TENSOR_NBYTES = 16 << 20
+REQUEST_SECONDS = 2e-3
+"""Seconds between two requests of a reader."""
+_PIECE_NBYTES = 1 << 20
+
+
+def state_of(nbytes: int, *, meta: bool = False) -> dict[str, torch.Tensor]:
+    """Return tensors of 16 MiB, and a last one with the rest of ``nbytes``."""
+    counts = [_TENSOR_NBYTES // 4] * (nbytes // _TENSOR_NBYTES) + [nbytes % _TENSOR_NBYTES // 4]
+    device = "meta" if meta else "cpu"
+    return {f"layer{number}": torch.ones(count, device=device) for number, count in enumerate(counts) if count}
+
+
+def publish(test: Connection, job: str, nbytes: int, namespace: str | None) -> None:
+    """Publish a version, or copy the tensors within this process, whenever the test says so; send (begin, end)."""
+    if namespace is not None:
+        enter(namespace)
+    state = state_of(nbytes)
+    copies = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    with blocking.Publisher(state, job=job) as publisher:
+        test.send("ready")
+        step = 0
+        while (order := test.recv()) is not None:
+            begun = time.monotonic()
+            if order == "copy":
+                for name, tensor in state.items():
+                    copies[name].copy_(tensor)
+            else:
+                step += 1
+                publisher.publish(step)
+            test.send((begun, time.monotonic()))
+
+
+def read(test: Connection, job: str, nbytes: int, namespace: str | None) -> None:
+    """Swap each version in and send when that was, while requests are answered; at the end send when they were late."""
+    if namespace is not None:
+        enter(namespace)
+    asyncio.run(_read(test, job, nbytes))
+
+
+async def _read(test: Connection, job: str, nbytes: int) -> None:
+    loop = asyncio.get_running_loop()
+    requests: list[tuple[float, float]] = []
+    async with weights.Subscriber(like=state_of(nbytes, meta=True), job=job) as subscriber:
+        test.send("ready")
+        serving = None
+        while await loop.run_in_executor(None, test.recv) is not None:
+            version = await subscriber.next()
+            async with subscriber.swap(version):
+                pass
+            test.send(time.monotonic())
+            if serving is None:
+                serving = asyncio.create_task(_serve(subscriber, requests))
+        if serving is not None:
+            serving.cancel()
+    test.send(requests)
+    test.recv()
+
+
+async def _serve(subscriber: weights.Subscriber, requests: list[tuple[float, float]]) -> None:
+    """Answer a request every `REQUEST_SECONDS`; note when each was due, and how late its answer was."""
+    due = time.monotonic()
+    while True:
+        due = max(due + REQUEST_SECONDS, time.monotonic())
+        await asyncio.sleep(due - time.monotonic())
+        with subscriber.reading() as (model, _):
+            float(model["layer0"][:1024].sum())
+        requests.append((due, time.monotonic() - due))
+
+
+def send_plainly(test: Connection, address: str, nbytes: int, namespace: str) -> None:
+    """Send bytes over one plain TCP connection whenever the test says so: what the link can do."""
+    enter(namespace)
+    data = memoryview(bytearray(nbytes))
+    with socket.create_server((address, 0)) as listening:
+        test.send(listening.getsockname()[1])
+        connection, _ = listening.accept()
+        with connection:
+            while test.recv() is not None:
+                begun = time.monotonic()
+                connection.sendall(data)
+                connection.recv(1)
+                test.send((begun, time.monotonic()))
+
+
+def receive_plainly(test: Connection, address: str, port: int, nbytes: int, namespace: str) -> None:
+    """Receive what `send_plainly` sends."""
+    enter(namespace)
+    memory = memoryview(bytearray(_PIECE_NBYTES))
+    with socket.create_connection((address, port)) as connection:
+        left = nbytes
+        while received := connection.recv_into(memory):
+            left -= received
+            if left == 0:
+                connection.sendall(b".")
+                left = nbytes
+
+
+def serve_store(test: Connection, address: str, namespace: str) -> None:
+    """Serve the store of a job on a host, and send its port."""
+    enter(namespace)
+    token = Config.from_environment().token
+    server = background_loop().run(StoreServer.start(address, 0, token=token))
+    test.send(server.port)
+    test.recv()
