@@ -126,25 +126,33 @@ class Hook:
 class ObservedEntry(Entry):
     """An operation of a group with hooks, and the ranks for which it waits.
 
-    Each group with hooks has its own subclass. An entry takes no longer to make than that of a group without hooks, because
-    the group, and values that most entries keep, are attributes of the class.
+    Each group with hooks has its own subclass, whose attribute ``of`` is the group.
+
+    Attributes:
+        spans: The waits: the global rank for which a part of the operation waited, since when, and until when.
     """
+
+    __slots__ = ("_cause", "_id", "spans")
 
     of: GroupHooks
     has_hooks = True
-    peer: int | None = None
-    _id = 0
-    _cause: BaseException | None = None
-    waits: dict[int, float] | None = None
+
+    # `GroupHooks.record` sets them: a constructor would take as long again as that of `Entry`.
+    _id: int
+    spans: list[tuple[int, float, float]]
+    _cause: BaseException
 
     def fail(self, error: BaseException) -> None:
-        Entry.fail(self, error)
+        # Before `error`, which says for other threads that there is a cause.
         self._cause = error
+        Entry.fail(self, error)
 
     def run_hooks(self) -> None:
         """Call the hooks of the end, once; further calls do nothing."""
         # `pop` lets exactly one of several threads take the hooks.
-        self.call(self.of.pending.pop(self, ()), _END if self._cause is None else _ERROR)
+        hooks = self.of.pending.pop(self, None)
+        if hooks is not None:
+            self.call(hooks, _END if self.error is None else _ERROR)
 
     def call(self, hooks: tuple[Hook, ...], event: int) -> None:
         """Call the functions of ``hooks`` for an event."""
@@ -163,7 +171,7 @@ class ObservedEntry(Entry):
 
     def record(self) -> OperationRecord:
         """Return the description of the operation, as it is now."""
-        of, peer, waits, finished = self.of, self.peer, self.waits, self.finished
+        of, peer, finished = self.of, self.peer, self.finished
         if not self._id:
             self._id = next(_ids)
         # The constructor of a named tuple takes more than twice as long.
@@ -181,18 +189,29 @@ class ObservedEntry(Entry):
                 None if peer is None else of.ranks[peer],
                 self.issued,
                 finished or None,
-                self._cause,
-                MappingProxyType(waits) if waits and finished else _NO_WAITS,
+                None if self.error is None else self._cause,
+                MappingProxyType(self.waits()) if self.spans and finished else _NO_WAITS,
             ),
         )
 
     # -- waits -------------------------------------------------------------------------------------
 
+    def waits(self) -> dict[int, float]:
+        """Return the seconds for which the operation has waited for each global rank."""
+        if len(self.spans) == 1:
+            rank, since, until = self.spans[0]
+            return {rank: until - since}
+        waits: dict[int, float] = {}
+        # Several parts that wait for the same rank at the same time count once.
+        counted: dict[int, float] = {}
+        for rank, since, until in sorted(self.spans):
+            since = max(since, counted.get(rank, since))
+            waits[rank] = waits.get(rank, 0.0) + max(0.0, until - since)
+            counted[rank] = max(since, until)
+        return waits
+
     def watch(self, schedule: Schedule) -> Schedule:
         """Run a native schedule, and measure for which ranks it waits."""
-        ranks = self.of.ranks
-        waits: dict[int, float] = {}
-        self.waits = waits
         # Group rank, or () while the schedule works.
         awaited: Any = ()
         since = 0.0
@@ -202,87 +221,60 @@ class ObservedEntry(Entry):
                 if step is not awaited:
                     now = perf_counter()
                     if awaited != ():
-                        waits[ranks[awaited]] = waits.get(ranks[awaited], 0.0) + now - since
+                        self.spans.append((self.of.ranks[awaited], since, now))
                     awaited, since = step, now
                 yield step
+        except BaseException:
+            schedule.close()
+            raise
         finally:
             if awaited != ():
-                waits[ranks[awaited]] = waits.get(ranks[awaited], 0.0) + perf_counter() - since
-            schedule.close()
+                self.spans.append((self.of.ranks[awaited], since, perf_counter()))
 
     def watch_all(self, schedules: Iterable[Schedule]) -> Iterator[Schedule]:
-        """Yield the parts of the operation, and measure for which ranks they wait."""
-        return map(_PartWaits(self).watch, schedules)
+        """Yield the parts of the operation, and measure for which ranks they wait.
 
-    def add_wait(self, rank: int, seconds: float) -> None:
-        """Add the seconds of a wait for a global rank."""
-        if self.waits is None:
-            self.waits = {rank: seconds}
-        else:
-            self.waits[rank] = self.waits.get(rank, 0.0) + seconds
+        A step that receives from several ranks counts for each of them. A wait for a receive from any rank counts for the
+        sender.
+        """
+        return map(self._watch_part, schedules)
 
-
-class _PartWaits:
-    """The waits of the parts of one operation, of which several may run at once.
-
-    A step that receives from several ranks counts for each of them. A wait for a receive from any rank counts for the
-    sender. The time in which several parts wait for the same rank counts once.
-    """
-
-    __slots__ = ("_begun", "_entry")
-
-    def __init__(self, entry: ObservedEntry) -> None:
-        self._entry = entry
-        # The times at which parts began to wait for a group rank, for each rank that one waits for.
-        self._begun: dict[int, list[float]] = {}
-
-    def watch(self, schedule: Schedule) -> Schedule:
-        """Run one part."""
+    def _watch_part(self, schedule: Schedule) -> Schedule:
+        ranks, spans = self.of.ranks, self.spans
         awaited: Sequence[int] = ()
         last: Step | Wait = ()
-        began = 0.0
+        since = 0.0
         try:
-            step = next(schedule)
-            while True:
-                if type(step) is not int or step != last:
-                    if awaited:
-                        self._end(awaited)
-                    began = perf_counter()
-                    awaited, last = _peers(step), step
-                    self._begin(awaited, began)
-                sender: Any = yield step
-                if sender is not None:
-                    self._entry.add_wait(sender, perf_counter() - began)
-                step = schedule.send(sender)
-        except StopIteration as stop:
-            return stop.value
+            for step in schedule:
+                while True:
+                    if type(step) is not int or step != last:
+                        now = perf_counter()
+                        for peer in awaited:
+                            spans.append((ranks[peer], since, now))
+                        awaited, last, since = _peers(step), step, now
+                    sender: Any = yield step
+                    if sender is None:
+                        break
+                    spans.append((sender, since, perf_counter()))
+                    step = schedule.send(sender)
+        except StopIteration:
+            return
+        except BaseException:
+            schedule.close()
+            raise
         finally:
             if awaited:
-                self._end(awaited)
-            schedule.close()
-
-    def _begin(self, peers: Sequence[int], now: float) -> None:
-        for peer in peers:
-            self._begun.setdefault(peer, []).append(now)
-
-    def _end(self, peers: Sequence[int]) -> None:
-        now = perf_counter()
-        for peer in peers:
-            begun = self._begun[peer]
-            # The last part that stops waiting adds the time since the first one began.
-            if len(begun) > 1:
-                begun.pop()
-            else:
-                del self._begun[peer]
-                self._entry.add_wait(self._entry.of.ranks[peer], now - begun[0])
+                now = perf_counter()
+                for peer in awaited:
+                    spans.append((ranks[peer], since, now))
 
 
 def _peers(step: Step | Wait) -> Sequence[int]:
     """Return the group ranks for which a step waits: those that it receives from, else those that it sends to."""
     if isinstance(step, int):
         return (step,)
-    sources = {action.peer for action in step if isinstance(action, (Recv, Reduce))}
-    return sorted(sources or {action.peer for action in step if isinstance(action, Send)})
+    peers = [action.peer for action in step if type(action) is Recv or type(action) is Reduce]
+    return peers or [action.peer for action in step if isinstance(action, Send)]
 
 
 class GroupHooks:
@@ -356,7 +348,7 @@ class GroupHooks:
         self.hooks = _everywhere + self._own if self._everywhere else self._own
         self.has_start = any(hook.functions[_START] is not None for hook in self.hooks)
         if self.hooks and self._observed is None:
-            self._observed = type("ObservedEntry", (ObservedEntry,), {"of": self})
+            self._observed = type("ObservedEntry", (ObservedEntry,), {"of": self, "__slots__": ()})
         self.new_entry = self._observed if self.hooks and self._observed is not None else Entry
         self.record = self._observe if self.hooks else self._add
 
@@ -365,6 +357,7 @@ class GroupHooks:
         # The first hook may have been registered after `new_entry`.
         if not isinstance(entry, ObservedEntry):
             return None
+        entry._id, entry.spans = 0, []
         hooks = self.pending[entry] = self.hooks
         if self.has_start:
             entry.call(hooks, _START)

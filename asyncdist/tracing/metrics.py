@@ -27,8 +27,6 @@ SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 1
 """Upper bounds of the histogram's buckets."""
 OTHER = "other"
 """The label of groups and peers above their limits."""
-_SEVERAL = -1
-"""Stands for several peers for which an operation has waited equally long."""
 _LONGEST_NAME = 80
 
 
@@ -93,8 +91,8 @@ class GroupMetrics:
                 counters.nbytes += entry.nbytes
             else:
                 counters.errors += 1
-            if entry.waits:
-                self._count_waits(counters.peers, entry.waits)
+            if entry.spans:
+                self._count_waits(counters.peers, entry.waits())
 
     def _counters(self, group: str, rank: int, op: str) -> _OperationCounters:
         """Return the counters of an operation under the label of its group."""
@@ -116,19 +114,21 @@ class GroupMetrics:
         return label
 
     def _count_waits(self, peers: dict[int | str, _PeerCounters], waits: dict[int, float]) -> None:
-        longest, slowest = 0.0, _SEVERAL
+        longest, slowest = 0.0, None
         for peer, seconds in waits.items():
-            (peers.get(peer) or self._peer(peers, peer)).seconds += seconds
+            counters = peers.get(peer) or self._peer(peers, peer)
+            counters.seconds += seconds
             if seconds > longest:
-                longest, slowest = seconds, peer
+                longest, slowest = seconds, counters
             elif seconds == longest:
-                slowest = _SEVERAL
-        if longest >= self._straggler_seconds and slowest != _SEVERAL:
-            self._peer(peers, slowest).straggled += 1
+                # Several peers for which it has waited equally long.
+                slowest = None
+        if slowest is not None and longest >= self._straggler_seconds:
+            slowest.straggled += 1
 
     def _peer(self, peers: dict[int | str, _PeerCounters], peer: int) -> _PeerCounters:
-        label = peer if peer in peers or len(peers) < self._max_peers else OTHER
-        return peers.setdefault(label, _PeerCounters())
+        """Return the counters of a peer, whose first wait this is, or those of all peers above the limit."""
+        return peers.setdefault(peer if len(peers) < self._max_peers else OTHER, _PeerCounters())
 
     # -- scrapes -----------------------------------------------------------------------------------
 

@@ -39,12 +39,11 @@ RATE_WINDOW = 10.0
 class Entry:
     """One operation: its call, and its times on `time.perf_counter`; ``finished`` is 0.0 while it is pending.
 
-    ``peer`` is the group rank of the other side of a message, None for any rank. Collectives leave it unset.
+    ``peer`` is the group rank of the other side of a message; None for a receive from any rank, and for a collective.
     """
 
     __slots__ = ("error", "fingerprint", "finished", "group", "issued", "nbytes", "op", "peer", "seq", "span")
 
-    peer: int | None
     has_hooks = False
     """Whether `run_hooks` may have hooks to call."""
 
@@ -57,6 +56,7 @@ class Entry:
         self.issued = time.perf_counter()
         self.finished = 0.0
         self.error: str | None = None
+        self.peer: int | None = None
         self.span = spans.begin(op) if profiler._is_profiler_enabled else None
 
     def finish(self, error: BaseException | None = None) -> bool:
@@ -85,7 +85,7 @@ class Entry:
         names = ("group", "op", "seq", "peer", "nbytes", "issued", "finished", "error", "state", "fingerprint")
         fingerprint = Fingerprint.unpack(self.fingerprint)
         call = call_in_words(fingerprint, self.op) if fingerprint.collective else self.op
-        return {name: getattr(self, name, None) for name in names} | {"call": call}
+        return {name: getattr(self, name) for name in names} | {"call": call}
 
 
 class _RecordedGroup(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -46,9 +47,12 @@ GRACE = 60.0
 LINES, LINE = 3, 200
 """How many of a log's last lines explain a failure without an exception, and how many characters of each."""
 
-# After the prefixes that torch puts before the lines of a rank.
-_EXCEPTION = re.compile(r"(?:\[\w+\]: ?)*((?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception): .*)", re.ASCII)
+# After the prefixes that torch puts before the lines of a rank. torchrun's own exceptions only say that something ended.
+_EXCEPTION = re.compile(
+    r"(?:\[\w+\]: ?)*((?!torch\.distributed\.elastic\.)(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception): .*)", re.ASCII
+)
 _END_OF_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) ")
+_END_BY_TORCHRUN = re.compile(r"[WE]\d{4} .* torch/distributed/elastic/(?:agent|multiprocessing)/")
 _OF_TORCHRUN = re.compile(r"[WE]\d{4} .* torch/distributed/|\*+$|Setting OMP_NUM_THREADS ")
 
 
@@ -185,13 +189,12 @@ def reason_in(log: Path) -> str:
     """Return why a program failed: the signal that ended a rank, and the first exception or what was written last."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
     exception = next((found[1].partition("; ")[0] for line in lines if (found := _EXCEPTION.match(line))), "")
-    at, end = next(
-        ((at, end) for at, line in enumerate(lines) if (end := _END_OF_RANK.search(line))), (len(lines), None)
-    )
+    end = next(filter(None, map(_END_OF_RANK.search, lines)), None)
     ended = f"rank {end[2]} ended with {status_name(int(end[1]))}; " if end else ""
     if exception:
         return f"{ended if 'SIG' in ended else ''}{exception}"
-    last = [line[:LINE] for line in lines[:at] if line and not _OF_TORCHRUN.match(line)][-LINES:]
+    own = itertools.takewhile(lambda line: not _END_BY_TORCHRUN.match(line), lines)
+    last = [line[:LINE] for line in own if line and not _OF_TORCHRUN.match(line)][-LINES:]
     return f"{ended}no exception in {log.name}; {'last lines: ' + ' | '.join(last) if last else 'nothing was written'}"
 
 
@@ -298,7 +301,7 @@ def run_all(cases: Sequence[Case], folder: Path, console: Console) -> dict[Case,
     """Run each case on both back ends, one after the other."""
     outcomes: dict[Case, dict[str, Outcome]] = {}
     for case in cases:
-        name = "-".join([case.program, *case.arguments[:1]])
+        name = "-".join([case.program, *case.arguments])
         for backend in BACKENDS:
             with console.status(f"{case.library}: {case.what} on {backend}"):
                 outcome = run_case(case, backend, HERE / "programs", folder / backend / name)

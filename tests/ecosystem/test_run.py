@@ -123,7 +123,7 @@ def test_program_that_does_not_end_is_killed(tmp_path):
 
 
 OF_TORCHRUN = """\
-E1125 19:28:42.248000 7 torch/distributed/elastic/api.py:1002] failed (exitcode: {}) local_rank: 0 (pid: 8) of binary: b
+E1125 19:28:42.248000 7 torch/distributed/elastic/agent/api.py:2] failed (exitcode: {}) local_rank: 0 (pid: 8) of binary: b
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\x20
 program.py FAILED
 """
@@ -138,9 +138,14 @@ program.py FAILED
         ),
         ("RuntimeError: closed by peer [127.0.0.1]:33\n", "RuntimeError: closed by peer [127.0.0.1]:33"),
         ("[default0]:[rank0]: a.b.MismatchError: barrier; more\n", "a.b.MismatchError: barrier"),
+        (
+            "one\nW1125 19:28:42.180000 7 torch/distributed/elastic/agent/server/api.py:725] Received 15\nTraceback\n"
+            "torch.distributed.elastic.multiprocessing.api.SignalException: Process 5 got signal: 15\n",
+            "no exception in log; last lines: one",
+        ),
         ("one\ntwo\n\nthree\nfour\n", "no exception in log; last lines: two | three | four"),
         (
-            f"W1125 19:28:42.180000 7 torch/distributed/api.py:1028] Sending\n{OF_TORCHRUN.format(3)}",
+            f"W1125 19:28:42.180000 7 torch/distributed/run.py:1028] OMP\n{OF_TORCHRUN.format(3)}",
             "rank 0 ended with exit status 3; no exception in log; nothing was written",
         ),
         (f"RuntimeError: b\n{OF_TORCHRUN.format(1)}", "RuntimeError: b"),

@@ -222,6 +222,19 @@ async def test_waits_of_parts_that_run_at_once_do_not_exceed_the_duration(each):
         assert all(seconds <= record.duration for seconds in record.waits.values())
 
 
+async def test_parts_that_wait_for_the_same_rank_at_once_count_once():
+    async with world_of(3) as groups:
+        calls = Calls()
+        calls.register(groups[0].register_hook)
+        entry = groups[0].hooks.new_entry("world", "all_reduce", 1, 0, 4)
+        observed = groups[0].hooks.record(entry)
+        assert observed is entry
+        entry.spans += [(1, 4.0, 6.0), (2, 0.0, 1.0), (1, 0.0, 3.0), (1, 2.0, 2.5), (1, 2.0, 5.0), (2, 7.0, 9.0)]
+        entry.finish()
+        entry.run_hooks()
+    assert calls[-1][1].waits == {1: 6.0, 2: 3.0}
+
+
 async def test_hooks_see_operations_on_devices():
     async with devices_of(2) as groups:
         calls = Calls()
