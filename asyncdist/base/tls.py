@@ -228,8 +228,8 @@ class TlsSocket:
     def setblocking(self, blocking: bool) -> None:
         self._sock.setblocking(blocking)
 
-    def getsockopt(self, level: int, option: int) -> int:
-        return self._sock.getsockopt(level, option)
+    def getsockopt(self, level: int, option: int, *length: int) -> Any:
+        return self._sock.getsockopt(level, option, *length)
 
     def connect_ex(self, where: Any) -> int:
         return self._sock.connect_ex(where)

@@ -216,11 +216,14 @@ class Agreements:
             self._timers.schedule(running, self._next_look(running), functools.partial(self._look, running))
 
     def _next_look(self, running: _Running) -> float:
-        """Return when to look at an agreement again: after its pause, or once the accused members have had their time."""
-        due, accused = monotonic() + running.pause, self._accused(running)
-        if accused and running.accused_since is not None:
-            return min(due, running.accused_since + _grace_of(running, accused))
-        return due
+        """Return when to look at an agreement again: after its pause, or once others have had their time."""
+        now, accused = monotonic(), self._accused(running)
+        due = now + running.pause
+        if running.accused_since is not None:
+            due = min(due, running.accused_since + _grace_of(running, accused))
+        if running.hopeless_since is not None and running.agreement.coordinates:
+            due = min(due, running.hopeless_since + _QUORUM_GRACE)
+        return max(due, now + _FIRST_LOOK)
 
     def _finish(self, running: _Running, decision: Decision | None, error: GroupError | None) -> None:
         self._timers.cancel(running)
@@ -257,9 +260,12 @@ class Agreements:
                 if peer != self._rank and not self._hears(peer):
                     self._watch(peer)
         running.pause = min(2 * running.pause, _LONGEST_LOOK)
-        running.hopeless_since = None if agreement.has_quorum else running.hopeless_since or now
+        if agreement.has_quorum_without(self._accused(running)):
+            running.hopeless_since = None
+        else:
+            running.hopeless_since = running.hopeless_since or now
         is_hopeless = running.hopeless_since is not None and now >= running.hopeless_since + _QUORUM_GRACE
-        if is_hopeless and agreement.coordinates:
+        if is_hopeless and agreement.coordinates and not agreement.has_quorum:
             self._give_up(running, self._no_quorum(agreement))
         elif now >= running.deadline + (0.0 if agreement.coordinates else _FOLLOWERS_GRACE):
             self._give_up(running, self._timeout(running))

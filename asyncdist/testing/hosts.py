@@ -35,6 +35,8 @@ PROGRAMS = ("unshare", "nsenter", "ip", "tc")
 """What must be installed: Debian's packages util-linux and iproute2 have it."""
 
 _SWITCH = "switch0"
+_RETRY_MS = 20
+"""Milliseconds after which a host asks again for the hardware address of another one."""
 _NEW_NETWORK = 0x40000000
 
 
@@ -168,6 +170,9 @@ class Hosts:
         self._run(holder, "ip link set lo up")
         self._run(holder, f"ip link set {LINK} mtu {mtu}")
         self._assign(host, LINK, self.addresses[host])
+        # The first packet after the link has come back may be lost, and the next attempt would come after a second.
+        table = "ndisc_cache" if ":" in self.addresses[host] else "arp_cache"
+        self._run(holder, f"ip ntable change name {table} dev {LINK} retrans {_RETRY_MS}")
 
     def _assign(self, host: int, interface: str, address: str) -> None:
         # Without detection of duplicates an IPv6 address can be used at once.

@@ -30,6 +30,8 @@ from tests.chaos.plan import HARMLESS, HEARTBEAT, OF_A_HOST, Fault, WorldPlan
 
 PATIENCE = HEARTBEAT + 5.0
 """Seconds without progress after which a process hangs."""
+STARTING = 20.0
+"""Seconds in which a process starts and meets the others, on a machine that is busy with other programs."""
 MEETING = 10.0
 """Seconds for which the members of a job wait for a newcomer that was named and does not come."""
 _ECHO = 2.0 * HEARTBEAT + 1.0
@@ -200,8 +202,9 @@ class Judge:
 
     def check_progress(self, now: float) -> None:
         """Check that every process that can run has made progress."""
-        limit = PATIENCE + (MEETING if self.plan.joins else 0.0)
         for witness in self.witnesses:
+            limit = STARTING if witness.state == "starts" else PATIENCE
+            limit += MEETING if self.plan.joins else 0.0
             if witness.runs and now - witness.progress > limit:
                 raise ViolationError(f"{witness.name} hangs: no progress for {now - witness.progress:.1f} s")
 

@@ -73,3 +73,26 @@ def test_regroup_does_not_wait_for_members_that_only_others_had_connections_to(f
         rank.say(("regroup", 1000))
     assert [rank.hear(timeout=20.0) for rank in ranks[:3]] == [((0, 1, 2), 3.0)] * 3
     assert [rank.hear(timeout=20.0) for rank in ranks[3:]] == ["NoQuorumError"] * 3
+
+
+def test_link_that_is_down_for_a_moment_costs_no_rank(hosts, nursery, tmp_path):
+    """A connection that a rank opens meanwhile fails at once, and is tried again; one that is open carries on."""
+    ranks = []
+    for rank in range(3):
+        settings = {
+            "ASYNCDIST_TOKEN": "for this test only", "ASYNCDIST_HOST": f"host{rank % 2}", "ASYNCDIST_HEARTBEAT": "2"
+        }  # fmt: skip
+        where = f"file://{tmp_path}/world"
+        ranks.append(
+            nursery.start(PROGRAM, "on_host", hosts.namespaces[rank % 2], where, rank, 3, environment=settings)
+        )
+    for rank in ranks:
+        rank.hear()
+    hosts.cut(1)
+    for rank in ranks:
+        rank.say(("passed_on", 1000))
+    # Longer than it takes to begin.
+    with pytest.raises(TimeoutError):
+        ranks[0].hear(timeout=0.4)
+    hosts.restore(1)
+    assert [rank.hear() for rank in ranks] == [[2.0], [0.0], [1.0]]

@@ -9,6 +9,7 @@ import torch
 
 from asyncdist.config import Config
 from asyncdist.testing.cluster import world_of
+from asyncdist_transports.tcp import connection
 
 # The ranks' own beats do not disturb these tests.
 CONFIG = Config(heartbeat=1e6)
@@ -66,3 +67,20 @@ async def test_message_on_the_wire_hides_neither_side(hears, eventually):
         await sending
         assert received.sum() == LARGE
         await hears(groups[1], groups[0], 0)
+
+
+async def test_peer_that_acknowledges_no_heartbeat_is_not_heard_although_its_own_arrive(hears, monkeypatch):
+    """Its host receives nothing from this rank. Over TCP its heartbeats arrive for some time nevertheless."""
+    async with world_of(2, transport="tcp", config=CONFIG) as groups:
+        await asyncio.gather(*(group.all_reduce(torch.ones(10)) for group in groups))
+        now, acknowledged = connection.monotonic(), [36]
+        monkeypatch.setattr(connection, "monotonic", lambda: now)
+        monkeypatch.setattr(connection, "_unacknowledged", lambda sock: (1, acknowledged[0]))
+        await hears(groups[0], groups[1], 1)
+        now += CONFIG.heartbeat / 10
+        for _ in range(20):
+            beat(groups[1])
+            await asyncio.sleep(0.001)
+            assert beat(groups[0]) == {1: False}
+        acknowledged[0] += 36
+        await hears(groups[0], groups[1], 1)

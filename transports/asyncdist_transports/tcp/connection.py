@@ -10,6 +10,7 @@ import select
 import socket
 import ssl
 import struct
+import sys
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
@@ -24,6 +25,12 @@ from asyncdist.transport.wire_format import HEADER_NBYTES
 from asyncdist_transports.byte_stream import Ended, Reader, Writer
 
 Connected = socket.socket | TlsSocket
+
+
+class Unreached(Ended):
+    """No host has answered the attempt to connect, which may succeed later."""
+
+
 READ, WRITE = select.POLLIN, select.POLLOUT
 HELLO = struct.Struct("<IHxx")  # rank, lane
 # Seconds after which a handshake counts as stalled: perhaps no thread drives the peer's transport.
@@ -32,6 +39,17 @@ _STALLED_AFTER = 1.0
 _ACCEPTED_WITHIN = 1.0
 # Seconds that a TLS socket gets to send its last bytes.
 _LAST_BYTES_TIMEOUT = 1.0
+# What a connect fails with while a link is down for a moment: it may succeed later.
+_PASSING = {
+    errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EADDRNOTAVAIL
+}  # fmt: skip
+# Linux 6.15: limits the time between two attempts to send a packet, which otherwise doubles each time.
+_TCP_RTO_MAX_MS = 44
+_RTO_MAX_MS = 1_000, 120_000
+# The part of the heartbeat limit, almost the time between two heartbeats, in which a host acknowledges one.
+_LONGEST_ANSWER = 0.09
+# Of Linux's `struct tcp_info`: the packets that are sent and not acknowledged, and the bytes acknowledged so far.
+_TCP_INFO = struct.Struct("=24xI92xQ")
 
 
 def purpose(host: Host) -> str:
@@ -53,17 +71,28 @@ class Outbound:
         # The messages that have not been sent.
         self.queue: deque[Outgoing] = deque()
         self.closed = False
+        self.tried_since = monotonic()
+        """When the attempts to connect have begun."""
         self._sock = self._new_socket()
         self._begin()
 
     def _new_socket(self) -> Connected:
-        sock = _new_socket(self._where[0])
+        sock = _new_socket(self._where[0], self._host)
         if self._tls is None:
             return sock
         return TlsSocket(sock, self._tls, serves=False, name=self._where[0] if self._tls.check_hostname else None)
 
     def reconnect(self) -> None:
         """Connect again, after the peer closed the connection before any message was sent."""
+        self.tried_since = monotonic()
+        self.try_again()
+
+    def rest(self) -> None:
+        """Do nothing until `try_again`, after `Unreached`."""
+        self._rests = True
+
+    def try_again(self) -> None:
+        """Connect anew."""
         self._host.retire(cast(socket.socket, self._sock))
         self._sock = self._new_socket()
         self._begin()
@@ -75,8 +104,9 @@ class Outbound:
         self.established = False
         self._securing = False
         self._started_at = monotonic()
+        self._rests = False
         code = self._sock.connect_ex(self._where)
-        self._failed = "" if code in (0, errno.EINPROGRESS) else os.strerror(code)
+        self._failed = 0 if code == errno.EINPROGRESS else code
 
     @property
     def handshake_stalled(self) -> bool:
@@ -93,6 +123,8 @@ class Outbound:
     def waits(self) -> int:
         if self.established:
             return READ | WRITE if self.queue or _is_unsent(self._sock) else READ
+        if self._rests:
+            return 0
         if isinstance(self._sock, TlsSocket) and self._securing:
             return WRITE if self._sock.wants_write else READ
         return READ if self._proving is not None else WRITE
@@ -105,7 +137,7 @@ class Outbound:
     def pump(self, ready: bool) -> bool:
         """Connect, authenticate, send, and read control messages if the socket is ready. Raises Ended and
         AsyncdistError."""
-        if not (ready or self.unsent):
+        if self._rests or not (ready or self.unsent):
             return False
         if not self.established:
             return self._establish()
@@ -122,7 +154,7 @@ class Outbound:
     @property
     def is_watched(self) -> bool:
         """Whether silence means something: the peer's host has accepted the connection, or had the time to do so."""
-        if self.established or monotonic() - self._started_at >= _ACCEPTED_WITHIN:
+        if self.established or monotonic() - self.tried_since >= _ACCEPTED_WITHIN:
             return True
         return not self._failed and select_writable(self._sock)
 
@@ -143,19 +175,22 @@ class Outbound:
 
         It is also empty if the peer has not accepted the connection yet, because the peer's kernel answers.
         """
-        if self.established or self.closed or select_writable(self._sock):
+        if self.established or self.closed or (not self._failed and select_writable(self._sock)):
             return ""
-        tried = monotonic() - self._started_at
-        rank = self._host.rank
-        return f"rank {rank} has no connection to rank {self.peer} at {self._address} yet, tried for {tried:.0f} s"
+        tried = f"tried for {monotonic() - self.tried_since:.0f} s"
+        if self._failed:
+            tried += f": {os.strerror(self._failed)}"
+        return f"rank {self._host.rank} has no connection to rank {self.peer} at {self._address} yet, {tried}"
 
     @property
     def _address(self) -> str:
         host, port = self._where
         return f"{f'[{host}]' if ':' in host else host}:{port}"
 
-    def _unreachable(self, reason: str) -> Ended:
-        return Ended(f"cannot connect to it at {self._address}: {reason}; {UNREACHED}")
+    def _unreachable(self, code: int) -> Ended:
+        self._failed = code
+        kind = Unreached if code in _PASSING else Ended
+        return kind(f"cannot connect to it at {self._address}: {os.strerror(code)}; {UNREACHED}")
 
     def _establish(self) -> bool:
         if self._failed:
@@ -166,7 +201,7 @@ class Outbound:
                     return False
                 code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if code:
-                    raise self._unreachable(os.strerror(code))
+                    raise self._unreachable(code)
                 if isinstance(self._sock, TlsSocket) and not self._sock.secured:
                     self._securing = True
                     self._sock.secure()
@@ -220,6 +255,7 @@ class Inbound:
         self._reader: Reader | None = None
         # Heartbeats travel on the way back, where no message stays on the wire before them.
         self._way_back = Writer(self._sock, deque())
+        self._acknowledged, self._acknowledged_at = -1, 0.0
         self.closed = False
 
     def fileno(self) -> int:
@@ -276,6 +312,17 @@ class Inbound:
         heard, self._reader.heard = self._reader.heard, False
         return heard
 
+    def answers(self) -> bool:
+        """Return whether the peer's host has acknowledged anything in the time of a heartbeat, if anything waits for it.
+
+        It is asked of the way back only. If a process does not read its messages, its host may drop further ones.
+        """
+        waiting, acknowledged = _unacknowledged(self._sock)
+        now = monotonic()
+        if not waiting or acknowledged != self._acknowledged:
+            self._acknowledged, self._acknowledged_at = acknowledged, now
+        return now - self._acknowledged_at < _LONGEST_ANSWER * self._host.config.heartbeat
+
     def beat(self) -> None:
         """Send a heartbeat on the way back."""
         # The previous one is still there if the peer does not read.
@@ -312,6 +359,14 @@ def _read_all(sock: Connected, reader: Reader, ready: bool) -> bool:
     return moved
 
 
+def _unacknowledged(sock: Connected) -> tuple[int, int]:
+    """Return how many sent packets are not acknowledged, and how many bytes are; zeros where the system does not say."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0, 0
+    information = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    return _TCP_INFO.unpack(information.ljust(_TCP_INFO.size, b"\0"))
+
+
 def _is_unsent(sock: Connected) -> bool:
     """Return whether a TLS socket holds encrypted bytes that are not sent yet."""
     return isinstance(sock, TlsSocket) and sock.unsent
@@ -340,13 +395,13 @@ def _end(sock: Connected, host: Host, peer: int | None) -> None:
     host.retire(cast(socket.socket, sock))
 
 
-def _new_socket(address: str) -> socket.socket:
+def _new_socket(address: str, host: Host) -> socket.socket:
     sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    prepare(sock)
+    prepare(sock, host)
     return sock
 
 
-def prepare(sock: socket.socket) -> None:
+def prepare(sock: socket.socket, host: Host) -> None:
     """Set the options of every connection, and close it in forked children."""
     lifecycle.close_in_children(sock)
     sock.setblocking(False)
@@ -356,6 +411,11 @@ def prepare(sock: socket.socket) -> None:
         # The death of a host is detected within 40 s.
         if hasattr(socket, option):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    if host.config.heartbeat and sys.platform == "linux":
+        # A network that comes back within the heartbeat limit must carry heartbeats again within it.
+        longest = min(max(_RTO_MAX_MS[0], int(host.config.heartbeat * 200)), _RTO_MAX_MS[1])
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, longest)
 
 
 def select_writable(sock: Connected) -> bool:

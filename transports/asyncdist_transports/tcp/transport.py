@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, ClassVar
 
@@ -17,11 +17,15 @@ from asyncdist.errors import AsyncdistError, PeerLostError
 from asyncdist.transport.base import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist.transport.wire_format import KEY
 from asyncdist_transports.byte_stream import Ended
-from asyncdist_transports.tcp.connection import READ, Inbound, Outbound, prepare
+from asyncdist_transports.tcp.connection import READ, Inbound, Outbound, Unreached, prepare
 from asyncdist_transports.tcp.listener import Listener
 
 log = logging.getLogger("asyncdist.tcp")
 
+# Seconds between two attempts to connect to a host that cannot be reached.
+_TRY_AGAIN_AFTER = 0.1
+# Seconds for which a host may be unreachable where no heartbeats say for how long.
+_UNREACHED_FOR = 5.0
 # Unauthenticated connections allowed in addition to those of all peers.
 _MAX_UNAUTHENTICATED = 256
 
@@ -37,6 +41,8 @@ class TcpTransport(Transport):
         super().__init__(host)
         self._listener: Listener | None = None
         self.connections: dict[int, Inbound | Outbound] = {}
+        self._deaf_since: float | None = None
+        """Since when none of the watched peers has been heard; None if one was heard at the last beat."""
         # The oldest first.
         self._unauthenticated: dict[Inbound, None] = {}
         contexts = tls.rank_contexts(host.config)
@@ -88,6 +94,8 @@ class TcpTransport(Transport):
         connection.close(say_goodbye=say_goodbye)
         if isinstance(connection, Inbound):
             self._end_authentication(connection)
+        else:
+            self.host.timers.cancel(connection)
 
     # -- moving bytes --------------------------------------------------------------------------
 
@@ -120,22 +128,29 @@ class TcpTransport(Transport):
         for connection in self.connections.values():
             if connection.peer is not None and connection.is_watched:
                 by_peer.setdefault(connection.peer, []).append(connection)
-        return {peer: self._beat(connections) for peer, connections in by_peer.items()}
+        heard = {peer: self._beat(connections) for peer, connections in by_peer.items()}
+        if any(heard.values()):
+            self._deaf_since = None
+        elif heard and self._deaf_since is None:
+            self._deaf_since = monotonic()
+        return heard
 
     def _beat(self, connections: list[Inbound | Outbound]) -> bool:
         """Send a heartbeat to a peer with these connections, and return whether the peer was heard.
 
         A heartbeat travels on the way back of a connection, where nothing can stay on the wire before it. A peer that has
-        opened no connection receives it on those of this rank.
+        opened no connection receives it on those of this rank. A peer that receives none is not heard either: so both know
+        of a network that drops packets in one direction, although those of the other direction arrive for some time.
         """
         inbound = [connection for connection in connections if isinstance(connection, Inbound)]
         outbound = [connection for connection in connections if isinstance(connection, Outbound)]
+        answers = all(connection.answers() for connection in inbound[:1])
         for connection in inbound[:1] or outbound:
             # The next read reports the end of a connection.
             with contextlib.suppress(Ended):
                 connection.beat()
         heard = [connection.was_heard() for connection in connections]
-        return any(heard) or (not outbound and all(connection.blocked for connection in inbound))
+        return answers and (any(heard) or (not outbound and all(connection.blocked for connection in inbound)))
 
     def busy(self) -> bool:
         # Called without the driver lock too, hence the copy.
@@ -152,6 +167,9 @@ class TcpTransport(Transport):
             return False
         try:
             return connection.pump(ready)
+        except Unreached as end:
+            if not (isinstance(connection, Outbound) and self._rest(connection)):
+                self._ended(connection, str(end))
         except Ended as end:
             self._ended(connection, str(end))
         except AsyncdistError as error:
@@ -162,14 +180,7 @@ class TcpTransport(Transport):
 
     def _ended(self, connection: Inbound | Outbound, reason: str, *, is_lost: bool = False) -> None:
         if isinstance(connection, Outbound) and connection.handshake_stalled and not is_lost:
-            self.connections.pop(connection.fileno(), None)
-            try:
-                connection.reconnect()
-            # Out of descriptors: the engine fails the groups.
-            except OSError:
-                connection.closed = True
-                raise
-            self.connections[connection.fileno()] = connection
+            self._open_again(connection, connection.reconnect)
             return
         self.drop(connection, say_goodbye=False)
         peer = connection.peer
@@ -181,6 +192,29 @@ class TcpTransport(Transport):
         else:
             self.host.suspect(peer, reason)
 
+    def _open_again(self, connection: Outbound, connect: Callable[[], None]) -> None:
+        self.connections.pop(connection.fileno(), None)
+        try:
+            connect()
+        # Out of descriptors: the engine fails the groups.
+        except OSError:
+            connection.closed = True
+            raise
+        self.connections[connection.fileno()] = connection
+
+    def _rest(self, connection: Outbound) -> bool:
+        """Let a connection to an unreachable host try again later; return False after the limit.
+
+        A link may be down for a moment. A rank that has heard nobody over the network for longer does not wait again.
+        """
+        since = connection.tried_since if self._deaf_since is None else min(connection.tried_since, self._deaf_since)
+        if monotonic() - since >= (self.host.config.heartbeat or _UNREACHED_FOR):
+            return False
+        connection.rest()
+        again = functools.partial(self._open_again, connection, connection.try_again)
+        self.host.timers.schedule(connection, monotonic() + _TRY_AGAIN_AFTER, again)
+        return True
+
     def _has_other_connection(self, peer: int) -> bool:
         """Return whether a connection is left that belongs to the peer, or may turn out to after authentication."""
         return bool(self._unauthenticated) or any(c.peer == peer for c in self.connections.values())
@@ -191,7 +225,7 @@ class TcpTransport(Transport):
         assert self._listener is not None
         moved = False
         for sock in self._listener.accept_pending(self.host):
-            prepare(sock)
+            prepare(sock, self.host)
             connection = Inbound(sock, self.host, self._end_authentication, self._accepting)
             self.connections[connection.fileno()] = connection
             self._unauthenticated[connection] = None
