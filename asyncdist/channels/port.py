@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+from dataclasses import replace
 from typing import Any, Self
 
 from asyncdist.base import lifecycle
@@ -99,12 +100,15 @@ class ChannelPort:
         """The open channels."""
         return list(self._channels)
 
-    async def connect(self, address: ChannelAddress, timeout: Timeout = None) -> PeerChannel:
+    async def connect(
+        self, address: ChannelAddress, timeout: Timeout = None, *, token: str | None = None
+    ) -> PeerChannel:
         """Return an open channel to a port, and open it if there is none.
 
         Args:
             address: Where the port listens.
             timeout: Seconds; None for ASYNCDIST_TIMEOUT. The handshake has its own limit, ASYNCDIST_HANDSHAKE_TIMEOUT.
+            token: The token of that port; None if it is that of this port.
 
         Raises:
             PeerLostError: The process cannot be reached, or has ended.
@@ -118,7 +122,9 @@ class ChannelPort:
             raise PeerLostError(address.name, "this process has closed its port")
         task = self._dialling.get(address.id)
         if task is None:
-            task = self._dialling[address.id] = self._loop.create_task(self._dial(address), name="asyncdist-dial")
+            task = self._dialling[address.id] = self._loop.create_task(
+                self._dial(address, token), name="asyncdist-dial"
+            )
             task.add_done_callback(lambda _: self._dialling.pop(address.id, None))
         deadline = Deadline.after(self._config.timeout if timeout is None else timeout)
         await asyncio.wait([task], timeout=deadline.remaining_or_none())
@@ -128,10 +134,11 @@ class ChannelPort:
             raise PeerLostError(address.name, "this process has closed its port")
         return task.result()
 
-    async def _dial(self, address: ChannelAddress) -> PeerChannel:
+    async def _dial(self, address: ChannelAddress, token: str | None) -> PeerChannel:
+        security = self._security if token is None else replace(self._security, token=token)
         try:
             async with asyncio.timeout(self._config.handshake_timeout):
-                sock, peer = await dial(address, self.address, self._greeting, self._security)
+                sock, peer = await dial(address, self.address, self._greeting, security)
         except TimeoutError as cause:
             limit = f"{self._config.handshake_timeout:g} s (ASYNCDIST_HANDSHAKE_TIMEOUT)"
             raise PeerLostError(address.name, f"it did not answer within {limit}") from cause

@@ -96,17 +96,17 @@ class Publishing:
             tensors = tensors_of(self._source)
             layout = layout_of(tensors)
             selection = whole_selection(layout)
-            segment = await exchange.pool.take(layout.nbytes)
+            segment = await exchange.port.pool.take(layout.nbytes)
             try:
-                digests = await take_snapshot(tensors, layout, segment.bytes, exchange.threads)
+                digests = await take_snapshot(tensors, layout, segment.bytes, exchange.port.threads)
             except BaseException:
-                exchange.pool.give_back(segment)
+                exchange.port.pool.give_back(segment)
                 raise
             self._serial += 1
             newest = self._kept[-1][0].version.number if self._kept else 0
             version = new_version(self.incarnation, self._serial, step, layout.nbytes, newest + 1)
             manifest = Manifest(layout, digests)
-            held = exchange.new_held(version, selection, manifest)
+            held = exchange.port.new_held(version, selection, manifest)
             held.place(segment)
             held.advance(len(held.blocks))
             # From here on the copy is complete: a caller that is cancelled leaves a version that is whole.

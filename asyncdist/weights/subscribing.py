@@ -181,7 +181,7 @@ class Subscribing:
         held, selection = ready
         self._ready = None
         self._copies.reserve(spare)
-        showing = asyncio.wrap_future(exchange.threads.submit(spare.show, held, selection))
+        showing = asyncio.wrap_future(exchange.port.threads.submit(spare.show, held, selection))
         try:
             await asyncio.wait([showing])
         except asyncio.CancelledError:

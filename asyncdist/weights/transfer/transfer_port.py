@@ -1,0 +1,229 @@
+"""The port of a process over which it gives versions to others and gets versions from them.
+
+All methods are called on the loop on which the port was made. Bytes are copied in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from asyncdist.base.daemon_threads import DaemonThreadPool
+from asyncdist.channels import ChannelAddress, ChannelPort, IncomingMessage, PeerChannel
+from asyncdist.config import Config
+from asyncdist.errors import PeerLostError, ProtocolError, SharedMemoryError
+from asyncdist.memory.shared_segment import can_share_segments
+from asyncdist.weights.content.manifest import Manifest
+from asyncdist.weights.content.selection import Selection, whole_selection
+from asyncdist.weights.transfer.held_version import HeldVersion
+from asyncdist.weights.transfer.pulling import MappedSource, VersionPuller
+from asyncdist.weights.transfer.segments import OwnSegment, SegmentPool
+from asyncdist.weights.transfer.serving import VersionServer
+from asyncdist.weights.transfer.transfer_messages import (
+    ALIVE,
+    ASK,
+    BLOCKS,
+    CLOSED,
+    END,
+    MAPPED,
+    REFUSED,
+    Question,
+    decode,
+    encode,
+)
+from asyncdist.weights.transfer.version_table import Version
+
+log = logging.getLogger("asyncdist")
+
+_CONNECT = 5.0
+"""Seconds for a source to accept a channel."""
+_NUM_THREADS = 2
+
+
+class TransferPort:
+    """Gives the versions that this process has, and gets those that it asks for.
+
+    Args:
+        host: The address of this machine at which it listens for other hosts.
+        service: Ports of different services do not connect.
+        job: The name of the job.
+        token: The token of the job.
+        config: The settings.
+        label: What this process is, for messages.
+
+    Attributes:
+        threads: Threads for copies.
+        pool: Memory for versions that this process writes.
+        channels: The port for channels.
+    """
+
+    def __init__(self, *, host: str, service: str, job: str, token: str | None, config: Config, label: str) -> None:
+        self.threads = DaemonThreadPool("asyncdist-weights", _NUM_THREADS, idle_timeout=5.0)
+        self.pool = SegmentPool(self.threads, self._tell_closed)
+        self._versions: dict[str, HeldVersion] = {}
+        self._server = VersionServer(self._versions, self.threads)
+        self._puller = VersionPuller()
+        self._mapped: dict[HeldVersion, MappedSource] = {}
+        self.channels = ChannelPort(self, host=host, service=service, job=job, token=token, config=config, label=label)
+
+    async def close(self) -> None:
+        """Close the channels. What this process has mapped stays readable."""
+        await self._server.close()
+        await self.channels.close()
+        self.pool.close()
+        self.threads.shutdown(wait=False)
+
+    @property
+    def address(self) -> ChannelAddress:
+        """Where this port answers."""
+        return self.channels.address
+
+    # -- versions that this process has --------------------------------------------------------
+
+    def new_held(self, version: Version, selection: Selection, manifest: Manifest) -> HeldVersion:
+        """Return a version that has no blocks yet."""
+        digests = manifest.digests
+        if selection.key:
+            digests = np.zeros(len(selection.layout.blocks), dtype=np.uint64)
+        return HeldVersion(version, selection, digests, self._unused)
+
+    def offer(self, held: HeldVersion) -> None:
+        """Give a version to readers from now on, as they ask for it."""
+        self._versions[held.version.key] = held
+
+    def drop(self, held: HeldVersion) -> None:
+        """Give a version to readers no more. Its memory is used again when those that read it now have ended."""
+        if self._versions.get(held.version.key) is held:
+            del self._versions[held.version.key]
+        held.abandon()
+        held.release()
+
+    def _unused(self, held: HeldVersion) -> None:
+        mapped = self._mapped.pop(held, None)
+        if mapped is not None:
+            mapped.end()
+        elif held.memory is not None:
+            memory: Any = held.memory
+            (self.pool.discard if held.is_lost else self.pool.give_back)(memory)
+
+    def _tell_closed(self, segment: OwnSegment) -> None:
+        for channel in self.channels.channels:
+            if channel.is_local and channel.error is None:
+                channel.send(encode(CLOSED, segment.id))
+
+    # -- reading -------------------------------------------------------------------------------
+
+    async def get(
+        self, held: HeldVersion, manifest: Manifest, address: ChannelAddress, *, token: str | None = None
+    ) -> None:
+        """Get the blocks that a version lacks from one source, or map the memory of a source on this host.
+
+        Args:
+            held: The version.
+            manifest: Its manifest.
+            address: The source.
+            token: The token of the source, if it is not that of this port.
+
+        Raises:
+            AsyncdistError: The source does not have it any more, has stalled, has sent wrong bytes, or was lost.
+            TimeoutError: The source does not accept a channel.
+        """
+        channel = await self.channels.connect(address, _CONNECT, token=token)
+        if held.memory is None and channel.is_local and can_share_segments():
+            mapped = await self._puller.pull(channel, held, maps=True)
+            assert mapped is not None
+            try:
+                await self._use_mapping(held, manifest, mapped)
+                return
+            except SharedMemoryError as error:
+                mapped.end()
+                log.warning("%s is copied, because it cannot be mapped: %s", held.version, error.message)
+            except BaseException:
+                mapped.end()
+                raise
+        if held.memory is None:
+            held.place(await self.pool.take(held.selection.layout.nbytes))
+        if not held.is_complete:
+            await self._puller.pull(channel, held, maps=False)
+
+    async def _use_mapping(self, held: HeldVersion, manifest: Manifest, mapped: MappedSource) -> None:
+        await asyncio.wrap_future(self.threads.submit(mapped.mapping.renew))
+        if held.selection.key and not mapped.selection:
+            held.widen(whole_selection(manifest.layout), manifest.digests)
+        held.place(mapped.mapping)
+        self._mapped[held] = mapped
+        held.advance(len(held.blocks))
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def connected(self, channel: PeerChannel) -> None:
+        """Nothing happens until a reader asks."""
+
+    def received(
+        self, channel: PeerChannel, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]
+    ) -> None:
+        """Handle a short message."""
+        unused = list(descriptors)
+        try:
+            kind, fields = decode(head)
+            self._handle(channel, kind, fields, buffers, unused)
+        except (TypeError, ValueError, LookupError) as cause:
+            raise ProtocolError(f"a message about weights that cannot be read: {cause}") from cause
+        finally:
+            for descriptor in unused:
+                os.close(descriptor)
+
+    def _handle(
+        self,
+        channel: PeerChannel,
+        kind: int,
+        fields: Sequence[Any],
+        buffers: Sequence[memoryview],
+        descriptors: list[int],
+    ) -> None:
+        if kind == ASK:
+            self._server.ask(channel, Question.decode(fields, buffers))
+        elif kind == END:
+            self._server.end(channel, fields[0])
+        elif kind == BLOCKS:
+            self._puller.received(channel, fields, buffers)
+        elif kind == MAPPED:
+            self._puller.mapped(channel, fields, descriptors)
+        elif kind == ALIVE:
+            self._puller.alive(channel, fields[0])
+        elif kind == REFUSED:
+            self._puller.refused(channel, fields[0], fields[1])
+        elif kind == CLOSED:
+            self._puller.forget_segment(channel, fields[0])
+
+    def opened(self, channel: PeerChannel, message: IncomingMessage) -> None:
+        """Handle the beginning of a long message."""
+        for descriptor in message.descriptors:
+            os.close(descriptor)
+        kind, fields = decode(message.head)
+        if kind == BLOCKS:
+            self._puller.opened(channel, message, fields)
+        elif kind != ASK:
+            raise ProtocolError(f"a long message of kind {kind}")
+
+    def completed(self, channel: PeerChannel, message: IncomingMessage) -> None:
+        """Handle a long message."""
+        kind, fields = decode(message.head)
+        if kind == ASK and message.error is None:
+            self._server.ask(channel, Question.decode(fields, message.buffers))
+        elif kind == BLOCKS:
+            self._puller.completed(message)
+
+    def withdrawn(self, channel: PeerChannel, message: IncomingMessage) -> None:
+        """Handle the end of a long message that its sender has given up."""
+        self._puller.withdrawn(message)
+
+    def closed(self, channel: PeerChannel, error: PeerLostError, messages: Sequence[IncomingMessage]) -> None:
+        """Handle the end of a channel."""
+        self._puller.closed(channel, error)
+        self._server.closed(channel)
