@@ -53,7 +53,8 @@ _EXCEPTION = re.compile(
 )
 _END_OF_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) ")
 _END_BY_TORCHRUN = re.compile(r"[WE]\d{4} .* torch/distributed/elastic/(?:agent|multiprocessing)/")
-_OF_TORCHRUN = re.compile(r"[WE]\d{4} .* torch/distributed/|\*+$|Setting OMP_NUM_THREADS ")
+_OF_TORCHRUN = re.compile(r"[WE]\d{4} .* torch/distributed/|\*+$|Setting OMP_NUM_THREADS |warnings\.warn\($")
+_FOLDER = re.compile(r"\S*/site-packages/")
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def reason_in(log: Path) -> str:
     if exception:
         return f"{ended if 'SIG' in ended else ''}{exception}"
     own = itertools.takewhile(lambda line: not _END_BY_TORCHRUN.match(line), lines)
-    last = [line[:LINE] for line in own if line and not _OF_TORCHRUN.match(line)][-LINES:]
+    last = [_FOLDER.sub("", line)[:LINE] for line in own if line and not _OF_TORCHRUN.match(line)][-LINES:]
     return f"{ended}no exception in {log.name}; {'last lines: ' + ' | '.join(last) if last else 'nothing was written'}"
 
 

@@ -143,6 +143,7 @@ program.py FAILED
             "torch.distributed.elastic.multiprocessing.api.SignalException: Process 5 got signal: 15\n",
             "no exception in log; last lines: one",
         ),
+        ("/a/site-packages/b.py:7: W: old\nwarnings.warn(\n", "no exception in log; last lines: b.py:7: W: old"),
         ("one\ntwo\n\nthree\nfour\n", "no exception in log; last lines: two | three | four"),
         (
             f"W1125 19:28:42.180000 7 torch/distributed/run.py:1028] OMP\n{OF_TORCHRUN.format(3)}",
