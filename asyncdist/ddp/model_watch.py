@@ -1,7 +1,7 @@
 """Notices parameters that a wrapped model gets later, which would be trained by each rank alone. Used by `module`.
 
-torch calls a function for each parameter and submodule that any module of the process registers. It only marks the wrapped
-models that contain the module, so a step costs nothing.
+torch calls a function for each parameter, buffer and submodule that any module of the process registers. It only marks the
+wrapped models that contain the module, so a step of a model with many modules does not search them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 
+import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
@@ -33,12 +34,29 @@ class ModelWatch:
             item for item in module.named_parameters() if not item[1].requires_grad and item[0] not in ignored
         ]
         self._may_have_changed = False
+        self._buffers: list[tuple[str, nn.Module, str]] | None = None
+        """The name of each buffer in the model, its module, and its name there; None if they may have changed."""
         for each in module.modules():
             _watches.setdefault(each, weakref.WeakSet()).add(self)
 
     def note(self) -> None:
         """Record that a module of the model has registered a parameter or a submodule."""
         self._may_have_changed = True
+        self._buffers = None
+
+    def note_buffer(self) -> None:
+        """Record that a module of the model has registered a buffer that it did not have."""
+        self._buffers = None
+
+    def buffers(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """Return the present buffers of ``module`` that are not ignored: a forward or a cast may have replaced them."""
+        if self._buffers is None:
+            found = [
+                (name, *name.rpartition(".")[::2]) for name, _ in module.named_buffers() if name not in self._ignored
+            ]
+            self._buffers = [(name, module.get_submodule(owner), own) for name, owner, own in found]
+        present = [(name, owner._buffers.get(own)) for name, owner, own in self._buffers]
+        return [(name, buffer) for name, buffer in present if buffer is not None]
 
     def check(self, module: nn.Module) -> None:
         """Raise UsageError, naming the parameter, if ``module`` trains parameters that are not averaged."""
@@ -65,5 +83,11 @@ def _install() -> None:
         for watch in _watches.get(module, ()):
             watch.note()
 
+    def note_buffer(module: nn.Module, name: str, _registered: object) -> None:
+        if name not in module._buffers:
+            for watch in _watches.get(module, ()):
+                watch.note_buffer()
+
     torch_modules.register_module_parameter_registration_hook(note)
     torch_modules.register_module_module_registration_hook(note)
+    torch_modules.register_module_buffer_registration_hook(note_buffer)

@@ -72,7 +72,7 @@ class DistributedDataParallel(nn.Module):
         check_reduction: Has no effect, as in torch.
         gradient_as_bucket_view: Make ``.grad`` a view of its bucket, valid until the next backward. If False, gradients are
             copied, which needs as much memory again. If True, layers of type `torch.nn.Linear` with weights of 256 KiB and
-            more compute gradients directly in the buckets.
+            more compute gradients directly in the buckets. In a world of one rank other gradients stay where they are.
         static_graph: Every backward gives each parameter as many gradients as the first one, which may be none, or several
             with re-entrant checkpoints. No bucket is sent before the end of the first backward.
         delay_all_reduce_named_params: Named parameters that are all-reduced in buckets of their own, after all others.
@@ -163,7 +163,8 @@ class DistributedDataParallel(nn.Module):
         self._average_over(group, torch_group)
 
     def _sync_initially(self, group: Group, *, buffers: bool) -> None:
-        parameters, shared = self._parameters_to_sync(), self._buffers_to_sync() if buffers else []
+        parameters, shared = self._parameters_to_sync(), list(self.module.named_buffers()) if buffers else []
+        shared = [item for item in shared if item[0] not in self.parameters_to_ignore]
         model_sync.verify(group, parameters, shared)
         model_sync.broadcast_values(group, [tensor for _, tensor in [*parameters, *shared]])
 
@@ -291,8 +292,7 @@ class DistributedDataParallel(nn.Module):
         return [(name, parameter) for name, parameter in self.module.named_parameters() if name not in ignored]
 
     def _buffers_to_sync(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the present buffers: a forward or a cast may have replaced them."""
-        return [item for item in self.module.named_buffers() if item[0] not in self.parameters_to_ignore]
+        return self._watch.buffers(self.module)
 
     # -- arguments -------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ import torch
 from asyncdist.base.cores import has_free_cores
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.ddp import buckets
-from asyncdist.ddp.backward.bucket_memory import Bucket
 from asyncdist.ddp.backward.bucket_set import BucketSet, ReducerOptions
 from asyncdist.ddp.backward.bucket_tuning import BucketTuning
 from asyncdist.ddp.backward.faults import Fault, Faults
@@ -69,8 +68,7 @@ class Reducer:
         self._parameters = [parameter for _, parameter in named]
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._options = options
-        self._as_view = options.gradient_as_bucket_view
-        self._set = BucketSet(named, options, shares_memory=group.shares_memory)
+        self._set = BucketSet(named, options, shares_memory=group.shares_memory, is_alone=group.size() == 1)
         if options.tunes_buckets:
             total = sum(parameter.nbytes for parameter in self._parameters)
             self.tuning = BucketTuning(total, tries=group.size() > 1)
@@ -84,7 +82,7 @@ class Reducer:
         self._running: Callable[[], object] = lambda: None
         # How many gradients each parameter got in this backward, in the order in which the first ones arrived.
         self._seen: dict[int, int] = {}
-        # Parameters whose gradients are in their buckets.
+        # With a static graph or skipped parameters: those whose last gradient has arrived.
         self._filled: set[int] = set()
         # Parameters that got a gradient since the last averages; kept only where parameters may be unused.
         self._used: set[int] = set()
@@ -158,7 +156,7 @@ class Reducer:
                 "bucket_cap_mb='auto' measures all-reduces, which a communication hook replaces: pass a number of MiB"
             )
         self._hook = hook
-        self._set.has_hook = True
+        self._set.has_hook, self._set.is_alone = True, False
         self._set.assign()
 
     def set_static_graph(self) -> None:
@@ -225,6 +223,7 @@ class Reducer:
         for bucket in self._set.buckets:
             members = bucket.members
             bucket.pending = len(members) if expected is None else sum(member in expected for member in members)
+            bucket.unfilled.clear()
         # Only the running graph task keeps this object, so it is freed with the task, also if the task raises.
         # The inner backward of a re-entrant checkpoint is a task of its own.
         finish = functools.partial(self._end_backward)
@@ -239,15 +238,15 @@ class Reducer:
         with self._lock:
             if self._set.allows_unused:
                 self._used.add(index)
-            if not self._has_begun():
+            if not (self._step is not None and self._seen) and not self._has_begun():
                 if not self.armed:
                     return
                 self._begin()
-            count = self._seen[index] = self._seen.get(index, 0) + 1
-            if count == 1 and not self._set.is_special:
-                self._fill(index)
-                self._count(self._set.bucket_of[index])
+            if index not in self._seen and not self._set.is_special:
+                self._seen[index] = 1
+                self._count(index)
             else:
+                count = self._seen[index] = self._seen.get(index, 0) + 1
                 self._ready_specially(index, count)
 
     def _ready_specially(self, index: int, count: int) -> None:
@@ -256,12 +255,12 @@ class Reducer:
             self._faults.add(index, Fault.skipped)
         elif not self._options.static_graph:
             if count == 1:
-                self._fill_and_count(index)
+                self._count_specially(index)
             else:
                 self._faults.add(index, Fault.repeated)
         elif self._expected is not None:
             if count == self._expected.get(index, 0):
-                self._fill_and_count(index)
+                self._count_specially(index)
             elif count > self._expected.get(index, 0):
                 self._faults.add(index, Fault.changed)
 
@@ -280,29 +279,18 @@ class Reducer:
             # A new tensor object: autograd copies a gradient to which there are other references.
             return self._set.view(index).detach()
 
-    def _fill_and_count(self, index: int) -> None:
-        self._fill(index)
-        self._count(self._set.bucket_of[index])
-
-    def _fill(self, index: int) -> None:
-        parameter, view = self._parameters[index], self._set.view(index)
-        gradient = parameter.grad
+    def _count_specially(self, index: int) -> None:
         self._filled.add(index)
-        if gradient is view:
-            return
-        if gradient is None or gradient.layout is not torch.strided:
-            view.zero_()
-            self._faults.add(index, Fault.cleared if gradient is None else Fault.sparse)
-            return
-        if gradient.data_ptr() == view.data_ptr():
-            return
-        view.copy_(gradient.detach())
-        if self._as_view:
-            parameter.grad = view
+        self._count(index)
 
-    def _count(self, bucket: Bucket) -> None:
-        """Count one more gradient in ``bucket``; if it is full, start the all-reduces of full buckets, in order."""
+    def _count(self, index: int) -> None:
+        """Count one more gradient in its bucket; if that is full, start the all-reduces of full buckets, in order."""
+        bucket = self._set.bucket_of[index]
         bucket.pending -= 1
+        bucket.unfilled.append(index)
+        # A large gradient is copied while it is in the cache, small ones together.
+        if not bucket.pending or index in self._set.large:
+            self._set.fill(bucket, self._faults)
         if bucket.pending:
             return
         assert self._step is not None
@@ -318,11 +306,12 @@ class Reducer:
         if not self._works:
             self._reduction = ReduceOp.AVG if self.joining is None else self.joining.reduction()
         bucket = self._set.buckets[len(self._works)]
-        flat = self._set.flat(bucket)
-        if bucket.pending or self._set.is_special:
+        flat = torch.empty(0) if self._set.is_alone else self._set.flat(bucket)
+        if not self._set.is_alone and (bucket.pending or self._set.is_special):
+            arrived = self._filled if self._set.is_special else self._seen
             for member in bucket.members:
-                if member not in self._filled:
-                    self._fill_unused(member)
+                if member not in arrived:
+                    self._set.fill_unused(member)
         times = self._step.buckets[bucket.index]
         times.started = perf_counter()
         if self._hook is not None:
@@ -332,14 +321,6 @@ class Reducer:
         work = self._group.all_reduce(flat, self._reduction, background=background)
         self._works.append(work)
         work.add_done_callback(times.stop)
-
-    def _fill_unused(self, index: int) -> None:
-        """Put what a parameter without a new gradient has accumulated, or zeros, into its bucket."""
-        gradient, view = self._parameters[index].grad, self._set.view(index)
-        if gradient is None or not self._set.allows_unused:
-            view.zero_()
-        elif gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient.detach())
 
     # -- the end of a backward ----------------------------------------------------------------
 
@@ -356,6 +337,8 @@ class Reducer:
         self.armed = False
         step.backward_finished = perf_counter()
         self._find_faults()
+        for bucket in self._set.buckets:
+            self._set.fill(bucket, self._faults)
         with _RetrievedErrors(self._works):
             if not self._set.flags_apart:
                 self._write_flags(self._set.flags())
@@ -367,7 +350,7 @@ class Reducer:
     def _find_faults(self) -> None:
         if self._options.static_graph and self._expected is None:
             for index in self._seen:
-                self._fill_and_count(index)
+                self._count_specially(index)
             self._expected = dict(self._seen)
         elif self._expected is not None:
             for index, count in self._expected.items():
@@ -417,7 +400,7 @@ class Reducer:
                 future.wait()
         self.futures.clear()
         has_faults, used = bool(flags[0]), self._used_anywhere(flags)
-        self._write_back(used)
+        self._set.write_back(used)
         self._used.clear()
         if not self._follows_arrival:
             self._assign_by_arrival(used)
@@ -428,7 +411,7 @@ class Reducer:
         if has_faults:
             self._faults.raise_on_all_ranks()
         step_in_backward(self._parameters)
-        if self._options.lazy_bucket_allocation and not self._as_view:
+        if self._options.lazy_bucket_allocation and not self._options.gradient_as_bucket_view:
             for bucket in self._set.buckets:
                 bucket.release()
 
@@ -437,28 +420,6 @@ class Reducer:
         if not self._set.allows_unused:
             return None
         return frozenset(flags[1:].nonzero().flatten().tolist())
-
-    def _write_back(self, used: frozenset[int] | None) -> None:
-        """Put the averages into ``grad``; parameters that no rank has used keep theirs."""
-        if self._as_view and used is None:
-            return
-        for bucket in self._set.buckets:
-            for member, view in bucket.views.items():
-                parameter = self._parameters[member]
-                if used is not None and member not in used:
-                    continue
-                if parameter.grad is None:
-                    if used is not None:
-                        parameter.grad = view if self._as_view else view.clone()
-                elif not self._as_view or (used is not None and parameter.grad is not view):
-                    self._copy_back(parameter, view)
-
-    def _copy_back(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        if self._as_view:
-            parameter.grad = view
-        else:
-            parameter.grad.detach().copy_(view)
 
     def stand_in(self, reduction: Reduction) -> None:
         """Contribute zeros to one backward of the other ranks; this rank's own gradients do not change."""

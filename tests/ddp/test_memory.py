@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from asyncdist.ddp import DistributedDataParallel
+from asyncdist.ddp import DistributedDataParallel, direct_gradients
 from asyncdist.ddp.backward import bucket_memory
 from asyncdist.memory.shared_arena import arena, unavailable
 
@@ -119,3 +119,34 @@ def test_gradients_are_aligned_to_cache_lines(together, dtype):
         return [parameter.grad.data_ptr() % 64 for parameter in model.parameters()]
 
     assert together(2, rank) == [[0, 0]] * 2
+
+
+def test_gradients_of_a_single_rank_stay_where_they_are(together, toy, monkeypatch):
+    monkeypatch.setattr(direct_gradients, "LEAST_NBYTES", 1 << 30)
+
+    def rank(group):
+        module, seen = toy.network(), set()
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: seen.add(parameter.grad.data_ptr()))
+        train(toy, group, module, steps=1, bucket_cap_mb=0.0001)
+        assert {parameter.grad.data_ptr() for parameter in module.parameters()} == seen
+        toy.assert_close(toy.gradients(module), alone(toy, toy.network()))
+
+    together(1, rank)
+
+
+def test_many_small_gradients_are_copied_together(together, monkeypatch):
+    calls, copy = [], torch._foreach_copy_
+
+    def counted(views, gradients):
+        calls.append(len(views))
+        copy(views, gradients)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+
+    def rank(group):
+        model = DistributedDataParallel(nn.Sequential(*(nn.Conv1d(1, 1, 1) for _ in range(9))), process_group=group)
+        model(torch.ones(1, 1, 1)).sum().backward()
+
+    together(2, rank)
+    assert calls == [18, 18]

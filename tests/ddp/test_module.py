@@ -225,3 +225,25 @@ def test_a_bucket_is_sent_before_the_last_gradient_is_ready(together, toy):
         assert step.backward_started < first.ready <= last.ready < step.backward_finished < step.finished
         for times in step.buckets:
             assert times.ready <= times.started < times.finished <= step.finished
+
+
+def test_buffers_that_appear_are_replaced_or_vanish_are_followed(together):
+    """A step does not search the model for buffers, so it must notice such changes."""
+
+    def rank(group):
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model = DistributedDataParallel(module, process_group=group)
+        assert len(model.named_module_buffers) == 3
+        module.double()
+        assert model.named_module_buffers["1.running_mean"] is module[1].running_mean
+        module.float()
+        module[0].register_buffer("late", torch.full((1,), float(group.rank())))
+        model(torch.ones(4, 2)).sum().backward()
+        model(torch.ones(4, 2)).sum().backward()
+        module[1].running_var = None
+        assert sorted(model.named_module_buffers) == ["0.late", "1.num_batches_tracked", "1.running_mean"]
+        module[0] = nn.BatchNorm1d(2)
+        assert "0.running_var" in model.named_module_buffers
+        return module[1].running_mean.dtype, module._modules["1"].running_var, group.rank()
+
+    assert [found[:2] for found in together(2, rank)] == [(torch.float32, None)] * 2

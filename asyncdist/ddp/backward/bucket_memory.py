@@ -38,6 +38,8 @@ class Bucket:
         self.index = index
         self.members = members
         self.pending = len(members)
+        self.unfilled: list[int] = []
+        """Members whose gradients have arrived, but are not in `flat` yet."""
         self.flat: torch.Tensor | None = None
         self.views: dict[int, torch.Tensor] = {}
         self.nbytes = sum(parameters[member].nbytes for member in members)

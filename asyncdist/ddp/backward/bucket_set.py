@@ -9,6 +9,10 @@ import torch
 
 from asyncdist.ddp import buckets
 from asyncdist.ddp.backward.bucket_memory import LINE_NBYTES, Bucket
+from asyncdist.ddp.backward.faults import Fault, Faults
+
+_LARGE_NBYTES = 64 << 10
+"""From this size on, copying a gradient that has left the cache costs more than a call for each."""
 
 
 @dataclass
@@ -43,7 +47,9 @@ class BucketSet:
         buckets: The buckets.
         bucket_of: The bucket of each parameter, by the parameter's number.
         allows_unused: Whether a parameter may get no gradient in a backward.
+        large: Numbers of parameters whose gradients are copied as soon as they arrive.
         skipped: Numbers of parameters without a bucket, which no rank uses.
+        is_alone: Whether no other rank and no hook gets the buckets: gradients stay where they are.
         has_hook: Whether a communication hook sees the buckets.
         is_special: Whether not every parameter gets exactly one gradient.
         flags_apart: Whether the flags travel in a tensor of their own instead of the last bucket.
@@ -51,10 +57,16 @@ class BucketSet:
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, torch.nn.Parameter]], options: ReducerOptions, *, shares_memory: bool
+        self,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        options: ReducerOptions,
+        *,
+        shares_memory: bool,
+        is_alone: bool,
     ) -> None:
         self.skipped: frozenset[int] = frozenset()
         self.has_hook = False
+        self.is_alone = is_alone
         self._parameters = [parameter for _, parameter in named]
         self._options, self._shares_memory = options, shares_memory
         self._delayed = {number for number, (name, _) in enumerate(named) if name in options.delayed}
@@ -73,7 +85,9 @@ class BucketSet:
             *self._layout([index for index in sent if index in self._delayed], [1 << 62]),
         ]
         # A hook sees no gaps, and the flags of a device's gradients would be read from the device in each step.
-        self.flags_apart = self.has_hook or not layout or not all(each.is_cpu for each in self._parameters)
+        self.flags_apart = (
+            self.has_hook or self.is_alone or not layout or not all(each.is_cpu for each in self._parameters)
+        )
         self.flags_count = 1 + (len(self._parameters) if self.allows_unused else 0)
         last = 0 if self.flags_apart else self.flags_count
         alignment = 1 if self.has_hook else LINE_NBYTES
@@ -82,6 +96,7 @@ class BucketSet:
             for index, members in enumerate(layout)
         ]
         self.bucket_of = {member: bucket for bucket in self.buckets for member in bucket.members}
+        self.large = {index for index, each in enumerate(self._parameters) if each.nbytes >= _LARGE_NBYTES}
 
     def _layout(self, order: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
         nbytes, kinds = [self._parameters[index].nbytes for index in order], [self._kinds[index] for index in order]
@@ -114,3 +129,59 @@ class BucketSet:
         """Return the flags after the gradients of the last bucket."""
         self.flat(self.buckets[-1])
         return self.buckets[-1].flags
+
+    def fill(self, bucket: Bucket, faults: Faults) -> None:
+        """Copy the gradients that have arrived since the last call into ``bucket``, all at once."""
+        if not bucket.unfilled:
+            return
+        if not self.is_alone:
+            self.flat(bucket)
+        gradients, views = [], []
+        for index in bucket.unfilled:
+            parameter, view = self._parameters[index], bucket.views.get(index)
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided:
+                faults.add(index, Fault.cleared if gradient is None else Fault.sparse)
+                if view is not None:
+                    view.zero_()
+            elif not (view is None or gradient is view or gradient.data_ptr() == view.data_ptr()):
+                gradients.append(gradient)
+                views.append(view)
+                if self._options.gradient_as_bucket_view:
+                    parameter.grad = view
+        bucket.unfilled.clear()
+        if len(gradients) == 1:
+            views[0].copy_(gradients[0].detach())
+        elif gradients:
+            with torch.no_grad():
+                torch._foreach_copy_(views, gradients)
+
+    def fill_unused(self, index: int) -> None:
+        """Put what a parameter without a new gradient has accumulated, or zeros, into its bucket."""
+        gradient, view = self._parameters[index].grad, self.view(index)
+        if gradient is None or not self.allows_unused:
+            view.zero_()
+        elif gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient.detach())
+
+    def write_back(self, used: frozenset[int] | None) -> None:
+        """Put the averages into ``grad``; parameters that no rank has used keep theirs."""
+        if self.is_alone or (self._options.gradient_as_bucket_view and used is None):
+            return
+        for bucket in self.buckets:
+            for member, view in bucket.views.items():
+                parameter = self._parameters[member]
+                if used is not None and member not in used:
+                    continue
+                if parameter.grad is None:
+                    if used is not None:
+                        parameter.grad = view if self._options.gradient_as_bucket_view else view.clone()
+                elif not self._options.gradient_as_bucket_view or (used is not None and parameter.grad is not view):
+                    self._copy_back(parameter, view)
+
+    def _copy_back(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if self._options.gradient_as_bucket_view:
+            parameter.grad = view
+        else:
+            parameter.grad.detach().copy_(view)
