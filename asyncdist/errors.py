@@ -13,6 +13,7 @@
     │   ├── GroupAbortedError                a call after the group failed, or after abort() on a rank
     │   ├── NoQuorumError                    too few members are left to go on
     │   └── ExcludedError                    the other members go on without this rank
+    ├── CallError, NameNotFoundError         a remote call failed: see `asyncdist.rpc.errors`
     ├── WaitTimeoutError (TimeoutError)      only the wait ended; the operation continues
     ├── RendezvousError                      the ranks did not find each other
     │   ├── RendezvousTimeoutError (TimeoutError)
@@ -50,6 +51,7 @@ from asyncdist.base.ops import is_message
 DOCUMENTATION = "https://asyncdist.readthedocs.io/en/stable/"
 """Where the documentation of this release is published. It is set nowhere else."""
 _SEE = f"\nsee {DOCUMENTATION}errors/#"
+_DOCUMENTED = (__name__, "asyncdist.rpc.errors")
 _ADDRESS = re.compile(rf"{re.escape(_SEE)}\w+")
 
 
@@ -63,8 +65,8 @@ class AsyncdistError(RuntimeError):
         return _ADDRESS.sub("", self._text())
 
     def __str__(self) -> str:
-        # The classes of this module have pages; a class derived from them elsewhere is described by its base's.
-        documented = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        # The classes of these modules have pages; a class derived from them elsewhere is described by its base's.
+        documented = next(kind for kind in type(self).__mro__ if kind.__module__ in _DOCUMENTED)
         return f"{self.message}{_SEE}{documented.__name__.lower()}"
 
     def _text(self) -> str:
@@ -210,6 +212,7 @@ class PeerLostError(GroupError, ConnectionError):
     Attributes:
         peer: Its global rank; the name of a process that is in no common group.
         noticed: ``"connection"`` if the connection to it has ended or cannot be used, ``"heartbeat"`` if it was silent.
+        why: What happened to it, as a clause.
         last_heard: Of a silent peer, the seconds before this error at which the rank that noticed last heard it; else None.
     """
 
@@ -224,7 +227,7 @@ class PeerLostError(GroupError, ConnectionError):
     def __init__(self, peer: int | str, reason: str, **where: object) -> None:
         who = f"rank {peer}" if isinstance(peer, int) else peer
         super().__init__(f"{who} was lost ({reason})", **where)  # type: ignore[arg-type]
-        self.peer = peer
+        self.peer, self.why = peer, reason
         if isinstance(peer, str):
             self.advice = "read the log of that process"
 

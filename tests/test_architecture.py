@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
     "base", "algorithms", "memory", "store", "transport", "tracing", "membership", "engine", "collectives", "rendezvous",
-    "channels", "weights", "status", "devices", "groups", "elastic", "ddp", "torch_backend", "bench", "cli",
+    "channels", "weights", "status", "devices", "groups", "elastic", "ddp", "rpc", "torch_backend", "bench", "cli",
 )  # fmt: skip
 """The folders of `asyncdist`; each imports only itself, the folders before it, and the two modules of `FOUNDATION`."""
 

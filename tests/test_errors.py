@@ -15,6 +15,7 @@ from asyncdist.base.error_text import describe_error
 from asyncdist.engine.operation import local_failure
 from asyncdist.errors import AddressError, AsyncdistError, GroupAbortedError, UsageError
 from asyncdist.groups.group import Group
+from asyncdist.rpc import errors as rpc_errors
 from asyncdist.store.persistence.log_format import DamagedError
 from asyncdist.testing.cluster import world_of
 
@@ -25,11 +26,20 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "RendezvousTimeoutError": ([0], [1], 60.0, "tcp://host:1"),
     "StoreTimeoutError": ("get", ["key"], 3.0),
     "UnevenInputsError": ([0], [1]),
+    **dict.fromkeys(
+        ("CallError", "CallRefusedError", "OverloadedError", "ResultError"), ("policy", "act", "process 7", "it broke")
+    ),
+    "CallTimeoutError": ("policy", "act", "process 7", 0.5),
+    "CalleeLostError": ("policy", "act", "process 7", "its process has ended", True),
+    "NameNotFoundError": ("policy", "asyncdist://host:1/job", 3.0, "no process has published it"),
+    "PartialError": ("policy", "act", [1, None], {1: ValueError("it broke")}),
+    "RemoteError": ("policy", "act", "process 7", "ValueError", "it broke", "Traceback (most recent call last): …"),
 }
 KINDS = [
     kind
-    for _, kind in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(kind, AsyncdistError) and kind.__module__ == errors.__name__
+    for module in (errors, rpc_errors)
+    for _, kind in inspect.getmembers(module, inspect.isclass)
+    if issubclass(kind, AsyncdistError) and kind.__module__ == module.__name__
 ]
 every_error = pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
 

@@ -1,12 +1,19 @@
-"""Timers by key, which their owner polls and runs. They use no lock.
+"""Timers of many objects in one place. They use no lock.
 
-The engine's endpoint owns one table. Its transports schedule reconnects and time limits in it, under the endpoint's lock.
+A `TimerTable` has timers by key, which their owner polls and runs. The engine's endpoint owns one; its transports schedule
+reconnects and time limits in it, under the endpoint's lock. A `DeadlineTimer` is one timer of an event loop for the
+deadlines of many requests.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+_TICK = 0.001
+"""The least number of seconds between two checks of all deadlines."""
 
 
 class TimerTable(dict[object, tuple[float, Callable[[], None]]]):
@@ -30,3 +37,62 @@ class TimerTable(dict[object, tuple[float, Callable[[], None]]]):
             if at <= now and key in self:
                 del self[key]
                 callback()
+
+
+class Expiring(Protocol):
+    """A request with a deadline, in the time of its loop; infinity for none."""
+
+    @property
+    def deadline(self) -> float: ...
+
+    def expire(self) -> None:
+        """End the request, because its deadline has passed."""
+
+
+class DeadlineTimer:
+    """One timer for the deadlines of all open requests, set for the earliest.
+
+    The timer stays as it is when requests come and go, because most end long before their deadlines. When it fires, it
+    ends the requests whose deadline has passed, and is set for the next one.
+
+    Args:
+        open_requests: Returns the open requests.
+    """
+
+    def __init__(self, open_requests: Callable[[], Iterable[Expiring]]) -> None:
+        self._open_requests = open_requests
+        self._loop = asyncio.get_running_loop()
+        self._next = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether the timer is set."""
+        return self._timer is not None
+
+    def note(self, deadline: float) -> None:
+        """Note that a request with this deadline has been opened."""
+        if deadline < self._next:
+            self._set(deadline)
+
+    def cancel(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._next = None, math.inf
+
+    def _set(self, when: float) -> None:
+        self.cancel()
+        self._next = when
+        self._timer = self._loop.call_at(when, self._expire_overdue)
+
+    def _expire_overdue(self) -> None:
+        self.cancel()
+        now, earliest = self._loop.time(), math.inf
+        for request in list(self._open_requests()):
+            if request.deadline <= now:
+                request.expire()
+            else:
+                earliest = min(earliest, request.deadline)
+        if earliest < math.inf:
+            self.note(max(earliest, now + _TICK))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from asyncdist.channels.frames import BufferCursor
+from asyncdist.channels.receive_memory import receive_memory
 from asyncdist.errors import AsyncdistError
 
 
@@ -58,7 +57,7 @@ class IncomingMessage:
         cursor = self._cursor
         if cursor is None:
             if not self.buffers:
-                self.buffers = [np.empty(size, dtype=np.uint8).data for size in self.sizes]
+                self.buffers = [receive_memory.take(size) for size in self.sizes]
             buffers = [buffer if buffer.format == "B" else buffer.cast("B") for buffer in self.buffers]
             given = [buffer.nbytes for buffer in buffers]
             if given != list(self.sizes):

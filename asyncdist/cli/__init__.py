@@ -8,9 +8,9 @@ import click
 
 from asyncdist import __version__
 from asyncdist.cli.bench import bench
-from asyncdist.cli.bench_faults import bench_faults
-from asyncdist.cli.bench_store import bench_store
-from asyncdist.cli.bench_weights import bench_weights
+from asyncdist.cli.benchmarks.bench_faults import bench_faults
+from asyncdist.cli.benchmarks.bench_store import bench_store
+from asyncdist.cli.benchmarks.bench_weights import bench_weights
 from asyncdist.cli.info import info
 from asyncdist.cli.store import store
 from asyncdist.cli.top import top

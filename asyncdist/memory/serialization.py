@@ -6,6 +6,8 @@ levels deep, lists and dicts 500. With ``weights_only=True`` it also carries wha
 ordered dictionaries, parameters, sparse tensors, and classes added with ``torch.serialization.add_safe_globals``. Other
 objects need pickle, which executes code of the sender. They require ``ASYNCDIST_ALLOW_PICKLE=1`` and exclude
 ``weights_only=True``.
+
+An `Extension` carries further objects, and tensors outside of the bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 import numpy as np
@@ -25,14 +27,26 @@ from asyncdist.memory.buffers import DTYPE_NUMBERS, DTYPES, input_memory
 
 # Greatest depth of nested tuples and sets. Each level takes 40 KB of the reader's stack.
 _MAX_DEPTH = 32
-_TENSOR, _ARRAY, _TUPLE, _SET, _COMPLEX, _INTEGER, _PICKLE, _SAVED = range(1, 9)
+_TENSOR, _ARRAY, _TUPLE, _SET, _COMPLEX, _INTEGER, _PICKLE, _SAVED, EXTENDED = range(1, 10)
 
 
-def pack(value: Any, *, allow_pickle: bool, weights_only: bool = False) -> bytes:
+class Extension(Protocol):
+    """Carries objects that plain data does not have, or that shall travel otherwise."""
+
+    def encode(self, part: Any) -> Any:
+        """Return plain data that stands for an object; None for an object that it does not carry."""
+
+    def decode(self, stand_in: Any) -> Any:
+        """Return the object for which plain data stands. Any error means that the bytes are damaged."""
+
+
+def pack(value: Any, *, allow_pickle: bool, weights_only: bool = False, extension: Extension | None = None) -> bytes:
     """Return an object as bytes. Raises UsageError, which names the type, for an object that needs pickle."""
     depth = 0
 
     def extend(part: Any) -> msgpack.ExtType:
+        if extension is not None and (stand_in := extension.encode(part)) is not None:
+            return msgpack.ExtType(EXTENDED, encode(stand_in))
         if isinstance(part, torch.Tensor) and (not weights_only or _is_plain(part)):
             memory = input_memory(part)
             head = (DTYPE_NUMBERS[part.dtype], tuple(part.shape), part.requires_grad, memory.view)
@@ -84,7 +98,13 @@ def _packb(part: Any, extend: Callable[[Any], Any]) -> bytes:
     return packed
 
 
-def unpack(data: bytes | bytearray | memoryview, *, allow_pickle: bool, weights_only: bool = False) -> Any:
+def unpack(
+    data: bytes | bytearray | memoryview,
+    *,
+    allow_pickle: bool,
+    weights_only: bool = False,
+    extension: Extension | None = None,
+) -> Any:
     """Return the object that `pack` wrote. Raises ProtocolError for other bytes, and for a pickle that is not allowed."""
     depth = 0
 
@@ -107,6 +127,8 @@ def unpack(data: bytes | bytearray | memoryview, *, allow_pickle: bool, weights_
             return complex(*msgpack.unpackb(body))
         if code == _INTEGER:
             return int.from_bytes(body, "little", signed=True)
+        if code == EXTENDED and extension is not None:
+            return extension.decode(decode(body))
         if code == _SAVED and weights_only:
             return _load(body)
         if code == _SAVED:

@@ -75,7 +75,7 @@ class BlockingSubscriber:
 
     def __init__(
         self,
-        like: Source,
+        like: Source | None = None,
         *,
         job: str,
         name: str = "weights",

@@ -35,8 +35,12 @@ class ModelCopy:
         num_readers: The number of requests that read it.
     """
 
-    def __init__(self, like: Source) -> None:
-        self.model, self._targets = _empty_copy(like)
+    def __init__(self, like: Source | None) -> None:
+        self.model: Any = {}
+        self._targets: dict[str, torch.Tensor] = {}
+        if like is not None:
+            self.model, self._targets = _empty_copy(like)
+        self._takes_all = like is None
         self.held: HeldVersion | None = None
         self.num_readers = 0
         self._own: dict[str, torch.Tensor] = {}
@@ -49,6 +53,11 @@ class ModelCopy:
 
     def show(self, held: HeldVersion, selection: Selection) -> None:
         """Show a version from now on. No request may read this copy meanwhile. Called in a thread."""
+        if self._takes_all:
+            self.model.clear()
+            self._targets = {
+                name: torch.empty(0, dtype=place.dtype, device="cpu") for name, place in selection.layout.places.items()
+            }
         for name in selection.parts:
             part = held.part(selection, name)
             target = self._targets[name]
@@ -84,12 +93,12 @@ class ModelCopies:
     """The copies of a subscriber. Any thread may begin and end to read; the other methods belong to one thread.
 
     Args:
-        like: The module or the tensors of which copies are made.
+        like: The module or the tensors of which copies are made; None for dicts of all tensors that are published.
         count: The number of copies.
         on_drained: Called by any thread when the last request of a version that is not the current one has ended.
     """
 
-    def __init__(self, like: Source, count: int, on_drained: Callable[[], None]) -> None:
+    def __init__(self, like: Source | None, count: int, on_drained: Callable[[], None]) -> None:
         self._copies = [ModelCopy(like) for _ in range(count)]
         self._on_drained = on_drained
         self._lock = threading.Lock()

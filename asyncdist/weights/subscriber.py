@@ -30,7 +30,8 @@ class Subscriber:
     Args:
         like: A module like the publisher's, or a dict of tensors, which may be on the meta device. It says which tensors
             are received, with which shape and dtype and on which device; its values are not used, and not changed. It
-            may lack tensors that are published, such as those of another stage of a pipeline.
+            may lack tensors that are published, such as those of another stage of a pipeline. None stands for a dict of
+            all tensors that are published, on the CPU.
         job: ``asyncdist://host:port/job`` of a job at a store daemon.
         name: The name of the weights in the job.
         slices: Which part of a published tensor this process has: a dict from names to slices (or tuples of slices) with
@@ -57,7 +58,7 @@ class Subscriber:
 
     def __init__(
         self,
-        like: Source,
+        like: Source | None = None,
         *,
         job: str,
         name: str = "weights",

@@ -33,7 +33,7 @@ class Subscribing:
     """A subscriber. All methods but the constructor and `reading` are called on one loop.
 
     Args:
-        like: A module or tensors like those of the reader.
+        like: A module or tensors like those of the reader; None for all tensors.
         job: The job at a store daemon.
         name: The name of the weights there.
         slices: Which part of a tensor the reader has.
@@ -41,7 +41,9 @@ class Subscribing:
         timeout: Limit of each operation of the store.
     """
 
-    def __init__(self, like: Source, job: str, name: str, slices: Slices | None, copies: int, timeout: Timeout) -> None:
+    def __init__(
+        self, like: Source | None, job: str, name: str, slices: Slices | None, copies: int, timeout: Timeout
+    ) -> None:
         if not isinstance(copies, int) or copies < 2:
             raise UsageError(
                 f"copies is {copies!r}: a subscriber needs one copy for requests and one for the next version"
@@ -49,7 +51,9 @@ class Subscribing:
         self._job, self._name, self._slices = job, name, slices
         self._config = Config.from_environment()
         self._timeout = seconds(timeout, self._config.timeout)
-        self._wanted = {each: tuple(tensor.shape) for each, tensor in tensors_of(like).items()}
+        self._wanted: dict[str, tuple[int, ...]] | None = None
+        if like is not None:
+            self._wanted = {each: tuple(tensor.shape) for each, tensor in tensors_of(like).items()}
         self._copies = ModelCopies(like, copies, self._drained)
         self._exchange: WeightsExchange | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -1,4 +1,4 @@
-"""The results of ``asyncdist bench weights`` as a page. `asyncdist.cli.bench_weights` prints it or writes it to a file."""
+"""The results of ``asyncdist bench weights`` as a page, which `asyncdist.cli.benchmarks.bench_weights` prints or writes."""
 
 from __future__ import annotations
 

@@ -9,13 +9,14 @@ from math import inf
 from typing import Any, Generic, Self, TypeVar
 
 from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.base.timers import DeadlineTimer
 from asyncdist.base.tls import client_context
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreConnectionError, UsageError
 from asyncdist.store.base import AsyncStoreBase, AsyncStream
 from asyncdist.store.client.connect import FIRST_PAUSE, ConnectRetry, ReconnectPolicy, closed
 from asyncdist.store.client.link import StoreConnection, open_connection
-from asyncdist.store.client.request_future import DeadlineTimer, RequestFuture
+from asyncdist.store.client.request_future import RequestFuture
 from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, ClientProtocol
 from asyncdist.store.protocol.operations import Command
@@ -110,7 +111,7 @@ class ReconnectingConnection:
         """The present connection, None during a reconnect."""
         self.protocol = ClientProtocol(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
         self.policy = ReconnectPolicy(self.protocol, host, port, config.store_reconnect)
-        self.deadlines = DeadlineTimer(self.protocol.open_requests)
+        self.deadlines = DeadlineTimer(self._open_requests)
         self.reconnecting: asyncio.TimerHandle | asyncio.Task[None] | None = None
         """The latest reconnect; first a timer that starts it."""
         self._token = token
@@ -139,6 +140,9 @@ class ReconnectingConnection:
             "this store's loop runs in another thread: call it in a coroutine there, which "
             "asyncio.run_coroutine_threadsafe starts; or use TCPStore, which any thread may call"
         )
+
+    def _open_requests(self) -> list[RequestFuture[Any]]:
+        return [request for request in self.protocol.open_requests() if isinstance(request, RequestFuture)]
 
     def give_up(self, number: int) -> None:
         self._send(self.protocol.give_up(number))

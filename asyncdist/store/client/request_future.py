@@ -1,18 +1,14 @@
-"""The requests of the awaited client: one future each, and one timer for all deadlines."""
+"""The requests of the awaited client: one future each."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
-from math import inf
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from asyncdist.store.protocol.operations import Command
 
 T = TypeVar("T")
-
-_TICK = 0.001
-"""The least number of seconds between two checks of all deadlines."""
 
 
 class RequestFuture(asyncio.Future[T]):
@@ -65,54 +61,3 @@ class RequestFuture(asyncio.Future[T]):
         keys = self.command.keys
         about = "" if not keys else f" of {keys[0]!r}" if len(keys) == 1 else f" of {len(keys)} keys"
         return f"<a future, {self.command.name}{about}, that is {state}: await it as it is, it needs no task>"
-
-
-class DeadlineTimer:
-    """One timer for the deadlines of all open requests, set for the earliest.
-
-    The timer stays as it is when requests come and go, because most end long before their deadlines. When it fires, it
-    ends the requests whose deadline has passed, and is set for the next one.
-
-    Args:
-        open_requests: Returns the open requests; those without a deadline are ignored.
-    """
-
-    def __init__(self, open_requests: Callable[[], Iterable[object]]) -> None:
-        self._open_requests = open_requests
-        self._loop = asyncio.get_running_loop()
-        self._next = inf
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def active(self) -> bool:
-        """Whether the timer is set."""
-        return self._timer is not None
-
-    def note(self, deadline: float) -> None:
-        """Note that a request with this deadline has been opened."""
-        if deadline < self._next:
-            self._set(deadline)
-
-    def cancel(self) -> None:
-        """Stop the timer."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._next = None, inf
-
-    def _set(self, when: float) -> None:
-        self.cancel()
-        self._next = when
-        self._timer = self._loop.call_at(when, self._expire_overdue)
-
-    def _expire_overdue(self) -> None:
-        self.cancel()
-        now, earliest = self._loop.time(), inf
-        for request in list(self._open_requests()):
-            if not isinstance(request, RequestFuture):
-                continue
-            if request.deadline <= now:
-                request.expire()
-            else:
-                earliest = min(earliest, request.deadline)
-        if earliest < inf:
-            self.note(max(earliest, now + _TICK))

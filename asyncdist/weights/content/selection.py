@@ -85,18 +85,18 @@ def whole_selection(layout: WeightsLayout) -> Selection:
     return Selection.of(layout, dict.fromkeys(layout.places))
 
 
-def select(whole: WeightsLayout, wanted: Mapping[str, tuple[int, ...]], slices: Slices | None) -> Selection:
+def select(whole: WeightsLayout, wanted: Mapping[str, tuple[int, ...]] | None, slices: Slices | None) -> Selection:
     """Return the selection of a reader.
 
     Args:
         whole: The layout of the version.
-        wanted: The shape of each tensor that the reader has.
+        wanted: The shape of each tensor that the reader has; None if it has a part of all, of any shape.
         slices: Which part of a tensor that is.
 
     Raises:
         UsageError: The version has no such tensor, or a part has another shape.
     """
-    missing = [name for name in wanted if name not in whole.places]
+    missing = [name for name in wanted or () if name not in whole.places]
     if missing:
         raise UsageError(
             f"the published weights have no {missing[0]!r}, which the reader's model has (and {len(missing) - 1} more): "
@@ -105,11 +105,11 @@ def select(whole: WeightsLayout, wanted: Mapping[str, tuple[int, ...]], slices: 
     parts: dict[str, Ranges | None] = {}
     # In the publisher's order, so that a reader of all tensors has the layout of the version.
     for name, place in whole.places.items():
-        if name in wanted:
+        if wanted is None or name in wanted:
             index = slices(name, place.shape) if callable(slices) else (slices or {}).get(name)
             ranges = None if index is None else _ranges_of(name, index, place.shape)
             shape = place.shape if ranges is None else tuple(stop - start for start, stop in ranges)
-            if shape != wanted[name]:
+            if wanted is not None and shape != wanted[name]:
                 raise UsageError(
                     f"{name} has the shape {list(wanted[name])} at the reader, and the published part {list(shape)} of "
                     f"{list(place.shape)}: pass slices= if the reader has a part of it"

@@ -1,0 +1,1 @@
+"""The commands of ``asyncdist bench`` that measure something other than collectives."""

@@ -1,0 +1,324 @@
+"""The caller's side of remote calls: a future for each call, and the table of the calls over one channel."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextvars import ContextVar
+from math import inf
+from typing import Any
+
+from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.base.timers import DeadlineTimer
+from asyncdist.channels.channel import PeerChannel
+from asyncdist.channels.frames import SHORT_NBYTES
+from asyncdist.channels.messages import OutgoingMessage
+from asyncdist.errors import AsyncdistError, PeerLostError, ProtocolError, UsageError
+from asyncdist.rpc.errors import CalleeLostError, CallError, CallTimeoutError, OverloadedError, ResultError
+from asyncdist.rpc.failures import failure_of
+from asyncdist.rpc.streams import CallStream, ItemQueue
+from asyncdist.rpc.values import Carrier
+from asyncdist.rpc.wire import CANCEL, CREDIT, END, FAILED, ITEM, RESULT, pack_plain
+
+HEAD_NBYTES = SHORT_NBYTES - 2048
+"""The most bytes of a value inside the head of its message."""
+MOST_WAITING = 1 << 16
+"""The most calls of one caller that wait for one callee."""
+
+current_deadline: ContextVar[float] = ContextVar("current_deadline", default=inf)
+"""In a method that a call with a deadline runs: that deadline, in the loop's time. Calls that it makes inherit it."""
+
+
+class RemoteCall(asyncio.Future[Any]):
+    """A call that has started: await it, gather it, or iterate over it if the method is an async generator.
+
+    It is a future and not a coroutine, so it needs no task: the call has been sent when it is made. Cancelling it, or the
+    task that awaits it, cancels the method.
+    """
+
+    __slots__ = (
+        "_caller",
+        "buffers",
+        "deadline",
+        "head",
+        "is_sent",
+        "limits_stream",
+        "method",
+        "nbytes",
+        "number",
+        "outgoing",
+        "target",
+        "timeout",
+    )
+
+    def __init__(self, caller: Caller, number: int, target: str, method: str, timeout: float, deadline: float) -> None:
+        super().__init__(loop=caller.loop)
+        self._caller = caller
+        self.number, self.target, self.method = number, target, method
+        self.timeout, self.deadline = timeout, deadline
+        self.limits_stream = False
+        """Whether the deadline is that of the whole stream, if the method is an async generator."""
+        self.is_sent = False
+        self.nbytes = 0
+        self.head = b""
+        self.buffers: Sequence[memoryview] = ()
+        self.outgoing: OutgoingMessage | None = None
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        cancelled = super().cancel(msg)
+        if cancelled:
+            self._caller.give_up(self)
+        return cancelled
+
+    def expire(self) -> None:
+        """End the call, because its deadline has passed."""
+        if not self.done():
+            self.set_exception(CallTimeoutError(self.target, self.method, self._caller.peer, self.timeout))
+            self._caller.give_up(self)
+
+    def fail(self, error: BaseException) -> None:
+        """End the call with an error, unless it has ended."""
+        if not self.done():
+            self.set_exception(error)
+
+    def __aiter__(self) -> CallStream:
+        return CallStream(self)
+
+    def __repr__(self) -> str:
+        """Return an advice, which asyncio shows in its error if a program makes a task of this future."""
+        state = "cancelled" if self.cancelled() else "done" if self.done() else "pending"
+        return f"<a call of {self.target}.{self.method}() that is {state}: await it as it is, it needs no task>"
+
+
+class Caller:
+    """The calls of this process over one channel.
+
+    Args:
+        channel: The channel.
+        carrier: Carries the arguments and results.
+        credits: The calls that the callee accepts at a time.
+        window_nbytes: The bytes of arguments in buffers that the callee accepts at a time; one call may have more.
+        timeout: Seconds of a call without a timeout of its own.
+    """
+
+    def __init__(
+        self, channel: PeerChannel, carrier: Carrier, *, credits: int, window_nbytes: int, timeout: float
+    ) -> None:
+        self.peer = channel.peer.name
+        self.loop = asyncio.get_running_loop()
+        self._channel, self._carrier = channel, carrier
+        self._credits, self._window = credits, window_nbytes
+        self._timeout = timeout
+        self._number = 0
+        self._open: dict[int, RemoteCall | ItemQueue] = {}
+        self._waiting: deque[RemoteCall] = deque()
+        self._num_sent = self._sent_nbytes = 0
+        self._resuming: asyncio.Task[None] | None = None
+        self._timer = DeadlineTimer(self._open.values)
+
+    @property
+    def num_open(self) -> int:
+        """The calls and streams that have not ended."""
+        return len(self._open)
+
+    # -- starting ----------------------------------------------------------------------------------
+
+    def start(
+        self,
+        target: str,
+        key: bytes,
+        method: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        timeout: Timeout = None,
+        packed: tuple[bytes, list[memoryview]] | None = None,
+    ) -> RemoteCall:
+        """Start a call, after those started before.
+
+        Args:
+            target: The object, for messages.
+            key: The object and the method, as the wire has them.
+            method: The name of the method.
+            args: The arguments.
+            kwargs: The keyword arguments.
+            timeout: Seconds, or a timedelta.
+            packed: The arguments, if they have been packed for several calls.
+
+        Raises:
+            UsageError: The arguments cannot be carried, or the timeout is none.
+        """
+        limit, deadline, told = self._limits(timeout)
+        try:
+            value, buffers = packed or self._carrier.pack([list(args), kwargs])
+        except UsageError as error:
+            raise UsageError(f"{target}.{method}() at {self.peer}: {error.message}") from error
+        self._number = number = self._number + 1
+        call = RemoteCall(self, number, target, method, limit, deadline)
+        call.limits_stream = told is not None
+        if len(value) > HEAD_NBYTES:
+            value, buffers = b"\xc0", [memoryview(value), *buffers]
+        call.head = b"".join((b"\x97\x00", pack_plain(number), key, pack_plain(told), value))
+        if buffers:
+            call.buffers = buffers
+            call.nbytes = sum(buffer.nbytes for buffer in buffers)
+        if not self._channel.is_open:
+            call.set_exception(self._lost(call, self._channel.error))
+            return call
+        if len(self._waiting) >= MOST_WAITING:
+            reason = f"{MOST_WAITING} calls of this process already wait for it"
+            call.set_exception(OverloadedError(target, method, self.peer, reason))
+            return call
+        self._open[number] = call
+        if deadline < inf:
+            self._timer.note(deadline)
+        if not self._waiting and self._may_send(call):
+            self._send(call)
+        else:
+            self._waiting.append(call)
+            self._send_waiting()
+        return call
+
+    def _limits(self, timeout: Timeout) -> tuple[float, float, float | None]:
+        """Return a call's timeout, its deadline, and the timeout of which the callee is told."""
+        outer = current_deadline.get()
+        if timeout is None and outer == inf:
+            # The callee needs no timer: this process cancels the call.
+            return self._timeout, self.loop.time() + self._timeout, None
+        now = self.loop.time()
+        limit = min(seconds(timeout), outer - now)
+        return limit, now + limit, max(0.0, limit) if limit < inf else None
+
+    def _may_send(self, call: RemoteCall) -> bool:
+        if self._num_sent >= self._credits or self._channel.is_congested:
+            return False
+        return not self._sent_nbytes or self._sent_nbytes + call.nbytes <= self._window
+
+    def _send(self, call: RemoteCall) -> None:
+        try:
+            call.outgoing = self._channel.send(call.head, call.buffers)
+        except AsyncdistError as error:
+            del self._open[call.number]
+            call.fail(self._lost(call, error) if isinstance(error, PeerLostError) else error)
+            return
+        call.is_sent = True
+        call.head, call.buffers = b"", ()
+        self._num_sent += 1
+        self._sent_nbytes += call.nbytes
+
+    def _ended(self, call: RemoteCall | ItemQueue) -> None:
+        """Note that the callee works on a call no more, and send calls that have waited for it."""
+        if self._open.pop(call.number, None) is None:
+            return
+        if not call.is_sent:
+            return
+        self._num_sent -= 1
+        self._sent_nbytes -= call.nbytes
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        while self._waiting:
+            first = self._waiting[0]
+            if first.number in self._open and not self._may_send(first):
+                # Otherwise the end of a call that has been sent continues this.
+                if not self._num_sent and self._resuming is None:
+                    self._resuming = self.loop.create_task(self._resume_when_drained())
+                return
+            self._waiting.popleft()
+            if first.number in self._open:
+                self._send(first)
+
+    async def _resume_when_drained(self) -> None:
+        try:
+            await self._channel.drain()
+        except PeerLostError:
+            return
+        finally:
+            self._resuming = None
+        self._send_waiting()
+
+    # -- giving up ---------------------------------------------------------------------------------
+
+    def give_up(self, call: RemoteCall | ItemQueue) -> None:
+        """Tell the callee that nobody waits for a call any more."""
+        if call.number not in self._open:
+            return
+        if call.is_sent and self._channel.is_open:
+            if call.outgoing is not None and not call.outgoing.done:
+                self._channel.withdraw(call.outgoing)
+            self._channel.send(pack_plain([CANCEL, call.number]))
+        call.head, call.buffers = b"", ()
+        self._ended(call)
+
+    def grant(self, number: int, count: int) -> None:
+        """Let the callee send further items of a stream."""
+        if self._channel.is_open:
+            self._channel.send(pack_plain([CREDIT, number, count]))
+
+    # -- what the callee answers -------------------------------------------------------------------
+
+    def answered(self, answer: Sequence[Any]) -> None:
+        """Handle an answer, whose value has been unpacked. Raises ProtocolError for one that no callee sends."""
+        kind, number = answer[0], answer[1]
+        call = self._open.get(number)
+        # The caller has given it up.
+        if call is None:
+            return
+        if kind == RESULT and isinstance(call, RemoteCall):
+            if not call.done():
+                call.set_result(answer[2])
+            self._ended(call)
+        elif kind == ITEM:
+            self._stream_of(call).put(answer[2])
+        elif kind == END:
+            self._stream_of(call).end(None)
+            self._ended(self._open[number])
+        elif kind == FAILED:
+            failure, texts = answer[2:]
+            self.failed(number, failure_of(failure, texts, call.target, call.method, self.peer, call.timeout))
+        else:
+            raise ProtocolError(f"an answer of kind {kind!r} to call {number}")
+
+    def failed(self, number: int, error: CallError) -> None:
+        """End a call with an error."""
+        call = self._open.get(number)
+        if call is not None:
+            call.fail(error)
+            self._ended(call)
+
+    def unreadable(self, number: int, reason: str) -> None:
+        """End a call whose result cannot be read."""
+        call = self._open.get(number)
+        if call is not None:
+            self.give_up(call)
+            call.fail(ResultError(call.target, call.method, self.peer, reason))
+
+    def _stream_of(self, call: RemoteCall | ItemQueue) -> ItemQueue:
+        """Return the queue of a stream; the first item makes it, and is the result of the call."""
+        if isinstance(call, ItemQueue):
+            return call
+        queue = ItemQueue(self, call)
+        self._open[call.number] = queue
+        if not call.done():
+            call.set_result(CallStream(None, queue))
+        return queue
+
+    def expects(self, number: int) -> bool:
+        """Return whether somebody waits for the answers to a call."""
+        return number in self._open
+
+    def closed(self, error: PeerLostError) -> None:
+        """End all calls: the channel has ended."""
+        self._timer.cancel()
+        calls = list(self._open.values())
+        self._open.clear()
+        self._waiting.clear()
+        for call in calls:
+            call.fail(self._lost(call, error))
+
+    def _lost(self, call: RemoteCall | ItemQueue, error: AsyncdistError | None) -> CalleeLostError:
+        reason = getattr(error, "why", "") or "the channel has ended"
+        lost = CalleeLostError(call.target, call.method, self.peer, reason, may_have_run=call.is_sent)
+        if isinstance(error, PeerLostError):
+            lost.noticed, lost.last_heard = error.noticed, error.last_heard
+        return lost

@@ -1,0 +1,397 @@
+"""The callee's side of remote calls: runs the calls that come over one channel, in order, and answers.
+
+Calls of one caller to one object begin in the order in which they were made. A method that runs in a thread ends before the
+next call of that caller to that object begins; coroutines and async generators then run concurrently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import sys
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from math import inf
+from typing import Any, Protocol
+
+from asyncdist.base.daemon_threads import DaemonThreadPool
+from asyncdist.base.timers import DeadlineTimer
+from asyncdist.channels.channel import PeerChannel
+from asyncdist.channels.messages import OutgoingMessage
+from asyncdist.errors import PeerLostError, ProtocolError, UsageError
+from asyncdist.rpc.calls import HEAD_NBYTES, current_deadline
+from asyncdist.rpc.failures import describe
+from asyncdist.rpc.objects import MethodKind, NoSuchObject, ServedMethod, ServedObjects
+from asyncdist.rpc.streams import WINDOW
+from asyncdist.rpc.values import Carrier
+from asyncdist.rpc.wire import END, FAILED, ITEM, RESULT, Failure, pack_plain
+
+_STARTS_EAGERLY = sys.version_info >= (3, 12)
+"""Whether the first step of a task can run at once."""
+
+ObjectKey = tuple[str | int, int]
+PackedValue = tuple[bytes, list[memoryview]]
+
+
+class CallBudget(Protocol):
+    """What all callers of a process share."""
+
+    objects: ServedObjects
+    carrier: Carrier
+    threads: DaemonThreadPool
+    num_calls: int
+    most_calls: int
+    is_closing: bool
+
+
+class Execution:
+    """One call that this process runs for a caller."""
+
+    __slots__ = (
+        "args",
+        "credits",
+        "deadline",
+        "is_cancelled",
+        "is_queued",
+        "is_ready",
+        "key",
+        "kwargs",
+        "method",
+        "number",
+        "owner",
+        "taken",
+        "task",
+    )  # fmt: skip
+
+    def __init__(self, owner: Callee, number: int, key: ObjectKey, method: ServedMethod, deadline: float) -> None:
+        self.owner, self.number, self.key, self.method, self.deadline = owner, number, key, method, deadline
+        self.args: Sequence[Any] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.is_ready = self.is_queued = self.is_cancelled = False
+        self.task: asyncio.Task[None] | None = None
+        self.credits = WINDOW
+        self.taken: asyncio.Event | None = None
+
+    def expire(self) -> None:
+        """Cancel the call, because its deadline has passed."""
+        self.owner.overdue(self)
+
+
+class _Queue:
+    """The calls of one object that wait for an earlier one of the same caller."""
+
+    __slots__ = ("is_running", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: deque[Execution] = deque()
+        self.is_running = False
+
+    def add(self, execution: Execution) -> None:
+        """Let a call wait."""
+        execution.is_queued = True
+        self.waiting.append(execution)
+
+
+class Callee:
+    """Runs the calls of one caller.
+
+    Args:
+        channel: The channel to the caller.
+        budget: The objects, and what all callers share.
+        credits: The calls that the caller may have at a time.
+    """
+
+    def __init__(self, channel: PeerChannel, budget: CallBudget, credits: int) -> None:
+        self._channel, self._budget, self._credits = channel, budget, credits
+        self._loop = asyncio.get_running_loop()
+        self._calls: dict[int, Execution] = {}
+        self._queues: dict[ObjectKey, _Queue] = {}
+        self._sending: dict[int, OutgoingMessage] = {}
+        self._timer = DeadlineTimer(self._calls.values)
+
+    # -- what the caller sends ---------------------------------------------------------------------
+
+    def called(self, envelope: Sequence[Any], *, is_ready: bool) -> Execution | None:
+        """Begin a call, or queue it; return None if it is refused, in which case the caller has been told.
+
+        Args:
+            envelope: Number, object, index, method and timeout.
+            is_ready: Whether its arguments have arrived. If not, `arrived` follows.
+        """
+        number, target, index, name, timeout = envelope
+        if number in self._calls:
+            raise ProtocolError(f"call {number} was made twice")
+        budget = self._budget
+        if budget.is_closing or len(self._calls) >= self._credits or budget.num_calls >= budget.most_calls:
+            self._refuse_overload(number)
+            return None
+        try:
+            method = budget.objects.method(target, index, name)
+        except NoSuchObject as error:
+            self._fail(number, Failure.REFUSED, str(error))
+            return None
+        deadline = inf if timeout is None else self._loop.time() + timeout
+        execution = Execution(self, number, (target, index), method, deadline)
+        self._calls[number] = execution
+        budget.num_calls += 1
+        if deadline < inf:
+            self._timer.note(deadline)
+        if not is_ready:
+            self._queues.setdefault(execution.key, _Queue()).add(execution)
+        return execution
+
+    def arrived(self, execution: Execution, value: Sequence[Any]) -> None:
+        """Run a call, or queue it, now that its arguments have arrived."""
+        execution.args, execution.kwargs = value
+        execution.is_ready = True
+        queue = self._queues.get(execution.key)
+        if queue is None:
+            if not execution.is_cancelled:
+                self._begin(execution)
+            return
+        if not execution.is_queued and not execution.is_cancelled:
+            queue.add(execution)
+        self._continue(execution.key, queue)
+
+    def refuse(self, execution: Execution, reason: str) -> None:
+        """Refuse a call whose arguments cannot be read."""
+        self._fail(execution.number, Failure.REFUSED, reason)
+        self._drop(execution)
+
+    def cancel(self, number: int) -> None:
+        """Cancel a call, or the sending of its result."""
+        execution = self._calls.get(number)
+        if execution is not None:
+            self._drop(execution)
+        elif (outgoing := self._sending.pop(number, None)) is not None:
+            self._channel.withdraw(outgoing)
+
+    def credit(self, number: int, count: int) -> None:
+        """Send further items of a stream."""
+        execution = self._calls.get(number)
+        if execution is not None:
+            execution.credits += count
+            if execution.taken is not None:
+                execution.taken.set()
+
+    def overdue(self, execution: Execution) -> None:
+        """Cancel a call whose deadline has passed, and tell the caller."""
+        self._fail(execution.number, Failure.TIMED_OUT, "its deadline passed at the callee")
+        self._drop(execution)
+
+    def closed(self) -> None:
+        """Cancel all calls: the caller has gone."""
+        self._timer.cancel()
+        for execution in list(self._calls.values()):
+            self._drop(execution)
+        self._queues.clear()
+        self._sending.clear()
+
+    def _drop(self, execution: Execution) -> None:
+        execution.is_cancelled = True
+        self._forget(execution)
+        if execution.task is not None:
+            execution.task.cancel()
+        queue = self._queues.get(execution.key)
+        if queue is not None and execution.is_queued:
+            execution.is_queued = False
+            queue.waiting.remove(execution)
+            self._continue(execution.key, queue)
+
+    def _forget(self, execution: Execution) -> None:
+        if self._calls.pop(execution.number, None) is not None:
+            self._budget.num_calls -= 1
+
+    # -- running -----------------------------------------------------------------------------------
+
+    def _continue(self, key: ObjectKey, queue: _Queue) -> None:
+        """Begin the calls that need not wait any more."""
+        waiting = queue.waiting
+        while waiting and waiting[0].is_ready and not queue.is_running:
+            execution = waiting.popleft()
+            execution.is_queued = False
+            self._begin(execution)
+        if not waiting and not queue.is_running and self._queues.get(key) is queue:
+            del self._queues[key]
+
+    def _begin(self, execution: Execution) -> None:
+        kind = execution.method.kind
+        if kind is MethodKind.PLAIN:
+            self._queues.setdefault(execution.key, _Queue()).is_running = True
+            if _STARTS_EAGERLY:
+                self._submit(execution)
+            else:
+                # The coroutines before it begin in this turn of the loop.
+                self._loop.call_soon(self._submit, execution)
+            return
+        running = self._run(execution) if kind is MethodKind.COROUTINE else self._stream(execution)
+        if execution.deadline < inf:
+            context = contextvars.copy_context()
+            context.run(current_deadline.set, execution.deadline)
+            task = self._start(running, context)
+        else:
+            task = self._start(running, None)
+        if not task.done():
+            execution.task = task
+
+    def _submit(self, execution: Execution) -> None:
+        context = contextvars.copy_context()
+        context.run(current_deadline.set, execution.deadline)
+        self._budget.threads.submit(context.run, self._run_in_thread, execution)
+
+    def _start(self, running: Coroutine[Any, Any, None], context: contextvars.Context | None) -> asyncio.Task[None]:
+        """Start a task, whose first step runs at once if that is possible."""
+        if sys.version_info >= (3, 12):
+            return asyncio.Task(running, loop=self._loop, context=context, eager_start=True)
+        return asyncio.Task(running, loop=self._loop, context=context)
+
+    async def _run(self, execution: Execution) -> None:
+        try:
+            packed = self._pack(await self._call(execution), snapshot=True)
+        except BaseException as error:
+            self._raised(execution, error)
+            if not isinstance(error, Exception | asyncio.CancelledError):
+                raise
+        else:
+            self._returned(execution, packed)
+
+    def _call(self, execution: Execution) -> Any:
+        """Call the method: a coroutine, an async generator, or the value of a plain method."""
+        try:
+            return execution.method.function(*execution.args, **execution.kwargs)
+        except TypeError as error:
+            # Without a frame of the method itself the arguments did not fit.
+            trace = error.__traceback__
+            if trace is not None and trace.tb_next is None:
+                raise ArgumentsDoNotFit(str(error)) from error
+            raise
+        finally:
+            execution.args, execution.kwargs = (), {}
+
+    def _run_in_thread(self, execution: Execution) -> None:
+        outcome: Callable[[], None]
+        if execution.is_cancelled:
+            outcome = _nothing
+        else:
+            try:
+                packed = self._pack(self._call(execution), snapshot=True)
+            except BaseException as failure:
+                outcome = functools.partial(self._raised, execution, failure)
+            else:
+                outcome = functools.partial(self._returned, execution, packed)
+        # The loop has ended with the process.
+        try:
+            self._loop.call_soon_threadsafe(self._ended_in_thread, execution, outcome)
+        except RuntimeError:
+            return
+
+    def _ended_in_thread(self, execution: Execution, outcome: Callable[[], None]) -> None:
+        outcome()
+        queue = self._queues.get(execution.key)
+        if queue is not None:
+            queue.is_running = False
+            self._continue(execution.key, queue)
+
+    async def _stream(self, execution: Execution) -> None:
+        try:
+            generator = self._call(execution)
+            try:
+                async for item in generator:
+                    await self._send_item(execution, item)
+                    del item
+            finally:
+                await generator.aclose()
+        except BaseException as error:
+            self._raised(execution, error)
+            if not isinstance(error, Exception | asyncio.CancelledError):
+                raise
+        else:
+            self._forget(execution)
+            self._send(pack_plain([END, execution.number]))
+
+    async def _send_item(self, execution: Execution, item: Any) -> None:
+        while not execution.credits:
+            execution.taken = execution.taken or asyncio.Event()
+            execution.taken.clear()
+            await execution.taken.wait()
+        execution.credits -= 1
+        # The generator may change the item when it continues.
+        outgoing = self._send_value(ITEM, execution.number, self._pack(item, snapshot=False))
+        if outgoing is not None and not outgoing.done:
+            sent: asyncio.Future[None] = self._loop.create_future()
+            outgoing.on_done = lambda _: None if sent.done() else sent.set_result(None)
+            try:
+                await sent
+            except asyncio.CancelledError:
+                self._channel.withdraw(outgoing)
+                raise
+
+    # -- answering ---------------------------------------------------------------------------------
+
+    def _pack(self, value: Any, *, snapshot: bool) -> PackedValue:
+        try:
+            return self._budget.carrier.pack(value, snapshot=snapshot)
+        except UsageError as error:
+            raise ResultNotCarried(error.message) from error
+
+    def _returned(self, execution: Execution, packed: PackedValue) -> None:
+        if execution.is_cancelled:
+            return
+        self._forget(execution)
+        number = execution.number
+        outgoing = self._send_value(RESULT, number, packed)
+        if outgoing is not None and not outgoing.done:
+            self._sending[number] = outgoing
+            outgoing.on_done = functools.partial(self._has_left, number)
+
+    def _has_left(self, number: int, _: OutgoingMessage) -> None:
+        self._sending.pop(number, None)
+
+    def _send_value(self, kind: int, number: int, packed: PackedValue) -> OutgoingMessage | None:
+        value, buffers = packed
+        if len(value) > HEAD_NBYTES:
+            value, buffers = b"\xc0", [memoryview(value), *buffers]
+        return self._send(b"".join((b"\x93", pack_plain(kind), pack_plain(number), value)), buffers)
+
+    def _raised(self, execution: Execution, error: BaseException) -> None:
+        if execution.is_cancelled:
+            return
+        self._forget(execution)
+        if isinstance(error, ArgumentsDoNotFit):
+            self._fail(execution.number, Failure.REFUSED, f"the arguments do not fit: {error}")
+        elif isinstance(error, ResultNotCarried):
+            self._fail(execution.number, Failure.RESULT_NOT_CARRIED, f"its result cannot be carried: {error}")
+        else:
+            self._fail(execution.number, Failure.RAISED, *describe(error))
+
+    def _refuse_overload(self, number: int) -> None:
+        budget = self._budget
+        if budget.is_closing:
+            reason = "the callee is closing"
+        elif len(self._calls) >= self._credits:
+            reason = f"{self._credits} calls of this caller are open, and the callee accepts no more"
+        else:
+            reason = f"{budget.num_calls} calls of all callers are open, and the callee accepts no more"
+        self._fail(number, Failure.OVERLOADED, reason)
+
+    def _fail(self, number: int, failure: Failure, *texts: str) -> None:
+        self._send(pack_plain([FAILED, number, int(failure), list(texts)]))
+
+    def _send(self, head: bytes, buffers: Sequence[memoryview] = ()) -> OutgoingMessage | None:
+        try:
+            return self._channel.send(head, buffers)
+        except PeerLostError:
+            return None
+
+
+class ArgumentsDoNotFit(TypeError):
+    """The method does not take these arguments."""
+
+
+class ResultNotCarried(Exception):
+    """A result, or an item of a stream, cannot be carried."""
+
+
+def _nothing() -> None:
+    """Answer nothing: the call was cancelled before it began."""

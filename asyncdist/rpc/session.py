@@ -1,0 +1,230 @@
+"""A session: this process's part in the remote calls of one job. `serve` and `connect` of `asyncdist.rpc` make it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Self
+
+from asyncdist.base.daemon_threads import DaemonThreadPool
+from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.channels.channel import PeerChannel
+from asyncdist.channels.directory import JobDirectory, PeerRecord, RecordChange
+from asyncdist.channels.port import ChannelPort
+from asyncdist.config import Config, Launch
+from asyncdist.errors import AsyncdistError, PeerLostError, UsageError
+from asyncdist.rpc.conversation import CREDITS, WINDOW_NBYTES, Conversation, ConversationHandler
+from asyncdist.rpc.errors import NameNotFoundError
+from asyncdist.rpc.objects import ServedObjects
+from asyncdist.rpc.remote import RemoteObject, RemoteObjects
+from asyncdist.rpc.values import Carrier
+from asyncdist.rpc.wire import VERSION
+from asyncdist.store.base import AsyncStoreBase
+
+SERVICE = "rpc"
+_IDLE_THREAD = 5.0
+
+_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[RpcSession]] = weakref.WeakKeyDictionary()
+
+
+class RpcSession:
+    """Serves objects, and finds those of other processes, on one event loop. Use it in an ``async with`` statement.
+
+    The functions `find` and `find_all` of `asyncdist.rpc` use the session that was opened last on their loop.
+    """
+
+    def __init__(
+        self,
+        objects: Mapping[str, Any],
+        job: str | AsyncStoreBase,
+        *,
+        rank: int | None = None,
+        threads: int = 16,
+        max_calls: int = 16384,
+        timeout: Timeout = None,
+        config: Config | None = None,
+    ) -> None:
+        if max_calls < 1 or threads < 1:
+            raise UsageError(f"a session has at least one thread and one call, not {threads} and {max_calls}")
+        self._config = Config.from_environment() if config is None else config
+        self._timeout = seconds(timeout, self._config.timeout)
+        self._job = job
+        self._rank = Launch.from_environment().rank if rank is None else rank
+        self.objects = ServedObjects(dict(objects))
+        self.carrier = Carrier(allow_pickle=self._config.allow_pickle)
+        self.threads = DaemonThreadPool("asyncdist-rpc", threads, idle_timeout=_IDLE_THREAD)
+        self.num_calls, self.most_calls = 0, max_calls
+        self.is_closing = False
+        self._records: list[PeerRecord] = []
+        self._resources = contextlib.AsyncExitStack()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -- opening and closing -----------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        if self._loop is not None:
+            raise UsageError("a session is entered once: make another one")
+        self._loop = asyncio.get_running_loop()
+        async with contextlib.AsyncExitStack() as stack:
+            config = self._config
+            directory = self._directory = await JobDirectory.open(
+                self._job, SERVICE, config=config, timeout=self._timeout
+            )
+            stack.push_async_callback(directory.close)
+            handler = ConversationHandler(self, self._timeout)
+            self._port = ChannelPort(
+                handler,
+                host=directory.host,
+                service=SERVICE,
+                job=directory.job,
+                token=directory.token,
+                config=config,
+                label="" if self._rank is None else f"rank {self._rank}",
+                about={"version": VERSION, "credits": CREDITS, "window": WINDOW_NBYTES},
+            )
+            stack.push_async_callback(self._port.close, "its session has ended")
+            stack.callback(self.threads.shutdown, wait=False, cancel_futures=True)
+            for name, count in self.objects.counts.items():
+                record = PeerRecord(name, self._port.address, {"rank": self._rank, "count": count})
+                await directory.publish(record)
+                self._records.append(record)
+            stack.push_async_callback(self._withdraw)
+            sessions = _sessions.setdefault(self._loop, [])
+            sessions.append(self)
+            stack.callback(sessions.remove, self)
+            self._resources = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.is_closing = True
+        await self._resources.aclose()
+
+    async def _withdraw(self) -> None:
+        # Without the store the records end with the lease.
+        with contextlib.suppress(AsyncdistError):
+            for record in self._records:
+                await self._directory.withdraw(record)
+
+    # -- finding -----------------------------------------------------------------------------------
+
+    async def find(self, name: str, *, rank: int | None = None, timeout: Timeout = None) -> RemoteObject:
+        """Return an object that a process of the job serves under a name; wait until there is one that answers.
+
+        Args:
+            name: The name.
+            rank: The rank of the process; None for any.
+            timeout: Seconds; None for ASYNCDIST_TIMEOUT.
+
+        Raises:
+            NameNotFoundError: The timeout passed.
+            AuthenticationError: A process holds another token.
+            StoreConnectionError: The store of the job cannot be reached any more.
+        """
+        limit = seconds(timeout, self._timeout)
+        deadline = Deadline.after(limit)
+        seen: dict[str, str] = {}
+        try:
+            async with asyncio.timeout(deadline.remaining_or_none()), self._directory.watch(name) as changes:
+                async for change in changes:
+                    record = change.record
+                    if record is None:
+                        seen.pop(change.id, None)
+                        continue
+                    seen[change.id] = record.address.name
+                    if rank is not None and record.about["rank"] != rank:
+                        continue
+                    try:
+                        return (await self._objects_of(record))[0]
+                    except PeerLostError as error:
+                        seen[change.id] = error.message
+        except TimeoutError as error:
+            found = "; ".join(seen.values())
+            present = f"there are: {found}" if found else "no process has published it"
+            wanted = name if rank is None else f"{name} of rank {rank}"
+            raise NameNotFoundError(wanted, self._directory.where, limit, present) from error
+        raise AssertionError("a watch does not end")
+
+    async def find_all(self, name: str, *, count: int = 1, timeout: Timeout = None) -> RemoteObjects:
+        """Return all objects that processes of the job serve under a name, of those that answer.
+
+        Args:
+            name: The name.
+            count: Wait until there are at least as many.
+            timeout: Seconds; None for ASYNCDIST_TIMEOUT.
+
+        Raises:
+            The errors of `find`.
+        """
+        limit = seconds(timeout, self._timeout)
+        deadline = Deadline.after(limit)
+        answering: dict[str, list[RemoteObject]] = {}
+        objects: list[RemoteObject] = []
+        try:
+            async with asyncio.timeout(deadline.remaining_or_none()):
+                async for records in self._present(name, count):
+                    answering = await self._connect_all(records, answering)
+                    objects = [each for found in answering.values() for each in found]
+                    if len(objects) >= count:
+                        break
+        except TimeoutError as error:
+            seen = f"{len(objects)} objects answer, of {count}"
+            raise NameNotFoundError(name, self._directory.where, limit, seen) from error
+        objects.sort(key=lambda each: (each.rank is None, each.rank or 0))
+        return RemoteObjects(name, objects, self.carrier)
+
+    async def _present(self, name: str, count: int) -> AsyncIterator[list[PeerRecord]]:
+        """Yield the records of a name, then again after each change."""
+        yield await self._directory.records(name)
+        async with self._directory.watch(name) as changes:
+            present: dict[str, PeerRecord] = {}
+            async for change in changes:
+                if change.record is None:
+                    present.pop(change.id, None)
+                else:
+                    present[change.id] = change.record
+                yield list(present.values())
+
+    async def _connect_all(
+        self, records: list[PeerRecord], known: Mapping[str, list[RemoteObject]]
+    ) -> dict[str, list[RemoteObject]]:
+        new = [record for record in records if record.address.id not in known]
+        found = await asyncio.gather(*[self._objects_of(record) for record in new], return_exceptions=True)
+        answering = {record.address.id: known[record.address.id] for record in records if record.address.id in known}
+        for record, objects in zip(new, found, strict=True):
+            if isinstance(objects, list):
+                answering[record.address.id] = objects
+            elif not isinstance(objects, PeerLostError):
+                raise objects
+        return answering
+
+    async def _objects_of(self, record: PeerRecord) -> list[RemoteObject]:
+        channel = await self._port.connect(record.address, self._config.handshake_timeout)
+        caller = _conversation(channel).caller
+        rank, count = record.about["rank"], record.about["count"]
+        return [RemoteObject(caller, record.name, record.name, index, rank, count) for index in range(count)]
+
+    def watch(self, name: str) -> contextlib.AbstractAsyncContextManager[AsyncIterator[RecordChange]]:
+        """Watch who serves a name: ``async with session.watch("policy") as changes: async for change in changes: …``.
+
+        A change has the ``id`` of a process, and its ``record``; None when it has withdrawn the name, left or died.
+        """
+        return self._directory.watch(name)
+
+    async def names(self) -> list[str]:
+        """Return the names under which processes of the job serve objects."""
+        return await self._directory.names()
+
+
+def _conversation(channel: PeerChannel) -> Conversation:
+    conversation: Conversation = channel.context
+    return conversation
+
+
+def current_session() -> RpcSession:
+    """Return the session that was opened last on the running loop. Raises UsageError if there is none."""
+    sessions = _sessions.get(asyncio.get_running_loop())
+    if not sessions:
+        raise UsageError("no session for remote calls is open on this loop: enter rpc.serve(...) or rpc.connect(...)")
+    return sessions[-1]

@@ -1,0 +1,1 @@
+"""Weights for other libraries: a tensor transport for Ray, and weight-transfer engines for vLLM."""

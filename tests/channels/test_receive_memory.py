@@ -1,0 +1,42 @@
+"""The pool of memory for long messages."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from asyncdist.channels.receive_memory import ReceiveMemory
+
+LONG = 1 << 20
+
+
+def address(view: memoryview) -> int:
+    return torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+
+
+def test_memory_is_used_again_when_its_last_user_has_gone():
+    pool = ReceiveMemory()
+    view = pool.take(LONG)
+    tensor = torch.frombuffer(view, dtype=torch.float32)
+    first = address(view)
+    del view
+    other = pool.take(LONG)
+    assert address(other) != first
+    part = tensor[5:7]
+    del tensor
+    gc.collect()
+    assert pool.kept_nbytes == 0
+    del part
+    gc.collect()
+    assert pool.kept_nbytes == LONG
+    assert address(pool.take(LONG - 5)) == first
+
+
+def test_pool_keeps_no_more_than_its_limit_and_nothing_small():
+    pool = ReceiveMemory(most_kept_nbytes=3 * LONG)
+    views = [pool.take(LONG) for _ in range(5)] + [pool.take(10)]
+    assert views[-1].nbytes == 10
+    del views
+    gc.collect()
+    assert pool.kept_nbytes == 3 * LONG

@@ -1,0 +1,409 @@
+"""Calls between two sessions of this process: values, errors, deadlines, cancellation, order, credits."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+from asyncdist import rpc
+from asyncdist.errors import UsageError
+from asyncdist.rpc import conversation
+
+both_ways = pytest.mark.parametrize("local", [True, False], ids=["unix", "tcp"])
+
+
+class Echo:
+    """Returns what it gets, and remembers what happens."""
+
+    def __init__(self) -> None:
+        self.log: list[object] = []
+        self.begun = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    async def echo(self, *args, **kwargs):
+        return [list(args), kwargs] if kwargs or len(args) != 1 else args[0]
+
+    def plain(self, value):
+        return value
+
+    async def wait(self, number=0):
+        self.log.append(number)
+        self.begun.set()
+        try:
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.log.append("cancelled")
+            raise
+        return number
+
+    async def note(self, number):
+        self.log.append(number)
+
+    def note_in_thread(self, number):
+        self.log.append(number)
+
+    async def fail(self, error_name, text):
+        raise {"ValueError": ValueError, "OSError": OSError, "Odd": Odd}[error_name](text)
+
+    async def result(self):
+        return object()
+
+    def __call__(self, number):
+        return number + 1
+
+    async def _private(self):
+        return "secret"
+
+    value = 3
+
+
+class Odd(Exception):
+    """An exception whose message cannot be made."""
+
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+# -- values ---------------------------------------------------------------------------------------------
+
+VALUES = [
+    None, True, -1, 1 << 63, 1 << 200, 2.5, "text", "\ud800", b"bytes", [1, [2]], {"a": 1, 2: "b"}, (1, (2, "x")), {1, 2},
+    1 + 2j, {"nested": (1, [torch.arange(3)])}, list(range(20_000)), "x" * 100_000,
+]  # fmt: skip
+
+
+@pytest.mark.each_loop
+async def test_plain_values_arrive_as_they_are(serving):
+    async with serving(Echo()) as it:
+        for value in VALUES:
+            for found in (await it.echo(value), await it.plain(value)):
+                assert repr(found) == repr(value)
+        assert await it.echo(1, [2], a=(3,)) == [[1, [2]], {"a": (3,)}]
+        assert await it.echo() == [[], {}]
+
+
+def tensors():
+    yield torch.arange(7)
+    yield torch.tensor(3.5)
+    yield torch.empty(0, 3)
+    yield torch.ones(300, 400).t()
+    yield torch.randn(3, 5, dtype=torch.bfloat16)
+    yield torch.ones(2, dtype=torch.complex64).conj()
+    yield torch.nn.Parameter(torch.ones(4))
+    yield torch.randn(2_000_000)
+    yield torch.randn(3, 70_000)[:, ::2]
+    yield torch.ones(3, requires_grad=True)
+
+
+@both_ways
+async def test_tensors_of_all_sizes_and_layouts_arrive_equal_and_writable(serving, local):
+    async with serving(Echo(), local=local) as it:
+        for tensor in tensors():
+            for found in (await it.echo(tensor), await it.plain(tensor)):
+                assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+                assert found.requires_grad == tensor.requires_grad
+                assert torch.equal(found.resolve_conj(), tensor.resolve_conj())
+                with torch.no_grad():
+                    found.mul_(0)
+            assert torch.count_nonzero(tensor) or not tensor.numel()
+
+
+async def test_many_tensors_and_arrays_in_one_call(serving):
+    state = {f"layer{number}": torch.full((number * 100,), float(number)) for number in range(100)}
+    arrays = [np.arange(12.0).reshape(3, 4), np.ones(9000, dtype=np.int16), np.float32(2)]
+    async with serving(Echo()) as it:
+        found = await it.echo(state, arrays=arrays)
+        assert all(torch.equal(found[0][0][name], tensor) for name, tensor in state.items())
+        for array, expected in zip(found[1]["arrays"], arrays, strict=True):
+            assert array.dtype == expected.dtype
+            assert np.array_equal(array, expected)
+
+
+async def test_result_is_as_it_was_when_the_method_returned(serving):
+    class Owner:
+        def __init__(self):
+            self.weights = torch.zeros(4_000_000)
+
+        async def get(self):
+            asyncio.get_running_loop().call_soon(self.weights.fill_, 1)
+            return self.weights
+
+    async with serving(Owner()) as it:
+        assert not torch.count_nonzero(await it.get())
+        assert torch.all(await it.get() == 1)
+
+
+async def test_pickles_pass_only_where_they_are_allowed(serving):
+    value = OrderedDict(a=1)
+    async with serving(Echo()) as it:
+        with pytest.raises(UsageError, match=r"it.echo\(\) at process \d+.*OrderedDict cannot be sent as plain data"):
+            await it.echo(value)
+    async with serving(Echo(), settings={"allow_pickle": True}) as it:
+        assert await it.echo(value) == value
+        assert type(await it.echo(value)) is OrderedDict
+
+
+async def test_functions_and_callable_objects_are_called_themselves(serving):
+    async def double(number):
+        return 2 * number
+
+    for served, expected in ((double, 6), (functools.partial(double, 4), 8), (Echo(), 4), (torch.nn.Identity(), 3)):
+        async with serving(served) as it:
+            arguments = () if expected == 8 else (3,)
+            assert await it(*arguments) == expected
+
+
+# -- failures -------------------------------------------------------------------------------------------
+
+
+async def test_exception_of_the_method_arrives_with_its_name_message_and_traceback(serving):
+    async with serving(Echo()) as it:
+        with pytest.raises(rpc.RemoteError, match=r"it.fail\(\) at process .* it raised ValueError: wrong") as caught:
+            await it.fail("ValueError", "wrong")
+        error = caught.value
+        assert isinstance(error, ValueError)
+        assert (error.type_name, error.remote_message) == ("ValueError", "wrong")
+        assert (error.target, error.method, error.peer) == ("it", "fail", it.peer)
+        assert "async def fail" not in error.remote_traceback
+        assert "in fail" in error.remote_traceback
+        assert "asyncdist/rpc" not in error.remote_traceback
+        with pytest.raises(rpc.RemoteError, match="it raised OSError: no file") as caught:
+            await it.fail("OSError", "no file")
+        assert not isinstance(caught.value, OSError)
+        with pytest.raises(rpc.RemoteError, match="its message raised RuntimeError"):
+            await it.fail("Odd", "")
+        with pytest.raises(rpc.RemoteError) as caught:
+            await it.fail("ValueError", "long " * 10_000)
+        assert "characters …" in caught.value.remote_message
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "reason"),
+    [
+        ("ehco", (), "has no method 'ehco'; did you mean 'echo'"),
+        ("value", (), "has no method 'value'"),
+        ("plain", (), "the arguments do not fit: "),
+        ("note", (1, 2), "the arguments do not fit: "),
+    ],
+)
+async def test_call_that_cannot_run_is_refused_with_the_reason(serving, method, arguments, reason):
+    async with serving(Echo()) as it:
+        with pytest.raises(rpc.CallRefusedError, match=f"it.{method}.. at {it.peer}: .*{reason}"):
+            await it.call(method, arguments)
+        assert await it.echo(1) == 1
+
+
+async def test_private_methods_cannot_be_called(serving):
+    async with serving(Echo()) as it:
+        with pytest.raises(AttributeError, match="private"):
+            it._private()
+        with pytest.raises(rpc.CallRefusedError, match="'_private' is private"):
+            await it.call("_private")
+
+
+async def test_type_error_inside_the_method_is_its_own(serving):
+    class Wrong:
+        def plain(self):
+            return len(3)
+
+        async def coroutine(self):
+            return len(3)
+
+    async with serving(Wrong()) as it:
+        for method in ("plain", "coroutine"):
+            with pytest.raises(rpc.RemoteError, match="it raised TypeError: object of type 'int' has no len"):
+                await it.call(method)
+
+
+async def test_result_that_cannot_be_carried_is_an_error_of_its_own(serving):
+    async with serving(Echo()) as it:
+        with pytest.raises(rpc.ResultError, match=r"builtins\.object cannot be sent"):
+            await it.result()
+        assert await it.echo(1) == 1
+
+
+async def test_argument_that_cannot_be_carried_is_refused_before_anything_is_sent(serving):
+    echo = Echo()
+    async with serving(echo) as it:
+        with pytest.raises(UsageError, match=r"it.note\(\) at process"):
+            it.note(object())
+        await it.note(1)
+        assert echo.log == [1]
+
+
+async def test_pickle_that_only_the_caller_allows_is_refused(job):
+    from asyncdist.config import Config
+
+    async with (
+        rpc.serve({"it": Echo()}, job, config=Config()),
+        rpc.connect(job, config=Config(allow_pickle=True)),
+    ):
+        it = await rpc.find("it")
+        with pytest.raises(rpc.CallRefusedError, match="its arguments cannot be read: a peer sent a pickle"):
+            await it.echo(OrderedDict())
+        assert await it.echo(1) == 1
+
+
+# -- deadlines and cancellation -------------------------------------------------------------------------
+
+
+async def test_deadline_passes_at_the_caller_and_cancels_the_method(serving):
+    echo = Echo()
+    async with serving(echo) as it:
+        with pytest.raises(rpc.CallTimeoutError, match=r"it.wait\(\) at .*: no result within 0.05 s") as caught:
+            await it.wait(timeout=0.05)
+        assert caught.value.timeout == 0.05
+        await it.echo(0)
+        assert echo.log == [0, "cancelled"]
+
+
+async def test_deadline_travels_through_methods_that_call(job, eventually):
+    class Middle:
+        async def relay(self):
+            inner = await rpc.find("inner")
+            await inner.wait()
+
+        def relay_in_thread(self):
+            from asyncdist.rpc.calls import current_deadline
+
+            return current_deadline.get() < float("inf")
+
+    echo = Echo()
+    async with rpc.serve({"inner": echo, "middle": Middle()}, job), rpc.connect(job):
+        middle = await rpc.find("middle")
+        with pytest.raises(rpc.CallTimeoutError):
+            await middle.relay(timeout=0.1)
+        # The innermost method is cancelled by a deadline that only the first caller has given.
+        await eventually(lambda: echo.log == [0, "cancelled"])
+        assert await middle.relay_in_thread(timeout=60)
+
+
+async def test_cancelled_caller_cancels_the_method(serving):
+    echo = Echo()
+    async with serving(echo) as it:
+        task = asyncio.ensure_future(asyncio.wait_for(it.wait(), 60))
+        await echo.begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await it.echo(0)
+        assert echo.log == [0, "cancelled"]
+
+
+async def test_cancelled_call_that_still_waits_never_runs(serving):
+    class Slow:
+        def __init__(self):
+            self.log = []
+            self.go_on = threading.Event()
+
+        def block(self):
+            self.go_on.wait(60)
+
+        def note(self, number):
+            self.log.append(number)
+
+    slow = Slow()
+    async with serving(slow) as it:
+        blocking = it.block()
+        dropped = it.note(1)
+        kept = it.note(2)
+        dropped.cancel()
+        await asyncio.sleep(0.01)
+        slow.go_on.set()
+        await asyncio.gather(blocking, kept)
+        assert slow.log == [2]
+
+
+async def test_cancelled_calls_leave_nothing(serving):
+    echo = Echo()
+    async with serving(echo) as it:
+        data = torch.ones(4_000_000)
+        for step in range(20):
+            call = it.echo(data)
+            for _ in range(step):
+                await asyncio.sleep(0)
+            call.cancel()
+        assert torch.equal(await it.echo(data), data)
+        assert it._caller.num_open == 0
+
+
+# -- order ----------------------------------------------------------------------------------------------
+
+
+async def test_calls_of_one_caller_to_one_object_begin_in_their_order(serving):
+    echo = Echo()
+    async with serving(echo) as it:
+        calls = []
+        for number in range(600):
+            payload = [torch.ones(100_000)] if number % 50 == 0 else []
+            method = it.note_in_thread if number % 7 == 0 else it.note
+            calls.append(it.echo(*payload) if payload else method(number))
+        await asyncio.gather(*calls)
+        expected = [number for number in range(600) if number % 50]
+        assert echo.log == expected
+
+
+async def test_coroutines_of_one_object_run_concurrently(serving, eventually):
+    echo = Echo()
+    async with serving(echo) as it:
+        calls = [it.wait(number) for number in range(10)]
+        await eventually(lambda: len(echo.log) == 10)
+        echo.go_on.set()
+        assert await asyncio.gather(*calls) == list(range(10))
+
+
+# -- credits --------------------------------------------------------------------------------------------
+
+
+async def test_calls_beyond_the_credits_wait_at_the_caller(serving, monkeypatch):
+    monkeypatch.setattr("asyncdist.rpc.session.CREDITS", 4)
+    monkeypatch.setattr(conversation, "CREDITS", 4)
+    echo = Echo()
+    async with serving(echo) as it:
+        calls = [it.wait(number) for number in range(10)]
+        await echo.begun.wait()
+        await asyncio.sleep(0.01)
+        assert echo.log == [0, 1, 2, 3]
+        calls[4].cancel()
+        echo.go_on.set()
+        assert await asyncio.gather(*calls[:4], *calls[5:]) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+
+
+async def test_server_with_too_many_calls_says_so(serving):
+    echo = Echo()
+    async with serving(echo, max_calls=3) as it:
+        calls = [it.wait(number) for number in range(3)]
+        await echo.begun.wait()
+        with pytest.raises(rpc.OverloadedError, match="3 calls of all callers are open"):
+            await it.echo(1)
+        echo.go_on.set()
+        await asyncio.gather(*calls)
+        assert await it.echo(1) == 1
+
+
+async def test_long_arguments_are_sent_within_the_window(serving, monkeypatch):
+    monkeypatch.setattr("asyncdist.rpc.session.WINDOW_NBYTES", 5_000_000)
+    echo = Echo()
+    async with serving(echo) as it:
+        tensors = [torch.full((1_000_000,), float(number)) for number in range(8)]
+        found = await asyncio.gather(*[it.echo(tensor) for tensor in tensors])
+        assert all(torch.equal(*pair) for pair in zip(tensors, found, strict=True))
+        waiting = [it.echo(tensor) for tensor in tensors]
+        assert it._caller._num_sent == 1
+        await asyncio.gather(*waiting)
+
+
+async def test_damaged_call_ends_the_channel_of_its_caller_only(serving, job):
+    async with serving(Echo()) as it, rpc.connect(job) as other:
+        friend = await other.find("it")
+        channel = it._caller._channel
+        channel.send(b"\x97\x00no call")
+        with pytest.raises(rpc.CalleeLostError):
+            await it.echo(1)
+        assert await friend.echo(1) == 1

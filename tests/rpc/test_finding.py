@@ -1,0 +1,182 @@
+"""Names: finding who serves them, one or all, by rank, when they come and go; and calls to all."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from asyncdist import rpc
+from asyncdist.config import Config
+from asyncdist.errors import AuthenticationError, PeerLostError, UsageError
+
+QUICK = Config(timeout=60.0)
+
+
+class Member:
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.cancelled = asyncio.Event()
+
+    async def who(self) -> int:
+        return self.number
+
+    async def add(self, tensor):
+        return tensor + self.number
+
+    async def odd_fails(self) -> int:
+        if self.number % 2:
+            raise ValueError(f"{self.number} is odd")
+        return self.number
+
+    async def wait(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+
+    async def stream(self):
+        yield self.number
+
+
+async def test_find_waits_until_somebody_serves(job):
+    async with rpc.connect(job, config=QUICK):
+        finding = asyncio.ensure_future(rpc.find("late"))
+        await asyncio.sleep(0.01)
+        assert not finding.done()
+        async with rpc.serve({"late": Member(1)}, job, config=QUICK):
+            assert await (await finding).who() == 1
+
+
+async def test_find_that_finds_nobody_says_what_it_saw(job):
+    async with (
+        rpc.serve({"it": Member(0)}, job, rank=0, config=QUICK),
+        rpc.connect(job, config=QUICK) as session,
+    ):
+        with pytest.raises(
+            rpc.NameNotFoundError, match=r"after 0\.05 s no process serves 'other' in .*no process has p"
+        ):
+            await rpc.find("other", timeout=0.05)
+        with pytest.raises(rpc.NameNotFoundError, match=r"'it of rank 3' .*there are: rank 0 \(process"):
+            await session.find("it", rank=3, timeout=0.05)
+        with pytest.raises(rpc.NameNotFoundError, match="1 objects answer, of 2"):
+            await session.find_all("it", count=2, timeout=0.05)
+        assert await session.names() == ["it"]
+
+
+async def test_rank_chooses_the_process(job):
+    async with (
+        rpc.serve({"it": Member(7)}, job, rank=7, config=QUICK),
+        rpc.serve({"it": Member(3)}, job, rank=3, config=QUICK),
+        rpc.connect(job, config=QUICK),
+    ):
+        assert await (await rpc.find("it")).who() in (3, 7)
+        found = await rpc.find("it", rank=3)
+        assert (await found.who(), found.rank) == (3, 3)
+
+
+async def test_all_objects_of_all_processes_are_called_in_order(job):
+    async with (
+        rpc.serve({"it": [Member(2), Member(3)]}, job, rank=1, config=QUICK),
+        rpc.serve({"it": [Member(0), Member(1)]}, job, rank=0, config=QUICK),
+        rpc.serve({"it": Member(4)}, job, config=QUICK),
+        rpc.connect(job, config=QUICK),
+    ):
+        members = await rpc.find_all("it", count=5)
+        assert len(members) == 5
+        assert await members.who() == [0, 1, 2, 3, 4]
+        found = await members.add(torch.zeros(100_000))
+        assert [int(tensor[-1]) for tensor in found] == [0, 1, 2, 3, 4]
+        assert await members[2:4].who() == [2, 3]
+        assert await members[1].who() == 1
+        assert [await anext(aiter(stream)) for stream in await members.stream()] == [0, 1, 2, 3, 4]
+        assert await members[:0].who() == []
+
+
+async def test_partial_failure_has_the_results_and_who_failed_why(job):
+    async with rpc.serve({"it": [Member(number) for number in range(5)]}, job), rpc.connect(job):
+        members = await rpc.find_all("it")
+        with pytest.raises(rpc.PartialError, match=r"2 of 5 failed: it\[1\].odd_fails.*1 is odd") as caught:
+            await members.odd_fails()
+        assert caught.value.results == [0, None, 2, None, 4]
+        assert [type(error).__name__ for error in caught.value.failures.values()] == ["RemoteError"] * 2
+        assert sorted(caught.value.failures) == [1, 3]
+        assert isinstance(caught.value.failures[1], ValueError)
+        with pytest.raises(rpc.PartialError, match="no result within"):
+            await members.wait(timeout=0.05)
+        with pytest.raises(UsageError, match="at 5 objects"):
+            members.add(object())
+
+
+async def test_cancelled_call_to_all_cancels_all(job):
+    objects = [Member(number) for number in range(3)]
+    async with rpc.serve({"it": objects}, job), rpc.connect(job):
+        task = asyncio.ensure_future((await rpc.find_all("it")).wait())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for each in objects:
+            await each.cancelled.wait()
+
+
+async def test_watch_tells_who_comes_and_goes(job):
+    async with rpc.connect(job, config=QUICK) as session, session.watch("it") as changes:
+        async with rpc.serve({"it": Member(0)}, job, rank=5, config=QUICK):
+            come = await anext(changes)
+            assert come.record.about["rank"] == 5
+        gone = await anext(changes)
+        assert (gone.id, gone.record) == (come.id, None)
+
+
+async def test_session_that_ends_ends_the_calls_to_it(job):
+    async with rpc.connect(job, config=QUICK):
+        member = Member(0)
+        async with rpc.serve({"it": member}, job, config=QUICK):
+            it = await rpc.find("it")
+            waiting = it.wait()
+            await it.who()
+        with pytest.raises(rpc.CalleeLostError, match="has closed the channel: its session has ended") as caught:
+            await waiting
+        assert caught.value.may_have_run
+        await member.cancelled.wait()
+        with pytest.raises(rpc.CalleeLostError, match="the method has not run") as caught:
+            await it.who()
+        assert not caught.value.may_have_run
+        assert isinstance(caught.value, PeerLostError)
+        with pytest.raises(rpc.NameNotFoundError):
+            await rpc.find("it", timeout=0.05)
+
+
+async def test_object_calls_its_caller_back(job):
+    class Server:
+        async def ask(self, name):
+            return await (await rpc.find(name)).who()
+
+    async with (
+        rpc.serve({"server": Server()}, job, config=QUICK),
+        rpc.serve({"client": Member(9)}, job, config=QUICK),
+    ):
+        assert await (await rpc.find("server")).ask("client") == 9
+
+
+async def test_without_a_session_or_with_wrong_arguments_nothing_is_done(job):
+    with pytest.raises(UsageError, match="no session for remote calls is open on this loop"):
+        await rpc.find("it")
+    with pytest.raises(UsageError, match="names that are texts"):
+        rpc.serve({3: Member(0)}, job)
+    with pytest.raises(UsageError, match="no object is served under the name 'it'"):
+        rpc.serve({"it": []}, job)
+    with pytest.raises(UsageError, match="at least one thread"):
+        rpc.serve({}, job, threads=0)
+    session = rpc.connect(job)
+    async with session:
+        with pytest.raises(UsageError, match="entered once"):
+            await session.__aenter__()
+
+
+async def test_process_with_another_token_is_refused(job):
+    with pytest.raises(AuthenticationError, match="the store refused the token"):
+        async with rpc.connect(job, config=Config(token="another")):
+            raise AssertionError

@@ -1,0 +1,152 @@
+"""Async generators as streams: items, back-pressure, the end, errors, and callers that leave early."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+import torch
+
+from asyncdist import rpc
+from asyncdist.errors import UsageError
+from asyncdist.rpc.streams import WINDOW
+
+
+class Source:
+    """Yields numbers, and remembers how far it came and how it ended."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.ended: list[str] = []
+
+    async def count(self, until):
+        try:
+            for number in range(until):
+                self.sent += 1
+                yield number
+            self.ended.append("done")
+        finally:
+            self.ended.append("closed")
+
+    async def tensors(self, count):
+        tensor = torch.zeros(1_000_000)
+        for number in range(count):
+            # The memory of the last item is used again.
+            yield tensor.fill_(number)
+
+    async def fail(self, after):
+        for number in range(after):
+            yield number
+        raise ValueError("no more")
+
+    async def stuck(self):
+        yield 1
+        await asyncio.Event().wait()
+
+    async def wrong(self):
+        yield object()
+
+    async def value(self):
+        return 3
+
+
+async def read_into(found, stream):
+    async for item in stream:
+        found.append(item)
+
+
+async def test_items_arrive_in_order_and_the_stream_ends(serving):
+    source = Source()
+    async with serving(source) as it:
+        assert [number async for number in it.count(1000)] == list(range(1000))
+        assert [number async for number in it.count(0)] == []
+        assert source.ended == ["done", "closed"] * 2
+        assert it._caller.num_open == 0
+
+
+async def test_awaited_call_of_a_stream_returns_it(serving):
+    async with serving(Source()) as it:
+        stream = await it.count(3)
+        assert [number async for number in stream] == [0, 1, 2]
+
+
+async def test_long_items_are_sent_before_the_generator_goes_on(serving):
+    async with serving(Source()) as it:
+        found = [(item[0].item(), item[-1].item()) async for item in it.tensors(10)]
+        assert found == [(number, number) for number in range(10)]
+
+
+async def test_generator_waits_for_a_slow_caller(serving, eventually):
+    source = Source()
+    async with serving(source) as it:
+        stream = it.count(1000)
+        await eventually(lambda: source.sent == WINDOW + 1)
+        await asyncio.sleep(0.01)
+        assert source.sent == WINDOW + 1
+        taken = aiter(stream)
+        for number in range(100):
+            assert await anext(taken) == number
+        await asyncio.sleep(0.01)
+        assert source.sent <= 100 + WINDOW + 1
+
+
+async def test_stream_that_is_left_early_is_closed_at_the_callee(serving, eventually):
+    source = Source()
+    async with serving(source) as it:
+        async for number in it.count(1000):
+            if number == 3:
+                break
+        gc.collect()
+        await eventually(lambda: source.ended == ["closed"])
+        async with it.count(1000).__aiter__() as stream:
+            assert await anext(stream) == 0
+        await eventually(lambda: source.ended == ["closed"] * 2)
+        assert it._caller.num_open == 0
+
+
+async def test_cancelled_reader_closes_the_generator(serving, eventually):
+    source = Source()
+    async with serving(source) as it:
+
+        async def read():
+            async for _ in it.stuck():
+                begun.set()
+
+        begun = asyncio.Event()
+        task = asyncio.ensure_future(read())
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        gc.collect()
+        await eventually(lambda: it._caller.num_open == 0)
+
+
+async def test_error_of_the_generator_comes_after_its_items(serving):
+    async with serving(Source()) as it:
+        found = []
+        with pytest.raises(rpc.RemoteError, match=r"it.fail\(\) at .* it raised ValueError: no more"):
+            await read_into(found, it.fail(40))
+        assert found == list(range(40))
+
+
+async def test_item_that_cannot_be_carried_ends_the_stream(serving):
+    async with serving(Source()) as it:
+        with pytest.raises(rpc.ResultError, match="cannot be carried"):
+            await read_into([], it.wrong())
+
+
+async def test_deadline_limits_the_whole_stream(serving):
+    async with serving(Source()) as it:
+        found = []
+        with pytest.raises(rpc.CallTimeoutError, match=r"within 0\.1 s"):
+            await read_into(found, it.stuck(timeout=0.1))
+        assert found == [1]
+
+
+async def test_value_is_no_stream(serving):
+    async with serving(Source()) as it:
+        with pytest.raises(UsageError, match=r"it.value\(\) returns a value and is no async generator: await it"):
+            await read_into([], it.value())
