@@ -7,9 +7,10 @@ from typing import Any
 import click
 
 from asyncdist import __version__
-from asyncdist.cli.bench import bench
-from asyncdist.cli.bench_faults import bench_faults
-from asyncdist.cli.bench_store import bench_store
+from asyncdist.cli.bench.collectives import bench
+from asyncdist.cli.bench.ddp import bench_ddp
+from asyncdist.cli.bench.faults import bench_faults
+from asyncdist.cli.bench.store import bench_store
 from asyncdist.cli.info import info
 from asyncdist.cli.store import store
 from asyncdist.cli.top import top
@@ -29,8 +30,8 @@ class _Main(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve `bench store` and `bench faults`; `bench` with any other argument measures collectives."""
-        for command in (bench_store, bench_faults):
+        """Resolve `bench ddp`, `bench faults` and `bench store`; `bench` with any other argument measures collectives."""
+        for command in (bench_ddp, bench_faults, bench_store):
             if args[:2] == (command.name or "").split():
                 return command.name, command, args[2:]
         return super().resolve_command(ctx, args)

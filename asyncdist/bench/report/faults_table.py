@@ -1,4 +1,4 @@
-"""The results of ``asyncdist bench faults`` as a page. `asyncdist.cli.bench_faults` prints it or writes it to a file."""
+"""The results of ``asyncdist bench faults`` as a page. `asyncdist.cli.bench.faults` prints it or writes it to a file."""
 
 from __future__ import annotations
 
