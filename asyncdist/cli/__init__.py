@@ -7,10 +7,11 @@ from typing import Any
 import click
 
 from asyncdist import __version__
-from asyncdist.cli.bench import bench
-from asyncdist.cli.benchmarks.bench_faults import bench_faults
-from asyncdist.cli.benchmarks.bench_store import bench_store
-from asyncdist.cli.benchmarks.bench_weights import bench_weights
+from asyncdist.cli.bench.collectives import bench
+from asyncdist.cli.bench.ddp import bench_ddp
+from asyncdist.cli.bench.faults import bench_faults
+from asyncdist.cli.bench.store import bench_store
+from asyncdist.cli.bench.weights import bench_weights
 from asyncdist.cli.info import info
 from asyncdist.cli.store import store
 from asyncdist.cli.top import top
@@ -30,8 +31,8 @@ class _Main(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve `bench store`, `bench faults` and `bench weights`; `bench` with other arguments measures collectives."""
-        for command in (bench_store, bench_faults, bench_weights):
+        """Resolve the commands whose names begin with `bench`; `bench` with any other argument measures collectives."""
+        for command in (bench_ddp, bench_faults, bench_store, bench_weights):
             if args[:2] == (command.name or "").split():
                 return command.name, command, args[2:]
         return super().resolve_command(ctx, args)

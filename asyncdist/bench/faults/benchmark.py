@@ -1,4 +1,4 @@
-"""Let ranks fail, and measure how soon the others know it and go on. Called by `asyncdist.cli.benchmarks.bench_faults`."""
+"""Let ranks fail, and measure how soon the others know it and go on. Called by `asyncdist.cli.bench.faults`."""
 
 from __future__ import annotations
 

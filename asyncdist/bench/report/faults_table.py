@@ -1,4 +1,4 @@
-"""The results of ``asyncdist bench faults`` as a page, which `asyncdist.cli.benchmarks.bench_faults` prints or writes."""
+"""The results of ``asyncdist bench faults`` as a page. `asyncdist.cli.bench.faults` prints it or writes it to a file."""
 
 from __future__ import annotations
 

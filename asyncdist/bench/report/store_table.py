@@ -1,6 +1,6 @@
 """The results of ``asyncdist bench store`` as a page with one table, which has a row per case.
 
-`asyncdist.cli.benchmarks.bench_store` calls it, and prints the page or writes it to a file.
+`asyncdist.cli.bench.store` calls it, and prints the page or writes it to a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The results of ``asyncdist bench weights`` as a page, which `asyncdist.cli.benchmarks.bench_weights` prints or writes."""
+"""The results of ``asyncdist bench weights`` as a page, which `asyncdist.cli.bench.weights` prints or writes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Servers and clients are separate processes. The same client processes use both servers in turn, so that the machine's other
 load affects both alike. Figures are medians over the rounds. This process does not import torch. Called by
-`asyncdist.cli.benchmarks.bench_store`.
+`asyncdist.cli.bench.store`.
 """
 
 from __future__ import annotations

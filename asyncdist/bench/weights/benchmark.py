@@ -1,6 +1,6 @@
 """Publish weights to readers, and measure when they have them and how late their requests are.
 
-Called by `asyncdist.cli.benchmarks.bench_weights`.
+Called by `asyncdist.cli.bench.weights`.
 """
 
 from __future__ import annotations

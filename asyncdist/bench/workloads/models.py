@@ -54,12 +54,12 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A transformer of 3.2 M parameters that predicts the next character at each position of each sequence."""
+    """A transformer that predicts the next character at each position of each sequence: of 4 layers, 3.2 M parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = _LAYERS) -> None:
         super().__init__()
         self.characters, self.places = nn.Embedding(_CHARACTERS, _WIDTH), nn.Embedding(_CONTEXT, _WIDTH)
-        self.blocks = nn.ModuleList(TransformerBlock() for _ in range(_LAYERS))
+        self.blocks = nn.ModuleList(TransformerBlock() for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, _CHARACTERS)
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:
@@ -76,9 +76,9 @@ def pictures() -> Batch:
     return torch.randn(16, _PIXELS), torch.randint(_CLASSES, (16,))
 
 
-def sentences() -> Batch:
-    """Return a random batch for `Transformer`: 2 sequences, and the following character at each position."""
-    characters = torch.randint(_CHARACTERS, (2, _CONTEXT + 1))
+def sentences(count: int = 2) -> Batch:
+    """Return a random batch for `Transformer`: ``count`` sequences, and the following character at each position."""
+    characters = torch.randint(_CHARACTERS, (count, _CONTEXT + 1))
     return characters[:, :-1], characters[:, 1:]
 
 

@@ -140,6 +140,7 @@ def bench(
     asyncdist bench broadcast all_gather --ranks 4 --sizes 64K,1M --json figures.json
     asyncdist bench --device cuda          # with --ranks 1: asyncdist's NCCL and torch's
     asyncdist bench store --help           # the store against torch's TCPStore
+    asyncdist bench ddp --help             # data-parallel training
     asyncdist bench faults --help          # how soon ranks know of a failure, and go on
     asyncdist bench weights --help         # how fast published weights reach their readers
     """

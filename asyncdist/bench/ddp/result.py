@@ -1,0 +1,116 @@
+"""The figures of a benchmark of data-parallel training. `benchmark` collects them, `report.ddp_table` shows them.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from asyncdist.bench.ddp.plan import ALONE, DdpPlan, nbytes_per_second
+
+
+@dataclass(slots=True)
+class StepFigures:
+    """One contender's training steps, with one number for each round.
+
+    Attributes:
+        seconds: The median of the steps on rank 0.
+        hidden: The median share of the all-reduces' time that passed during backward; empty for torch's class.
+        sent: The bytes that the host of rank 0 has sent in a step; empty on one host.
+        note: The buckets of ``bucket_cap_mb="auto"`` in the last round.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    hidden: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    note: str = ""
+
+
+@dataclass(slots=True)
+class StepCase:
+    """The training steps of one model.
+
+    Attributes:
+        part: A name from `plan.STEPS`.
+        model: A name from `plan.MODELS`.
+        gradient_nbytes: The bytes of all gradients.
+        contenders: The figures by contender.
+    """
+
+    part: str
+    model: str
+    gradient_nbytes: int = 0
+    contenders: dict[str, StepFigures] = field(default_factory=dict)
+
+    def ratios(self, who: str, to: str) -> list[float]:
+        """Return the time of a contender over that of another for each round."""
+        pairs = zip(self.contenders[who].seconds, self.contenders[to].seconds, strict=True)
+        return [one / other for one, other in pairs]
+
+    def over_bound(self, who: str, rate: str) -> list[float]:
+        """Return the time of a contender over what is physically possible, for each round.
+
+        The bound is the longer one of the step without communication, and of the transfer of the bytes that the contender
+        has sent over a link of this rate.
+        """
+        found, per_second = self.contenders[who], nbytes_per_second(rate)
+        alone = self.contenders[ALONE].seconds
+        return [
+            seconds / max(compute, sent / per_second)
+            for seconds, sent, compute in zip(found.seconds, found.sent, alone, strict=True)
+        ]
+
+
+@dataclass(slots=True)
+class MemoryCase:
+    """What one contender needs for the training of one model.
+
+    Attributes:
+        model: A name from `plan.MODELS`.
+        contender: A name from `plan.CONTENDERS`.
+        peak: For each round the most bytes of a rank above those before the first step: gradients, activations, buckets.
+            Memory that ranks share counts once.
+        largest_bucket: The bytes of the largest bucket; 0 for torch's class and without communication.
+    """
+
+    model: str
+    contender: str
+    peak: list[int] = field(default_factory=list)
+    largest_bucket: int = 0
+
+
+@dataclass(slots=True)
+class TrainingCase:
+    """What a way to train a model over a slow link did.
+
+    Attributes:
+        who: ``"alone"``: each member on its own. ``"data parallel"``: with a hundred times the bytes, on a link without a
+            limit. ``"diloco"``: over the slow link.
+        seconds: For each round the time of all inner steps, outer steps included.
+        losses: For each round the loss on held-out samples at the end.
+        sent: For each round the bytes that a member has sent.
+        waited: For each round the seconds for which inner steps waited for outer steps.
+    """
+
+    who: str
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class DdpReport:
+    """All figures of a run."""
+
+    plan: DdpPlan
+    machine: dict[str, str]
+    steps: list[StepCase] = field(default_factory=list)
+    memory: list[MemoryCase] = field(default_factory=list)
+    training: list[TrainingCase] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data: times in seconds."""
+        return asdict(self)

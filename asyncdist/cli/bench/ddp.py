@@ -1,0 +1,71 @@
+"""``asyncdist bench ddp``: measure data-parallel training. Registered in `cli`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from asyncdist.bench.ddp.plan import ON_TWO_HOSTS, PARTS, DdpPlan, nbytes_per_second
+from asyncdist.cli.option_types import NewFolder
+
+
+def _rate(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    try:
+        nbytes_per_second(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+    return value
+
+
+@click.command("bench ddp")
+@click.argument("parts", nargs=-1, type=click.Choice(tuple(PARTS)), metavar="[PART]...")
+@click.option(
+    "--rounds", default=10, show_default=True, type=click.IntRange(1), help="Rounds, each with processes of its own."
+)
+@click.option("--steps", default=20, show_default=True, type=click.IntRange(1), help="Steps of a contender in a round.")
+@click.option("--ranks", default=2, show_default=True, type=click.IntRange(2, 64), help="Number of ranks on one host.")
+@click.option("--rate", default="1gbit", show_default=True, callback=_rate, help="Link between the hosts of `hosts`.")
+@click.option(
+    "--slow-rate", default="100mbit", show_default=True, callback=_rate, help="Link between the hosts of `diloco`."
+)
+@click.option(
+    "--every", default=100, show_default=True, type=click.IntRange(5), help="Inner steps between two outer steps."
+)
+@click.option("--outer-steps", default=10, show_default=True, type=click.IntRange(1), help="Outer steps of `diloco`.")
+@click.option("--output", type=NewFolder(), help="Write ddp.json and ddp.md into this folder.")
+def bench_ddp(parts: tuple[str, ...], output: Path | None, **options: Any) -> None:
+    """Measure data-parallel training against stock PyTorch and against training without communication.
+
+    PART is steps (training steps on one host), small (a model of 1,000 small parameters, in a world of one), hosts
+    (training steps between two hosts, whose link is limited), memory (above model, gradients and optimizer) or diloco
+    (training with few exchanges over a slow link). The default is all parts; those with two hosts need root. Contenders
+    take turns step by step, and must end with the same weights.
+
+    A run of all parts takes an hour or more, and needs an idle machine with a core for each rank.
+
+    \b
+    asyncdist bench ddp --output docs/bench
+    asyncdist bench ddp steps small --rounds 3
+    """
+    from asyncdist.bench.ddp.benchmark import run_ddp_benchmark
+    from asyncdist.bench.report.ddp_table import ddp_page
+    from asyncdist.cli.console import print_page, screen, write_page
+    from asyncdist.testing.hosts import Hosts, HostsUnavailableError
+
+    err = screen(stderr=True)
+    if not parts:
+        parts = tuple(PARTS)
+        try:
+            Hosts(2).close()
+        except HostsUnavailableError as error:
+            err.print(f"{', '.join(ON_TWO_HOSTS)} are left out: {error.message}")
+            parts = tuple(part for part in parts if part not in ON_TWO_HOSTS)
+    plan = DdpPlan(parts=tuple(dict.fromkeys(parts)), **options)
+    with err.status("starting") as status:
+        report = run_ddp_benchmark(plan, lambda doing: status.update(doing))
+    page = ddp_page(report)
+    print_page(screen(), page)
+    if output is not None:
+        write_page(page, report.as_json(), output, "ddp")

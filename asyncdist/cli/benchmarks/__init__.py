@@ -1,1 +1,0 @@
-"""The commands of ``asyncdist bench`` that measure something other than collectives."""
