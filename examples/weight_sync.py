@@ -4,16 +4,16 @@
     torchrun --nproc-per-node=4 examples/weight_sync.py --width 5000     # two servers, 97 MiB of parameters
     torchrun --nproc-per-node=3 examples/weight_sync.py --device cuda    # from GPU to GPU; ranks may share one
 
-Rank 0 trains on handwritten digits (from scikit-learn) in a blocking script. Every few steps it starts a broadcast of its
-parameters and continues to train. Rank 1 runs the clients: it sends requests with held-out digits at a fixed rate and
-checks the answers. Ranks 2 and up are inference servers: the event loop of each answers requests and awaits the next
-broadcast. A server keeps two copies of the parameters. It answers from one copy while it receives the next version into
-the other, so no answer mixes two versions.
+Rank 0 trains on handwritten digits (from scikit-learn) in a blocking script. Every few steps it publishes its parameters
+(`asyncdist.weights`) and continues to train. Rank 1 runs the clients: it sends requests with held-out digits at a fixed
+rate and checks the answers. Ranks 2 and up are inference servers: the event loop of each answers requests and swaps the
+newest version in. A server keeps two copies of the model. It answers from one copy while the next version arrives in the
+other, so no answer mixes two versions. The ranks form a group only to exchange addresses and results.
 
-At the end rank 0 prints a row for each version: the duration of its broadcast, the requests answered during that time,
-their latency, and the longest pause of a server's event loop. It plots the answers in out/weight_sync.png. It exits with
-1 if a request failed, an answer mixed two versions, a server's last parameters differ from the trainer's, or the accuracy
-did not rise.
+At the end rank 0 prints a row for each version: the time until all servers used it, the requests answered during that
+time, their latency, and the longest pause of a server's event loop. It plots the answers in out/weight_sync.png. It exits
+with 1 if a request failed, an answer mixed two versions, a server's last parameters differ from the trainer's, or the
+accuracy did not rise.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import copy
 import hashlib
 import os
+import re
+import subprocess
 import sys
 import time
 from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,12 +49,14 @@ from torch import nn
 
 import asyncdist as dist
 import asyncdist.sync as blocking
+from asyncdist import weights
+from asyncdist.sync import weights as blocking_weights
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 arguments = argparse.ArgumentParser(description="Send weights to running servers; see the first lines of this file.")
-arguments.add_argument("--versions", type=int, default=20, help="number of broadcasts of the parameters")
+arguments.add_argument("--versions", type=int, default=20, help="number of versions of the parameters")
 arguments.add_argument("--steps", type=int, default=20, help="training steps between two versions")
 arguments.add_argument("--width", type=int, default=1024, help="width of the two hidden layers; 5000 makes 97 MiB")
 arguments.add_argument("--rate", type=float, default=150.0, help="requests per second to all servers together")
@@ -91,11 +94,37 @@ shuffled = torch.randperm(len(images), generator=torch.Generator().manual_seed(0
 held_out, training = shuffled[:360], shuffled[360:]
 
 
+class Stamp(nn.Module):
+    """The number of the version, before and after the parameters: two numbers mean a mixture of versions."""
+
+    version: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("version", torch.zeros(1))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     width = options.width
     layers = [nn.Linear(64, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 10)]
-    return nn.Sequential(*layers).to(device)
+    return nn.Sequential(Stamp(), *layers, Stamp()).to(device)
+
+
+def stamps(model: nn.Sequential) -> set[int]:
+    """Return the version numbers before and after the parameters."""
+    return {int(stamp.version) for stamp in (model[0], model[-1]) if isinstance(stamp, Stamp)}
+
+
+def digest(model: nn.Sequential) -> str:
+    """Return a hash of the parameters and their version numbers."""
+    hashed = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        hashed.update(tensor.cpu().numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def now() -> float:
@@ -117,92 +146,56 @@ def lower_process_priority() -> None:
         Path("/proc/self/autogroup").write_text("10")
 
 
-# -- the parameters ---------------------------------------------------------------------------------
-
-
-class Weights:
-    """A copy of a model whose parameters are one tensor: on a GPU, or in memory that the ranks of a host share.
-
-    The version number precedes and follows the parameters, so that a mixture of two versions can be detected. The second
-    element says whether the version is the last one.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = copy.deepcopy(model).requires_grad_(False)
-        parameters = list(self.model.parameters())
-        sizes = [parameter.numel() for parameter in parameters]
-        count = 2 + sum(sizes) + 1
-        on_host = device.type == "cpu"
-        self.flat = dist.empty(count, shared=True).zero_() if on_host else torch.zeros(count, device=device)
-        for parameter, part in zip(parameters, self.flat[2:-1].split(sizes), strict=True):
-            parameter.data = part.view_as(parameter)
-        self.readers = 0
-        self.free = asyncio.Event()  # set while no request uses this copy
-        self.free.set()
-
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Do not receive the next version into this copy inside the block."""
-        self.readers += 1
-        self.free.clear()
-        try:
-            yield
-        finally:
-            self.readers -= 1
-            if not self.readers:
-                self.free.set()
-
-    def write(self, model: nn.Module, version: int, *, last: bool) -> None:
-        """Copy the present parameters of a model."""
-        for target, source in zip(self.model.parameters(), model.parameters(), strict=True):
-            target.copy_(source.detach())
-        self.flat[0] = self.flat[-1] = version
-        self.flat[1] = last
-
-    def versions(self) -> set[int]:
-        """Return the version numbers before and after the parameters; two numbers mean a mixture of versions."""
-        return {int(self.flat[0]), int(self.flat[-1])}
-
-    def digest(self) -> str:
-        """Return a hash of the parameters and their version numbers."""
-        return hashlib.sha256(self.flat.cpu().numpy().tobytes()).hexdigest()
-
-
 # -- the trainer: a blocking script -----------------------------------------------------------------
 
 
-def train(group: dist.Group) -> dict[str, Any]:
-    """Train, and start a broadcast of the parameters every few steps; return the times of the broadcasts."""
+def start_store() -> tuple[subprocess.Popen[str], str]:
+    """Start a store daemon for the job; return its process and the URL of the job."""
+    command = [sys.executable, "-m", "asyncdist.cli", "store", "--host", "127.0.0.1", "--port", "0"]
+    daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert daemon.stdout is not None
+    ready = re.search(r"tcp://(\S+) ", daemon.stdout.readline())
+    if ready is None:
+        sys.exit("the store did not start")
+    return daemon, f"asyncdist://{ready[1]}/weight-sync"
+
+
+def train(job: str) -> dict[str, Any]:
+    """Train, and publish the parameters every few steps; return the times of the publications."""
     lower_process_priority()
     model, posted = network(), []
-    weights = Weights(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
     inputs, targets = images.to(device), labels.to(device)
     console = Console()
-    with Progress(
+    with blocking_weights.Publisher(model, job=job) as publisher, Progress(
         TextColumn("[bold]training"), BarColumn(bar_width=36), MofNCompleteColumn(), TextColumn("versions sent"),
         TextColumn("loss [cyan]{task.fields[loss]:.4f}[/]"), TimeElapsedColumn(), console=console,
         disable=not console.is_terminal,
     ) as progress:  # fmt: skip
         bar = progress.add_task("", total=options.versions, loss=0.0)
         for version in range(options.versions):
-            weights.write(model, version, last=version == options.versions - 1)
+            for stamp in (model[0], model[-1]):
+                assert isinstance(stamp, Stamp)
+                stamp.version.fill_(version)
             posted.append(now())
-            work = group.broadcast(weights.flat, TRAINER)  # starts the broadcast and returns its Work
+            nbytes = publisher.publish(version).nbytes
+            last = digest(model) if version == options.versions - 1 else ""
+            if version == 0:  # the servers have something to answer with: the clients may get their addresses
+                blocking.all_gather_object([None] * blocking.get_world_size(), None)
             losses = []
-            for _ in range(options.steps):  # training continues, because `weights` is a copy
+            for _ in range(options.steps):  # training continues, because a version is a copy
                 batch = training[torch.randint(len(training), (BATCH,), generator=generator)]
                 loss = nn.functional.cross_entropy(model(inputs[batch]), targets[batch])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.item())
-            work.wait()  # before the copy is overwritten
             progress.update(bar, advance=1, loss=np.mean(losses))
             if not console.is_terminal:
                 print(f"version {version + 1:2d}/{options.versions}  loss {np.mean(losses):.4f}", flush=True)
-    return {"posted": posted, "nbytes": weights.flat.nbytes, "digest": weights.digest()}
+        publisher.wait_for_readers()
+    return {"posted": posted, "nbytes": nbytes, "digest": last}
 
 
 # -- a server ---------------------------------------------------------------------------------------
@@ -232,21 +225,22 @@ class LoopMonitor:
 class Server:
     """Answers requests with the newest weights, many at a time."""
 
-    def __init__(self) -> None:
-        self.current, self.spare = Weights(network()), Weights(network())
+    def __init__(self, subscriber: weights.Subscriber) -> None:
+        self.subscriber = subscriber
         self.arrived: list[float] = []
+        self.can_answer = asyncio.Event()
         self.executor = ThreadPoolExecutor(1, "forward", initializer=lower_thread_priority)
         self._requests: asyncio.Queue[tuple[list[float], asyncio.Future[tuple[int, int]]]] = asyncio.Queue()
 
-    async def receive(self, group: Any) -> None:
-        """Receive versions from the trainer up to the last one."""
-        last = False
-        while not last:
-            await self.spare.free.wait()  # requests that began two versions ago may still use this copy
-            await dist.broadcast(self.spare.flat, src=TRAINER, group=group)
-            self.arrived.append(now())
-            self.current, self.spare = self.spare, self.current
-            last = bool(self.current.flat[1])
+    async def receive(self) -> None:
+        """Swap versions in up to the last one, and note when each, or a newer one, was in use."""
+        while len(self.arrived) < options.versions:
+            version = await self.subscriber.next()
+            async with self.subscriber.swap(version):
+                pass
+            self.can_answer.set()
+            assert version.step is not None
+            self.arrived += [now()] * (version.step + 1 - len(self.arrived))
 
     async def compute(self) -> None:
         """Compute all waiting requests together, on another thread, so that the loop continues to run."""
@@ -255,10 +249,8 @@ class Server:
             requests = [await self._requests.get()]
             while len(requests) < BATCH and not self._requests.empty():
                 requests.append(self._requests.get_nowait())
-            weights = self.current
-            with weights.in_use():
-                pixels = [pixels for pixels, _ in requests]
-                found, versions = await loop.run_in_executor(self.executor, self._forward, weights, pixels)
+            pixels = [pixels for pixels, _ in requests]
+            found, versions = await loop.run_in_executor(self.executor, self._forward, pixels)
             version, *others = versions
             for (_, answer), digit in zip(requests, found, strict=True):
                 if answer.cancelled():
@@ -268,11 +260,11 @@ class Server:
                 else:
                     answer.set_exception(RuntimeError(f"computed with a mixture of versions {versions}"))
 
-    @staticmethod
-    def _forward(weights: Weights, pixels: list[list[float]]) -> tuple[list[int], set[int]]:
-        before = weights.versions()
-        found = weights.model(torch.tensor(pixels, device=device)).argmax(dim=1).tolist()
-        return found, before | weights.versions()
+    def _forward(self, pixels: Sequence[Sequence[float]]) -> tuple[list[int], set[int]]:
+        with self.subscriber.reading() as (model, version):
+            before = stamps(model)
+            found = model(torch.tensor(pixels, device=device)).argmax(dim=1).tolist()
+            return found, before | stamps(model) | {version.step or 0}
 
     async def answer(self, request: web.Request) -> web.Response:
         """Handle ``POST /digit`` with ``{"pixels": [64 numbers]}``."""
@@ -283,27 +275,33 @@ class Server:
         return web.json_response({"digit": digit, "version": version})
 
 
-async def serve(group: Any) -> dict[str, Any]:
+async def serve(job: str) -> dict[str, Any]:
     """Answer requests until the clients stop; return when versions arrived and how late the loop was."""
-    server = Server()
-    application = web.Application()
-    application.router.add_post("/digit", server.answer)
-    runner = web.AppRunner(application)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    await dist.all_gather_object([None] * dist.get_world_size(), f"http://127.0.0.1:{runner.addresses[0][1]}/digit")
-    monitor, computing = LoopMonitor(), asyncio.create_task(server.compute())
-    try:
-        await server.receive(group)
-        await dist.barrier()  # every server has the last version
-        await dist.barrier()  # the clients have stopped
-    finally:
-        monitor.stop()
-        computing.cancel()
-        await runner.cleanup()
-        server.executor.shutdown()
-    late, digest = np.array(monitor.late), server.current.digest()
-    return {"arrived": server.arrived, "at": np.array(monitor.at), "late": late, "digest": digest}
+    async with weights.Subscriber(like=network(), job=job) as subscriber:
+        server = Server(subscriber)
+        application = web.Application()
+        application.router.add_post("/digit", server.answer)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        address = f"http://127.0.0.1:{runner.addresses[0][1]}/digit"
+        receiving, monitor = asyncio.create_task(server.receive()), LoopMonitor()
+        computing = asyncio.create_task(server.compute())
+        try:
+            await server.can_answer.wait()
+            await dist.all_gather_object([None] * dist.get_world_size(), address)
+            await receiving
+            await dist.barrier()  # every server has the last version
+            await dist.barrier()  # the clients have stopped
+            with subscriber.reading() as (model, _):
+                last = digest(model)
+        finally:
+            monitor.stop()
+            receiving.cancel()
+            computing.cancel()
+            await runner.cleanup()
+            server.executor.shutdown()
+    return {"arrived": server.arrived, "at": np.array(monitor.at), "late": np.array(monitor.late), "digest": last}
 
 
 # -- the clients ------------------------------------------------------------------------------------
@@ -360,25 +358,27 @@ async def send_requests() -> dict[str, Any]:
 
 async def loop_main() -> None:
     await dist.init_process_group()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    group = dist.new_group([TRAINER, *range(CLIENTS + 1, world_size)])
-    result = await (send_requests() if rank == CLIENTS else serve(group))
+    jobs: list[Any] = [None]
+    await dist.broadcast_object_list(jobs, TRAINER)
+    result = await (send_requests() if dist.get_rank() == CLIENTS else serve(jobs[0]))
     await dist.gather_object(result, None, dst=TRAINER)
     await dist.destroy_process_group()
 
 
 def trainer_main() -> list[dict[str, Any]]:
     blocking.init_process_group()
-    world_size = blocking.get_world_size()
-    group = blocking.new_group([TRAINER, *range(CLIENTS + 1, world_size)])
-    assert isinstance(group, dist.Group)
-    results: list[Any] = [None] * world_size
-    blocking.all_gather_object([None] * world_size, None)  # the clients need the servers' addresses
-    own = train(group)
-    blocking.barrier()
-    blocking.barrier()
-    blocking.gather_object(own, results, dst=TRAINER)
-    blocking.destroy_process_group()
+    daemon, job = start_store()
+    try:
+        results: list[Any] = [None] * blocking.get_world_size()
+        blocking.broadcast_object_list([job], TRAINER)
+        own = train(job)
+        blocking.barrier()
+        blocking.barrier()
+        blocking.gather_object(own, results, dst=TRAINER)
+        blocking.destroy_process_group()
+    finally:
+        daemon.terminate()
+        daemon.wait()
     return results
 
 
@@ -407,7 +407,7 @@ def longest_pause(server: dict[str, Any], begin: float, end: float) -> float:
 
 
 table = Table(title=f"{trainer['nbytes'] / 2**20:.1f} MiB of parameters, {len(servers)} server(s)")
-for heading in ("version", "broadcast", "answered during it", "longest pause", "answers", "correct", "p50", "p99"):
+for heading in ("version", "arrival", "answered during it", "longest pause", "answers", "correct", "p50", "p99"):
     table.add_column(heading, justify="right")
 accuracies, pauses = [], []
 for number in range(len(posted)):
@@ -425,7 +425,7 @@ median, tail = np.percentile(seconds, [50, 99])
 ever = max(float(server["late"].max()) for server in servers)
 failures = clients["failures"]
 print(f"{len(at)} requests answered, {len(failures)} failed; p50 {1e3 * median:.1f} ms, p99 {1e3 * tail:.1f} ms")
-print(f"longest pause of a server's loop: {1e3 * max(pauses):.1f} ms during broadcasts, {1e3 * ever:.1f} ms overall")
+print(f"longest pause of a server's loop: {1e3 * max(pauses):.1f} ms during arrivals, {1e3 * ever:.1f} ms overall")
 equal = all(server["digest"] == trainer["digest"] for server in servers)
 print(f"the servers' last parameters {'equal' if equal else 'DIFFER FROM'} the trainer's")
 print(f"correct answers: {accuracies[0]:.1%} with version 0, {accuracies[-1]:.1%} with version {len(posted) - 1}")
@@ -444,7 +444,7 @@ below.axhline(1e3 * median, color="#08519c", linewidth=1, label=f"p50 {1e3 * med
 below.axhline(1e3 * tail, color="#08519c", linewidth=1, linestyle=":", label=f"p99 {1e3 * tail:.1f} ms")
 below.set(xlabel="seconds", ylabel="latency, ms", yscale="log")
 below.set_title(
-    f"Each request; longest pause of a loop during broadcasts: {1e3 * max(pauses):.1f} ms", loc="left", weight="bold"
+    f"Each request; longest pause of a loop during arrivals: {1e3 * max(pauses):.1f} ms", loc="left", weight="bold"
 )
 below.legend(frameon=False, loc="upper right", ncols=2)
 for axes in (above, below):

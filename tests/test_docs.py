@@ -398,7 +398,7 @@ def entries_of(page: str) -> set[str]:
     return {described or anchor for described, anchor in names}
 
 
-@pytest.mark.parametrize("package", ["asyncdist", "sync", "store", "ddp", "rpc", "torch_backend"])
+@pytest.mark.parametrize("package", ["asyncdist", "sync", "store", "ddp", "rpc", "weights", "torch_backend"])
 def test_reference_has_every_public_name(package: str) -> None:
     module = importlib.import_module("asyncdist" if package == "asyncdist" else f"asyncdist.{package}")
     entries = entries_of(package)

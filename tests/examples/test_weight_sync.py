@@ -34,7 +34,7 @@ def test_servers_answer_while_weights_arrive(run_example, tmp_path):
     answered, failed = re.search(r"(\d+) requests answered, (\d+) failed", result.stdout).groups()
     assert int(answered) == sum(answers)
     assert int(failed) == 0
-    during, overall = re.search(r"loop: ([\d.]+) ms during broadcasts, ([\d.]+) ms overall", result.stdout).groups()
+    during, overall = re.search(r"loop: ([\d.]+) ms during arrivals, ([\d.]+) ms overall", result.stdout).groups()
     assert 0 < float(during) <= float(overall)
     # A loop that blocked for weights would pause from one version to the next.
     between = 1e3 * sorted(answers)[VERSIONS // 2] / RATE

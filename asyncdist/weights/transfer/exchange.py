@@ -133,7 +133,8 @@ class WeightsExchange:
                 await self.port.get(held, manifest, ChannelAddress.decode(sources[0].address))
             except (AsyncdistError, TimeoutError) as error:
                 failures[sources[0].entry] = error
-                log.warning("%s: trying another source: %s", held.version, describe_error(error))
+                level = logging.WARNING if isinstance(error, DigestError) else logging.INFO
+                log.log(level, "%s: trying another source: %s", held.version, describe_error(error))
 
     @staticmethod
     def _no_source(version: Version, failures: Sequence[Exception]) -> WeightsError:
