@@ -86,7 +86,11 @@ class Waiting:
         mode = self._policy.mode
         sleeps = mode is WaitMode.SLEEP
         self.spin, self.await_spin = (0.0, 0.0) if sleeps else (self._spin, self._await_spin)
-        self.polls, self.attempts = (512, 32) if mode is WaitMode.SPIN else (2, 1)
+        if mode is WaitMode.SPIN:
+            self.polls, self.attempts = 512, 32
+        else:
+            # A few polls take no longer than to sleep and to be woken. Where ranks share cores they delay the peers.
+            self.polls, self.attempts = (64 if self._policy.polling is WaitMode.SPIN else 2), 1
         if self._placement is not None and not sleeps:
             self._placement.home = None
 
