@@ -1,8 +1,56 @@
-"""The processor cores that this process may use."""
+"""The processor cores: whether enough are free, and how long this process's threads wait for one."""
 
 from __future__ import annotations
 
 import os
+import threading
+
+_RUN_DELAYS = "/proc/thread-self/schedstat"
+
+
+class _Statistics:
+    """The open file with the scheduler's statistics of the thread that made this object."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.descriptor = os.open(_RUN_DELAYS, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+class _OfThread(threading.local):
+    """What each thread keeps until it ends."""
+
+    statistics: _Statistics | None = None
+
+
+_of_thread = _OfThread()
+
+
+def run_delay() -> tuple[float, int] | None:
+    """Return for how long the calling thread has been ready to run without a core, and how often it has got one.
+
+    Returns:
+        The seconds on the run queues of all cores since the thread began, and the number of its time slices; None if the
+        system does not say.
+    """
+    try:
+        statistics = _of_thread.statistics
+        # A forked child has the file of its parent's thread.
+        if statistics is None or statistics.pid != os.getpid():
+            statistics = _of_thread.statistics = _Statistics()
+        _, delay, slices = os.pread(statistics.descriptor, 64, 0).split()
+    # Not Linux, a sandbox without this file, or no descriptor is left.
+    except (OSError, ValueError):
+        return None
+    return int(delay) * 1e-9, int(slices)
+
+
+def allowed_cores() -> int:
+    """Return on how many cores this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def has_free_cores(ranks: int, threads: int) -> bool:
@@ -15,5 +63,4 @@ def has_free_cores(ranks: int, threads: int) -> bool:
         ranks: Number of ranks on this machine.
         threads: Number of threads with which each rank computes, as `torch.get_num_threads` returns it.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores > ranks * threads
+    return allowed_cores() > ranks * threads

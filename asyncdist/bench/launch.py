@@ -19,7 +19,7 @@ from typing import Any, cast
 from asyncdist.bench.contenders.mpi import mpi_missing, mpi_version
 from asyncdist.bench.machine import machine
 from asyncdist.bench.plan import BenchPlan
-from asyncdist.bench.programs import Programs, python
+from asyncdist.bench.programs import Programs, busy_process, python
 from asyncdist.bench.rank import BY_MPI, CONTROL_SOCKET
 from asyncdist.bench.result import Report, ResultRow
 from asyncdist.errors import BenchmarkError, UnsupportedError
@@ -52,7 +52,7 @@ def run(plan: BenchPlan, progress: Callable[[float, ResultRow | None], None] = l
                 progress(len(report.rows) / plan.parts, value)
             else:
                 progress(value, None)
-        for program in programs.running:
+        for program in programs.running[: len(programs.running) - plan.busy]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 program.wait(_EXIT_TIMEOUT)
     return report
@@ -100,6 +100,8 @@ def _start(plan: BenchPlan, folder: Path, programs: Programs) -> list[Connection
             with contextlib.suppress(EOFError):
                 rank, port = pipe.recv()
                 pipes[rank], ports[rank] = pipe, port
+    for _ in range(plan.busy):
+        programs.start(busy_process())
     token = secrets.token_bytes(16)
     for pipe in pipes.values():
         pipe.send((plan, [ports[rank] for rank in range(plan.ranks)], token))

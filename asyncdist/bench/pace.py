@@ -22,26 +22,29 @@ class StartPacer:
     Args:
         rank: This rank.
         sockets: Connected, non-blocking sockets by rank; None for this rank.
+        sleeps: Whether ranks sleep while they wait for each other, and start when they are woken. A rank that spins beside
+            a process that computes would have used up its share of the core when the call begins.
     """
 
-    def __init__(self, rank: int, sockets: Sequence[socket.socket | None]) -> None:
+    def __init__(self, rank: int, sockets: Sequence[socket.socket | None], *, sleeps: bool = False) -> None:
+        self._receive = _wait_and_receive if sleeps else _receive
         self._others = [sock for sock in sockets if sock is not None]
         self._leader = None if rank == 0 else sockets[0]
         cores = os.cpu_count() or 1
-        self._ahead = _AHEAD_NS * -(-len(sockets) // cores)
+        self._ahead = 0 if sleeps else _AHEAD_NS * -(-len(sockets) // cores)
         self._oversubscribed = len(sockets) > cores
 
     def __call__(self) -> None:
         """Wait for all ranks; raise ConnectionError if one has ended."""
         if self._leader is None:
             for sock in self._others:
-                _receive(sock, 1)
+                self._receive(sock, 1)
             instant = monotonic_ns() + self._ahead
             for sock in self._others:
                 sock.send(_INSTANT.pack(instant))
         else:
             self._leader.send(b"!")
-            (instant,) = _INSTANT.unpack(_receive(self._leader, _INSTANT.size))
+            (instant,) = _INSTANT.unpack(self._receive(self._leader, _INSTANT.size))
         while monotonic_ns() < instant:
             # Otherwise a rank without a core begins only when this rank's time slice ends.
             if self._oversubscribed:
@@ -51,14 +54,19 @@ class StartPacer:
         """Do the work on rank 0 while all other ranks sleep; raise ConnectionError if one has ended."""
         if self._leader is None:
             for sock in self._others:
-                _receive(sock, 1)
+                self._receive(sock, 1)
             work()
             for sock in self._others:
                 sock.send(b"!")
         else:
             self._leader.send(b"!")
-            select.select([self._leader], [], [])
-            _receive(self._leader, 1)
+            _wait_and_receive(self._leader, 1)
+
+
+def _wait_and_receive(sock: socket.socket, nbytes: int) -> bytes:
+    """Sleep until data has arrived, and receive ``nbytes``."""
+    select.select([sock], [], [])
+    return _receive(sock, nbytes)
 
 
 def _receive(sock: socket.socket, nbytes: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The processes that a benchmark starts: ranks, store servers and store clients. Used by `launch` and `store.benchmark`."""
+"""The processes that a benchmark starts: ranks, busy processes, store servers and clients. Used by `launch` and `store`."""
 
 from __future__ import annotations
 
@@ -59,6 +59,20 @@ class Programs:
                 with contextlib.suppress(OSError):
                     if stream is not None:
                         stream.close()
+
+
+_COMPUTE = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
+
+
+def busy_process() -> list[str]:
+    """Return the command of a process that computes until it is ended, or until this process ends."""
+    return [sys.executable, "-I", "-S", "-c", _COMPUTE]
 
 
 def python(module: str, *arguments: str) -> list[str]:

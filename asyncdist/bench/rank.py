@@ -76,7 +76,7 @@ def _measure(plan: BenchPlan, rank: int, table: Sequence[socket.socket | None], 
     torch.set_num_threads(1)
     if plan.pin:
         _pin(rank)
-    pace = StartPacer(rank, table)
+    pace = StartPacer(rank, table, sleeps=plan.busy > 0)
     reporter = _Reporter(pipe if rank == 0 else None, plan.parts)
     if plan.device == "cpu":
         opening = contenders.open_contenders(plan, rank, folder, plain_sockets.Sockets(rank, table), pace)

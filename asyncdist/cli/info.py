@@ -51,6 +51,7 @@ def info(ctx: click.Context, collective: str | None, ranks: int, sizes: tuple[in
         if ctx.get_parameter_source(option) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{option} needs --collective: name the collective to explain")
     tables.show_versions(console)
+    tables.show_waiting(console, config)
     tables.show_transports(console)
     tables.show_devices(console)
     tables.show_addresses(console, config)

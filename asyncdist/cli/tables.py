@@ -18,6 +18,9 @@ from asyncdist.errors import AddressError, TransportUnavailableError, UsageError
 from asyncdist.rendezvous.addresses import outward
 from asyncdist.transport import registry
 
+_LOOK_SECONDS = 0.05
+"""Seconds for which `show_waiting` polls."""
+
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -34,6 +37,33 @@ def show_versions(console: Console) -> None:
     table.add_column()
     for name, value in machine().items():
         table.add_row(name, escape(value))
+    console.print(table)
+
+
+def show_waiting(console: Console, config: Config) -> None:
+    """Show how a rank that starts on this machine now waits for its peers: it polls them, or sleeps at once."""
+    from asyncdist.base.cores import allowed_cores
+    from asyncdist.engine.drivers.wait_policy import WaitMode
+    from asyncdist.engine.drivers.waiting import mode_here
+
+    cores = allowed_cores()
+    found = mode_here(_LOOK_SECONDS) if config.spin_us else None
+    if not config.spin_us:
+        text = "it sleeps at once, because ASYNCDIST_SPIN_US is 0"
+    elif found is None:
+        text = (
+            f"it polls for {config.spin_us:g} µs; this system does not say whether other threads compete for its core"
+        )
+    elif found[0] is WaitMode.SLEEP:
+        text = f"it sleeps at once: other threads kept this command from its core for {found[1]:.0%} of the time"
+    else:
+        text = f"it polls for {config.spin_us:g} µs and then sleeps: no other thread competes for its core"
+    table = _table("Waiting of a rank on this machine at the moment")
+    table.show_header = False
+    table.add_column()
+    table.add_column(overflow="fold")
+    table.add_row("waiting", text)
+    table.add_row("cores", f"{cores}; more than {cores} ranks share cores, and yield to each other while they poll")
     console.print(table)
 
 

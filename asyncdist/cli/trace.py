@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _GROUPS = 8
 """The largest number of groups with a table. Blocked groups come first."""
+_WAITS = {"spin": "polling", "yield": "yielding", "sleep": "sleeping"}
+"""How a rank waits for its peers, by `TraceRecord.waiting`."""
 
 
 @click.command(short_help="Find in flight recorder dumps which rank is stuck in which call; plot a timeline.")
@@ -146,6 +148,9 @@ def _table(standing: RankPosition, records: Sequence[TraceRecord], paces: dict[i
     table = Table(title=escape(f"group {standing.group!r}"), title_justify="left")
     for name in ("rank", "host", "process"):
         table.add_column(name, justify="right")
+    waits = any(record.waiting for record in records)
+    if waits:
+        table.add_column("waits by")
     table.add_column("last completed")
     table.add_column("pending")
     for name in ("arrived last", "behind first", "call time"):
@@ -170,6 +175,7 @@ def _table(standing: RankPosition, records: Sequence[TraceRecord], paces: dict[i
             str(rank),
             escape(record.host),
             str(record.pid),
+            *([_WAITS.get(record.waiting, "")] if waits else []),
             _named(completed, mine),
             f"[yellow]{_named(oldest, mine)}{pending_for}[/]",
             *cells,

@@ -138,11 +138,13 @@ class Endpoint:
 
     def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
         """Select transports from the results of every rank's `probe_peers`, by rank. Groups may be made afterwards."""
-        self.transport_selector.finalize(reached)
+        self.transport_selector.finalize(reached, self.processes)
         self.recorder.progress.append(self._executor.progress)
-        self.recorder.details.append(self._liveness)
-        spin, spread = self.transport_selector.spin_policy()
-        self.progress.spin_for(spin, min(spin, self.config.await_spin_us * 1e-6), spread)
+        self.recorder.details.append(self._state)
+        spin, crowded = self.transport_selector.spin_policy()
+        placement = self.transport_selector.placement if self.transport_selector.local_size > 1 else None
+        await_spin = min(spin, self.config.await_spin_us * 1e-6)
+        self.progress.waiting.configure(spin, await_spin, placement, crowded=crowded)
         self.progress.idle_watch.last_call = lambda: self.recorder.last
         self.progress.ensure_driven()
 
@@ -288,10 +290,14 @@ class Endpoint:
     def _hears(self, peer: int) -> bool:
         return self._heartbeat.hears(peer)
 
-    def _liveness(self) -> dict[str, list[tuple[int, Any]]]:
-        """Return which peers are lost or have left, and when the others were last heard. Any thread may call it."""
+    def _state(self) -> dict[str, Any]:
+        """Return which peers are lost or have left, when the others were last heard, and how this rank waits.
+
+        Any thread may call it.
+        """
         gone = {peer: error.reason for peer, error in list(self.lost_peers.items())} | dict(self.failures.left)
-        return {"lost": sorted(gone.items()), "heard": sorted(self._heartbeat.silences().items())}
+        heard = sorted(self._heartbeat.silences().items())
+        return {"lost": sorted(gone.items()), "heard": heard, "waiting": self.progress.waiting.mode.value}
 
     def look_at(self, peer: int) -> str:
         """Return what a peer's process does, as a clause; empty if this rank cannot see it. Any thread may call it."""

@@ -39,7 +39,6 @@ import contextlib
 import enum
 import functools
 import math
-import os
 import socket
 import threading
 from collections import deque
@@ -51,16 +50,16 @@ from asyncdist.base.descriptors import is_exhausted
 from asyncdist.engine.drivers.driver_loop import DriverLoop
 from asyncdist.engine.drivers.idle_watch import IdleWatch
 from asyncdist.engine.drivers.loop_watcher import LoopWatcher
+from asyncdist.engine.drivers.waiting import Waiting
 from asyncdist.engine.drivers.waker import Waker
 from asyncdist.engine.machine import Failing, Finishable, Machine
 from asyncdist.errors import LoopThreadError
 from asyncdist.transport.base import Wait
 
-_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 _SLICE = 1e-3
 """Seconds for which the loop driver continues before the loop's other callbacks run."""
-_SPREAD_EVERY = 1e-3
-"""Seconds between two checks by a waiting thread whether it should move to another core."""
+_LONGEST_ATTEMPT = 10e-3
+"""Seconds for which a call sleeps for its peers before it becomes an operation, which others can see."""
 
 
 class LoopState(enum.Enum):
@@ -91,9 +90,7 @@ class Progress:
 
     def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None) -> None:
         self._machine = machine
-        self.spin = self._await_spin = self._loop_spin = self._spread_at = 0.0
-        self._polls, self._spins = 512, 1
-        self._spread: Callable[[], None] | None = None
+        self.waiting = Waiting()
         self.home = DriverLoop(home, self._on_home_left)
         self.lock = threading.Lock()
         self._inbox: deque[Callable[[], object]] = deque()
@@ -110,21 +107,6 @@ class Progress:
         self.loop_watcher = LoopWatcher(self.drive_on_loop)
         self.idle_watch = IdleWatch(machine, self.lock, self._driver_lock, self.loop_watcher)
 
-    def spin_for(self, spin: float, loop_spin: float, spread: Callable[[], None] | None) -> None:
-        """Set how long drivers spin before they wait.
-
-        Args:
-            spin: Seconds for which an inline driver spins before it sleeps in ``poll``.
-            loop_spin: Seconds for which the home loop, or a trio task that awaits, spins before it lets others run.
-            spread: Moves ranks to different cores; a spinning thread calls it from time to time. Set if ranks outnumber
-                cores; a spinning thread then also yields its core more often.
-        """
-        self._spread = spread
-        self.spin, self._await_spin = spin, loop_spin
-        self._loop_spin = loop_spin if self.home else 0.0
-        # `_polls`: polls before a thread yields its core. `_spins`: polls of a schedule before it becomes an operation.
-        self._polls, self._spins = (2, 1) if spread or not spin else (512, 32)
-
     def serve_trio(self) -> None:
         """Let trio tasks issue and await operations: an inline attempt ends after a time slice, as in an asyncio loop."""
         self._in_trio = True
@@ -138,7 +120,6 @@ class Progress:
 
     def _on_home_left(self, home: asyncio.AbstractEventLoop) -> None:
         """Continue on the background loop: a loop that has ended runs no more callbacks."""
-        self._loop_spin = 0.0
         if home.is_closed():
             self.loop_watcher.forget()
         else:
@@ -221,12 +202,6 @@ class Progress:
             self._machine.expire(now)
         return now
 
-    def _offer_core(self, now: float) -> None:
-        _yield_core()
-        if self._spread and now >= self._spread_at:
-            self._spread_at = now + _SPREAD_EVERY
-            self._spread()
-
     # -- the inline driver ---------------------------------------------------------------------
 
     def refuse_loop_thread(self, what: str) -> None:
@@ -235,7 +210,7 @@ class Progress:
         if running is not None and running is self.loop:
             raise LoopThreadError(what)
 
-    def attempt(self, schedule: Schedule, group: Failing, *, wait: bool) -> bool:
+    def attempt(self, schedule: Schedule, group: Failing, *, wait: bool, block: bool = False) -> bool:
         """Run a schedule that needs no links inline, without an operation object.
 
         The schedule is not started if its group has failed: the memory of a destroyed group may belong to another group.
@@ -243,51 +218,85 @@ class Progress:
         Args:
             schedule: The schedule to run.
             group: The channel of the group.
-            wait: Whether to wait for peers for as long as an inline driver spins.
+            wait: Whether to wait for peers for as long as an inline driver polls.
+            block: Whether to sleep for peers for a while where an inline driver sleeps at once.
 
         Returns:
             Whether the schedule is complete. If not, an operation continues it from where it stopped.
         """
         if not self._driver_lock.acquire(False):
             return False
+        asleep_until, ready = 0.0, None
         try:
-            if not self.lock.acquire(False):
-                return False
-            try:
-                if group.error is not None or self._inbox or self._machine.operations:
+            while self.lock.acquire(False):
+                try:
+                    if asleep_until:
+                        self._turn(ready)
+                        self._expire()
+                    waits = self._run_inline(schedule, group, wait, block)
+                except BaseException as cause:
+                    if not isinstance(cause, Exception):
+                        self._machine.interrupted(cause)
+                        self._schedule_loop()
+                    raise
+                finally:
+                    self.lock.release()
+                if waits is None:
+                    return True
+                asleep_until = asleep_until or monotonic() + _LONGEST_ATTEMPT
+                if not waits or monotonic() >= asleep_until:
                     return False
-                until, polls, enough = 0.0, 0, self._polls if wait else self._spins
-                # In an event loop the loop's other callbacks must run after each time slice.
-                in_loop = asyncio._get_running_loop() or self._in_trio
-                end = 0.0 if wait or not in_loop else monotonic() + _SLICE
-                for step in schedule:
-                    if self._inbox:  # another thread needs the lock
-                        return False
-                    if step == ():
-                        polls, until = 0, 0.0
-                        if end and monotonic() >= end:
-                            self._slice_exhausted = True
-                            return False
-                        continue
-                    polls += 1
-                    if polls == enough:
-                        polls, now = 0, monotonic()
-                        until = until or (now + self.spin if wait else now)
-                        if now >= until:
-                            return False
-                        self._offer_core(now)
-                return True
-            except BaseException as cause:
-                if not isinstance(cause, Exception):
-                    self._machine.interrupted(cause)
-                    self._schedule_loop()
-                raise
-            finally:
-                self.lock.release()
+                ready = self._sleep(waits, asleep_until)
+            return False
         finally:
+            self._sleeping = False
             self._driver_lock.release()
+            if self._machine.finished:
+                self._deliver()
             if self._standby or self._inbox:
                 self._hand_over()
+
+    def _run_inline(self, schedule: Schedule, group: Failing, wait: bool, block: bool) -> list[Wait] | tuple[()] | None:
+        """Run a schedule; return None if it is complete, descriptors to sleep on, or () if an operation continues it."""
+        if group.error is not None or self._inbox or self._machine.operations:
+            return ()
+        waiting = self.waiting
+        until, polls, enough = 0.0, 0, waiting.polls if wait else waiting.attempts
+        # In an event loop the loop's other callbacks must run after each time slice.
+        in_loop = asyncio._get_running_loop() or self._in_trio
+        end = 0.0 if wait or not in_loop else monotonic() + _SLICE
+        waits: list[Wait] | None = None
+        for step in schedule:
+            if self._inbox:  # another thread needs the lock
+                return ()
+            if step == ():
+                polls, until = 0, 0.0
+                if end and monotonic() >= end:
+                    self._slice_exhausted = True
+                    return ()
+                continue
+            polls += 1
+            if polls < enough:
+                continue
+            if waits is not None:
+                return waits
+            polls, now = 0, monotonic()
+            if now >= waiting.look_at:
+                waiting.look(now)
+            if block and not waiting.spin:
+                # The schedule is polled once more before the sleep: a peer that has moved before does not signal.
+                waits, polls = self._prepare_sleep(), enough - 1
+                if waits is None:
+                    return ()
+                continue
+            until = until or (now + waiting.spin if wait else now)
+            if now >= until:
+                return ()
+            waiting.offer_core(now)
+        if waits is not None:
+            # Peers need not signal any more, which would cost them a system call.
+            self._machine.advance(())
+        return None
 
     def drive(self, work: Finishable, until: float, start: Callable[[], None] | None = None) -> None:
         """Drive, or wait for another driver, until ``work`` is completed or the monotonic time is ``until``.
@@ -318,11 +327,13 @@ class Progress:
                 if not completed:
                     now = self._expire()
                     if moved:
-                        spin_until = now + self.spin
+                        spin_until = now + self.waiting.spin
                     elif now >= spin_until:
                         waits = self._prepare_sleep()
                     else:  # a peer may need this core
-                        self._offer_core(now)
+                        self.waiting.offer_core(now)
+                    if now >= self.waiting.look_at:
+                        self.waiting.look(now)
             if self._machine.finished:
                 self._deliver()
             if completed or work.is_completed() or now >= until:
@@ -350,7 +361,8 @@ class Progress:
             waker = self._waker
             if waker is None or self._inbox:  # a thread added an action after this driver's last turn
                 return None
-            return waker.sleep(waits, min(until, self._machine.next_deadline()) - monotonic())
+            seconds = min(until, self._machine.next_deadline()) - monotonic()
+            return self.waiting.sleep(functools.partial(waker.sleep, waits, seconds))
         finally:
             self._sleeping = False
 
@@ -405,7 +417,7 @@ class Progress:
     def try_now(self, work: Finishable) -> None:
         """Try for a moment to complete ``work`` inline, unless this turn of the loop has used its time slice."""
         now = monotonic()
-        until, end = now + (self._await_spin if self._in_trio else self._loop_spin), now + _SLICE
+        until, end = now + (self.waiting.await_spin if self._in_trio or self.home else 0.0), now + _SLICE
         while not (self._slice_exhausted or self._driver_lock.locked()) and self.lock.acquire(blocking=False):
             moved = self._take_turn()
             if work.is_completed():
@@ -415,7 +427,7 @@ class Progress:
             if now >= until and not moved:
                 break
             if not moved:
-                self._offer_core(now)
+                self.waiting.offer_core(now)
         self._wake_idle()
         # Another thread may have added an action while this thread held the lock.
         if self._inbox and not self._driver_lock.locked():
@@ -457,8 +469,8 @@ class Progress:
         if self._driver_lock.locked():
             self.loop_watcher.watch(self.loop, {})
             return
-        now = monotonic()
-        until, spin_until = now + (0.0 if self._slice_exhausted else _SLICE), now + self._loop_spin
+        now, spin = monotonic(), self.waiting.await_spin if self.home else 0.0
+        until, spin_until = now + (0.0 if self._slice_exhausted else _SLICE), now + spin
         with self.lock:
             if self.state is _CLOSED:  # another thread may have closed the machine while this one waited for the lock
                 return
@@ -468,12 +480,14 @@ class Progress:
             while now < until and (moved or now < spin_until) and self._machine.busy() and not self._machine.finished:
                 now = monotonic()
                 if moved:
-                    spin_until = now + self._loop_spin
+                    spin_until = now + spin
                 else:
-                    self._offer_core(now)
+                    self.waiting.offer_core(now)
                 moved = self._turn(None)
             self._slice_exhausted = now >= until
-            self._expire()
+            now = self._expire()
+            if now >= self.waiting.look_at:
+                self.waiting.look(now)
             wanted = self._machine.waits() if self.home or self._machine.busy() else self.idle_watch.wanted()
             if wanted is not None and self.state is _IDLE and self._machine.busy():
                 self.state = _RESTING

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from time import monotonic
 from typing import Any
 
 from asyncdist.algorithms.hierarchy import NodeLayout, layout
+from asyncdist.engine.drivers.core_placement import CorePlacement
 from asyncdist.engine.operation import Channel
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.transport.base import Link, MatchingQueue, Transport
 from asyncdist.transport.native import Native
+from asyncdist.transport.process_identity import is_visible, last_core
 
+_CORES_EVERY, _MOST_CORES = 0.01, 16
+"""Seconds between two questions to the system on which cores peers are, and the most peers about which it is asked."""
 _MAX_READS = 64
 """Limit of `TransportSelector.read_arrived`, because a peer may send without end."""
 
@@ -33,6 +39,11 @@ class TransportSelector:
         self._addresses: Sequence[Addresses] = ()
         self._reached: dict[str, list[set[int]]] = {}
         """The peers that each rank has reached, by transport and rank. A transport that does not probe has no entry."""
+        self._processes: dict[int, Mapping[str, Any]] = {}
+        """The processes on this host that this rank sees, by rank; its own is one of them. Empty if it sees none."""
+        self.placement = CorePlacement(rank, self.peer_cores)
+        self._cores: list[tuple[int, int, bool]] = []
+        self._cores_until = 0.0
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -49,11 +60,17 @@ class TransportSelector:
                 reached[transport.name] = peers
         return reached
 
-    def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
+    def finalize(
+        self, reached: Sequence[Mapping[str, Sequence[int]]], processes: Sequence[Mapping[str, Any] | None] = ()
+    ) -> None:
         """Store the results of every rank's `probe_peers`, by rank. Two ranks use a transport if both reach the other.
 
-        The results of transports that this rank does not have are included, so that all ranks select alike.
+        The results of transports that this rank does not have are included, so that all ranks select alike. ``processes``
+        are the identities of all ranks' processes, by rank.
         """
+        for rank, process in enumerate(processes):
+            if process is not None and is_visible(process, processes[self._rank]):
+                self._processes[rank] = process
         for name in dict.fromkeys(name for one in reached for name in one):
             self._reached[name] = [set(one.get(name, ())) for one in reached]
 
@@ -115,19 +132,30 @@ class TransportSelector:
 
     @property
     def local_size(self) -> int:
-        """The number of ranks on this host: those that share memory, or all ranks if no transport has probed."""
+        """The number of ranks on this host: those that share memory, or whose processes this rank sees, or all ranks."""
         reached = [self._reached[each.name][self._rank] for each in self.transports if each.name in self._reached]
-        return max((len(peers) + 1 for peers in reached), default=len(self._addresses))
+        return max((len(peers) + 1 for peers in reached), default=len(self._processes) or len(self._addresses))
 
-    def spin_policy(self) -> tuple[float, Callable[[], None] | None]:
-        """Return the seconds to spin before sleeping, and a function that moves a spinning thread to a less loaded core.
+    def peer_cores(self, core: int) -> Iterable[tuple[int, int, bool]]:
+        """Publish the core of the calling thread, which waits; return the cores of its peers: see `Transport.peer_cores`.
 
-        The function is None unless ranks outnumber cores.
+        Without memory in common, the system says where the peers' main threads are.
         """
+        published = [peer for transport in self.transports for peer in transport.peer_cores(core)]
+        if published:
+            return published
+        now = monotonic()
+        if now >= self._cores_until:
+            self._cores_until = now + _CORES_EVERY
+            others = [(rank, process) for rank, process in self._processes.items() if process["pid"] != os.getpid()]
+            self._cores = [(rank, *last_core(process)) for rank, process in others[:_MOST_CORES]]
+        return self._cores
+
+    def spin_policy(self) -> tuple[float, bool]:
+        """Return the seconds to spin before sleeping, and whether ranks outnumber the cores."""
         used = {self._transport_to(peer) for peer in range(len(self._addresses)) if peer != self._rank}
         policies = [transport.spin_policy(self.local_size) for transport in used if transport is not None]
-        crowded = any(crowded for _, crowded in policies)
-        return min((spin for spin, _ in policies), default=0.0), self._rebalance_cores if crowded else None
+        return min((spin for spin, _ in policies), default=0.0), any(crowded for _, crowded in policies)
 
     def busy(self) -> bool:
         """Return whether messages are queued that only this rank's drivers can send."""
@@ -148,10 +176,6 @@ class TransportSelector:
             ready = [(each, [descriptor for descriptor, _ in each.waits() or ()]) for each in self.transports]
             if not any(transport.advance(descriptors) for transport, descriptors in ready):
                 return
-
-    def _rebalance_cores(self) -> None:
-        for transport in self.transports:
-            transport.rebalance_cores()
 
     def _both_reach(self, name: str, rank: int, peer: int) -> bool:
         """Return whether two ranks have reached each other by a transport, or the transport does not probe."""

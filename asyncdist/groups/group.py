@@ -288,7 +288,7 @@ class Group(CollectiveOps):
                     schedule = observed.watch(schedule)
                 schedules = (schedule,)
                 wait = not background or (self.patient and _get_running_loop() is None)
-                if self.mesh.progress.attempt(schedule, channel, wait=wait):
+                if self.mesh.progress.attempt(schedule, channel, wait=wait, block=not background):
                     channel.started += 1
                     if number > channel.highest:
                         channel.highest = number

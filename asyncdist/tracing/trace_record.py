@@ -69,6 +69,7 @@ class TraceRecord:
         bytes_per_second: Rate of the payload of these calls.
         lost: Why peers are lost or have left, by rank, as this rank knows.
         heard: Seconds since the last heartbeat of peers, by rank.
+        waiting: How the rank waits for its peers: "spin", "yield" or "sleep"; empty if unknown.
         stacks: The Python stacks of the process; empty if they were not asked for.
         generation: The generation of the default group, when the rank was asked for its status.
         members: The world ranks of the members of the default group then, in group order.
@@ -90,6 +91,7 @@ class TraceRecord:
     bytes_per_second: float = 0.0
     lost: Mapping[int, str] = field(default_factory=dict)
     heard: Mapping[int, float] = field(default_factory=dict)
+    waiting: str = ""
     stacks: Sequence[Stack] = ()
     generation: int = 0
     members: tuple[int, ...] = ()
@@ -123,6 +125,7 @@ def parse(content: Mapping[str, Any]) -> TraceRecord:
         bytes_per_second=float(rates.get("nbytes", 0.0)),
         lost={operator.index(rank): str(reason) for rank, reason in content.get("lost", ())},
         heard={operator.index(rank): float(seconds) for rank, seconds in content.get("heard", ())},
+        waiting=str(content.get("waiting", "")),
         stacks=[Stack.parse(stack) for stack in content.get("stacks", ())],
         generation=operator.index(content.get("generation", 0)),
         members=tuple(map(operator.index, content.get("members", ()))),

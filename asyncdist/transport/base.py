@@ -163,8 +163,16 @@ class Transport(ABC):
         crowded = local_size > (os.cpu_count() or 1)
         return (0.0 if crowded or self.same_thread else self.host.config.spin_us * 1e-6), crowded
 
-    def rebalance_cores(self) -> None:  # noqa: B027 - optional
-        """Move this thread to another core if too many ranks share its core. Spinning threads call this repeatedly."""
+    def peer_cores(self, core: int) -> Iterable[tuple[int, int, bool]]:
+        """Publish the core of the calling thread, which waits, and return those of the peers on this host.
+
+        Waiting threads call this at most about once in a millisecond.
+
+        Returns:
+            Rank, core and whether the rank sleeps, for each peer that this transport has memory in common with; the core is
+            -1 if the peer has published none.
+        """
+        return ()
 
     @abstractmethod
     def link(self, peer: int, address: Address) -> Link:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _ENDED = (b"Z", b"X", b"x")
@@ -41,9 +42,9 @@ def process_identity(host_name: str | None = None) -> dict[str, Any] | None:
         return None
 
 
-def has_ended(identity: dict[str, Any] | None, own: dict[str, Any] | None) -> bool:
+def has_ended(identity: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> bool:
     """Return whether a process has ended; False also if this process, of identity ``own``, cannot see it."""
-    if not _is_visible(identity, own):
+    if not is_visible(identity, own):
         return False
     assert identity is not None
     try:
@@ -57,9 +58,9 @@ def has_ended(identity: dict[str, Any] | None, own: dict[str, Any] | None) -> bo
     return state in _ENDED or started != identity["started"]
 
 
-def process_state(identity: dict[str, Any] | None, own: dict[str, Any] | None) -> ProcessState | None:
+def process_state(identity: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> ProcessState | None:
     """Return what another process does; None if this process, of identity ``own``, cannot see it."""
-    if identity == own or not _is_visible(identity, own):
+    if identity == own or not is_visible(identity, own):
         return None
     assert identity is not None
     folder, states = f"/proc/{identity['pid']}/task", set()
@@ -79,7 +80,20 @@ def process_state(identity: dict[str, Any] | None, own: dict[str, Any] | None) -
     return ProcessState(text="a call in it holds the interpreter") if states else None
 
 
-def _is_visible(identity: dict[str, Any] | None, own: dict[str, Any] | None) -> bool:
+def last_core(identity: Mapping[str, Any]) -> tuple[int, bool]:
+    """Return the core on which the main thread of a visible process runs or has run, and whether the thread sleeps.
+
+    The core is -1 if the process has ended.
+    """
+    try:
+        with open(f"/proc/{identity['pid']}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b") ")[2].split()
+        return int(fields[36]), fields[0] != b"R"
+    except (OSError, IndexError, ValueError):
+        return -1, True
+
+
+def is_visible(identity: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> bool:
     """Return whether two processes are in one process table."""
     return (
         identity is not None and own is not None and (identity["host"], identity["pids"]) == (own["host"], own["pids"])

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from asyncdist.bench import launch
+from asyncdist.bench import launch, programs
 from asyncdist.bench.contenders import mpi
 from asyncdist.bench.machine import machine
 from asyncdist.bench.plan import COLLECTIVES, STEPS, THROUGH_TORCH, BenchPlan
+from asyncdist.bench.report.tables import about_run
 from asyncdist.bench.result import Report
 from asyncdist.cli import main
 from asyncdist.errors import BenchmarkError, UnsupportedError
@@ -102,6 +103,35 @@ def test_open_mpi_computes_every_collective():
 def test_registered_tensors_are_measured():
     report = launch.run(BenchPlan(("all_reduce", "barrier"), (4, 65_540), registered=True, repeat=2))
     assert all(row.timings["registered"].median > 0 for row in report.rows)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_busy_processes_compute_beside_the_ranks_and_end_with_the_run(monkeypatch):
+    started, start = [], programs.Programs.start
+
+    def noted(self, command, **streams):
+        program = start(self, command, **streams)
+        if command == programs.busy_process():
+            started.append((program, self))
+        return program
+
+    monkeypatch.setattr(programs.Programs, "start", noted)
+    used = []
+
+    def progress(done, row):
+        if row is not None:
+            used.extend(int(stat.split()[13]) for stat in map(_stat, (program.pid for program, _ in started)))
+
+    report = launch.run(BenchPlan(("all_reduce",), (4, 1 << 20), repeat=50, busy=2), progress)
+    assert len(started) == 2
+    assert max(used) > 0
+    assert all(program.poll() is not None for program, _ in started)
+    assert "beside 2 busy processes" in about_run(report)
+
+
+def _stat(pid):
+    return Path(f"/proc/{pid}/stat").read_text()
 
 
 @pytest.mark.processes

@@ -13,6 +13,8 @@ from click.testing import CliRunner
 from asyncdist.algorithms.selection import Model, explain
 from asyncdist.cli import main
 from asyncdist.config import Config
+from asyncdist.engine.drivers import waiting
+from asyncdist.engine.drivers.wait_policy import WaitMode
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.transport import registry
 from asyncdist_transports.staged import Staged
@@ -38,6 +40,18 @@ def test_info_shows_versions_transports_and_addresses():
     assert row(output, "tcp")[1:] == ["yes", "asyncdist_transports.tcp.transport.TcpTransport"]
     assert row(output, "inproc")[1] == "yes"
     assert "127.0.0.1" in output
+
+
+def test_info_says_how_a_rank_waits_on_this_machine(monkeypatch):
+    assert "sleeps at once, because ASYNCDIST_SPIN_US is 0" in " ".join(info(ASYNCDIST_SPIN_US="0").split())
+    said = {
+        (WaitMode.SLEEP, 0.43): "sleeps at once: other threads kept this command from its core for 43% of the time",
+        (WaitMode.SPIN, 0.0): "polls for 300 µs and then sleeps: no other thread competes for its core",
+        None: "polls for 300 µs; this system does not say",
+    }
+    for found, text in said.items():
+        monkeypatch.setattr(waiting, "mode_here", lambda seconds, found=found: found)
+        assert text in " ".join(info().split())
 
 
 def test_unusable_device_back_end_has_a_reason():

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from time import monotonic
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.engine import progress as progress_module
-from asyncdist.engine.drivers import driver_loop, waker
+from asyncdist.engine.drivers import driver_loop, waiting, waker
 from asyncdist.engine.machine import READ
 from asyncdist.engine.progress import Progress
 from asyncdist.errors import GroupError
@@ -234,13 +235,15 @@ async def test_busy_machine_gets_one_time_slice_per_turn_of_the_loop(monkeypatch
 
 def test_waiting_call_spins_for_a_limited_time_and_yields_its_core_if_ranks_outnumber_cores(monkeypatch):
     offered, spread = [], []
-    monkeypatch.setattr(progress_module, "_yield_core", lambda: offered.append(True))
+    monkeypatch.setattr(waiting, "_yield_core", lambda: offered.append(True))
+    monkeypatch.setattr(waiting, "run_delay", lambda: None)
 
     def offers(crowded):
         machine = BusyMachine()
         monkeypatch.setattr(progress_module, "monotonic", lambda: machine.clock)
         progress, looks = Progress(machine), 2 if crowded else 512
-        progress.spin_for(1.0, 0.0, (lambda: spread.append(machine.clock)) if crowded else None)
+        placement = SimpleNamespace(spread=lambda: spread.append(machine.clock), home=None)
+        progress.waiting.configure(1.0, 0.0, placement, crowded=crowded)
         offered.clear()
         assert not progress.attempt((1 for _ in machine.steps()), WorkingGroup(), wait=True)
         between = looks * progress_module._SLICE / 10
@@ -248,14 +251,104 @@ def test_waiting_call_spins_for_a_limited_time_and_yields_its_core_if_ranks_outn
         return len(offered)
 
     assert offers(crowded=True) > 8 * offers(crowded=False) > 0
-    assert all(later - former >= progress_module._SPREAD_EVERY for former, later in itertools.pairwise(spread))
+    assert all(later - former >= waiting.LOOK_EVERY for former, later in itertools.pairwise(spread))
     assert 500 < len(spread) <= 1000
+
+
+class SignallingMachine(IdleMachine):
+    """A machine whose peers signal on a socket, and that has no operations until `operations` is set."""
+
+    def __init__(self):
+        super().__init__(lambda: None)
+        self.sock, self.peer = socket.socketpair()
+        self.operations = {}
+        self.advanced = []
+
+    def advance(self, ready):
+        self.advanced.append(ready)
+        if ready:
+            self.sock.recv(64)
+        return bool(ready)
+
+    def waits(self):
+        self.asked_for_waits.set()
+        return [(self.sock.fileno(), READ)]
+
+
+@pytest.fixture
+def signalled():
+    machine = SignallingMachine()
+    progress = Progress(machine)
+    yield machine, progress
+    progress.close()
+    machine.sock.close()
+    machine.peer.close()
+
+
+def attempt_in_thread(progress, flag, group):
+    """Run in another thread an attempt that waits for ``flag``; return the thread and the list for its result."""
+    results = []
+
+    def steps():
+        while not flag.done:
+            yield 1
+
+    def run():
+        results.append(progress.attempt(steps(), group, wait=True, block=True))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results
+
+
+def test_blocking_call_that_sleeps_for_its_peer_needs_no_operation(signalled, asleep, monkeypatch):
+    machine, progress = signalled
+    monkeypatch.setattr(progress_module, "_LONGEST_ATTEMPT", PATIENCE)
+    flag = Flag()
+    thread, results = attempt_in_thread(progress, flag, WorkingGroup())
+    assert asleep.wait(PATIENCE)
+    # A signal for something else.
+    machine.peer.send(b"!")
+    flag.done = True
+    machine.peer.send(b"!")
+    thread.join()
+    assert results == [True]
+    # Peers need not signal any more.
+    assert not progress.lock.locked()
+    assert machine.advanced
+
+
+@pytest.mark.parametrize("event", ["the group fails", "another operation begins"])
+def test_blocking_call_that_sleeps_becomes_an_operation_when_another_thread_acts(event, signalled, asleep, monkeypatch):
+    machine, progress = signalled
+    monkeypatch.setattr(progress_module, "_LONGEST_ATTEMPT", PATIENCE)
+    group = WorkingGroup()
+    thread, results = attempt_in_thread(progress, Flag(), group)
+    assert asleep.wait(PATIENCE)
+
+    def act():
+        if event == "the group fails":
+            group.error = GroupError("failed")
+        else:
+            machine.operations = {b"": None}
+
+    progress.submit(act)
+    thread.join()
+    assert results == [False]
+
+
+def test_blocking_call_sleeps_for_a_limited_time_without_an_operation(signalled, asleep):
+    _, progress = signalled
+    thread, results = attempt_in_thread(progress, Flag(), WorkingGroup())
+    thread.join()
+    assert asleep.is_set()
+    assert results == [False]
 
 
 @pytest.mark.parametrize("wait", [False, True])
 def test_call_that_takes_long_yields_the_lock_to_another_threads_action(wait):
     progress, machine = Progress(BusyMachine()), BusyMachine()
-    progress.spin_for(math.inf, 0.0, None)
+    progress.waiting.configure(math.inf, 0.0)
     ran = threading.Event()
 
     def schedule():

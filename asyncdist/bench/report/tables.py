@@ -74,8 +74,12 @@ def about_run(report: Report) -> str:
     plan = report.plan
     return (
         f"{about_machine(report.machine)}; {plan.ranks} ranks, one thread each, "
-        f"{'each on its own core, ' if plan.pin else ''}transport {', '.join(plan.transports)}; float32"
+        f"{'each on its own core, ' if plan.pin else ''}{_beside(plan)}transport {', '.join(plan.transports)}; float32"
     )
+
+
+def _beside(plan: BenchPlan) -> str:
+    return f"beside {plan.busy} busy process{'es' * (plan.busy > 1)}, " if plan.busy else ""
 
 
 def contender_label(contender: str) -> str:

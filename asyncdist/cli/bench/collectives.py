@@ -107,6 +107,14 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
 @click.option(
     "--repeat", type=click.IntRange(1), help="Number of timed calls of each contender.  [default: 1000 to 12, by size]"
 )
+@click.option(
+    "--busy",
+    default=0,
+    show_default=True,
+    metavar="N",
+    type=click.IntRange(0, 1024),
+    help="Start N processes that compute beside the ranks, as data loaders or another job do.",
+)
 @click.option("--pin", is_flag=True, help="Bind each rank to one core: less noise, but less realistic.")
 @click.option(
     "--json", "json_file", type=NewFile(allow_dash=True), help="Write all results to this file as JSON; - is stdout."
@@ -137,6 +145,7 @@ def bench(
     \b
     asyncdist bench --against gloo,mpi,raw --transport auto,tcp --registered
     asyncdist bench --through torch
+    asyncdist bench --against gloo --busy 2    # beside two processes that compute
     asyncdist bench broadcast all_gather --ranks 4 --sizes 64K,1M --json figures.json
     asyncdist bench --device cuda          # with --ranks 1: asyncdist's NCCL and torch's
     asyncdist bench store --help           # the store against torch's TCPStore

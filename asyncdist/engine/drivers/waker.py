@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import select
-from collections.abc import Iterable
 
 from asyncdist.engine.machine import READ
 from asyncdist.transport.base import Wait
@@ -16,6 +15,8 @@ class Waker:
     """A descriptor that wakes a thread from its poll."""
 
     def __init__(self) -> None:
+        self._poll: select.poll | None = None
+        self._waits: list[Wait] = []
         if hasattr(os, "eventfd"):
             self.reader = self.writer = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         else:
@@ -27,12 +28,15 @@ class Waker:
         with contextlib.suppress(BlockingIOError):
             os.write(self.writer, b"\1\0\0\0\0\0\0\0")
 
-    def sleep(self, waits: Iterable[Wait], seconds: float) -> list[int] | None:
+    def sleep(self, waits: list[Wait], seconds: float) -> list[int] | None:
         """Sleep until a descriptor is ready, `ring` is called, or time is up; return the ready ones, None after `ring`."""
-        poll = select.poll()
-        poll.register(self.reader, READ)
-        for descriptor, events in waits:
-            poll.register(descriptor, events)
+        poll = self._poll
+        if poll is None or waits != self._waits:
+            poll, self._waits = select.poll(), waits
+            poll.register(self.reader, READ)
+            for descriptor, events in waits:
+                poll.register(descriptor, events)
+            self._poll = poll
         ready = [fd for fd, _ in poll.poll(None if seconds == math.inf else max(0, math.ceil(seconds * 1e3)))]
         if self.reader in ready:
             os.read(self.reader, 64)

@@ -161,3 +161,13 @@ def test_messages_of_a_world_survive_the_end_of_an_earlier_one(start):
     ranks = start("outlive_another_world")
     assert [rank.hear() for rank in ranks] == [[0, 1], [0, 1]]
     assert [rank.wait() for rank in ranks] == [0, 0]
+
+
+def test_waiting_ranks_on_one_core_spread_over_cores(nursery, tmp_path):
+    if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores, and a system that moves threads")
+    where = f"file://{tmp_path}/world"
+    ranks = [nursery.start(PROGRAM, "start_on_one_core", where, rank, 3) for rank in range(3)]
+    lower, higher = sorted(os.sched_getaffinity(0))[:2]
+    first, _, last = [rank.hear() for rank in ranks]
+    assert (first, last) == ([], [[higher], [lower, higher]])

@@ -276,10 +276,10 @@ async def test_patient_group_waits_in_the_call_only_off_the_loop():
             return time.monotonic() - before
 
         works = []
-        zero.mesh.progress.spin_for(LONG, 0.0, spread=None)
+        zero.mesh.progress.waiting.configure(LONG, 0.0)
         assert seconds() < LONG
         await asyncio.gather(one.all_reduce(torch.ones(3)), *works)
-        zero.mesh.progress.spin_for(0.1, 0.0, spread=None)
+        zero.mesh.progress.waiting.configure(0.1, 0.0)
         assert await asyncio.to_thread(seconds) >= 0.1
         # The peer has not called yet, and the operation continues in the background.
         assert not works[1].is_completed()
@@ -297,7 +297,7 @@ def test_default_spin_is_at_most_one_millisecond():
 
 async def test_spin_setting_is_applied():
     async with world_of(2, transport="shm", config=Config(spin_us=0.0)) as groups:
-        assert [group.mesh.progress.spin for group in groups] == [0.0, 0.0]
+        assert [group.mesh.progress.waiting.spin for group in groups] == [0.0, 0.0]
 
 
 # -- threads ----------------------------------------------------------------------------------------

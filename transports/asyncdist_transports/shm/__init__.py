@@ -9,7 +9,6 @@
 `local_listener`   how two ranks connect: token, process identity, descriptors
 `byte_ring`        messages between two ranks, as a byte stream through a ring buffer
 `deferred_free`    memory that this rank has released and that peers may still read
-`core_placement`   spreads ranks over the cores where ranks outnumber them
 `transport`        the transport of one rank
 `collectives`      the collectives: `slot_table` (synchronisation), `staging` and `streaming` (pieces of large tensors),
                    `zero_copy` (registered tensors), `small_exchange` and `small` (small tensors), `native` (selection)

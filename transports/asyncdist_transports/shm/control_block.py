@@ -1,7 +1,7 @@
 """The control block: words in a rank's memory that its peers read.
 
 It holds the rank's sleep flag, the core that it runs on, and the offsets of its slot tables and rings. `transport` makes it
-and opens those of peers; `local_peer`, `byte_ring`, `core_placement`, `deferred_free` and `collectives` use its words.
+and opens those of peers; `local_peer`, `byte_ring`, `transport`, `deferred_free` and `collectives` use its words.
 The block lies in the rank's arena and consists of 8-byte words. A line is 8 words, one cache line.
 
     line 0         word 0: 1 while the rank sleeps; the peer that wakes it sets 0 before it sends the wake-up

@@ -25,7 +25,6 @@ from asyncdist_transports.shm.byte_ring import NBYTES as RING_NBYTES
 from asyncdist_transports.shm.collectives.native import ShmNative
 from asyncdist_transports.shm.collectives.slot_table import SlotTable
 from asyncdist_transports.shm.control_block import ControlBlock, OwnControlBlock
-from asyncdist_transports.shm.core_placement import CorePlacement
 from asyncdist_transports.shm.local_listener import (
     Introduction,
     LocalListener,
@@ -58,7 +57,6 @@ class ShmTransport(Transport):
         self._fence = Fence()
         self._control = OwnControlBlock(self._arena, host.world_size, self._fence)
         self.asleep = self._control.asleep
-        self.core_placement = CorePlacement(host.rank, self._control)
         self._listener: LocalListener | None = None
         self._cores: dict[int, set[int]] = {}
         self._same_process = False
@@ -218,12 +216,13 @@ class ShmTransport(Transport):
         """Whether ranks outnumber the cores, so that work of one rank delays the others."""
         return self._same_process or len(self._cores) > len(set().union(*self._cores.values()))
 
-    def rebalance_cores(self) -> None:
+    def peer_cores(self, core: int) -> Iterable[tuple[int, int, bool]]:
         # Only one of the ranks of a process runs at a time.
-        if not self._same_process:
-            self.core_placement(
-                [(local_peer.peer, local_peer.control) for local_peer in list(self._connected.values())]
-            )
+        if self._same_process:
+            return ()
+        self._control.core = core
+        peers = list(self._connected.values())
+        return [(peer.peer, peer.control.core, bool(peer.asleep[0])) for peer in peers]
 
     # -- groups --------------------------------------------------------------------------------
 
