@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import os
 import secrets
@@ -41,6 +42,8 @@ _ACCEPT_AGAIN = 1.0
 class ChannelPort:
     """Accepts and opens channels on the running loop, from its creation until `close`.
 
+    The handler is called in the context (`contextvars`) in which the port was made.
+
     Args:
         handler: Receives the messages of all channels.
         host: The address of this machine at which it listens for other hosts.
@@ -72,6 +75,8 @@ class ChannelPort:
         contexts = rank_contexts(config) or (None, None)
         self._security = ChannelSecurity(token, f"{service} of job {job!r}", *contexts)
         self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()
+        """The context in which the handler is called, whoever opens a channel."""
         self._pid = os.getpid()
         place = this_place(config.host)
         process = f"process {self._pid} on {config.host or socket.gethostname()}"
@@ -122,9 +127,9 @@ class ChannelPort:
             raise PeerLostError(address.name, "this process has closed its port")
         task = self._dialling.get(address.id)
         if task is None:
-            task = self._dialling[address.id] = self._loop.create_task(
-                self._dial(address, token), name="asyncdist-dial"
-            )
+            dialling = self._dial(address, token)
+            task = self._loop.create_task(dialling, name="asyncdist-dial", context=self._context)
+            self._dialling[address.id] = task
             task.add_done_callback(lambda _: self._dialling.pop(address.id, None))
         deadline = Deadline.after(self._config.timeout if timeout is None else timeout)
         await asyncio.wait([task], timeout=deadline.remaining_or_none())

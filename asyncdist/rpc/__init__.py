@@ -32,6 +32,7 @@ from asyncdist.rpc.errors import (
     RemoteError,
     ResultError,
 )
+from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.remote import RemoteObject, RemoteObjects
 from asyncdist.rpc.session import RpcSession, current_session
 from asyncdist.rpc.streams import CallStream
@@ -50,11 +51,13 @@ __all__ = [
     "RemoteError",
     "RemoteObject",
     "RemoteObjects",
+    "RemoteReference",
     "ResultError",
     "RpcSession",
     "connect",
     "find",
     "find_all",
+    "refer",
     "serve",
 ]
 
@@ -102,6 +105,14 @@ def connect(job: str | AsyncStoreBase, *, timeout: Timeout = None, config: Confi
         ...     policy = await rpc.find("policy")
     """
     return RpcSession({}, job, timeout=timeout, config=config)
+
+
+def refer(target: Any) -> RemoteReference:
+    """Return a reference to an object of this process, which methods return and arguments contain instead of the object.
+
+    The object is kept as long as a process holds a reference to it.
+    """
+    return current_session().refer(target)
 
 
 async def find(name: str, *, rank: int | None = None, timeout: Timeout = None) -> RemoteObject:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from math import inf
 from typing import Any
 
+import torch
+
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.timers import DeadlineTimer
 from asyncdist.channels.channel import PeerChannel
-from asyncdist.channels.frames import SHORT_NBYTES
-from asyncdist.channels.messages import OutgoingMessage
+from asyncdist.channels.messages import IncomingMessage, OutgoingMessage
 from asyncdist.errors import AsyncdistError, PeerLostError, ProtocolError, UsageError
+from asyncdist.memory.buffers import input_memory
 from asyncdist.rpc.errors import CalleeLostError, CallError, CallTimeoutError, OverloadedError, ResultError
 from asyncdist.rpc.failures import failure_of
 from asyncdist.rpc.streams import CallStream, ItemQueue
-from asyncdist.rpc.values import Carrier
+from asyncdist.rpc.values import Carrier, PackedValue
 from asyncdist.rpc.wire import CANCEL, CREDIT, END, FAILED, ITEM, RESULT, pack_plain
 
-HEAD_NBYTES = SHORT_NBYTES - 2048
-"""The most bytes of a value inside the head of its message."""
 MOST_WAITING = 1 << 16
 """The most calls of one caller that wait for one callee."""
 
@@ -41,13 +41,16 @@ class RemoteCall(asyncio.Future[Any]):
         "_caller",
         "buffers",
         "deadline",
+        "destination",
         "head",
+        "incoming",
         "is_sent",
         "limits_stream",
         "method",
         "nbytes",
         "number",
         "outgoing",
+        "references",
         "target",
         "timeout",
     )
@@ -63,7 +66,11 @@ class RemoteCall(asyncio.Future[Any]):
         self.nbytes = 0
         self.head = b""
         self.buffers: Sequence[memoryview] = ()
+        self.references: Sequence[Any] = ()
         self.outgoing: OutgoingMessage | None = None
+        self.destination: torch.Tensor | None = None
+        """A contiguous tensor in host memory, into which the result is received."""
+        self.incoming: IncomingMessage | None = None
 
     def cancel(self, msg: Any | None = None) -> bool:
         cancelled = super().cancel(msg)
@@ -100,16 +107,25 @@ class Caller:
         credits: The calls that the callee accepts at a time.
         window_nbytes: The bytes of arguments in buffers that the callee accepts at a time; one call may have more.
         timeout: Seconds of a call without a timeout of its own.
+        on_reference: Called with each reference that is sent, and the channel.
     """
 
     def __init__(
-        self, channel: PeerChannel, carrier: Carrier, *, credits: int, window_nbytes: int, timeout: float
+        self,
+        channel: PeerChannel,
+        carrier: Carrier,
+        *,
+        credits: int,
+        window_nbytes: int,
+        timeout: float,
+        on_reference: Callable[[Any, PeerChannel], None],
     ) -> None:
         self.peer = channel.peer.name
         self.loop = asyncio.get_running_loop()
         self._channel, self._carrier = channel, carrier
         self._credits, self._window = credits, window_nbytes
         self._timeout = timeout
+        self._on_reference = on_reference
         self._number = 0
         self._open: dict[int, RemoteCall | ItemQueue] = {}
         self._waiting: deque[RemoteCall] = deque()
@@ -132,7 +148,7 @@ class Caller:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         timeout: Timeout = None,
-        packed: tuple[bytes, list[memoryview]] | None = None,
+        packed: PackedValue | None = None,
     ) -> RemoteCall:
         """Start a call, after those started before.
 
@@ -150,18 +166,19 @@ class Caller:
         """
         limit, deadline, told = self._limits(timeout)
         try:
-            value, buffers = packed or self._carrier.pack([list(args), kwargs])
+            if packed is None:
+                packed = self._carrier.pack([list(args), kwargs])
         except UsageError as error:
             raise UsageError(f"{target}.{method}() at {self.peer}: {error.message}") from error
         self._number = number = self._number + 1
         call = RemoteCall(self, number, target, method, limit, deadline)
         call.limits_stream = told is not None
-        if len(value) > HEAD_NBYTES:
-            value, buffers = b"\xc0", [memoryview(value), *buffers]
+        value, buffers = packed.for_head()
         call.head = b"".join((b"\x97\x00", pack_plain(number), key, pack_plain(told), value))
         if buffers:
             call.buffers = buffers
             call.nbytes = sum(buffer.nbytes for buffer in buffers)
+        call.references = packed.references
         if not self._channel.is_open:
             call.set_exception(self._lost(call, self._channel.error))
             return call
@@ -202,7 +219,9 @@ class Caller:
             call.fail(self._lost(call, error) if isinstance(error, PeerLostError) else error)
             return
         call.is_sent = True
-        call.head, call.buffers = b"", ()
+        for reference in call.references:
+            self._on_reference(reference, self._channel)
+        call.head, call.buffers, call.references = b"", (), ()
         self._num_sent += 1
         self._sent_nbytes += call.nbytes
 
@@ -248,6 +267,11 @@ class Caller:
                 self._channel.withdraw(call.outgoing)
             self._channel.send(pack_plain([CANCEL, call.number]))
         call.head, call.buffers = b"", ()
+        if isinstance(call, RemoteCall):
+            call.references = ()
+            if call.incoming is not None:
+                # The memory of the caller is written no more.
+                self._channel.drop(call.incoming, GivenUp())
         self._ended(call)
 
     def grant(self, number: int, count: int) -> None:
@@ -307,6 +331,14 @@ class Caller:
         """Return whether somebody waits for the answers to a call."""
         return number in self._open
 
+    def receive_into(self, number: int, message: IncomingMessage) -> None:
+        """Let the result of a call arrive in the memory that the caller has given for it."""
+        call = self._open.get(number)
+        if isinstance(call, RemoteCall) and call.destination is not None and not call.done():
+            view = input_memory(call.destination).view
+            if message.sizes == (view.nbytes,):
+                message.buffers, call.incoming = [view], message
+
     def closed(self, error: PeerLostError) -> None:
         """End all calls: the channel has ended."""
         self._timer.cancel()
@@ -322,3 +354,7 @@ class Caller:
         if isinstance(error, PeerLostError):
             lost.noticed, lost.last_heard = error.noticed, error.last_heard
         return lost
+
+
+class GivenUp(Exception):
+    """Nobody waits for a result any more."""

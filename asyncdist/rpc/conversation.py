@@ -5,6 +5,7 @@ Each channel has a `Caller`, for the calls of this process, and a `Callee`, for 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +17,8 @@ from asyncdist.channels.messages import IncomingMessage
 from asyncdist.errors import PeerLostError, ProtocolError
 from asyncdist.rpc.calls import Caller
 from asyncdist.rpc.execution import CallBudget, Callee, Execution
-from asyncdist.rpc.wire import CALL, CANCEL, CREDIT, ITEM, RESULT
+from asyncdist.rpc.references import ReferenceTable
+from asyncdist.rpc.wire import CALL, CANCEL, CREDIT, GRANT, ITEM, RELEASE, RESULT, VERSION
 
 CREDITS = 1024
 """The calls of one caller that a callee accepts at a time. Further ones wait at the caller."""
@@ -27,11 +29,19 @@ WINDOW_NBYTES = 256 << 20
 class Conversation:
     """The calls of both directions over one channel. It is the ``context`` of the channel."""
 
-    def __init__(self, channel: PeerChannel, budget: CallBudget, timeout: float) -> None:
+    def __init__(self, channel: PeerChannel, budget: CallBudget, timeout: float, references: ReferenceTable) -> None:
         about = channel.peer.about
-        credits, window = about["credits"], about["window"]
-        self.caller = Caller(channel, budget.carrier, credits=credits, window_nbytes=window, timeout=timeout)
-        self.callee = Callee(channel, budget, CREDITS)
+        if about["version"] != VERSION:
+            raise ProtocolError(f"it makes calls of version {about['version']}, and this process of {VERSION}")
+        self.caller = Caller(
+            channel,
+            budget.carrier,
+            credits=about["credits"],
+            window_nbytes=about["window"],
+            timeout=timeout,
+            on_reference=references.sent,
+        )
+        self.callee = Callee(channel, budget, CREDITS, references.sent)
 
 
 class ConversationHandler:
@@ -40,13 +50,14 @@ class ConversationHandler:
     Args:
         budget: The objects of the session, and what its callers share.
         timeout: Seconds of a call without a timeout of its own.
+        references: The references of the session.
     """
 
-    def __init__(self, budget: CallBudget, timeout: float) -> None:
-        self._budget, self._timeout = budget, timeout
+    def __init__(self, budget: CallBudget, timeout: float, references: ReferenceTable) -> None:
+        self._budget, self._timeout, self._references = budget, timeout, references
 
     def connected(self, channel: PeerChannel) -> None:
-        channel.context = Conversation(channel, self._budget, self._timeout)
+        channel.context = Conversation(channel, self._budget, self._timeout, self._references)
 
     def received(
         self, channel: PeerChannel, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]
@@ -64,6 +75,8 @@ class ConversationHandler:
             context = self._begin(conversation, head)
             if context is not None:
                 self._complete(conversation, context, head, buffers)
+            else:
+                self._discard(head, buffers)
             return
         kind = message[0]
         if kind == CALL:
@@ -74,6 +87,10 @@ class ConversationHandler:
             conversation.callee.cancel(message[1])
         elif kind == CREDIT:
             conversation.callee.credit(message[1], message[2])
+        elif kind == RELEASE:
+            self._references.released(channel, message[1], message[2])
+        elif kind == GRANT:
+            self._references.granted(channel, message[1], message[2])
         else:
             conversation.caller.answered(message)
 
@@ -84,6 +101,9 @@ class ConversationHandler:
         message.context = self._begin(channel.context, message.head, is_ready=False)
         if message.context is None:
             message.drop(CancelledMessage())
+            self._discard(message.head, ())
+        elif message.context.kind == RESULT:
+            channel.context.caller.receive_into(message.context.number, message)
 
     def completed(self, channel: PeerChannel, message: IncomingMessage) -> None:
         if message.context is None:
@@ -102,6 +122,7 @@ class ConversationHandler:
         conversation: Conversation = channel.context
         conversation.caller.closed(error)
         conversation.callee.closed()
+        self._references.departed(channel)
 
     # -- messages with buffers ---------------------------------------------------------------------
 
@@ -120,6 +141,11 @@ class ConversationHandler:
         if not conversation.caller.expects(number):
             return None
         return ValueContext(kind, number, None, envelope[2] is None)
+
+    def _discard(self, head: bytes, buffers: Sequence[memoryview]) -> None:
+        """Take the references out of a message that nobody wants, and drop them, so that their holds are returned."""
+        with contextlib.suppress(ProtocolError):
+            self._budget.carrier.unpack(head, buffers)
 
     def _complete(
         self, conversation: Conversation, context: ValueContext, head: bytes, buffers: Sequence[memoryview]

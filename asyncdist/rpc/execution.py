@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -20,18 +21,19 @@ from asyncdist.base.timers import DeadlineTimer
 from asyncdist.channels.channel import PeerChannel
 from asyncdist.channels.messages import OutgoingMessage
 from asyncdist.errors import PeerLostError, ProtocolError, UsageError
-from asyncdist.rpc.calls import HEAD_NBYTES, current_deadline
+from asyncdist.rpc.calls import current_deadline
 from asyncdist.rpc.failures import describe
 from asyncdist.rpc.objects import MethodKind, NoSuchObject, ServedMethod, ServedObjects
 from asyncdist.rpc.streams import WINDOW
-from asyncdist.rpc.values import Carrier
+from asyncdist.rpc.values import Carrier, PackedValue
 from asyncdist.rpc.wire import END, FAILED, ITEM, RESULT, Failure, pack_plain
+
+log = logging.getLogger("asyncdist")
 
 _STARTS_EAGERLY = sys.version_info >= (3, 12)
 """Whether the first step of a task can run at once."""
 
 ObjectKey = tuple[str | int, int]
-PackedValue = tuple[bytes, list[memoryview]]
 
 
 class CallBudget(Protocol):
@@ -100,10 +102,18 @@ class Callee:
         channel: The channel to the caller.
         budget: The objects, and what all callers share.
         credits: The calls that the caller may have at a time.
+        on_reference: Called with each reference that is sent, and the channel.
     """
 
-    def __init__(self, channel: PeerChannel, budget: CallBudget, credits: int) -> None:
+    def __init__(
+        self,
+        channel: PeerChannel,
+        budget: CallBudget,
+        credits: int,
+        on_reference: Callable[[Any, PeerChannel], None],
+    ) -> None:
         self._channel, self._budget, self._credits = channel, budget, credits
+        self._on_reference = on_reference
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, Execution] = {}
         self._queues: dict[ObjectKey, _Queue] = {}
@@ -340,7 +350,14 @@ class Callee:
             return
         self._forget(execution)
         number = execution.number
-        outgoing = self._send_value(RESULT, number, packed)
+        try:
+            outgoing = self._send_value(RESULT, number, packed)
+        except Exception as error:
+            log.exception("the result of call %d of %s cannot be sent", number, self._channel.peer.name)
+            self._fail(
+                number, Failure.RESULT_NOT_CARRIED, f"its result cannot be sent: {type(error).__name__}: {error}"
+            )
+            return
         if outgoing is not None and not outgoing.done:
             self._sending[number] = outgoing
             outgoing.on_done = functools.partial(self._has_left, number)
@@ -349,9 +366,10 @@ class Callee:
         self._sending.pop(number, None)
 
     def _send_value(self, kind: int, number: int, packed: PackedValue) -> OutgoingMessage | None:
-        value, buffers = packed
-        if len(value) > HEAD_NBYTES:
-            value, buffers = b"\xc0", [memoryview(value), *buffers]
+        value, buffers = packed.for_head()
+        if self._channel.is_open:
+            for reference in packed.references:
+                self._on_reference(reference, self._channel)
         return self._send(b"".join((b"\x93", pack_plain(kind), pack_plain(number), value)), buffers)
 
     def _raised(self, execution: Execution, error: BaseException) -> None:

@@ -53,6 +53,7 @@ class ServedObjects:
             if not several:
                 raise UsageError(f"no object is served under the name {name!r}")
             self._named[name] = several
+        self._services: dict[str, Any] = {}
         self._referenced: dict[int, Any] = {}
         self._methods: dict[tuple[str | int, int, str], ServedMethod] = {}
 
@@ -60,6 +61,10 @@ class ServedObjects:
     def counts(self) -> dict[str, int]:
         """The number of objects under each name."""
         return {name: len(several) for name, several in self._named.items()}
+
+    def add_service(self, name: str, service: Any) -> None:
+        """Serve an object of the session itself, which is not published."""
+        self._services[name] = service
 
     def add_reference(self, number: int, target: Any) -> None:
         """Make an object reachable by the number of a reference."""
@@ -85,6 +90,8 @@ class ServedObjects:
             if target not in self._referenced:
                 raise NoSuchObject("the object of this reference has been released")
             return self._referenced[target]
+        if target in self._services:
+            return self._services[target]
         several = self._named.get(target)
         if several is None:
             names = ", ".join(map(repr, self._named)) or "none"

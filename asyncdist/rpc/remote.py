@@ -11,6 +11,7 @@ from asyncdist.errors import UsageError
 from asyncdist.rpc.calls import Caller, RemoteCall
 from asyncdist.rpc.errors import PartialError
 from asyncdist.rpc.objects import CALL_METHOD
+from asyncdist.rpc.references import RemoteReference, service_key
 from asyncdist.rpc.values import Carrier
 from asyncdist.rpc.wire import pack_plain
 
@@ -18,13 +19,22 @@ from asyncdist.rpc.wire import pack_plain
 class RemoteMethod:
     """A method of an object of another process. Calling it starts the call and returns a `RemoteCall`."""
 
-    __slots__ = ("_caller", "_key", "_name", "_target")
+    __slots__ = ("_address", "_caller", "_key", "_name", "_target")
 
-    def __init__(self, caller: Caller, target: str, key: bytes, name: str) -> None:
-        self._caller, self._target, self._key, self._name = caller, target, key, name
+    def __init__(self, caller: Caller, target: str, address: tuple[str | int, int], key: bytes, name: str) -> None:
+        self._caller, self._target, self._address = caller, target, address
+        self._key, self._name = key + pack_plain(name), name
 
     def __call__(self, *args: Any, timeout: Timeout = None, **kwargs: Any) -> RemoteCall:
         return self._caller.start(self._target, self._key, self._name, args, kwargs, timeout)
+
+    async def ref(self, *, timeout: Timeout = None) -> RemoteReference:
+        """Return a reference to the attribute of this name, such as a tensor, which stays where it is."""
+        made = await self._caller.start(
+            self._target, service_key("make"), f"{self._name}.ref", [*self._address, self._name], {}, timeout
+        )
+        assert isinstance(made, RemoteReference)
+        return made
 
     def __repr__(self) -> str:
         return f"<remote method {self._target}.{self._name} at {self._caller.peer}>"
@@ -51,13 +61,14 @@ class RemoteObject:
     def __init__(self, caller: Caller, name: str, target: str | int, index: int, rank: int | None, count: int) -> None:
         self._caller = caller
         self._name = name if count == 1 else f"{name}[{index}]"
+        self._address = target, index
         self._key = pack_plain(target) + pack_plain(index)
         self.peer, self.rank = caller.peer, rank
 
     def __getattr__(self, name: str) -> RemoteMethod:
         if name.startswith("_"):
             raise AttributeError(f"{name!r} is private: it cannot be called remotely")
-        method = RemoteMethod(self._caller, self._name, self._key + pack_plain(name), name)
+        method = RemoteMethod(self._caller, self._name, self._address, self._key, name)
         # Later look-ups find it without this call.
         self.__dict__[name] = method
         return method

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import weakref
 from collections.abc import AsyncIterator, Mapping
+from contextvars import ContextVar
+from math import inf
 from typing import Any, Self
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
@@ -15,9 +18,11 @@ from asyncdist.channels.directory import JobDirectory, PeerRecord, RecordChange
 from asyncdist.channels.port import ChannelPort
 from asyncdist.config import Config, Launch
 from asyncdist.errors import AsyncdistError, PeerLostError, UsageError
+from asyncdist.rpc.calls import current_deadline
 from asyncdist.rpc.conversation import CREDITS, WINDOW_NBYTES, Conversation, ConversationHandler
 from asyncdist.rpc.errors import NameNotFoundError
 from asyncdist.rpc.objects import ServedObjects
+from asyncdist.rpc.references import REFERENCES, ReferenceService, ReferenceTable, RemoteReference
 from asyncdist.rpc.remote import RemoteObject, RemoteObjects
 from asyncdist.rpc.values import Carrier
 from asyncdist.rpc.wire import VERSION
@@ -27,6 +32,8 @@ SERVICE = "rpc"
 _IDLE_THREAD = 5.0
 
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[RpcSession]] = weakref.WeakKeyDictionary()
+_session_of_context: ContextVar[RpcSession | None] = ContextVar("session_of_context", default=None)
+"""In a method that a call runs: the session that runs it."""
 
 
 class RpcSession:
@@ -53,7 +60,6 @@ class RpcSession:
         self._job = job
         self._rank = Launch.from_environment().rank if rank is None else rank
         self.objects = ServedObjects(dict(objects))
-        self.carrier = Carrier(allow_pickle=self._config.allow_pickle)
         self.threads = DaemonThreadPool("asyncdist-rpc", threads, idle_timeout=_IDLE_THREAD)
         self.num_calls, self.most_calls = 0, max_calls
         self.is_closing = False
@@ -67,24 +73,20 @@ class RpcSession:
         if self._loop is not None:
             raise UsageError("a session is entered once: make another one")
         self._loop = asyncio.get_running_loop()
+        self.references = ReferenceTable(self.objects)
+        self.carrier = Carrier(allow_pickle=self._config.allow_pickle, references=self.references)
+        self.objects.add_service(REFERENCES, ReferenceService(self.references))
         async with contextlib.AsyncExitStack() as stack:
             config = self._config
             directory = self._directory = await JobDirectory.open(
                 self._job, SERVICE, config=config, timeout=self._timeout
             )
             stack.push_async_callback(directory.close)
-            handler = ConversationHandler(self, self._timeout)
-            self._port = ChannelPort(
-                handler,
-                host=directory.host,
-                service=SERVICE,
-                job=directory.job,
-                token=directory.token,
-                config=config,
-                label="" if self._rank is None else f"rank {self._rank}",
-                about={"version": VERSION, "credits": CREDITS, "window": WINDOW_NBYTES},
-            )
+            handler = ConversationHandler(self, self._timeout, self.references)
+            self._port = contextvars.copy_context().run(self._open_port, handler)
             stack.push_async_callback(self._port.close, "its session has ended")
+            self.references.open(self._port)
+            stack.push_async_callback(self.references.close)
             stack.callback(self.threads.shutdown, wait=False, cancel_futures=True)
             for name, count in self.objects.counts.items():
                 record = PeerRecord(name, self._port.address, {"rank": self._rank, "count": count})
@@ -100,6 +102,21 @@ class RpcSession:
     async def __aexit__(self, *exc: object) -> None:
         self.is_closing = True
         await self._resources.aclose()
+
+    def _open_port(self, handler: ConversationHandler) -> ChannelPort:
+        """Open the port, in a context of its own in which this session runs the methods."""
+        _session_of_context.set(self)
+        current_deadline.set(inf)
+        return ChannelPort(
+            handler,
+            host=self._directory.host,
+            service=SERVICE,
+            job=self._directory.job,
+            token=self._directory.token,
+            config=self._config,
+            label="" if self._rank is None else f"rank {self._rank}",
+            about={"version": VERSION, "credits": CREDITS, "window": WINDOW_NBYTES},
+        )
 
     async def _withdraw(self) -> None:
         # Without the store the records end with the lease.
@@ -205,6 +222,10 @@ class RpcSession:
         rank, count = record.about["rank"], record.about["count"]
         return [RemoteObject(caller, record.name, record.name, index, rank, count) for index in range(count)]
 
+    def refer(self, target: Any) -> RemoteReference:
+        """Return a reference to an object of this process; see `asyncdist.rpc.refer`."""
+        return self.references.refer(target)
+
     def watch(self, name: str) -> contextlib.AbstractAsyncContextManager[AsyncIterator[RecordChange]]:
         """Watch who serves a name: ``async with session.watch("policy") as changes: async for change in changes: …``.
 
@@ -223,7 +244,14 @@ def _conversation(channel: PeerChannel) -> Conversation:
 
 
 def current_session() -> RpcSession:
-    """Return the session that was opened last on the running loop. Raises UsageError if there is none."""
+    """Return the session that runs this method; outside of one, that which was opened last on the running loop.
+
+    Raises:
+        UsageError: There is none.
+    """
+    session = _session_of_context.get()
+    if session is not None and not session.is_closing:
+        return session
     sessions = _sessions.get(asyncio.get_running_loop())
     if not sessions:
         raise UsageError("no session for remote calls is open on this loop: enter rpc.serve(...) or rpc.connect(...)")

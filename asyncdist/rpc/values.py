@@ -7,8 +7,9 @@ and arrives on a device of the same kind, where there is one.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -20,18 +21,32 @@ from asyncdist.memory.buffers import DTYPE_NUMBERS, DTYPES, input_memory
 from asyncdist.memory.serialization import EXTENDED, Extension, pack, unpack
 from asyncdist.rpc.wire import HasExtensions, refuse_extension
 
-_ENVELOPE_NBYTES = 2048
-"""The most bytes of the parts of a head besides the value."""
+HEAD_NBYTES = SHORT_NBYTES - 2048
+"""The most bytes of a value inside the head of its message."""
 _INLINE_ARRAY_NBYTES = 1024
 """The most bytes of an array of numpy that travels inside the head."""
 _TENSOR, _ARRAY, _OTHER = range(3)
 
 
-class _FastPacker:
+class PackedValue(NamedTuple):
+    """A value as msgpack, the buffers of its tensors, and the references in it."""
+
+    data: bytes
+    buffers: Sequence[memoryview]
+    references: Sequence[Any]
+
+    def for_head(self) -> tuple[bytes, Sequence[memoryview]]:
+        """Return what stands in the head of the message, and its buffers: a long value is the first of them."""
+        if len(self.data) <= HEAD_NBYTES:
+            return self.data, self.buffers
+        return b"\xc0", [memoryview(self.data), *self.buffers]
+
+
+class _FastPacker(threading.local):
     """Packs plain data and dense CPU tensors with a packer that is reused; raises TypeError for anything else.
 
-    The result is the same as that of `pack` with a `_Writing`, in a fifth of the time. It is not reentrant, and is used
-    like `pack_plain`.
+    The result is the same as that of `pack` with a `_Writing`, in a fifth of the time. Each thread has its own, because
+    another thread may run while a tensor is packed.
     """
 
     def __init__(self) -> None:
@@ -39,11 +54,10 @@ class _FastPacker:
         self._outer = msgpack.Packer(strict_types=True, unicode_errors="surrogatepass", default=self._encode)
         self._inner = msgpack.Packer()
 
-    def pack(self, value: Any) -> tuple[bytes, list[memoryview]]:
+    def pack(self, value: Any) -> PackedValue:
         buffers: list[memoryview] = []
         self.buffers = buffers
-        packed: bytes = self._outer.pack(value)
-        return packed, buffers
+        return PackedValue(self._outer.pack(value), buffers, ())
 
     def _encode(self, part: Any) -> msgpack.ExtType:
         if type(part) is not torch.Tensor or not part.is_cpu or part.layout is not torch.strided:
@@ -65,6 +79,7 @@ class _Writing:
 
     def __init__(self, references: Extension | None, *, snapshot: bool) -> None:
         self.buffers: list[memoryview] = []
+        self.references: list[Any] = []
         self._references, self._snapshot = references, snapshot
 
     def encode(self, part: Any) -> Any:
@@ -76,6 +91,7 @@ class _Writing:
                 flat = part.copy()
             return [_ARRAY, self._add(flat.data.cast("B")), part.dtype.str, list(part.shape)]
         if self._references is not None and (stand_in := self._references.encode(part)) is not None:
+            self.references.append(part)
             return [_OTHER, stand_in]
         return None
 
@@ -157,8 +173,8 @@ class Carrier:
     def __init__(self, *, allow_pickle: bool, references: Extension | None = None) -> None:
         self._allow_pickle, self._references = allow_pickle, references
 
-    def pack(self, value: Any, *, snapshot: bool = False) -> tuple[bytes, list[memoryview]]:
-        """Return a value as msgpack, and the buffers of its tensors.
+    def pack(self, value: Any, *, snapshot: bool = False) -> PackedValue:
+        """Pack a value. Each time that it is sent, its references are given to the receiver.
 
         Args:
             value: The value.
@@ -171,7 +187,8 @@ class Carrier:
             return _fast.pack(value)
         except (TypeError, ValueError, OverflowError):
             writing = _Writing(self._references, snapshot=snapshot)
-            return pack(value, allow_pickle=self._allow_pickle, extension=writing), writing.buffers
+            data = pack(value, allow_pickle=self._allow_pickle, extension=writing)
+            return PackedValue(data, writing.buffers, writing.references)
 
     def unpack(self, data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
         """Return a value. Raises ProtocolError if it is damaged, or a pickle that is not allowed."""

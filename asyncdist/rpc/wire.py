@@ -7,6 +7,8 @@
     FAILED      number, failure, texts
     CANCEL      number
     CREDIT      number, count                        of further items that the caller takes
+    RELEASE     reference, count                     of holds that the sender returns
+    GRANT       reference, port                      to which the sender gives a hold
 
 A tensor in a value stands for a buffer of the message. If the arguments or the value are long, they are the first buffer of
 the message, and None stands in their place.
@@ -19,7 +21,7 @@ from typing import Any
 
 import msgpack
 
-CALL, RESULT, ITEM, END, FAILED, CANCEL, CREDIT, RELEASE = range(8)
+CALL, RESULT, ITEM, END, FAILED, CANCEL, CREDIT, RELEASE, GRANT = range(9)
 
 VERSION = 1
 """Of these messages. Processes with different versions do not call each other."""

@@ -1,0 +1,401 @@
+"""Remote references: objects that stay in their process, and are held by others.
+
+The owner counts the holds of each process on each of its objects. Sending a reference gives the receiver one hold; a
+process returns its holds together when its last `RemoteReference` to the object has gone. All holds of a process end with
+its last channel. An object without holds is forgotten.
+
+A holder may pass a reference on. It tells the owner in a GRANT, over the channel over which it would also return its own
+holds, and sends the reference itself. So the owner learns of the new hold before the old one can end, whatever the order of
+the two messages. The receiver connects to the owner. One that has not connected `_CONNECTED_WITHIN` seconds after the GRANT
+is taken for dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from asyncdist.base.deadline import Timeout
+from asyncdist.channels.channel import PeerChannel
+from asyncdist.channels.handshake import ChannelAddress
+from asyncdist.channels.port import ChannelPort
+from asyncdist.errors import AsyncdistError, PeerLostError, UsageError
+from asyncdist.rpc.calls import Caller
+from asyncdist.rpc.errors import CalleeLostError
+from asyncdist.rpc.objects import ServedObjects
+from asyncdist.rpc.wire import GRANT, RELEASE, pack_plain
+
+REFERENCES = ""
+"""The name under which each session serves its `ReferenceService`. No object of a program can have it."""
+_CONNECTED_WITHIN = 30.0
+
+
+class RemoteReference:
+    """A reference to an object of another process, which keeps the object alive there.
+
+    `RemoteMethod.ref` and `asyncdist.rpc.refer` make it; methods may return it, and arguments may contain it. It is valid
+    until it is dropped, or its owner ends; then calls raise CalleeLostError.
+
+    Attributes:
+        owner: The process of the object, for messages.
+        kind: The name of the object's class.
+        shape: The shape of a tensor; None for other objects.
+        dtype: The dtype of a tensor; None for other objects.
+    """
+
+    def __init__(
+        self, table: ReferenceTable, address: ChannelAddress, number: int, kind: str, tensor: Sequence[Any] | None
+    ) -> None:
+        self._table, self._address, self._number = table, address, number
+        self.owner, self.kind = address.name, kind
+        self.shape = None if tensor is None else torch.Size(tensor[0])
+        self.dtype: torch.dtype | None = None if tensor is None else getattr(torch, str(tensor[1]))
+        self._tensor = tensor
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this process has the object."""
+        return self._address.id == self._table.address.id
+
+    def local_value(self) -> Any:
+        """Return the object itself. Raises UsageError in a process that does not have it."""
+        if not self.is_owner:
+            raise UsageError(f"the object is at {self.owner}, and not in this process: await read() or call()")
+        return self._table.objects.object(self._number, 0)
+
+    async def call(self, method: str, *args: Any, timeout: Timeout = None, **kwargs: Any) -> Any:
+        """Call a method of the object, and return its result, or a `CallStream` for an async generator.
+
+        Args:
+            method: Its name; ``"__call__"`` calls the object itself.
+            args: Its arguments.
+            timeout: Seconds; see `RemoteObject.call`.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            CallError: See `RemoteObject`.
+        """
+        caller = await self._table.caller_for(self._address, f"<{self.kind}>", method)
+        key = pack_plain(self._number) + pack_plain(0) + pack_plain(method)
+        return await caller.start(f"<{self.kind}>", key, method, args, kwargs, timeout)
+
+    async def read(self, where: Any = None, *, timeout: Timeout = None) -> Any:
+        """Return the object, or a part of a tensor, as it is now.
+
+        Args:
+            where: The index of the part: a number, a slice, ``...``, or a tuple of these; None for all.
+            timeout: Seconds.
+        """
+        return await self._serve("read", [self._number, _plain_index(where)], timeout)
+
+    async def read_into(self, tensor: torch.Tensor, where: Any = None, *, timeout: Timeout = None) -> torch.Tensor:
+        """Read a tensor, or a part of it, into a tensor of the same shape and dtype, and return that.
+
+        A contiguous tensor in host memory receives the data where it lies. If the call fails, its content is undefined.
+
+        Raises:
+            UsageError: Shape or dtype differ.
+        """
+        call = await self._start("read_checked", [self._number, _plain_index(where), *_signature(tensor)], timeout)
+        target = tensor.detach()
+        if target.is_cpu and target.is_contiguous() and target.dtype.itemsize * target.numel():
+            call.destination = target
+        value = await call
+        if value.data_ptr() != target.data_ptr():
+            target.copy_(value)
+        return tensor
+
+    async def write(self, tensor: torch.Tensor, where: Any = None, *, timeout: Timeout = None) -> None:
+        """Copy a tensor into the object, which is a tensor, or into a part of it."""
+        await self._serve("write", [self._number, _plain_index(where), tensor], timeout)
+
+    async def _serve(self, method: str, args: Sequence[Any], timeout: Timeout) -> Any:
+        return await (await self._start(method, args, timeout))
+
+    async def _start(self, method: str, args: Sequence[Any], timeout: Timeout) -> Any:
+        caller = await self._table.caller_for(self._address, f"<{self.kind}>", method)
+        return caller.start(f"<{self.kind}>", service_key(method), method, args, {}, timeout)
+
+    def encode(self) -> list[Any]:
+        """Return the reference as plain data."""
+        return [self._address.encode(), self._number, self.kind, self._tensor]
+
+    def __repr__(self) -> str:
+        what = self.kind if self.shape is None else f"{self.kind} {tuple(self.shape)} {self.dtype}"
+        return f"<remote reference to {what} at {self.owner}>"
+
+
+def service_key(method: str) -> bytes:
+    """Return a method of the `ReferenceService` of a session, as the wire has it."""
+    return pack_plain(REFERENCES) + pack_plain(0) + pack_plain(method)
+
+
+def _signature(tensor: torch.Tensor) -> list[Any]:
+    return [list(tensor.shape), str(tensor.dtype).removeprefix("torch.")]
+
+
+# -- the index of a part as plain data --------------------------------------------------------------
+
+
+def _plain_index(where: Any) -> Any:
+    """Return an index as plain data. Raises UsageError for other indices."""
+    if where is None or (isinstance(where, int) and not isinstance(where, bool)):
+        return where
+    if where is ...:
+        return "..."
+    if isinstance(where, slice):
+        return {"slice": [where.start, where.stop, where.step]}
+    if isinstance(where, tuple):
+        return [_plain_index(each) for each in where]
+    raise UsageError(f"where= is a number, a slice, ..., or a tuple of these, not {where!r}")
+
+
+def _index(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return tuple(_index(each) for each in plain)
+    if isinstance(plain, dict):
+        return slice(*plain["slice"])
+    return ... if plain in (None, "...") else plain
+
+
+class ReferenceService:
+    """What the owner does for its holders, called like the methods of any object."""
+
+    def __init__(self, table: ReferenceTable) -> None:
+        self._table = table
+
+    async def make(self, target: str | int, index: int, attribute: str) -> RemoteReference:
+        """Return a reference to an attribute of a served object."""
+        served = self._table.objects.object(target, index)
+        if attribute.startswith("_") or not hasattr(served, attribute):
+            raise AttributeError(f"an object of type {type(served).__qualname__} has no attribute {attribute!r}")
+        return self._table.refer(getattr(served, attribute))
+
+    async def read(self, number: int, where: Any) -> Any:
+        """Return an object, or a part of a tensor."""
+        value = self._table.objects.object(number, 0)
+        return value if where is None else value[_index(where)]
+
+    async def read_checked(self, number: int, where: Any, shape: list[int], dtype: str) -> torch.Tensor:
+        """Return a tensor or a part of it, which has this shape and dtype."""
+        value = await self.read(number, where)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"the object is a {type(value).__qualname__} and no tensor: use read()")
+        if _signature(value) != [shape, dtype]:
+            mine = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+            raise ValueError(f"the part is {mine}, and the tensor to read into {tuple(shape)} {dtype}")
+        return value.detach()
+
+    async def write(self, number: int, where: Any, tensor: torch.Tensor) -> None:
+        """Copy a tensor into a tensor, or into a part of it."""
+        with torch.no_grad():
+            self._table.objects.object(number, 0)[_index(where)].copy_(tensor)
+
+
+class ChannelContext(Protocol):
+    """The context of a channel of a session."""
+
+    caller: Caller
+
+
+class ReferenceTable:
+    """The references of one session: the objects that others hold, and those that this process holds.
+
+    Args:
+        objects: The objects of the session.
+    """
+
+    def __init__(self, objects: ServedObjects) -> None:
+        self.objects = objects
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._number_of: dict[int, int] = {}
+        """The number of each object that is held, by its `id`."""
+        self._holds: dict[int, Counter[str]] = {}
+        """The holds on each object, by the id of the holder; negative if they are returned before their GRANT arrives."""
+        self._held: dict[tuple[str, int], weakref.ref[RemoteReference]] = {}
+        self._received: Counter[tuple[str, int]] = Counter()
+        self._connecting: dict[str, asyncio.Task[None]] = {}
+        """The connections to owners that are being opened, by the id of the owner."""
+        self._unreturned: Counter[tuple[str, int]] = Counter()
+        """Holds to return to owners to which this process is connecting."""
+        self._port: ChannelPort | None = None
+
+    def open(self, port: ChannelPort) -> None:
+        """Begin to use the port of the session."""
+        self._port = port
+
+    async def close(self) -> None:
+        """End what connects to owners."""
+        tasks = list(self._connecting.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    @property
+    def address(self) -> ChannelAddress:
+        assert self._port is not None
+        return self._port.address
+
+    @property
+    def num_owned(self) -> int:
+        """The objects of this process that somebody holds."""
+        return len(self._holds)
+
+    async def caller_for(self, address: ChannelAddress, target: str, method: str) -> Caller:
+        """Return the table of calls over a channel to a port. Raises CalleeLostError if it cannot be reached."""
+        assert self._port is not None
+        try:
+            channel = await self._port.connect(address)
+        except PeerLostError as error:
+            raise CalleeLostError(target, method, address.name, error.why, False) from error
+        context: ChannelContext = channel.context
+        return context.caller
+
+    # -- the owner's side --------------------------------------------------------------------------
+
+    def refer(self, target: Any) -> RemoteReference:
+        """Return a reference to an object of this process."""
+        number = self._number_of.get(id(target))
+        if number is None:
+            number = self._number_of[id(target)] = next(self._numbers)
+            self.objects.add_reference(number, target)
+            self._holds[number] = Counter()
+        self._holds[number][self.address.id] += 1
+        tensor = _signature(target) if isinstance(target, torch.Tensor) else None
+        return self._keep(self.address, number, type(target).__qualname__, tensor)
+
+    def granted(self, channel: PeerChannel, number: int, holder: str) -> None:
+        """Note a hold that a holder has given to another process."""
+        if number not in self._holds:
+            return
+        self._holds[number][holder] += 1
+        self._forget_if_free(number)
+        if not self._is_connected(holder):
+            self._loop.call_later(_CONNECTED_WITHIN, self._expect, holder)
+
+    def released(self, channel: PeerChannel, number: int, count: int) -> None:
+        """Note that a process returns its holds."""
+        self._return(number, channel.peer.id, count)
+
+    def departed(self, channel: PeerChannel) -> None:
+        """Drop the holds of a process whose last channel has ended."""
+        if not self._is_connected(channel.peer.id):
+            self._drop_holds(channel.peer.id)
+
+    def _expect(self, holder: str) -> None:
+        if not self._is_connected(holder):
+            self._drop_holds(holder)
+
+    def _is_connected(self, holder: str) -> bool:
+        return self._port is not None and any(channel.peer.id == holder for channel in self._port.channels)
+
+    def _drop_holds(self, holder: str) -> None:
+        for number in [number for number, holds in self._holds.items() if holder in holds]:
+            del self._holds[number][holder]
+            self._forget_if_free(number)
+
+    def _return(self, number: int, holder: str, count: int) -> None:
+        if number in self._holds:
+            self._holds[number][holder] -= count
+            self._forget_if_free(number)
+
+    def _forget_if_free(self, number: int) -> None:
+        holds = self._holds[number]
+        for holder in [holder for holder, count in holds.items() if not count]:
+            del holds[holder]
+        if not holds:
+            del self._holds[number]
+            del self._number_of[id(self.objects.object(number, 0))]
+            self.objects.remove_reference(number)
+
+    # -- the holder's side -------------------------------------------------------------------------
+
+    def encode(self, part: Any) -> Any:
+        """Return a reference as plain data; None for another object."""
+        return part.encode() if isinstance(part, RemoteReference) else None
+
+    def decode(self, stand_in: Any) -> RemoteReference:
+        """Return a reference that has arrived, with one hold on its object."""
+        address, number, kind, tensor = stand_in
+        owner = ChannelAddress.decode(address)
+        reference = self._keep(owner, int(number), str(kind), tensor)
+        if not (reference.is_owner or owner.id in self._connecting or self._is_connected(owner.id)):
+            self._connecting[owner.id] = self._loop.create_task(self._connect(owner))
+        return reference
+
+    def sent(self, reference: RemoteReference, channel: PeerChannel) -> None:
+        """Give the peer of a channel, to which a reference is sent, a hold on its object."""
+        if reference._table is not self:
+            # Another session of this process has it.
+            reference._table.sent(reference, channel)
+            return
+        holder, number = channel.peer.id, reference._number
+        if reference.is_owner:
+            self._holds[number][holder] += 1
+            return
+        assert self._port is not None
+        for each in self._port.channels:
+            if each.peer.id == reference._address.id:
+                each.send(pack_plain([GRANT, number, holder]))
+                return
+
+    async def _connect(self, owner: ChannelAddress) -> None:
+        assert self._port is not None
+        # Calls of the reference say why this process cannot connect.
+        with contextlib.suppress(AsyncdistError, TimeoutError):
+            await self._port.connect(owner)
+        del self._connecting[owner.id]
+        for owner_id, number in [key for key in self._unreturned if key[0] == owner.id]:
+            self._return_to(owner_id, number, self._unreturned.pop((owner_id, number)))
+
+    def _keep(self, address: ChannelAddress, number: int, kind: str, tensor: Sequence[Any] | None) -> RemoteReference:
+        key = (address.id, number)
+        self._received[key] += 1
+        known = self._held.get(key)
+        reference = None if known is None else known()
+        if reference is None:
+            reference = RemoteReference(self, address, number, kind, tensor)
+            self._held[key] = weakref.ref(reference)
+            weakref.finalize(reference, _drop_soon, self._loop, weakref.WeakMethod(self._dropped), key).atexit = False
+        return reference
+
+    def _dropped(self, key: tuple[str, int]) -> None:
+        """Return the holds of a reference that has gone, unless it has arrived again meanwhile."""
+        known = self._held.get(key)
+        if known is None or known() is not None or self._port is None:
+            return
+        del self._held[key]
+        count = self._received.pop(key)
+        owner, number = key
+        if owner == self.address.id:
+            self._return(number, owner, count)
+        elif owner in self._connecting:
+            self._unreturned[key] += count
+        else:
+            self._return_to(owner, number, count)
+
+    def _return_to(self, owner: str, number: int, count: int) -> None:
+        """Return holds to an owner. One to which there is no channel has dropped them."""
+        assert self._port is not None
+        for channel in self._port.channels:
+            if channel.peer.id == owner:
+                channel.send(pack_plain([RELEASE, number, count]))
+                return
+
+
+def _drop_soon(
+    loop: asyncio.AbstractEventLoop, dropped: Callable[[], Callable[..., None] | None], key: tuple[str, int]
+) -> None:
+    """Return the holds of a reference on the loop. Any thread may collect the reference."""
+    method = dropped()
+    if method is not None and not loop.is_closed():
+        loop.call_soon_threadsafe(method, key)
