@@ -179,8 +179,11 @@ class Judge:
             or any(reason in text for reason in _NOT_LOST)
             or blamed is None
             or not blamed.is_alive
-            or starved
         ):
+            return
+        if starved:
+            # Nobody knows which process could not run: the one that is blamed may be silent for the others.
+            blamed.is_harmed = blamed.was_silent = True
             return
         if now > blamed.harmed_until and blamed.state not in ("leaves", "ended", "out"):
             raise ViolationError(f"{witness.name} blames {blamed.name}, which lives and was not touched: {text}")
