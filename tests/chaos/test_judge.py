@@ -105,7 +105,9 @@ def test_founder_that_is_lost_on_a_machine_without_processors_for_it_need_not_go
     judge, (first, second, _) = judged()
     judge.hear(first, lost(1), 1.0, starved=True)
     judge.hear(second, ("out", "ExcludedError", "the others go on"), 1.0)
-    judge.check_survivors()
+    judge.check_survivors(starved=True)
+    with pytest.raises(ViolationError, match="process 1 has not gone on"):
+        judge.check_survivors()
 
 
 def test_untouched_founder_that_does_not_go_on_is_found():
