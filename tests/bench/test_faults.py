@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from asyncdist.bench.faults import benchmark
 from asyncdist.bench.faults.benchmark import FaultCase, FaultsReport, JobCase, run_faults_benchmark
 from asyncdist.bench.faults.plan import FAULTS, FaultsPlan
 from asyncdist.bench.machine import machine
@@ -53,12 +54,14 @@ def test_gloo_does_not_know_of_a_stopped_process_within_the_limit():
 
 @pytest.mark.processes
 @pytest.mark.exhaustive
-def test_newcomers_join_and_killed_members_are_replaced():
+def test_newcomers_join_and_killed_members_are_replaced(monkeypatch):
+    monkeypatch.setattr(benchmark, "_UNDISTURBED", 2.0)
+    monkeypatch.setattr(benchmark, "_DISTURBED", 2.0)
     report = run("join", "throughput", transports=("shm",), every=(1.0,))
     joined, trained = report.jobs
     assert len(joined.seconds) == 1
     assert trained.share > 0
-    assert trained.kills == 4
+    assert trained.kills == 8
 
 
 def test_page_has_a_row_for_each_case():

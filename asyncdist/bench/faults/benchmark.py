@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import secrets
 import select
@@ -19,15 +20,15 @@ from asyncdist.bench.machine import machine
 from asyncdist.errors import BenchmarkError
 from asyncdist.store.server.server import StoreServer
 from asyncdist.testing.hosts import LINK, Hosts
-from asyncdist.testing.processes import Nursery, RankEndedError, RankProcess
+from asyncdist.testing.processes import PATIENCE, Nursery, RankEndedError, RankProcess
 
 _RANKS = Path(__file__).with_name("ranks.py")
 _SETTLE = 0.2
 """Seconds for the ranks to enter their all-reduce before one fails."""
 _START = 0.5
 """Seconds in which processes that join a job together form its first generation."""
-_UNDISTURBED, _DISTURBED = 6.0, 4
-"""The seconds of training without a kill, before and after the kills, and the number of kills."""
+_UNDISTURBED, _DISTURBED, _TURNS = 6.0, 8.0, 4
+"""The seconds of training without kills and, at least, with kills in each turn, and the number of turns."""
 
 Progress = Callable[[str], None]
 
@@ -254,16 +255,29 @@ class _FaultsBenchmark:
             members = [start("train", 2, size) for _ in range(size)]
             for each in members:
                 each.hear()
-            undisturbed = _member_steps(members, _UNDISTURBED)
-            chance, steps = random.Random(0), 0
-            for _ in range(_DISTURBED):
-                members.pop(chance.randrange(size)).kill()
-                members.append(start("train", 2, size))
-                steps += _member_steps(members, every)
-            # The speed of the machine may have changed meanwhile.
-            undisturbed += _member_steps(members, _UNDISTURBED)
-        expected = undisturbed / (2 * _UNDISTURBED) * _DISTURBED * every
-        return JobCase("throughput", transport, every, share=steps / expected, kills=_DISTURBED)
+            chance, steps, kills = random.Random(0), 0, max(1, round(_DISTURBED / every))
+            # In turns, because the speed of the machine may change.
+            undisturbed = [_member_steps(members, _UNDISTURBED)]
+            for _ in range(_TURNS):
+                for _ in range(kills):
+                    members.pop(chance.randrange(size)).kill()
+                    members.append(start("train", 2, size))
+                    steps += _member_steps(members, every)
+                _wait_for_all(members)
+                undisturbed.append(_member_steps(members, _UNDISTURBED))
+        rates = [(before + after) / 2 / _UNDISTURBED for before, after in itertools.pairwise(undisturbed)]
+        return JobCase("throughput", transport, every, share=steps / (sum(rates) * kills * every), kills=_TURNS * kills)
+
+
+def _wait_for_all(members: Sequence[RankProcess]) -> None:
+    """Return once all members train together; raise TimeoutError if they do not."""
+    waiting, until = set(members), time.monotonic() + PATIENCE
+    while waiting:
+        for member in select.select(members, (), (), 1.0)[0]:
+            if member.hear()[1] == len(members):
+                waiting.discard(member)
+        if time.monotonic() > until:
+            raise TimeoutError(f"{len(waiting)} of {len(members)} members do not train together after {PATIENCE:g} s")
 
 
 def _member_steps(members: Sequence[RankProcess], seconds: float) -> int:

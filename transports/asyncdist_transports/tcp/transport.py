@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import select
 from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, ClassVar
@@ -122,7 +123,7 @@ class TcpTransport(Transport):
         return waits
 
     def beat(self) -> dict[int, bool]:
-        if self.advance([descriptor for descriptor, _ in self.waits()]):
+        if self.advance(self._readable()):
             self.host.post(_nothing)
         by_peer: dict[int, list[Inbound | Outbound]] = {}
         for connection in self.connections.values():
@@ -134,6 +135,14 @@ class TcpTransport(Transport):
         elif heard and self._deaf_since is None:
             self._deaf_since = monotonic()
         return heard
+
+    def _readable(self) -> list[int]:
+        """Return the descriptors that may have something to read. A poll does not report a heartbeat on the way back."""
+        waits, poll = self.waits(), select.poll()
+        for descriptor, events in waits:
+            poll.register(descriptor, events)
+        reported = {descriptor for descriptor, _ in poll.poll(0)}
+        return [fd for fd, _ in waits if fd in reported or type(self.connections.get(fd)) is Outbound]
 
     def _beat(self, connections: list[Inbound | Outbound]) -> bool:
         """Send a heartbeat to a peer with these connections, and return whether the peer was heard.
