@@ -26,6 +26,8 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "RendezvousTimeoutError": ([0], [1], 60.0, "tcp://host:1"),
     "StoreTimeoutError": ("get", ["key"], 3.0),
     "UnevenInputsError": ([0], [1]),
+    "DigestError": ("layer.weight", "publisher (process 7 on node1)", "version 3"),
+    "PublisherReplacedError": (1, 2),
     **dict.fromkeys(
         ("CallError", "CallRefusedError", "OverloadedError", "ResultError"), ("policy", "act", "process 7", "it broke")
     ),
