@@ -36,6 +36,7 @@ from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.remote import RemoteObject, RemoteObjects
 from asyncdist.rpc.session import RpcSession, current_session
 from asyncdist.rpc.streams import CallStream
+from asyncdist.rpc.training import RemoteModule, RemoteOptimizer, ServedModule, backward
 from asyncdist.store.base import AsyncStoreBase
 
 __all__ = [
@@ -49,11 +50,15 @@ __all__ = [
     "PartialError",
     "RemoteCall",
     "RemoteError",
+    "RemoteModule",
     "RemoteObject",
     "RemoteObjects",
+    "RemoteOptimizer",
     "RemoteReference",
     "ResultError",
     "RpcSession",
+    "ServedModule",
+    "backward",
     "connect",
     "find",
     "find_all",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -215,6 +216,8 @@ class ReferenceTable:
     def __init__(self, objects: ServedObjects) -> None:
         self.objects = objects
         self._loop = asyncio.get_running_loop()
+        # Methods that run in threads make references too.
+        self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._number_of: dict[int, int] = {}
         """The number of each object that is held, by its `id`."""
@@ -264,21 +267,23 @@ class ReferenceTable:
 
     def refer(self, target: Any) -> RemoteReference:
         """Return a reference to an object of this process."""
-        number = self._number_of.get(id(target))
-        if number is None:
-            number = self._number_of[id(target)] = next(self._numbers)
-            self.objects.add_reference(number, target)
-            self._holds[number] = Counter()
-        self._holds[number][self.address.id] += 1
         tensor = _signature(target) if isinstance(target, torch.Tensor) else None
-        return self._keep(self.address, number, type(target).__qualname__, tensor)
+        with self._lock:
+            number = self._number_of.get(id(target))
+            if number is None:
+                number = self._number_of[id(target)] = next(self._numbers)
+                self.objects.add_reference(number, target)
+                self._holds[number] = Counter()
+            self._holds[number][self.address.id] += 1
+            return self._keep(self.address, number, type(target).__qualname__, tensor)
 
     def granted(self, channel: PeerChannel, number: int, holder: str) -> None:
         """Note a hold that a holder has given to another process."""
-        if number not in self._holds:
-            return
-        self._holds[number][holder] += 1
-        self._forget_if_free(number)
+        with self._lock:
+            if number not in self._holds:
+                return
+            self._holds[number][holder] += 1
+            self._forget_if_free(number)
         if not self._is_connected(holder):
             self._loop.call_later(_CONNECTED_WITHIN, self._expect, holder)
 
@@ -299,14 +304,16 @@ class ReferenceTable:
         return self._port is not None and any(channel.peer.id == holder for channel in self._port.channels)
 
     def _drop_holds(self, holder: str) -> None:
-        for number in [number for number, holds in self._holds.items() if holder in holds]:
-            del self._holds[number][holder]
-            self._forget_if_free(number)
+        with self._lock:
+            for number in [number for number, holds in self._holds.items() if holder in holds]:
+                del self._holds[number][holder]
+                self._forget_if_free(number)
 
     def _return(self, number: int, holder: str, count: int) -> None:
-        if number in self._holds:
-            self._holds[number][holder] -= count
-            self._forget_if_free(number)
+        with self._lock:
+            if number in self._holds:
+                self._holds[number][holder] -= count
+                self._forget_if_free(number)
 
     def _forget_if_free(self, number: int) -> None:
         holds = self._holds[number]
@@ -340,7 +347,8 @@ class ReferenceTable:
             return
         holder, number = channel.peer.id, reference._number
         if reference.is_owner:
-            self._holds[number][holder] += 1
+            with self._lock:
+                self._holds[number][holder] += 1
             return
         assert self._port is not None
         for each in self._port.channels:
@@ -359,22 +367,25 @@ class ReferenceTable:
 
     def _keep(self, address: ChannelAddress, number: int, kind: str, tensor: Sequence[Any] | None) -> RemoteReference:
         key = (address.id, number)
-        self._received[key] += 1
-        known = self._held.get(key)
-        reference = None if known is None else known()
-        if reference is None:
-            reference = RemoteReference(self, address, number, kind, tensor)
-            self._held[key] = weakref.ref(reference)
-            weakref.finalize(reference, _drop_soon, self._loop, weakref.WeakMethod(self._dropped), key).atexit = False
-        return reference
+        with self._lock:
+            self._received[key] += 1
+            known = self._held.get(key)
+            reference = None if known is None else known()
+            if reference is None:
+                reference = RemoteReference(self, address, number, kind, tensor)
+                self._held[key] = weakref.ref(reference)
+                finalizer = weakref.finalize(reference, _drop_soon, self._loop, weakref.WeakMethod(self._dropped), key)
+                finalizer.atexit = False
+            return reference
 
     def _dropped(self, key: tuple[str, int]) -> None:
         """Return the holds of a reference that has gone, unless it has arrived again meanwhile."""
-        known = self._held.get(key)
-        if known is None or known() is not None or self._port is None:
-            return
-        del self._held[key]
-        count = self._received.pop(key)
+        with self._lock:
+            known = self._held.get(key)
+            if known is None or known() is not None or self._port is None:
+                return
+            del self._held[key]
+            count = self._received.pop(key)
         owner, number = key
         if owner == self.address.id:
             self._return(number, owner, count)
