@@ -46,17 +46,19 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
 
-from asyncdist.algorithms.schedule import Schedule
+from asyncdist.algorithms.schedule import END_ATTEMPT, Schedule
 from asyncdist.base.descriptors import is_exhausted
 from asyncdist.engine.drivers.driver_loop import DriverLoop
 from asyncdist.engine.drivers.idle_watch import IdleWatch
 from asyncdist.engine.drivers.loop_watcher import LoopWatcher
 from asyncdist.engine.drivers.waker import Waker
-from asyncdist.engine.machine import Failing, Finishable, Machine
+from asyncdist.engine.machine import Calls, Finishable, Machine
 from asyncdist.errors import LoopThreadError
 from asyncdist.transport.base import Wait
 
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+MOST_POLLS = 512
+"""Polls of shared memory after which a waiting thread looks at the clock, if it has a core of its own."""
 _SLICE = 1e-3
 """Seconds for which the loop driver continues before the loop's other callbacks run."""
 _SPREAD_EVERY = 1e-3
@@ -92,7 +94,7 @@ class Progress:
     def __init__(self, machine: Machine, home: asyncio.AbstractEventLoop | None = None) -> None:
         self._machine = machine
         self.spin = self._await_spin = self._loop_spin = self._spread_at = 0.0
-        self._polls, self._spins = 512, 1
+        self._polls, self._spins = MOST_POLLS, 1
         self._spread: Callable[[], None] | None = None
         self.home = DriverLoop(home, self._on_home_left)
         self.lock = threading.Lock()
@@ -123,7 +125,7 @@ class Progress:
         self.spin, self._await_spin = spin, loop_spin
         self._loop_spin = loop_spin if self.home else 0.0
         # `_polls`: polls before a thread yields its core. `_spins`: polls of a schedule before it becomes an operation.
-        self._polls, self._spins = (2, 1) if spread or not spin else (512, 32)
+        self._polls, self._spins = (2, 1) if spread or not spin else (MOST_POLLS, 32)
 
     def serve_trio(self) -> None:
         """Let trio tasks issue and await operations: an inline attempt ends after a time slice, as in an asyncio loop."""
@@ -235,15 +237,17 @@ class Progress:
         if running is not None and running is self.loop:
             raise LoopThreadError(what)
 
-    def attempt(self, schedule: Schedule, group: Failing, *, wait: bool) -> bool:
-        """Run a schedule that needs no links inline, without an operation object.
+    def attempt(self, schedule: Schedule, group: Calls, number: int, *, wait: bool, polls: int = MOST_POLLS) -> bool:
+        """Run a native schedule, or a direct one over links, inline and without an operation object.
 
         The schedule is not started if its group has failed: the memory of a destroyed group may belong to another group.
 
         Args:
             schedule: The schedule to run.
             group: The channel of the group.
+            number: The number of the collective in the group.
             wait: Whether to wait for peers for as long as an inline driver spins.
+            polls: Polls after which a waiting thread looks at the clock and offers its core, at most.
 
         Returns:
             Whether the schedule is complete. If not, an operation continues it from where it stopped.
@@ -256,26 +260,35 @@ class Progress:
             try:
                 if group.error is not None or self._inbox or self._machine.operations:
                     return False
-                until, polls, enough = 0.0, 0, self._polls if wait else self._spins
-                # In an event loop the loop's other callbacks must run after each time slice.
-                in_loop = asyncio._get_running_loop() or self._in_trio
-                end = 0.0 if wait or not in_loop else monotonic() + _SLICE
+                until, polled, end, enough = 0.0, 0, 0.0, self._polls
+                if not wait:
+                    enough = self._spins
+                    # In an event loop the loop's other callbacks must run after each time slice.
+                    if asyncio._get_running_loop() is not None or self._in_trio:
+                        end = monotonic() + _SLICE
+                if polls < enough:
+                    enough = polls
                 for step in schedule:
                     if self._inbox:  # another thread needs the lock
                         return False
+                    if step is END_ATTEMPT:
+                        return False
                     if step == ():
-                        polls, until = 0, 0.0
+                        polled, until = 0, 0.0
                         if end and monotonic() >= end:
                             self._slice_exhausted = True
                             return False
                         continue
-                    polls += 1
-                    if polls == enough:
-                        polls, now = 0, monotonic()
+                    polled += 1
+                    if polled == enough:
+                        polled, now = 0, monotonic()
                         until = until or (now + self.spin if wait else now)
                         if now >= until:
                             return False
                         self._offer_core(now)
+                group.started += 1
+                if number > group.highest:
+                    group.highest = number
                 return True
             except BaseException as cause:
                 if not isinstance(cause, Exception):

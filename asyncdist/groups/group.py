@@ -30,8 +30,10 @@ from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
 from asyncdist.collectives.prepared import PreparedCollective, Result, device_of, finish_call
 from asyncdist.engine.agreements import REGROUP
+from asyncdist.engine.direct_calls import LINK_POLLS, MAX_DIRECT_NBYTES
 from asyncdist.engine.endpoint import Endpoint
 from asyncdist.engine.operation import Channel, Plan
+from asyncdist.engine.progress import MOST_POLLS
 from asyncdist.engine.work import Work, completed
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
 from asyncdist.groups.member_watch import MemberWatch
@@ -43,7 +45,7 @@ from asyncdist.membership.detector import Liveness
 from asyncdist.memory.buffers import Scratch
 from asyncdist.memory.registered import T, register
 from asyncdist.memory.torch_compile import excluded_from_compile
-from asyncdist.tracing.hooks import GroupHooks, Hook, HookFunction
+from asyncdist.tracing.hooks import GroupHooks, Hook, HookFunction, ObservedEntry
 from asyncdist.transport import registry
 from asyncdist.transport.native import preceded, raising
 from asyncdist.transport.wire_format import channel_of
@@ -268,34 +270,37 @@ class Group(CollectiveOps):
         result: Result,
         options: CallOptions,
     ) -> Work:
-        fingerprint, nbytes, native, parts, fold, window = prepared
+        fingerprint, nbytes, native, parts, fold, window, recorded = prepared
         value, outputs, writes = result
-        channel, background, timeout = self.channel, options.get("background", True), options.get("timeout")
-        limit = self.timeout
+        mesh, channel = self.mesh, self.channel
+        background, timeout, limit = options.get("background", True), options.get("timeout"), self.timeout
         if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
             limit = self._limit(name, background, timeout)
         # The number is taken last: a call that one rank refuses must not shift the numbers of that rank.
         number = next(channel.numbers)
         entry = self.hooks.new_entry(self.name, name, number, fingerprint, nbytes)
         observed = self.hooks.record(entry)
+        wait = not background or (self.patient and _get_running_loop() is None)
+        call = channel, number, fingerprint, fold
         schedules: Iterable[Schedule]
+        schedule: Schedule | None = None
+        polls = LINK_POLLS
         try:
-            if native is None:
-                schedules = parts(*tensors) if parts else ()
-                if self._native is not None:
-                    schedules = preceded(self._native.publish(number, fingerprint), schedules)
-                if observed is not None:
-                    schedules = observed.watch_all(schedules)
-            else:
-                schedule = native(number, *tensors)
+            if native is not None:
+                schedule, polls = native(number, *tensors), MOST_POLLS
                 if observed is not None:
                     schedule = observed.watch(schedule)
+            elif recorded is not None and parts is not None and observed is None:
+                schedule = mesh.direct_calls.repeat(recorded, parts, tensors, *call, wait=wait)
+            else:
+                schedules = self._over_links(prepared, tensors, number, observed)
+                if nbytes <= MAX_DIRECT_NBYTES:
+                    schedules = listed = list(schedules)
+                    if len(listed) == 1:
+                        schedule = mesh.direct_calls.run(listed[0], *call, wait=wait)
+            if schedule is not None:
                 schedules = (schedule,)
-                wait = not background or (self.patient and _get_running_loop() is None)
-                if self.mesh.progress.attempt(schedule, channel, wait=wait):
-                    channel.started += 1
-                    if number > channel.highest:
-                        channel.highest = number
+                if mesh.progress.attempt(schedule, channel, number, wait=wait, polls=polls):
                     value = finish_call(value, outputs, writes)
                     if entry.finish():
                         entry.run_hooks()
@@ -309,7 +314,16 @@ class Group(CollectiveOps):
                 entry.run_hooks()
             raise
         plan = Plan(schedules, fingerprint, fold, functools.partial(finish_call, *result), window, nbytes)
-        return self.mesh.issue(channel, plan, entry, limit, background=background)
+        return mesh.issue(channel, plan, entry, limit, background=background)
+
+    def _over_links(
+        self, prepared: PreparedCollective, tensors: Sequence[Any], number: int, observed: ObservedEntry | None
+    ) -> Iterable[Schedule]:
+        """Return the schedules of a call over links."""
+        schedules: Iterable[Schedule] = prepared.parts(*tensors) if prepared.parts else ()
+        if self._native is not None:
+            schedules = preceded(self._native.publish(number, prepared.fingerprint), schedules)
+        return schedules if observed is None else observed.watch_all(schedules)
 
     def _limit(self, name: str, background: bool, timeout: Timeout) -> float:
         """Return the timeout of a call in seconds; raise if the group is destroyed or the call may not block here."""

@@ -46,6 +46,7 @@ class WorkingGroup:
     """A group that has not failed."""
 
     error = None
+    started = highest = 0
 
 
 class IdleMachine:
@@ -217,7 +218,7 @@ async def test_busy_machine_gets_one_time_slice_per_turn_of_the_loop(monkeypatch
     monkeypatch.setattr(progress_module, "monotonic", lambda: machine.clock)
     progress = Progress(machine, asyncio.get_running_loop())
     if first_driver == "call":
-        assert not progress.attempt(machine.steps(), WorkingGroup(), wait=False)
+        assert not progress.attempt(machine.steps(), WorkingGroup(), 1, wait=False)
     if first_driver != "await":
         progress.ensure_driven()
     progress.try_now(Flag())
@@ -242,7 +243,7 @@ def test_waiting_call_spins_for_a_limited_time_and_yields_its_core_if_ranks_outn
         progress, looks = Progress(machine), 2 if crowded else 512
         progress.spin_for(1.0, 0.0, (lambda: spread.append(machine.clock)) if crowded else None)
         offered.clear()
-        assert not progress.attempt((1 for _ in machine.steps()), WorkingGroup(), wait=True)
+        assert not progress.attempt((1 for _ in machine.steps()), WorkingGroup(), 1, wait=True)
         between = looks * progress_module._SLICE / 10
         assert 1.0 <= machine.clock <= 1.0 + 2.01 * between
         return len(offered)
@@ -266,7 +267,7 @@ def test_call_that_takes_long_yields_the_lock_to_another_threads_action(wait):
             time.sleep(1e-4)
         yield from machine.steps()
 
-    assert not progress.attempt(schedule(), WorkingGroup(), wait=wait)
+    assert not progress.attempt(schedule(), WorkingGroup(), 1, wait=wait)
     progress.submit(lambda: None)
     assert ran.wait(PATIENCE)
     progress.close()
