@@ -28,7 +28,7 @@ from asyncdist.collectives import data_movement, p2p
 from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
-from asyncdist.collectives.prepared import PreparedCollective, Result, device_of, finish_call
+from asyncdist.collectives.prepared import PreparedCollective, Result, device_of, finish_call, schedules_over_links
 from asyncdist.engine.agreements import REGROUP
 from asyncdist.engine.direct_calls import LINK_POLLS, MAX_DIRECT_NBYTES
 from asyncdist.engine.endpoint import Endpoint
@@ -45,7 +45,7 @@ from asyncdist.membership.detector import Liveness
 from asyncdist.memory.buffers import Scratch
 from asyncdist.memory.registered import T, register
 from asyncdist.memory.torch_compile import excluded_from_compile
-from asyncdist.tracing.hooks import GroupHooks, Hook, HookFunction, ObservedEntry
+from asyncdist.tracing.hooks import GroupHooks, Hook, HookFunction
 from asyncdist.transport import registry
 from asyncdist.transport.native import preceded, raising
 from asyncdist.transport.wire_format import channel_of
@@ -263,12 +263,7 @@ class Group(CollectiveOps):
     # -- starting -----------------------------------------------------------------------------
 
     def _run(
-        self,
-        name: str,
-        prepared: PreparedCollective,
-        tensors: Sequence[Any],
-        result: Result,
-        options: CallOptions,
+        self, name: str, prepared: PreparedCollective, tensors: Sequence[Any], result: Result, options: CallOptions
     ) -> Work:
         fingerprint, nbytes, native, parts, fold, window, recorded = prepared
         value, outputs, writes = result
@@ -293,7 +288,9 @@ class Group(CollectiveOps):
             elif recorded is not None and parts is not None and observed is None:
                 schedule = mesh.direct_calls.repeat(recorded, parts, tensors, *call, wait=wait)
             else:
-                schedules = self._over_links(prepared, tensors, number, observed)
+                schedules = schedules_over_links(prepared, tensors, number, self._native)
+                if observed is not None:
+                    schedules = observed.watch_all(schedules)
                 if nbytes <= MAX_DIRECT_NBYTES:
                     schedules = listed = list(schedules)
                     if len(listed) == 1:
@@ -315,15 +312,6 @@ class Group(CollectiveOps):
             raise
         plan = Plan(schedules, fingerprint, fold, functools.partial(finish_call, *result), window, nbytes)
         return mesh.issue(channel, plan, entry, limit, background=background)
-
-    def _over_links(
-        self, prepared: PreparedCollective, tensors: Sequence[Any], number: int, observed: ObservedEntry | None
-    ) -> Iterable[Schedule]:
-        """Return the schedules of a call over links."""
-        schedules: Iterable[Schedule] = prepared.parts(*tensors) if prepared.parts else ()
-        if self._native is not None:
-            schedules = preceded(self._native.publish(number, prepared.fingerprint), schedules)
-        return schedules if observed is None else observed.watch_all(schedules)
 
     def _limit(self, name: str, background: bool, timeout: Timeout) -> float:
         """Return the timeout of a call in seconds; raise if the group is destroyed or the call may not block here."""
