@@ -9,7 +9,8 @@ If the schedule requires contiguous blocks, ``blocks[lo:hi]`` is a run of them a
 two ranks, messages of one generator are matched in the order in which both yield them.
 
 A native schedule (`asyncdist.transport.native`) moves data itself. It yields steps without actions: ``()`` after a part of
-its work, or the group rank for which it waits. The executor resumes it to check again.
+its work, or the group rank for which it waits. The executor resumes it to check again. A direct schedule
+(`asyncdist.engine.direct_calls`) may also yield `END_ATTEMPT`: only an operation can continue it.
 
 A step must satisfy these rules, which the simulator in `asyncdist.testing` checks:
 
@@ -64,6 +65,9 @@ Wait = int
 """The group rank for which a native schedule waits."""
 
 Schedule = Generator[Step | Wait, None, Any]
+
+END_ATTEMPT: Any = None
+"""Ends the attempt to run a direct schedule without an operation."""
 
 
 class Blocks(Protocol):

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
+from asyncdist.engine.direct_calls import RecordedCall
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import OutputTensor, increment_versions, input_memory
 from asyncdist.memory.reduce_kernels import Fold
-from asyncdist.transport.native import PreparedCall
+from asyncdist.transport.native import Native, PreparedCall, preceded
 
 _Tensor = torch.Tensor
 _STRIDED = torch.strided
@@ -31,6 +32,7 @@ class PreparedCollective(NamedTuple):
         parts: ``parts(*tensors)`` are the schedules of a call over links.
         fold: Arithmetic of the actions Reduce and Combine.
         window: Largest number of parts that run at once.
+        recorded: The recorded steps of a small call over links; None if each call makes its schedule.
     """
 
     fingerprint: int
@@ -39,6 +41,15 @@ class PreparedCollective(NamedTuple):
     parts: Callable[..., Iterable[Schedule]] | None = None
     fold: Fold | None = None
     window: int = 4
+    recorded: RecordedCall | None = None
+
+
+def schedules_over_links(
+    prepared: PreparedCollective, tensors: Sequence[Any], number: int, native: Native | None
+) -> Iterable[Schedule]:
+    """Return the schedules of a call over links; the first also publishes the call to a group that has a ``native``."""
+    schedules: Iterable[Schedule] = prepared.parts(*tensors) if prepared.parts else ()
+    return schedules if native is None else preceded(native.publish(number, prepared.fingerprint), schedules)
 
 
 def cache_key(key: tuple[Hashable, ...], values: Sequence[Any], *, contiguous: bool = False) -> Any:

@@ -27,6 +27,7 @@ from asyncdist.collectives.data_movement import (
 )
 from asyncdist.collectives.prepared import PreparedCollective
 from asyncdist.collectives.validation import reduction
+from asyncdist.engine.direct_calls import MAX_DIRECT_NBYTES, RecordedCall
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import Memory, TensorBlocks, copy_overlapping_inputs, flat_memory
 from asyncdist.memory.reduce_kernels import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
@@ -87,7 +88,8 @@ def all_reduce(group: GroupContext, tensor: Any, op: Any) -> PreparedCollective:
 
         return PreparedCollective(call, nbytes, parts=parts, fold=kernels.fold, window=hierarchical.window)
     over_links = _all_reduce_over_links(group, nbytes, op, kernels)
-    return PreparedCollective(call, nbytes, parts=over_links, fold=kernels.fold, window=group.window)
+    recorded = _recorded_all_reduce(group, tensor, op, kernels)
+    return PreparedCollective(call, nbytes, None, over_links, kernels.fold, group.window, recorded)
 
 
 def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> PreparedCollective:
@@ -162,6 +164,27 @@ def _all_reduce_over_links(group: GroupContext, nbytes: int, op: Reduction, kern
         return (_all_reduce_wide(group, part, kernels, small) for part in segments(memory, _SEGMENT_COUNT))
 
     return wide if kernels.widens else narrow
+
+
+def _recorded_all_reduce(
+    group: GroupContext, tensor: torch.Tensor, op: Reduction, kernels: Arithmetic
+) -> RecordedCall | None:
+    """Return the steps of a small all-reduce by recursive doubling; None for any other all-reduce."""
+    nbytes, rank, size = tensor.nbytes, group.rank, group.size
+    if nbytes > MAX_DIRECT_NBYTES or group.choose("all_reduce", nbytes) != "doubling":
+        return None
+    if kernels.widens or type(op) is PremulSum or group.is_striped(nbytes) or group.native is not None:
+        return None
+    scratch = Memory(torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu"))
+
+    def average(memory: Memory) -> None:
+        divide(memory.tensor, size)
+
+    return RecordedCall(
+        lambda memory: recursive_doubling.all_reduce(rank, size, memory, scratch),
+        [(tensor.numel(), tensor.dtype)],
+        average if kernels.averages else None,
+    )
 
 
 def _all_reduce_doubling(group: GroupContext, memory: Memory, kernels: Arithmetic) -> Schedule:

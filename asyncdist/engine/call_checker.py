@@ -44,12 +44,11 @@ class CollectiveChecker:
         rank = self._recorder.rank
         return MismatchError(peer, describe_call(Fingerprint.unpack(own), rank, Fingerprint.unpack(other), peer))
 
-    def begin(self, operation: Operation) -> None:
-        """Compare a new call of this rank with the fingerprints that peers have sent for it."""
-        own = operation.plan.fingerprint
-        for peer, other in self.early_calls.pop(operation.key, ()):
+    def compare(self, channel: Channel, key: bytes, own: int) -> None:
+        """Compare a call of this rank with the fingerprints that peers have sent for it before."""
+        for peer, other in self.early_calls.pop(key, ()):
             if other != own:
-                self._fail(operation.channel, self.difference(peer, own, other))
+                self._fail(channel, self.difference(peer, own, other))
 
     def refuses(self, peer: int, key: bytes, other: int) -> bool:
         """Compare a message without a posted receive with this rank's call; return whether to discard it."""
@@ -86,4 +85,5 @@ class CollectiveChecker:
 
     def forget(self, prefix: bytes) -> None:
         """Drop the early calls of a group that has ended, by the first 8 bytes of its keys."""
-        self.early_calls = {key: calls for key, calls in self.early_calls.items() if not key.startswith(prefix)}
+        for key in [key for key in self.early_calls if key.startswith(prefix)]:
+            del self.early_calls[key]

@@ -22,6 +22,7 @@ from asyncdist.config import Config
 from asyncdist.engine.agreements import Agreements
 from asyncdist.engine.call_checker import CollectiveChecker
 from asyncdist.engine.control_messages import call_notice
+from asyncdist.engine.direct_calls import DirectCalls
 from asyncdist.engine.executor import Executor
 from asyncdist.engine.group_failures import GroupFailures
 from asyncdist.engine.heartbeat import Heartbeat
@@ -82,28 +83,24 @@ class Endpoint:
         self.transport_selector = TransportSelector(rank, [kind(self) for kind in kinds])
         self.of_parent: tuple[object, ...] = ()
         """In a forked child: the objects that only the parent may use, kept so that they are not collected."""
-        self._executor = Executor(self, Scratch(), config.piece_nbytes)
+        scratch = Scratch()
+        self._executor = Executor(self, scratch, config.piece_nbytes)
         self.operations = self._executor.operations
         self.recorder.pending.append(self._executor.pending)
         self.links: dict[int, Link] = {}
         self.inboxes: dict[int, MatchingQueue] = {}
         self.timers = TimerTable()
         self.failures = failures = GroupFailures(
-            config,
-            self.recorder,
-            self._executor,
-            self.transport_selector,
-            self.timers,
-            self.link,
-            self._discard,
+            config, self.recorder, self._executor, self.transport_selector, self.timers, self.link, self._discard,
             self._read_arrived,
-        )
+        )  # fmt: skip
         self.lost_peers = failures.lost_peers
         # Bound here, because a forwarding method would cost each call a Python frame.
         self.fail, self.gone, self.lost, self.suspect = failures.fail, failures.gone, failures.lost, failures.suspect
         self.open, self.end = failures.open, failures.end
         self._checker = CollectiveChecker(self.recorder, failures.channels, self.operations, failures.fail)
         self.difference = self._checker.difference
+        self.direct_calls = DirectCalls(self.links, self.inboxes, self.operations, self._checker, scratch)
         self._probes = WaitProbes(
             rank, self.operations, self._pending_for, self._send_unordered, self.timers, monotonic
         )
@@ -211,9 +208,9 @@ class Endpoint:
 
     def start(self, operation: Operation) -> None:
         """Begin an operation. The caller holds the lock."""
-        if self._checker.early_calls:
-            self._checker.begin(operation)
         channel = operation.channel
+        if self._checker.early_calls:
+            self._checker.compare(channel, operation.key, operation.plan.fingerprint)
         channel.started += 1
         channel.highest = max(channel.highest, operation.sequence)
         self._executor.start(operation)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from asyncdist.algorithms.schedule import Combine, Recv, Reduce, Schedule, Send
 from asyncdist.engine.operation import (
     AnyReceive,
+    Begun,
     Channel,
     FoldingReceive,
     Operation,
@@ -246,6 +247,12 @@ class Executor:
             elif kind is Combine:
                 assert plan.fold is not None
                 plan.fold(action.place.tensor, action.other.tensor, action.swapped)
+            elif kind is Begun:
+                message = action.message
+                if not message.done:
+                    message.owner = task
+                    task.outstanding += 1
+                    task.transfers.append(message)
             else:
                 self._post_any(task, action)
             if operation.over:

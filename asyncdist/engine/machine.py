@@ -34,11 +34,18 @@ class Until:
         """Do nothing, as `add_done_callback` does."""
 
 
-class Failing(Protocol):
-    """The channel of the group that a schedule belongs to. Written under the lock."""
+class Calls(Protocol):
+    """The channel of the group that a schedule belongs to. Written under the lock.
+
+    Attributes:
+        error: The error of the failed or destroyed group; None while the group works.
+        started: The number of collectives that have started.
+        highest: The highest number of these.
+    """
 
     error: Any
-    """The error of the failed or destroyed group; None while the group works."""
+    started: int
+    highest: int
 
 
 class Machine(Protocol):

@@ -32,6 +32,12 @@ class RecvAny(NamedTuple):
     place: Memory
 
 
+class Begun(NamedTuple):
+    """Complete when ``message`` has been sent, which a direct call (`engine.direct_calls`) has given to a link."""
+
+    message: Outgoing
+
+
 @dataclass(slots=True)
 class Plan:
     """One planned call: the schedules of its parts, their arithmetic, and how to complete it.

@@ -45,14 +45,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from time import monotonic
 
-from asyncdist.algorithms.schedule import Schedule
+from asyncdist.algorithms.schedule import END_ATTEMPT, Schedule
 from asyncdist.base.descriptors import is_exhausted
 from asyncdist.engine.drivers.driver_loop import DriverLoop
 from asyncdist.engine.drivers.idle_watch import IdleWatch
 from asyncdist.engine.drivers.loop_watcher import LoopWatcher
-from asyncdist.engine.drivers.waiting import Waiting
+from asyncdist.engine.drivers.waiting import MOST_POLLS, Waiting
 from asyncdist.engine.drivers.waker import Waker
-from asyncdist.engine.machine import Failing, Finishable, Machine
+from asyncdist.engine.machine import Calls, Finishable, Machine
 from asyncdist.errors import LoopThreadError
 from asyncdist.transport.base import Wait
 
@@ -210,15 +210,26 @@ class Progress:
         if running is not None and running is self.loop:
             raise LoopThreadError(what)
 
-    def attempt(self, schedule: Schedule, group: Failing, *, wait: bool, block: bool = False) -> bool:
-        """Run a schedule that needs no links inline, without an operation object.
+    def attempt(
+        self,
+        schedule: Schedule,
+        group: Calls,
+        number: int,
+        *,
+        wait: bool,
+        polls: int = MOST_POLLS,
+        block: bool = False,
+    ) -> bool:
+        """Run a native schedule, or a direct one over links, inline and without an operation object.
 
         The schedule is not started if its group has failed: the memory of a destroyed group may belong to another group.
 
         Args:
             schedule: The schedule to run.
             group: The channel of the group.
+            number: The number of the collective in the group.
             wait: Whether to wait for peers for as long as an inline driver polls.
+            polls: Polls after which a waiting thread looks at the clock and offers its core, at most.
             block: Whether to sleep for peers for a while where an inline driver sleeps at once.
 
         Returns:
@@ -233,7 +244,11 @@ class Progress:
                     if asleep_until:
                         self._turn(ready)
                         self._expire()
-                    waits = self._run_inline(schedule, group, wait, block)
+                    waits = self._run_inline(schedule, group, wait, polls, block)
+                    if waits is None:
+                        group.started += 1
+                        if number > group.highest:
+                            group.highest = number
                 except BaseException as cause:
                     if not isinstance(cause, Exception):
                         self._machine.interrupted(cause)
@@ -256,18 +271,22 @@ class Progress:
             if self._standby or self._inbox:
                 self._hand_over()
 
-    def _run_inline(self, schedule: Schedule, group: Failing, wait: bool, block: bool) -> list[Wait] | tuple[()] | None:
+    def _run_inline(
+        self, schedule: Schedule, group: Calls, wait: bool, most: int, block: bool
+    ) -> list[Wait] | tuple[()] | None:
         """Run a schedule; return None if it is complete, descriptors to sleep on, or () if an operation continues it."""
         if group.error is not None or self._inbox or self._machine.operations:
             return ()
         waiting = self.waiting
-        until, polls, enough = 0.0, 0, waiting.polls if wait else waiting.attempts
+        until, polls, enough = 0.0, 0, min(most, waiting.polls if wait else waiting.attempts)
         # In an event loop the loop's other callbacks must run after each time slice.
         in_loop = asyncio._get_running_loop() or self._in_trio
         end = 0.0 if wait or not in_loop else monotonic() + _SLICE
         waits: list[Wait] | None = None
         for step in schedule:
             if self._inbox:  # another thread needs the lock
+                return ()
+            if step is END_ATTEMPT:
                 return ()
             if step == ():
                 polls, until = 0, 0.0

@@ -26,8 +26,10 @@ from asyncdist.collectives import data_movement, p2p
 from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
-from asyncdist.collectives.prepared import PreparedCollective, Result, device_of, finish_call
+from asyncdist.collectives.prepared import PreparedCollective, Result, device_of, finish_call, schedules_over_links
 from asyncdist.engine.agreements import REGROUP
+from asyncdist.engine.direct_calls import LINK_POLLS, MAX_DIRECT_NBYTES
+from asyncdist.engine.drivers.waiting import MOST_POLLS
 from asyncdist.engine.endpoint import Endpoint
 from asyncdist.engine.operation import Channel, Plan
 from asyncdist.engine.work import Work, completed
@@ -257,41 +259,42 @@ class Group(CollectiveOps):
     # -- starting -----------------------------------------------------------------------------
 
     def _run(
-        self,
-        name: str,
-        prepared: PreparedCollective,
-        tensors: Sequence[Any],
-        result: Result,
-        options: CallOptions,
+        self, name: str, prepared: PreparedCollective, tensors: Sequence[Any], result: Result, options: CallOptions
     ) -> Work:
-        fingerprint, nbytes, native, parts, fold, window = prepared
+        fingerprint, nbytes, native, parts, fold, window, recorded = prepared
         value, outputs, writes = result
-        channel, background, timeout = self.channel, options.get("background", True), options.get("timeout")
-        limit = self.timeout
+        mesh, channel = self.mesh, self.channel
+        background, timeout, limit = options.get("background", True), options.get("timeout"), self.timeout
         if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
             limit = self._limit(name, background, timeout)
         # The number is taken last: a call that one rank refuses must not shift the numbers of that rank.
         number = next(channel.numbers)
         entry = self.hooks.new_entry(self.name, name, number, fingerprint, nbytes)
         observed = self.hooks.record(entry)
+        wait = not background or (self.patient and _get_running_loop() is None)
+        call = channel, number, fingerprint, fold
         schedules: Iterable[Schedule]
+        schedule: Schedule | None = None
+        polls = LINK_POLLS
         try:
-            if native is None:
-                schedules = parts(*tensors) if parts else ()
-                if self._native is not None:
-                    schedules = preceded(self._native.publish(number, fingerprint), schedules)
-                if observed is not None:
-                    schedules = observed.watch_all(schedules)
-            else:
-                schedule = native(number, *tensors)
+            if native is not None:
+                schedule, polls = native(number, *tensors), MOST_POLLS
                 if observed is not None:
                     schedule = observed.watch(schedule)
+            elif recorded is not None and parts is not None and observed is None:
+                schedule = mesh.direct_calls.repeat(recorded, parts, tensors, *call, wait=wait)
+            else:
+                schedules = schedules_over_links(prepared, tensors, number, self._native)
+                if observed is not None:
+                    schedules = observed.watch_all(schedules)
+                if nbytes <= MAX_DIRECT_NBYTES:
+                    schedules = listed = list(schedules)
+                    if len(listed) == 1:
+                        schedule = mesh.direct_calls.run(listed[0], *call, wait=wait)
+            if schedule is not None:
                 schedules = (schedule,)
-                wait = not background or (self.patient and _get_running_loop() is None)
-                if self.mesh.progress.attempt(schedule, channel, wait=wait, block=not background):
-                    channel.started += 1
-                    if number > channel.highest:
-                        channel.highest = number
+                block = native is not None and not background
+                if mesh.progress.attempt(schedule, channel, number, wait=wait, polls=polls, block=block):
                     value = finish_call(value, outputs, writes)
                     if entry.finish():
                         entry.run_hooks()
@@ -305,7 +308,7 @@ class Group(CollectiveOps):
                 entry.run_hooks()
             raise
         plan = Plan(schedules, fingerprint, fold, functools.partial(finish_call, *result), window, nbytes)
-        return self.mesh.issue(channel, plan, entry, limit, background=background)
+        return mesh.issue(channel, plan, entry, limit, background=background)
 
     def _limit(self, name: str, background: bool, timeout: Timeout) -> float:
         """Return the timeout of a call in seconds; raise if the group is destroyed or the call may not block here."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -53,6 +54,29 @@ class Memory:
         self.count = self.stop
         self.nbytes = self.count * self.itemsize
         self.wire = wire
+
+    @classmethod
+    def unbound(cls, count: int, dtype: torch.dtype) -> Memory:
+        """Return memory of ``count`` elements that has a tensor only between `bind` and `unbind`."""
+        memory = cls.__new__(cls)
+        memory._base, memory._tensor, memory._view, memory.wire = None, None, None, None
+        memory.dtype, memory.itemsize = dtype, dtype.itemsize
+        memory.start, memory.stop, memory.count = 0, count, count
+        memory.nbytes = count * memory.itemsize
+        return memory
+
+    def bind(self, tensor: torch.Tensor) -> None:
+        """Let this be the memory of a contiguous tensor, which the caller keeps alive until `unbind`."""
+        if tensor.is_inference():
+            tensor = _outside_inference_mode(tensor)
+        if tensor.dim() != 1 or tensor.stride(0) != 1:
+            tensor = tensor.as_strided((tensor.numel(),), (1,))
+        self._tensor = tensor
+        self._view = _view_at(tensor.data_ptr(), self.nbytes)
+
+    def unbind(self) -> None:
+        """Forget the tensor."""
+        self._tensor = self._view = None
 
     def slice(self, start: int, stop: int) -> Memory:
         """Return the elements ``start`` to ``stop`` of this memory."""
@@ -111,6 +135,15 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
         )
     shown: Any = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
     shown.tensor = tensor
+    return memoryview(shown).cast("B")
+
+
+@lru_cache(maxsize=1024)
+def _view_at(address: int, nbytes: int) -> memoryview:
+    """Return memory as bytes, which do not keep it alive."""
+    if nbytes == 0:
+        return _EMPTY
+    shown: Any = (ctypes.c_char * nbytes).from_address(address)
     return memoryview(shown).cast("B")
 
 

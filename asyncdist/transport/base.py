@@ -31,6 +31,7 @@ from asyncdist.transport.matching import (
     DiscardReceive,
     MatchingHost,
     MatchingQueue,
+    MessageSource,
     Outgoing,
     Owner,
     Receive,
@@ -50,6 +51,7 @@ __all__ = [
     "Host",
     "Link",
     "MatchingQueue",
+    "MessageSource",
     "Outgoing",
     "Owner",
     "Receive",
@@ -69,7 +71,14 @@ Wait = tuple[int, int]
 
 
 class Link(ABC):
-    """Carries the messages of this rank to one peer. Messages from the peer arrive at its `MatchingQueue`."""
+    """Carries the messages of this rank to one peer. Messages from the peer arrive at its `MatchingQueue`.
+
+    Attributes:
+        peer: The peer.
+        is_direct: Whether a small message usually leaves at once, so that `send_now` is worth its copy if it does not.
+    """
+
+    is_direct = False
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
@@ -82,6 +91,15 @@ class Link(ABC):
             True if the message has left already. Otherwise the link calls ``message.finish()`` later and reads the memory
             of the body until then.
         """
+
+    def send_now(self, header: bytes, body: memoryview) -> Outgoing | None:
+        """Send a small message of part 0 after the earlier ones of its lane, without an `Outgoing` if it leaves at once.
+
+        Returns:
+            None if the message has left; otherwise the message, which the link sends later, from a copy.
+        """
+        message = Outgoing.copied(self.peer, header, body)
+        return None if self.send(message) else message
 
     def send_unordered(self, message: Outgoing) -> bool:
         """Send a control message as `send` does, but not behind data that the peer may leave on the wire."""

@@ -32,6 +32,14 @@ class Outgoing:
         self.sent = 0
         self.done = False
 
+    @classmethod
+    def copied(cls, peer: int, header: bytes, body: memoryview, sent: int = 0) -> Outgoing:
+        """Return a message that owns its body, without an owner."""
+        message = cls.__new__(cls)
+        message.peer, message.header, message.body = peer, header, memoryview(bytes(body))
+        message.owner, message.sent, message.done = None, sent, False
+        return message
+
     def finish(self) -> None:
         self.done = True
         if self.owner is not None:
@@ -135,6 +143,23 @@ class StalledMessage(Protocol):
         """Continue to read, the body into ``receive``."""
 
 
+class MessageSource(Protocol):
+    """A connection from which a rank reads the message that it expects next without posting a receive for it."""
+
+    def take(self, header: bytes, room: memoryview, tries: int, /) -> bool | None:
+        """Read the next message into ``room`` if it has exactly this header and has arrived whole. Never blocks.
+
+        Args:
+            header: The header of the expected message.
+            room: The memory for its body.
+            tries: How often to look for a message before returning None; at least once.
+
+        Returns:
+            True if the message has been read, None if nothing has arrived. False if anything else has happened: post a
+            receive then, which gets the message from the bytes that were read.
+        """
+
+
 class MatchingHost(Protocol):
     """The part of the endpoint that its `MatchingQueue` objects use; part of `asyncdist.transport.base.Host`."""
 
@@ -155,14 +180,21 @@ class MatchingHost(Protocol):
 
 
 class MatchingQueue:
-    """The unexpected messages from one peer, and the receives posted for messages from it."""
+    """The unexpected messages from one peer, and the receives posted for messages from it.
 
-    __slots__ = ("_aside", "_host", "_stalled", "aside_nbytes", "peer", "posted")
+    Attributes:
+        posted: The posted receives, by the keys of their messages.
+        aside: The unexpected messages, by their keys.
+        source: The connection on which the small messages of the peer arrive; None if the transport offers none.
+    """
+
+    __slots__ = ("_host", "_stalled", "aside", "aside_nbytes", "peer", "posted", "source")
 
     def __init__(self, peer: int, host: MatchingHost) -> None:
         self.peer = peer
         self.posted: dict[bytes, deque[Receive]] = {}
-        self._aside: dict[bytes, deque[UnexpectedMessage]] = {}
+        self.aside: dict[bytes, deque[UnexpectedMessage]] = {}
+        self.source: MessageSource | None = None
         self.aside_nbytes = 0
         self._stalled: list[StalledMessage] = []
         self._host = host
@@ -181,10 +213,8 @@ class MatchingQueue:
             notified when the message has arrived, perhaps before this method returns.
         """
         key = receive.key
-        if self._aside:
-            early = self._aside.get(key)
-            if early:
-                return self._claim(early, receive)
+        if self.aside and key in self.aside:
+            return self._claim(receive)
         for stalled in self._stalled:
             if stalled.key == key:
                 self._stalled.remove(stalled)
@@ -236,27 +266,41 @@ class MatchingQueue:
         """Discard the messages and receives of a group that has ended, by the first 8 bytes of their keys."""
         for key in [key for key in self.posted if key.startswith(channel)]:
             del self.posted[key]
-        for key in [key for key in self._aside if key.startswith(channel)]:
-            self.aside_nbytes -= sum(message.nbytes for message in self._aside.pop(key))
+        for key in [key for key in self.aside if key.startswith(channel)]:
+            self.aside_nbytes -= sum(message.nbytes for message in self.aside.pop(key))
         for stalled in [stalled for stalled in self._stalled if stalled.key.startswith(channel)]:
             self._stalled.remove(stalled)
             stalled.resume(DiscardReceive(self.peer, stalled.key, stalled.nbytes))
 
     def has_arrived(self, key: bytes) -> bool:
         """Return whether a message with ``key`` is stored or stalled."""
-        return key in self._aside or any(stalled.key == key for stalled in self._stalled)
+        return key in self.aside or any(stalled.key == key for stalled in self._stalled)
+
+    def claim(self, key: bytes, fingerprint: int, room: memoryview) -> bool:
+        """Move the oldest unexpected message with ``key`` into ``room``, if it is whole and matches; return whether."""
+        message = self.aside[key][0]
+        if not (message.done and message.fingerprint == fingerprint and message.nbytes == len(room)):
+            return False
+        self._take_aside(key)
+        room[:] = message.bytes
+        return True
 
     def _put_aside(self, key: bytes, fingerprint: int, nbytes: int) -> UnexpectedMessage:
         message = UnexpectedMessage(self.peer, key, fingerprint, nbytes)
         self.aside_nbytes += nbytes
-        self._aside.setdefault(key, deque()).append(message)
+        self.aside.setdefault(key, deque()).append(message)
         return message
 
-    def _claim(self, early: deque[UnexpectedMessage], receive: Receive) -> bool:
+    def _take_aside(self, key: bytes) -> UnexpectedMessage:
+        early = self.aside[key]
         message = early.popleft()
         self.aside_nbytes -= message.nbytes
         if not early:
-            del self._aside[receive.key]
+            del self.aside[key]
+        return message
+
+    def _claim(self, receive: Receive) -> bool:
+        message = self._take_aside(receive.key)
         if self._checked(receive, message.fingerprint, message.nbytes) is not receive:
             return False
         if not message.done:

@@ -47,6 +47,7 @@ class WorkingGroup:
     """A group that has not failed."""
 
     error = None
+    started = highest = 0
 
 
 class IdleMachine:
@@ -218,7 +219,7 @@ async def test_busy_machine_gets_one_time_slice_per_turn_of_the_loop(monkeypatch
     monkeypatch.setattr(progress_module, "monotonic", lambda: machine.clock)
     progress = Progress(machine, asyncio.get_running_loop())
     if first_driver == "call":
-        assert not progress.attempt(machine.steps(), WorkingGroup(), wait=False)
+        assert not progress.attempt(machine.steps(), WorkingGroup(), 1, wait=False)
     if first_driver != "await":
         progress.ensure_driven()
     progress.try_now(Flag())
@@ -245,7 +246,7 @@ def test_waiting_call_spins_for_a_limited_time_and_yields_its_core_if_ranks_outn
         placement = SimpleNamespace(spread=lambda: spread.append(machine.clock), home=None)
         progress.waiting.configure(1.0, 0.0, placement, crowded=crowded)
         offered.clear()
-        assert not progress.attempt((1 for _ in machine.steps()), WorkingGroup(), wait=True)
+        assert not progress.attempt((1 for _ in machine.steps()), WorkingGroup(), 1, wait=True)
         between = looks * progress_module._SLICE / 10
         assert 1.0 <= machine.clock <= 1.0 + 2.01 * between
         return len(offered)
@@ -359,7 +360,7 @@ def test_call_that_takes_long_yields_the_lock_to_another_threads_action(wait):
             time.sleep(1e-4)
         yield from machine.steps()
 
-    assert not progress.attempt(schedule(), WorkingGroup(), wait=wait)
+    assert not progress.attempt(schedule(), WorkingGroup(), 1, wait=wait)
     progress.submit(lambda: None)
     assert ran.wait(PATIENCE)
     progress.close()

@@ -277,8 +277,8 @@ def test_long_operation_leaves_the_thread_of_trio_after_a_time_slice():
     async def main():
         async with world() as groups:
             for group in groups:
-                progress, channel = group.mesh.progress, SimpleNamespace(error=None)
-                assert not progress.attempt(moves_for(LONG), channel, wait=False)
+                progress, channel = group.mesh.progress, SimpleNamespace(error=None, started=0, highest=0)
+                assert not progress.attempt(moves_for(LONG), channel, 1, wait=False)
 
     trio.run(main)
 
@@ -366,6 +366,8 @@ def test_works_and_worlds_say_that_no_loop_runs(together):
     async def opening():
         await asyncdist.init_process_group(store=HashStore(), rank=0, world_size=1)
 
+    awaited = threading.Event()
+
     def program(group):
         if group.rank() == 0:
             work = group.all_reduce(ones())
@@ -373,8 +375,11 @@ def test_works_and_worlds_say_that_no_loop_runs(together):
                 value_of(work).send(None)
             with pytest.raises(RuntimeError, match="no running event loop"):
                 opening().send(None)
+            awaited.set()
             group.barrier(background=False)
             return work.wait()
+        # A work that is complete already needs no loop.
+        awaited.wait()
         group.all_reduce(ones())
         return group.barrier(background=False).wait()
 

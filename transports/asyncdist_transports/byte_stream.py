@@ -16,6 +16,8 @@ from asyncdist.transport.wire_format import BEAT, DATA, HEADER_NBYTES, KEY_NBYTE
 
 # About the most bytes that one call moves in one direction, so that the other direction gets its turn.
 QUANTUM = 1 << 20
+# A body up to this size is faster copied behind its header than passed beside it.
+_JOINED_NBYTES = 1 << 10
 # Most bytes in the body of a control message.
 _MAX_CONTROL_NBYTES = 1 << 16
 
@@ -29,7 +31,7 @@ class FrameSink(Protocol):
 
     def sendmsg(self, buffers: Any, /) -> int: ...
 
-    def send(self, data: memoryview, /) -> int: ...
+    def send(self, data: Any, /) -> int: ...
 
 
 class Source(Protocol):
@@ -38,6 +40,19 @@ class Source(Protocol):
     def recv_into(self, buffer: memoryview, nbytes: int, /) -> int: ...
 
     def recvmsg_into(self, buffers: Any, /) -> Any: ...
+
+
+class _FailedSource:
+    """The source of a reader that has read an error: every further read raises it."""
+
+    def __init__(self, cause: OSError) -> None:
+        self._cause = cause
+
+    def recv_into(self, buffer: memoryview, nbytes: int, /) -> int:
+        raise self._cause
+
+    def recvmsg_into(self, buffers: Any, /) -> Any:
+        raise self._cause
 
 
 class Writer:
@@ -67,6 +82,22 @@ class Writer:
             return True
         self.queue.append(message)
         return False
+
+    def send_now(self, peer: int, header: bytes, body: memoryview) -> Outgoing | None:
+        """Send a small message at once; return None if all of it was sent, else the message, which is in the queue."""
+        sent = 0
+        if self.open and not self.queue:
+            try:
+                small = len(body) <= _JOINED_NBYTES
+                sent = self._sock.send(header + body) if small else self._sock.sendmsg((header, body))
+            # As in `send`.
+            except OSError:
+                pass
+            if sent == HEADER_NBYTES + len(body):
+                return None
+        message = Outgoing.copied(peer, header, body, sent)
+        self.queue.append(message)
+        return message
 
     def beat(self, peer: int) -> None:
         """Send a heartbeat, unless messages wait: these show as well that this rank is alive."""
@@ -190,6 +221,32 @@ class Reader:
         if budget < QUANTUM:
             self.heard = True
             return True
+        return False
+
+    def take(self, header: bytes, room: memoryview, tries: int) -> bool | None:
+        """Read the next message into ``room`` if it is the expected one; see `MessageSource`.
+
+        Bytes of anything else go to the backlog, and an error of the stream is raised again by the next read.
+        """
+        if self._receive is not None or self._backlog is not None or self._blocked or self._header_received:
+            return False
+        while True:
+            try:
+                count = self._sock.recvmsg_into((self._header, room))[0]
+                break
+            except BlockingIOError:
+                tries -= 1
+                if tries <= 0:
+                    return None
+            except OSError as cause:
+                self._sock = _FailedSource(cause)
+                return False
+        if count == HEADER_NBYTES + len(room) and self._header == header:
+            self.heard = True
+            return True
+        if count:
+            self.heard = True
+            self._backlog = memoryview(bytes(self._header_view[:count]) + room[: max(0, count - HEADER_NBYTES)])
         return False
 
     def resume(self, receive: Receive) -> None:

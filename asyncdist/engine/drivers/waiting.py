@@ -15,6 +15,8 @@ from asyncdist.engine.drivers.wait_policy import WaitMode, WaitPolicy
 _Result = TypeVar("_Result")
 
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+MOST_POLLS = 512
+"""Polls of a schedule after which a waiting thread that has a core of its own looks at the clock."""
 LOOK_EVERY = 1e-3
 """Seconds between two looks at what the scheduler does to the waiting threads, and where it has put the ranks."""
 _MOST_THREADS = 64
@@ -87,7 +89,7 @@ class Waiting:
         sleeps = mode is WaitMode.SLEEP
         self.spin, self.await_spin = (0.0, 0.0) if sleeps else (self._spin, self._await_spin)
         if mode is WaitMode.SPIN:
-            self.polls, self.attempts = 512, 32
+            self.polls, self.attempts = MOST_POLLS, 32
         else:
             # A few polls take no longer than to sleep and to be woken. Where ranks share cores they delay the peers.
             self.polls, self.attempts = (64 if self._policy.polling is WaitMode.SPIN else 2), 1

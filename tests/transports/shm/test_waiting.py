@@ -260,10 +260,10 @@ async def test_awaiting_task_yields_to_the_loop_during_a_long_operation():
                 yield ()
 
         schedule = busy()
-        assert not zero.mesh.progress.attempt(schedule, zero.channel, wait=False)
+        assert not zero.mesh.progress.attempt(schedule, zero.channel, 1, wait=False)
         until = 0.0
         # A blocking call drives the schedule to its end.
-        assert zero.mesh.progress.attempt(schedule, zero.channel, wait=True)
+        assert zero.mesh.progress.attempt(schedule, zero.channel, 1, wait=True)
 
 
 async def test_patient_group_waits_in_the_call_only_off_the_loop():

@@ -284,14 +284,18 @@ class Inbound:
             return False
         except OSError as cause:
             raise Ended(cause.strerror or str(cause)) from cause
-        rank, _lane = HELLO.unpack(self._hello)
+        rank, lane = HELLO.unpack(self._hello)
         if not 0 <= rank < self._host.world_size or rank == self._host.rank:
             raise ProtocolError(f"a connection that claims to come from rank {rank}")
         if self._host.gone(rank) is not None:
             raise Ended(f"it comes from rank {rank}, which was lost before")
         self.peer = rank
         self._proven(self)
-        self._reader = Reader(self._sock, rank, self._host, self._host.inbox(rank))
+        inbox = self._host.inbox(rank)
+        self._reader = Reader(self._sock, rank, self._host, inbox)
+        # A TLS socket holds decrypted bytes, which no readiness event reports.
+        if lane == 0 and isinstance(self._sock, socket.socket):
+            inbox.source = self._reader
         self._way_back.open = True
         _read_all(self._sock, self._reader, True)
         return True
@@ -332,6 +336,8 @@ class Inbound:
     def close(self, *, say_goodbye: bool) -> None:
         if not self.closed:
             self.closed = True
+            if self.peer is not None and (inbox := self._host.inbox(self.peer)).source is self._reader:
+                inbox.source = None
             whole = self._way_back.open and not self._way_back.queue
             _end(self._sock, self._host, self.peer if say_goodbye and whole else None)
 

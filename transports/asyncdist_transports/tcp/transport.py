@@ -54,6 +54,11 @@ class TcpTransport(Transport):
     def probe(cls) -> str | None:
         return None
 
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether the connections use TLS."""
+        return self._dialling is not None
+
     # -- opening and closing -------------------------------------------------------------------
 
     def listen(self, where: str) -> dict[str, Any]:
@@ -273,6 +278,7 @@ class TcpLink(Link):
         self._where = where
         self._transport = transport
         self._count = max(1, transport.host.config.lanes)
+        self.is_direct = not transport.is_encrypted
         self._lanes: list[Outbound | None] = [None] * self._count
         self._unordered: Outbound | None = None
 
@@ -280,6 +286,10 @@ class TcpLink(Link):
         lane = KEY.unpack_from(message.header)[2] % self._count if self._count > 1 else 0
         connection = self._lanes[lane] or self._open(lane)
         return connection.writer.send(message)
+
+    def send_now(self, header: bytes, body: memoryview) -> Outgoing | None:
+        connection = self._lanes[0] or self._open(0)
+        return connection.writer.send_now(self.peer, header, body)
 
     def send_unordered(self, message: Outgoing) -> bool:
         if self._unordered is None:

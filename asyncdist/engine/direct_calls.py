@@ -1,0 +1,294 @@
+"""Runs a small collective over links in the calling thread, without an operation.
+
+`DirectCalls.run` turns a schedule over links into one that runs as a native schedule does (`asyncdist.transport.native`):
+it sends the messages of a step itself, reads those that the step receives straight from the peers' connections, and
+yields only to wait. So `Progress.attempt` runs it like a call in shared memory. If the attempt ends before the call is
+complete, an operation continues the same generator, which then yields the rest of its step to the executor, and every
+later step as it is.
+
+The attempt ends at anything unusual: a peer without a link, a message that does not leave at once, bytes that are not the
+expected message, the end of a connection, a failed group, another thread that needs the lock, or time. Nothing is lost
+then: bytes that were read are read again, and a message that has left in part is completed by its link.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from asyncdist.algorithms.schedule import END_ATTEMPT, Combine, Recv, Reduce, Schedule, Send, Step
+from asyncdist.engine.call_checker import CollectiveChecker
+from asyncdist.engine.operation import Begun, Channel, Operation
+from asyncdist.memory.buffers import Memory, Scratch
+from asyncdist.memory.reduce_kernels import Fold
+from asyncdist.transport.base import Link, MatchingQueue
+from asyncdist.transport.wire_format import DATA, pack_tail
+
+MAX_DIRECT_NBYTES = 64 << 10
+"""Bytes of the largest call that is worth an attempt: its messages usually fit into the buffers of a link."""
+LINK_POLLS = 2
+"""Polls of links after which a waiting thread looks at the clock and offers its core; each makes `_TRIES` system calls."""
+_TRIES = 4
+_NUMBERS = 0xFFFFFFFF
+_FIRST_PART = bytes(4)
+
+
+class _Message:
+    """A message of a step: its action, its peer in the world, its memory, and its header after the operation's key.
+
+    A message that is reduced arrives in scratch first; ``place`` is then the scratch.
+    """
+
+    __slots__ = ("action", "fingerprint", "is_reduced", "peer", "place", "tail")
+
+    def __init__(self, action: Send | Recv | Reduce, peer: int, place: Memory, fingerprint: int) -> None:
+        self.action, self.peer, self.place, self.fingerprint = action, peer, place, fingerprint
+        self.is_reduced = isinstance(action, Reduce)
+        self.tail = _FIRST_PART + pack_tail(fingerprint, place.nbytes, DATA)
+
+
+class DirectStep:
+    """A step in the form in which `DirectCalls` performs it.
+
+    Attributes:
+        step: The step as the schedule has yielded it.
+        combines: Its local actions.
+        sends: Its outgoing messages.
+        receives: Its incoming messages.
+    """
+
+    __slots__ = ("combines", "receives", "sends", "step")
+
+    def __init__(self, step: Step, members: Sequence[int], fingerprint: int, scratch: Scratch) -> None:
+        self.step = step
+        self.combines: list[Combine] = []
+        self.sends: list[_Message] = []
+        self.receives: list[_Message] = []
+        for action in step:
+            if isinstance(action, Combine):
+                self.combines.append(action)
+                continue
+            place: Memory = action.place
+            if isinstance(action, Reduce):
+                place = scratch.take(place.count, place.wire or place.dtype)
+            messages = self.sends if isinstance(action, Send) else self.receives
+            messages.append(_Message(action, members[action.peer], place, fingerprint))
+
+    def give_scratch(self, scratch: Scratch) -> None:
+        """Return the scratch of a step that is complete."""
+        for message in self.receives:
+            if message.is_reduced:
+                scratch.give(message.place)
+
+
+class RecordedCall:
+    """The steps of a schedule, recorded once for all calls with tensors of the same dtypes and shapes.
+
+    Their places are memories to which `bind` gives the tensors of one call at a time. The schedule must do nothing but
+    yield steps, and these must depend on nothing but its arguments.
+
+    Args:
+        schedule: Makes the schedule from one memory for each tensor.
+        tensors: A number of elements and a dtype for each tensor.
+        finish: Called with the memories after the last step.
+
+    Attributes:
+        in_use: Whether a call is using the memories.
+        direct_steps: The steps in their direct form; empty before the first call.
+        finish: Called without arguments after the last step; None if there is nothing to do.
+    """
+
+    def __init__(
+        self,
+        schedule: Callable[..., Iterable[Any]],
+        tensors: Sequence[tuple[int, torch.dtype]],
+        finish: Callable[..., None] | None = None,
+    ) -> None:
+        self._memories = [Memory.unbound(count, dtype) for count, dtype in tensors]
+        self._steps: list[Step] = list(schedule(*self._memories))
+        self.in_use = False
+        self.direct_steps: list[DirectStep] = []
+        self.finish = None if finish is None else functools.partial(finish, *self._memories)
+
+    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Use the memories for contiguous tensors, until `release`."""
+        self.in_use = True
+        for memory, tensor in zip(self._memories, tensors, strict=True):
+            memory.bind(tensor)
+
+    def make_direct(self, members: Sequence[int], fingerprint: int, scratch: Scratch) -> list[DirectStep]:
+        """Bring the steps into their direct form, with scratch of their own."""
+        self.direct_steps = [DirectStep(step, members, fingerprint, scratch) for step in self._steps]
+        return self.direct_steps
+
+    def release(self) -> None:
+        """Let another call use the memories."""
+        for memory in self._memories:
+            memory.unbind()
+        self.in_use = False
+
+
+class DirectCalls:
+    """The direct calls of one rank. Called under the lock of the world's `Progress`.
+
+    Args:
+        links: The links that have been made, by peer.
+        inboxes: The matching queues that have been made, by peer.
+        operations: The pending operations, by the first 12 bytes of the keys of their messages.
+        checker: Compares calls with those that peers have made before this rank.
+        scratch: Memory for what is received and then reduced.
+    """
+
+    def __init__(
+        self,
+        links: Mapping[int, Link],
+        inboxes: Mapping[int, MatchingQueue],
+        operations: Mapping[bytes, Operation],
+        checker: CollectiveChecker,
+        scratch: Scratch,
+    ) -> None:
+        self._links, self._inboxes, self._operations = links, inboxes, operations
+        self._checker, self._scratch = checker, scratch
+
+    def run(
+        self, schedule: Schedule, channel: Channel, number: int, fingerprint: int, fold: Fold | None, *, wait: bool
+    ) -> Schedule:
+        """Return the schedule that runs the only part of a collective directly, or in an operation.
+
+        Args:
+            schedule: The part.
+            channel: The channel of the group.
+            number: The number of the collective.
+            fingerprint: Fingerprint of the call.
+            fold: Does the arithmetic of Reduce and Combine.
+            wait: Whether the attempt waits for peers.
+        """
+        operations, early_calls, scratch = self._operations, self._checker.early_calls, self._scratch
+        key, tries = _key(channel, number), _TRIES if wait else 1
+        if early_calls and self._differs(channel, key, fingerprint):
+            yield END_ATTEMPT
+        for step in schedule:
+            if key in operations or isinstance(step, int) or not step:
+                yield step
+                continue
+            direct = DirectStep(step, channel.members, fingerprint, scratch)
+            rest = self._begin(direct, key, fold)
+            waiting = self._receive(direct.receives, rest, key, fold, tries)
+            if waiting or rest:
+                yield from self._wait(waiting, rest, key, fold, tries)
+            direct.give_scratch(scratch)
+        # A peer whose message no step has received may have made another call.
+        if early_calls and key not in operations and self._differs(channel, key, fingerprint):
+            yield END_ATTEMPT
+
+    def repeat(
+        self,
+        recorded: RecordedCall,
+        parts: Callable[..., Iterable[Schedule]],
+        tensors: Sequence[torch.Tensor],
+        channel: Channel,
+        number: int,
+        fingerprint: int,
+        fold: Fold | None,
+        *,
+        wait: bool,
+    ) -> Schedule:
+        """Return the schedule that runs a recorded collective directly, or in an operation.
+
+        Args:
+            recorded: The steps.
+            parts: Makes the part from the tensors, for a call that begins before an earlier one has released the steps.
+            tensors: The contiguous tensors of the call.
+            channel: As in `run`, and so on.
+        """
+        operations, early_calls = self._operations, self._checker.early_calls
+        if recorded.in_use:
+            (schedule,) = parts(*tensors)
+            yield from self.run(schedule, channel, number, fingerprint, fold, wait=wait)
+            return
+        try:
+            recorded.bind(tensors)
+            key, tries = _key(channel, number), _TRIES if wait else 1
+            if early_calls and self._differs(channel, key, fingerprint):
+                yield END_ATTEMPT
+            for step in recorded.direct_steps or recorded.make_direct(channel.members, fingerprint, self._scratch):
+                if key in operations:
+                    yield step.step
+                    continue
+                rest = self._begin(step, key, fold)
+                waiting = self._receive(step.receives, rest, key, fold, tries) if step.receives else ()
+                if waiting or rest:
+                    yield from self._wait(waiting, rest, key, fold, tries)
+            if early_calls and key not in operations and self._differs(channel, key, fingerprint):
+                yield END_ATTEMPT
+            if recorded.finish is not None:
+                recorded.finish()
+        finally:
+            recorded.release()
+
+    def _differs(self, channel: Channel, key: bytes, fingerprint: int) -> bool:
+        """Compare a call with those that peers have made before; return whether the group has failed."""
+        self._checker.compare(channel, key, fingerprint)
+        return channel.error is not None
+
+    def _begin(self, step: DirectStep, key: bytes, fold: Fold | None) -> list[Any]:
+        """Send the messages of a step and do its arithmetic; return the actions that only an operation can complete."""
+        rest: list[Any] = []
+        for message in step.sends:
+            link = self._links.get(message.peer)
+            if link is None or not link.is_direct:
+                rest.append(message.action)
+            elif (unsent := link.send_now(key + message.tail, message.place.view)) is not None:
+                rest.append(Begun(unsent))
+        for action in step.combines:
+            assert fold is not None
+            fold(action.place.tensor, action.other.tensor, action.swapped)
+        return rest
+
+    def _receive(
+        self, messages: Sequence[_Message], rest: list[Any], key: bytes, fold: Fold | None, tries: int
+    ) -> list[_Message]:
+        """Read the messages that have arrived; return the others. A receive that needs an operation goes to ``rest``."""
+        waiting: list[_Message] = []
+        for message in messages:
+            # Messages of one peer keep their order.
+            if rest or (waiting and any(message.peer == other.peer for other in waiting)):
+                waiting.append(message)
+                continue
+            inbox, room = self._inboxes.get(message.peer), message.place.view
+            if inbox is None or inbox.source is None:
+                taken: bool | None = False
+            elif inbox.aside and (early := key + _FIRST_PART) in inbox.aside:
+                taken = inbox.claim(early, message.fingerprint, room)
+            else:
+                taken = inbox.source.take(key + message.tail, room, tries)
+            if taken is None:
+                waiting.append(message)
+            elif not taken:
+                rest.append(message.action)
+            elif message.is_reduced:
+                assert fold is not None
+                fold(message.action.place.tensor, message.place.tensor, False)
+        return waiting
+
+    def _wait(
+        self, waiting: Sequence[_Message], rest: list[Any], key: bytes, fold: Fold | None, tries: int
+    ) -> Iterator[Any]:
+        """Complete a step: yield to wait for its messages; in an operation, yield what is left of it."""
+        while waiting and not rest:
+            yield waiting[0].action.peer
+            if key in self._operations:
+                break
+            waiting = self._receive(waiting, rest, key, fold, tries)
+        if waiting or rest:
+            if key not in self._operations:
+                yield END_ATTEMPT
+            yield (*rest, *[message.action for message in waiting])
+
+
+def _key(channel: Channel, number: int) -> bytes:
+    """Return the first 12 bytes of the keys of a collective's messages."""
+    return channel.prefix + (number & _NUMBERS).to_bytes(4, "little")
