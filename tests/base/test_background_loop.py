@@ -251,7 +251,10 @@ async def test_cancelled_caller_waits_for_the_end_of_its_background_coroutine(tu
             await asyncio.sleep(0.01)
             said.append("ended")
 
-    calling = asyncio.create_task(run_in_background(work()))
+    async def call():
+        await run_in_background(work())
+
+    calling = asyncio.create_task(call())
     for _ in range(turns):
         await asyncio.sleep(0.002)
     calling.cancel()
