@@ -123,7 +123,7 @@ class ReadMapping:
         """Show what the segment contains now: discard the pages that this process has written.
 
         The first call maps all pages, which takes nearly as long as a copy; a later one takes a fifth of that. Other
-        threads run meanwhile.
+        threads run during the call.
         """
         if self._is_populated:
             self._discard_own_pages()

@@ -52,7 +52,7 @@ class ModelCopy:
         return self.held.version
 
     def show(self, held: HeldVersion, selection: Selection) -> None:
-        """Show a version from now on. No request may read this copy meanwhile. Called in a thread."""
+        """Show a version from now on. Called in a thread, while no request reads this copy."""
         if self._takes_all:
             self.model.clear()
             self._targets = {

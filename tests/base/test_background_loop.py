@@ -12,7 +12,12 @@ import threading
 
 import pytest
 
-from asyncdist.base.background_loop import BackgroundLoop, background_loop, close_background_loop
+from asyncdist.base.background_loop import (
+    BackgroundLoop,
+    background_loop,
+    close_background_loop,
+    run_in_background,
+)
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.store import AsyncStore, StoreServer
@@ -220,3 +225,41 @@ def test_failed_thread_start_raises_except_at_exit(monkeypatch):
     assert last.closed
     assert last.loop.is_closed()
     assert background_loop() is last
+
+
+async def test_caller_on_another_loop_gets_the_result_of_a_background_coroutine():
+    async def where():
+        return asyncio.get_running_loop()
+
+    assert await run_in_background(where()) is background_loop().loop
+    with pytest.raises(ZeroDivisionError):
+        await run_in_background(raise_it(ZeroDivisionError))
+
+
+async def raise_it(kind):
+    raise kind
+
+
+@pytest.mark.parametrize("turns", [0, 1, 5])
+async def test_cancelled_caller_waits_for_the_end_of_its_background_coroutine(turns):
+    said = []
+
+    async def work():
+        try:
+            await asyncio.sleep(LONG)
+        finally:
+            await asyncio.sleep(0.01)
+            said.append("ended")
+
+    async def call():
+        await run_in_background(work())
+
+    calling = asyncio.create_task(call())
+    for _ in range(turns):
+        await asyncio.sleep(0.002)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    # A coroutine that had not begun has nothing to end.
+    assert said == ["ended"] or turns < 5
+    assert not [task for task in asyncio.all_tasks(background_loop().loop) if "work" in repr(task)]

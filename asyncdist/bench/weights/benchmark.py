@@ -100,7 +100,7 @@ class _WeightsBenchmark:
         self._environment = {"ASYNCDIST_TOKEN": secrets.token_hex(16)}
 
     def one_host(self, readers: int, nbytes: int) -> WeightsCase:
-        """Measure readers on the publisher's host, beside one copy of the bytes within the publisher."""
+        """Measure readers on the publisher's host, and one copy of the bytes within the publisher."""
         case = WeightsCase("host", readers, nbytes)
         with self._store("127.0.0.1") as job:
             publisher = self._start("publish", job, case.nbytes, None)
@@ -109,7 +109,7 @@ class _WeightsBenchmark:
         return case
 
     def several_hosts(self, readers: int, nbytes: int) -> WeightsCase:
-        """Measure one reader on each of several hosts, beside one plain transfer of the bytes between two of them."""
+        """Measure one reader on each of several hosts, and one plain transfer of the bytes between two of them."""
         case = WeightsCase("hosts", readers, nbytes)
         with Hosts(readers + 1) as hosts, self._daemon(hosts) as job:
             hosts.shape(self._plan.rate)

@@ -29,11 +29,11 @@ _SIZES = ListOf("sizes such as 100M,1G", lambda word: whole_number(word) or None
 @click.option("--rate", default="1gbit", show_default=True, help="Rate of each host's link, in the words of tc.")
 @click.option("--output", type=NewFolder(), help="Write weights.json and weights.md into this folder.")
 def bench_weights(parts: tuple[str, ...], output: Path | None, **options: Any) -> None:
-    """Measure how fast published weights reach their readers, and how late the readers' answers are meanwhile.
+    """Measure how fast published weights reach their readers, and how late the readers' answers are.
 
-    PART host: readers on the publisher's host, which answer requests while each version arrives, beside a copy of the
-    same bytes by one thread. PART hosts: one reader on each of several hosts, which are network namespaces with links of
-    a limited rate, beside one plain transfer over such a link; it needs root. The default is both.
+    PART host: readers on the publisher's host, which answer requests while each version arrives, compared with a copy of
+    the same bytes by one thread. PART hosts: one reader on each of several hosts, which are network namespaces with links
+    of a limited rate, compared with one plain transfer over such a link; it needs root. The default is both.
 
     A run takes two minutes, and needs an idle machine with as much free memory as six versions.
 
