@@ -133,6 +133,18 @@ class Config:
         "algorithms to force, such as all_reduce=ring,broadcast=tree; also between ranks that share memory",
         shared=True,
     )
+    profile: str | None = _setting(
+        None,
+        "ASYNCDIST_PROFILE",
+        "file with the speed of the links between hosts, which asyncdist bench --calibrate has written; the file of the "
+        "lowest rank that has one counts for all",
+    )
+    calibrate: bool = _setting(
+        True,
+        "ASYNCDIST_CALIBRATE",
+        "measure the links between hosts at the start, without a profile, for at most 0.1 s (0 to rely on defaults)",
+        shared=True,
+    )
     spin_us: float = _setting(
         300.0,
         "ASYNCDIST_SPIN_US",

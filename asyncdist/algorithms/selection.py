@@ -28,7 +28,8 @@ class Model:
 
     The defaults were fitted to two processes and non-blocking sockets over loopback TCP: k messages each way in a round
     take 4 + 6 k microseconds (plus the framing of asyncdist), a byte each way 0.3 to 0.4 ns, a byte of float32 added
-    in cache 0.02 to 0.05 ns. The choice depends on the ratios of these values, which vary less between machines.
+    in cache 0.02 to 0.05 ns. The choice depends on the ratios of these values, which vary less between machines. Between
+    hosts, measured values replace them (`asyncdist.groups.calibration`); ``source`` says where the values are from.
     """
 
     alpha: float = 5e-6
@@ -36,6 +37,7 @@ class Model:
     gamma: float = 0.04e-9
     overhead: float = 7e-6
     segment_nbytes: int = 1 << 20
+    source: str = "the defaults, which were fitted to TCP within one machine"
 
     def seconds(self, cost: Cost) -> float:
         """Return the predicted time of a schedule."""

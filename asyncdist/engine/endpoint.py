@@ -12,9 +12,11 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from time import monotonic
 from typing import Any
 
+from asyncdist.algorithms.selection import Model
 from asyncdist.base import lifecycle
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.timers import TimerTable
@@ -76,9 +78,8 @@ class Endpoint:
         self.world_size = world_size
         self.world_id = world_id
         self.config = config
-        self.recorder = Recorder(
-            rank, world_size, config.flight_recorder_size, world_id, config.dump_format, config.dump_dir
-        )
+        kept = config.flight_recorder_size
+        self.recorder = Recorder(rank, world_size, kept, world_id, config.dump_format, config.dump_dir)
         self.progress = Progress(self, home)
         self.transport_selector = TransportSelector(rank, [kind(self) for kind in kinds])
         self.of_parent: tuple[object, ...] = ()
@@ -101,9 +102,8 @@ class Endpoint:
         self._checker = CollectiveChecker(self.recorder, failures.channels, self.operations, failures.fail)
         self.difference = self._checker.difference
         self.direct_calls = DirectCalls(self.links, self.inboxes, self.operations, self._checker, scratch)
-        self._probes = WaitProbes(
-            rank, self.operations, self._pending_for, self._send_unordered, self.timers, monotonic
-        )
+        send = self._send_unordered
+        self._probes = WaitProbes(rank, self.operations, self._pending_for, send, self.timers, monotonic)
         self.processes: Sequence[dict[str, Any] | None] = ()
         """The identities of all ranks' processes, by rank. Without them no process of a peer is known to have ended."""
         self.agreements = Agreements(
@@ -115,6 +115,8 @@ class Endpoint:
             rank, config.heartbeat, self.transport_selector, failures, self._send_unordered, self._read_arrived,
             self._state_of,
         )  # fmt: skip
+        self.model = Model(segment_nbytes=config.segment_nbytes)
+        """Selects the schedules of groups that are made from now on; equal on all ranks."""
         self.finished: list[Callable[[], None]] = []
         self.backend = backend
         lifecycle.register_hooks(self)
@@ -294,7 +296,12 @@ class Endpoint:
         """
         gone = {peer: error.reason for peer, error in list(self.lost_peers.items())} | dict(self.failures.left)
         heard = sorted(self._heartbeat.silences().items())
-        return {"lost": sorted(gone.items()), "heard": heard, "waiting": self.progress.waiting.mode.value}
+        return {
+            "lost": sorted(gone.items()),
+            "heard": heard,
+            "waiting": self.progress.waiting.mode.value,
+            "model": asdict(self.model),
+        }
 
     def look_at(self, peer: int) -> str:
         """Return what a peer's process does, as a clause; empty if this rank cannot see it. Any thread may call it."""

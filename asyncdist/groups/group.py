@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist.algorithms.selection import Model, forced_by
+from asyncdist.algorithms.selection import forced_by
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.collectives import data_movement, p2p
 from asyncdist.collectives.arguments import whole_number_of
@@ -102,7 +102,7 @@ class Group(CollectiveOps):
         self._messages = Channel(messages, name, self.member_ids, mesh.rank, point_to_point=True)
         self.channel.sibling, self._messages.sibling = self._messages, self.channel
         forced = forced_by(mesh.config)
-        model = Model(segment_nbytes=mesh.config.segment_nbytes)
+        model = mesh.model
         try:
             self._native = mesh.transport_selector.native(self.channel) if len(self.ranks) > 1 else None
             layout = mesh.transport_selector.node_layout(self.channel) if self._native is None else None

@@ -25,6 +25,7 @@ from asyncdist.config import Config, Launch, shared_settings
 from asyncdist.engine.endpoint import LAST_WORDS, Endpoint
 from asyncdist.errors import AsyncdistError, NotInitializedError, RendezvousError, UsageError
 from asyncdist.groups import task_factory
+from asyncdist.groups.calibration import measurement, profile
 from asyncdist.groups.dropped_works import DebugGroup
 from asyncdist.groups.group import Group
 from asyncdist.rendezvous import RendezvousSession, meet
@@ -272,6 +273,7 @@ async def _meet(
     # This raises for an impossible setting before the rendezvous.
     forced_by(config)
     kinds = registry.selected(backend) if backend else registry.set_by(config)
+    from_file = None if config.profile is None else profile.read_profile(config.profile)
     meeting = await meet_others()
     try:
         local_rank = Launch.from_environment().local_rank
@@ -289,13 +291,22 @@ async def _meet(
                 "settings": shared_settings(config),
                 "process": process_identity(config.host),
                 "status": None if port is None else port.address,
+                "profile": from_file,
             }
             ranks = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(own), more=True)]
             _compare(ranks, meeting.rank)
             mesh.processes = [rank["process"] for rank in ranks]
             probes = mesh.probe_peers([rank["addresses"] for rank in ranks], meeting.remaining())
             reached = await meeting.before_exchange(probes)
-            mesh.finalize([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(reached))])
+            hosts = measurement.first_of_hosts(mesh.processes) if config.calibrate else []
+            values = next((rank["profile"] for rank in ranks if rank["profile"] is not None), None)
+            measures = values is None and len(hosts) > 1
+            exchanged = await meeting.exchange(msgpack.packb(reached), more=measures)
+            mesh.finalize([msgpack.unpackb(each) for each in exchanged])
+            if measures:
+                await _calibrate(mesh, meeting, hosts)
+            elif values is not None:
+                mesh.model = profile.model_of(mesh.model, values, "the profile that ASYNCDIST_PROFILE names")
             world = make_world(meeting, mesh, status_port=port)
         except BaseException:
             if port is not None:
@@ -306,6 +317,15 @@ async def _meet(
     except BaseException:
         await meeting.close()
         raise
+
+
+async def _calibrate(mesh: Endpoint, meeting: RendezvousSession, hosts: Sequence[int]) -> None:
+    """Measure the links between hosts on their first ranks, and give every rank the same model."""
+    found: profile.Values | None = None
+    if meeting.rank in hosts:
+        found = await meeting.before_exchange(measurement.measure_links(mesh, hosts))
+    values = profile.combined([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(found))])
+    mesh.model = profile.model_of(mesh.model, values, f"a measurement between {len(hosts)} hosts at the start")
 
 
 async def _answer_status(world: World, addresses: Sequence[Any]) -> World:

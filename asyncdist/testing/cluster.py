@@ -107,4 +107,7 @@ def run_ranks(
 
 
 def _on_host(config: Config | None, hosts: Sequence[str] | None, rank: int) -> Config | None:
-    return config if hosts is None else (config or Config.from_environment()).with_(host=hosts[rank])
+    if hosts is None:
+        return config
+    # There are no links to measure between hosts in one process.
+    return (config or Config.from_environment().with_(calibrate=False)).with_(host=hosts[rank])

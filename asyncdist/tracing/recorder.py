@@ -134,6 +134,11 @@ class Recorder:
         """The newest operation; None before the first. Callable from any thread."""
         return self._entries[-1] if self._entries else None
 
+    def clear(self) -> None:
+        """Forget all operations: those by which a rank has prepared its world."""
+        self._entries.clear()
+        self._groups.clear()
+
     def add_group(
         self,
         name: str,

@@ -1,0 +1,61 @@
+"""The measured values of a model: combined from all hosts, and in a file that replaces the measurement.
+
+``asyncdist bench --calibrate FILE`` writes such a profile, and ASYNCDIST_PROFILE names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from asyncdist.algorithms.selection import Model
+from asyncdist.base.version import VERSION
+from asyncdist.errors import UsageError
+
+_FIELDS = ("alpha", "beta", "overhead")
+
+Values = dict[str, float]
+"""Measured fields of a `Model` in seconds, by name."""
+
+
+def combined(results: Sequence[Values | None]) -> Values:
+    """Return one value of each kind from those of all hosts: the slowest link decides, and the typical overhead."""
+    found = [each for each in results if each]
+    values = {name: [each[name] for each in found if name in each] for name in _FIELDS}
+    return {name: max(each) if name == "beta" else median(each) for name, each in values.items() if each}
+
+
+def model_of(base: Model, values: Mapping[str, float], source: str) -> Model:
+    """Return a model with some values replaced; ``source`` says in words where they are from."""
+    if not values:
+        return base
+    alpha, beta, overhead = (float(values.get(name, getattr(base, name))) for name in _FIELDS)
+    return replace(base, alpha=alpha, beta=beta, overhead=overhead, source=source)
+
+
+def write_profile(path: Path, values: Values, about: Mapping[str, Any]) -> None:
+    """Write a profile as JSON, with facts about the measurement."""
+    text = json.dumps({"asyncdist": VERSION, **about, "seconds": values}, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def read_profile(path: str) -> Values:
+    """Return the values of a profile.
+
+    Raises:
+        UsageError: The file cannot be read, or is not a profile.
+    """
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))["seconds"]
+        found = {name: float(values[name]) for name in _FIELDS}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"ASYNCDIST_PROFILE={path}: not a profile ({error}): write one with asyncdist bench --calibrate {path}"
+        ) from None
+    if not all(0.0 < value < 1e3 for value in found.values()):
+        raise UsageError(f"ASYNCDIST_PROFILE={path}: its values are not times in seconds: measure them again")
+    return found

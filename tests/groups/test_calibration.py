@@ -1,0 +1,133 @@
+"""The measurement of the links between hosts, and profiles: every rank gets the same model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+from asyncdist.algorithms.selection import Model, choose
+from asyncdist.config import Config
+from asyncdist.errors import UsageError
+from asyncdist.groups.calibration import measurement
+from asyncdist.groups.calibration.measurement import first_of_hosts, measure_links
+from asyncdist.groups.calibration.profile import combined, model_of, read_profile, write_profile
+from asyncdist.testing.cluster import world_of
+
+LONG = 20.0
+VALUES = {"alpha": 2e-3, "beta": 8e-9, "overhead": 20e-6}
+
+
+def test_first_rank_of_each_host_measures():
+    a, b = {"host": "a"}, {"host": "b"}
+    assert first_of_hosts([b, b, a, b, a]) == [0, 2]
+    assert first_of_hosts([a, a]) == [0]
+    # A rank whose system has no identities may be anywhere.
+    assert first_of_hosts([None, a, None]) == [0, 1, 2]
+
+
+def test_slowest_link_and_typical_delays_count():
+    results = [VALUES, None, {**VALUES, "beta": 80e-9, "alpha": 9e-3}, {}, {"alpha": 1e-3, "overhead": 10e-6}]
+    assert combined(results) == {"alpha": 2e-3, "beta": 80e-9, "overhead": 20e-6}
+    assert combined([None, {}]) == {}
+
+
+def test_model_keeps_what_was_not_measured():
+    base = Model(segment_nbytes=123)
+    model = model_of(base, {"alpha": 1.0, "overhead": 0.5}, "a test")
+    assert model == Model(alpha=1.0, overhead=0.5, segment_nbytes=123, source="a test")
+    assert model_of(base, {}, "a test") is base
+
+
+@pytest.mark.parametrize("transport", ["inproc", "tcp", "tcp,shm"])
+async def test_ranks_on_several_hosts_measure_and_share_one_model(transport, monkeypatch):
+    # The machine may be busy.
+    monkeypatch.setattr(measurement, "LIMIT", LONG)
+    hosts = ["a", "a", "b", "b", "c"]
+    async with world_of(5, transport=transport, hosts=hosts, config=Config(calibrate=True)) as groups:
+        (model,) = {group.mesh.model for group in groups}
+        assert model.source == "a measurement between 3 hosts at the start"
+        assert all(value > 0 for value in (model.alpha, model.beta, model.overhead))
+        assert all(group.context.model is group.mesh.model for group in groups)
+        # The recorder is for the program's operations.
+        assert [group.mesh.recorder.last for group in groups] == [None] * 5
+        tensors = [torch.ones(1000) for _ in groups]
+        await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
+        assert all((tensor == 5).all() for tensor in tensors)
+
+
+@pytest.mark.parametrize(("hosts", "calibrate"), [(["a", "a"], True), (["a", "b"], False)])
+async def test_nothing_is_measured_on_one_host_or_if_the_setting_says_so(hosts, calibrate, monkeypatch):
+    monkeypatch.setattr(measurement, "measure_links", None)
+    async with world_of(2, hosts=hosts, config=Config(calibrate=calibrate)) as groups:
+        assert {group.mesh.model for group in groups} == {Model(segment_nbytes=Config().segment_nbytes)}
+
+
+async def test_measurement_without_time_leaves_a_world_that_works():
+    async with world_of(2) as groups:
+        found = await asyncio.gather(*(measure_links(group.mesh, [0, 1], limit=0.0) for group in groups))
+        assert found == [{}, {}]
+        tensors = [torch.ones(3), torch.ones(3)]
+        await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
+        assert tensors[0].tolist() == [2.0, 2.0, 2.0]
+
+
+async def test_no_message_is_sent_that_would_take_longer_than_the_time_left(monkeypatch):
+    sent = []
+    original = measurement._Ring.shift
+
+    async def shift(ring, messages, nbytes=4):
+        sent.append(nbytes)
+        if nbytes > 4:
+            await asyncio.sleep(nbytes * 1e-6)
+        await original(ring, messages, nbytes)
+
+    monkeypatch.setattr(measurement._Ring, "shift", shift)
+    async with world_of(2) as groups:
+        found = await asyncio.gather(*(measure_links(group.mesh, [0, 1], limit=0.5) for group in groups))
+    # A link of 1 MB/s carries 64 KiB twice in half a second, but not 256 KiB twice.
+    assert max(sent) < 1 << 20
+    assert all(each["beta"] > 0.9e-6 for each in found)
+
+
+# -- profiles -----------------------------------------------------------------------------------------
+
+
+async def test_profile_of_the_lowest_rank_replaces_the_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr(measurement, "measure_links", None)
+    path = tmp_path / "profile.json"
+    write_profile(path, VALUES, {"hosts": 2})
+    assert json.loads(path.read_text())["hosts"] == 2
+    config = Config(profile=str(path))
+    async with world_of(3, hosts=["a", "b", "b"], config=config) as groups:
+        (model,) = {group.mesh.model for group in groups}
+        assert (model.alpha, model.beta, model.overhead) == (2e-3, 8e-9, 20e-6)
+        assert model.segment_nbytes == config.segment_nbytes
+        assert "ASYNCDIST_PROFILE" in model.source
+
+
+def test_slow_rounds_make_schedules_with_few_rounds_win():
+    near, far = Model(), model_of(Model(), {**VALUES, "beta": 1e-9}, "a test")
+    assert choose("all_reduce", 1 << 20, 8, model=near) == "halving"
+    assert choose("all_reduce", 1 << 20, 8, model=far) == "doubling"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"seconds": {}}', '{"seconds": {"alpha": "x"}}', '{"seconds": null}']
+)
+def test_file_that_is_no_profile_is_refused(tmp_path, content):
+    path = tmp_path / "profile.json"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=r"ASYNCDIST_PROFILE=.*not a profile.*--calibrate"):
+        read_profile(str(path))
+
+
+def test_missing_profile_and_impossible_values_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="No such file"):
+        read_profile(str(tmp_path / "none"))
+    path = tmp_path / "profile.json"
+    write_profile(path, {**VALUES, "beta": -1.0}, {})
+    with pytest.raises(UsageError, match="measure them again"):
+        read_profile(str(path))
