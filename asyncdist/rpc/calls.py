@@ -120,7 +120,7 @@ class Caller:
         timeout: float,
         on_reference: Callable[[Any, PeerChannel], None],
     ) -> None:
-        self.peer = channel.peer.name
+        self.peer, self.peer_id = channel.peer.name, channel.peer.id
         self.loop = asyncio.get_running_loop()
         self._channel, self._carrier = channel, carrier
         self._credits, self._window = credits, window_nbytes

@@ -46,6 +46,7 @@ class RemoteReference:
 
     Attributes:
         owner: The process of the object, for messages.
+        owner_id: The id of the port of that process.
         kind: The name of the object's class.
         shape: The shape of a tensor; None for other objects.
         dtype: The dtype of a tensor; None for other objects.
@@ -55,7 +56,7 @@ class RemoteReference:
         self, table: ReferenceTable, address: ChannelAddress, number: int, kind: str, tensor: Sequence[Any] | None
     ) -> None:
         self._table, self._address, self._number = table, address, number
-        self.owner, self.kind = address.name, kind
+        self.owner, self.owner_id, self.kind = address.name, address.id, kind
         self.shape = None if tensor is None else torch.Size(tensor[0])
         self.dtype: torch.dtype | None = None if tensor is None else getattr(torch, str(tensor[1]))
         self._tensor = tensor

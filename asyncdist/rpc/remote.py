@@ -55,6 +55,7 @@ class RemoteObject:
 
     Attributes:
         peer: The process of the object, for messages.
+        owner_id: The id of the port of that process.
         rank: The rank under which that process serves; None without one.
     """
 
@@ -63,7 +64,7 @@ class RemoteObject:
         self._name = name if count == 1 else f"{name}[{index}]"
         self._address = target, index
         self._key = pack_plain(target) + pack_plain(index)
-        self.peer, self.rank = caller.peer, rank
+        self.peer, self.owner_id, self.rank = caller.peer, caller.peer_id, rank
 
     def __getattr__(self, name: str) -> RemoteMethod:
         if name.startswith("_"):

@@ -1,0 +1,106 @@
+"""The workers of torch's RPC names: processes that run any function of the program for each other.
+
+Each worker serves a `FunctionRunner`. Functions run in threads, several at a time. Unlike the objects of
+`asyncdist.rpc.serve`, which have the methods that they have, a worker runs whatever function a process with the job's token
+names. So it also reads pickles of these processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from asyncdist.base.daemon_threads import DaemonThreadPool
+from asyncdist.rpc.references import RemoteReference
+from asyncdist.rpc.session import current_session
+
+ASYNC_EXECUTION = "_wrapped_async_rpc_function"
+"""The attribute of functions that return a future of their result; torch's own decorator sets it too."""
+
+
+class FunctionRunner:
+    """Runs functions for other workers.
+
+    Args:
+        threads: The most functions that run at a time.
+        arrived: Called with each argument, which it may replace.
+        leaving: Called with each result, which it may replace.
+    """
+
+    def __init__(self, threads: int, arrived: Callable[[Any], Any], leaving: Callable[[Any], Awaitable[Any]]) -> None:
+        self._arrived, self._leaving = arrived, leaving
+        self.pool = DaemonThreadPool("asyncdist-rpc-worker", threads, idle_timeout=5.0)
+        self.num_running = 0
+
+    async def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a function in a thread, and return its result."""
+        return await self._leaving(await self._call(function, args, kwargs))
+
+    async def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        args, kwargs = self._arrived(list(args)), self._arrived(dict(kwargs))
+        self.num_running += 1
+        try:
+            result = await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args, **kwargs))
+            return await _result_of(result) if hasattr(function, ASYNC_EXECUTION) else result
+        finally:
+            self.num_running -= 1
+
+    async def create(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> RemoteReference:
+        """Run a function in a thread, and return a reference to its result."""
+        return current_session().refer(Held(await self._call(function, args, kwargs)))
+
+    async def run_method(
+        self, reference: RemoteReference, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a method of a referred object in a thread, and return its result."""
+        return await self.run(getattr(value_of(reference), method), args, kwargs)
+
+    async def create_by_method(
+        self, reference: RemoteReference, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> RemoteReference:
+        """Run a method of a referred object in a thread, and return a reference to its result."""
+        return await self.create(getattr(value_of(reference), method), args, kwargs)
+
+    async def get(self, reference: RemoteReference) -> Any:
+        """Return the object itself."""
+        return await self._leaving(value_of(reference))
+
+
+class Held:
+    """An object that workers refer to. It keeps equal small objects, such as numbers, apart."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def value_of(reference: RemoteReference) -> Any:
+    """Return the object of a reference of this process."""
+    held = reference.local_value()
+    return held.value if isinstance(held, Held) else held
+
+
+async def _result_of(future: Any) -> Any:
+    """Await the future that a function with ASYNC_EXECUTION has returned."""
+    if inspect.isawaitable(future):
+        return await future
+    if not isinstance(future, torch.futures.Future):
+        raise TypeError(f"a function with @async_execution returns a torch.futures.Future, not {type(future).__name__}")
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def resolve() -> None:
+        if not done.done():
+            done.set_result(None)
+
+    def completed(_: object) -> None:
+        loop.call_soon_threadsafe(resolve)
+
+    future.add_done_callback(completed)
+    await done
+    return future.value()
