@@ -10,6 +10,7 @@ from asyncdist import __version__
 from asyncdist.cli.bench.collectives import bench
 from asyncdist.cli.bench.ddp import bench_ddp
 from asyncdist.cli.bench.faults import bench_faults
+from asyncdist.cli.bench.rpc import bench_rpc
 from asyncdist.cli.bench.store import bench_store
 from asyncdist.cli.bench.weights import bench_weights
 from asyncdist.cli.info import info
@@ -32,7 +33,7 @@ class _Main(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Resolve the commands whose names begin with `bench`; `bench` with any other argument measures collectives."""
-        for command in (bench_ddp, bench_faults, bench_store, bench_weights):
+        for command in (bench_ddp, bench_faults, bench_rpc, bench_store, bench_weights):
             if args[:2] == (command.name or "").split():
                 return command.name, command, args[2:]
         return super().resolve_command(ctx, args)

@@ -295,7 +295,7 @@ def attempt_in_thread(progress, flag, group):
             yield 1
 
     def run():
-        results.append(progress.attempt(steps(), group, wait=True, block=True))
+        results.append(progress.attempt(steps(), group, 1, wait=True, block=True))
 
     thread = threading.Thread(target=run)
     thread.start()
