@@ -10,6 +10,7 @@ from asyncdist import __version__
 from asyncdist.cli.bench import bench
 from asyncdist.cli.bench_faults import bench_faults
 from asyncdist.cli.bench_store import bench_store
+from asyncdist.cli.benchmarks.bench_rpc import bench_rpc
 from asyncdist.cli.info import info
 from asyncdist.cli.store import store
 from asyncdist.cli.top import top
@@ -29,8 +30,8 @@ class _Main(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve `bench store` and `bench faults`; `bench` with any other argument measures collectives."""
-        for command in (bench_store, bench_faults):
+        """Resolve `bench store`, `bench faults` and `bench rpc`; `bench` with any other argument measures collectives."""
+        for command in (bench_store, bench_faults, bench_rpc):
             if args[:2] == (command.name or "").split():
                 return command.name, command, args[2:]
         return super().resolve_command(ctx, args)

@@ -1,0 +1,1 @@
+"""Commands that measure. `asyncdist.cli` registers them."""
