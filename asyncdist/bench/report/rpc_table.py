@@ -1,4 +1,4 @@
-"""The results of ``asyncdist bench rpc`` as a page with one table. `asyncdist.cli.bench.rpc` prints it or writes it."""
+"""The results of ``asyncdist bench rpc`` as a page with one table. The command prints it or writes it to a file."""
 
 from __future__ import annotations
 
