@@ -25,12 +25,12 @@ WHOLE = HEADER_NBYTES + BODY
 
 @contextlib.asynccontextmanager
 async def connected_pair():
-    """Run two ranks over TCP whose links exist, and whose calls do not spin."""
+    """Run two ranks over TCP whose links exist, and whose calls do not poll."""
     async with world_of(2, transport="tcp") as groups:
         for _ in range(2):
             await asyncio.gather(*(group.all_reduce(torch.ones(COUNT)) for group in groups))
         for group in groups:
-            group.mesh.progress.spin_for(0.0, 0.0, None)
+            group.mesh.progress.waiting.configure(0.0, 0.0)
         yield groups
 
 
@@ -246,7 +246,7 @@ def test_thread_that_needs_the_lock_ends_the_attempt():
 
     def program(group):
         group.all_reduce(torch.ones(COUNT), background=False).result()
-        group.mesh.progress.spin_for(20.0, 0.0, None)
+        group.mesh.progress.waiting.configure(20.0, 0.0)
         if group.rank() == 1:
             group.recv(tensor := torch.zeros(1), 0, background=False).result()
             exchanged.set()
