@@ -211,14 +211,7 @@ class Progress:
             raise LoopThreadError(what)
 
     def attempt(
-        self,
-        schedule: Schedule,
-        group: Calls,
-        number: int,
-        *,
-        wait: bool,
-        polls: int = MOST_POLLS,
-        block: bool = False,
+        self, schedule: Schedule, group: Calls, number: int, *, wait: bool, polls: int = MOST_POLLS, block: bool = False
     ) -> bool:
         """Run a native schedule, or a direct one over links, inline and without an operation object.
 
@@ -284,9 +277,7 @@ class Progress:
         end = 0.0 if wait or not in_loop else monotonic() + _SLICE
         waits: list[Wait] | None = None
         for step in schedule:
-            if self._inbox:  # another thread needs the lock
-                return ()
-            if step is END_ATTEMPT:
+            if self._inbox or step is END_ATTEMPT:  # another thread needs the lock, or the schedule an operation
                 return ()
             if step == ():
                 polls, until = 0, 0.0
