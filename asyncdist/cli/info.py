@@ -53,6 +53,7 @@ def info(ctx: click.Context, collective: str | None, ranks: int, sizes: tuple[in
     tables.show_versions(console)
     tables.show_waiting(console, config)
     tables.show_transports(console)
+    tables.show_model(console, config)
     tables.show_devices(console)
     tables.show_addresses(console, config)
     tables.show_settings(console, config)

@@ -67,6 +67,40 @@ def show_waiting(console: Console, config: Config) -> None:
     console.print(table)
 
 
+def _model_of(config: Config) -> selection.Model:
+    """Return the model of a world that starts with these settings, as far as it is known before ranks meet.
+
+    Raises:
+        UsageError: ASYNCDIST_PROFILE does not name a profile.
+    """
+    from asyncdist.groups.calibration.profile import MODEL_FROM_PROFILE, model_of, read_profile
+
+    model = selection.Model(segment_nbytes=config.segment_nbytes)
+    return model if config.profile is None else model_of(model, read_profile(config.profile), MODEL_FROM_PROFILE)
+
+
+def show_model(console: Console, config: Config) -> None:
+    """Show the values by which schedules between hosts are selected."""
+    try:
+        model = _model_of(config)
+    except UsageError as error:
+        console.print(str(error), style="red", markup=False)
+        return
+    source = model.source
+    if config.profile is None and config.calibrate:
+        source += "; a world on several hosts measures its links when it starts"
+    table = _table("Time of a schedule between hosts")
+    table.show_header = False
+    table.add_column()
+    table.add_column(overflow="fold")
+    table.add_row("from", escape(source))
+    table.add_row("a round", f"{model.alpha * 1e6:.3g} µs")
+    table.add_row("a message", f"{model.overhead * 1e6:.3g} µs")
+    table.add_row("a byte moved", f"{model.beta * 1e9:.3g} ns")
+    table.add_row("a byte reduced", f"{model.gamma * 1e9:.3g} ns")
+    console.print(table)
+
+
 def show_transports(console: Console) -> None:
     """Show every registered transport and whether this machine can use it."""
     _show_registered(console, "Transports (the preferred first)", registry.TRANSPORTS)
@@ -149,10 +183,10 @@ def show_choice(console: Console, config: Config, collective: str, ranks: int, s
     """Show the cost model's prediction for every algorithm of a collective.
 
     Raises:
-        UsageError: ASYNCDIST_ALGORITHM is not valid.
+        UsageError: ASYNCDIST_ALGORITHM or ASYNCDIST_PROFILE is not valid.
     """
     forced = selection.forced_by(config)
-    model = selection.Model(segment_nbytes=config.segment_nbytes)
+    model = _model_of(config)
     rows = selection.explain(collective, ranks, sizes, model=model, forced=forced)
     names = [candidate.name for candidate in selection.candidates(collective)]
     table = _table(f"{collective} among {ranks} ranks: predicted time", "size", "runs", *names)

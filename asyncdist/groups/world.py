@@ -306,7 +306,7 @@ async def _meet(
             if measures:
                 await _calibrate(mesh, meeting, hosts)
             elif values is not None:
-                mesh.model = profile.model_of(mesh.model, values, "the profile that ASYNCDIST_PROFILE names")
+                mesh.model = profile.model_of(mesh.model, values, profile.MODEL_FROM_PROFILE)
             world = make_world(meeting, mesh, status_port=port)
         except BaseException:
             if port is not None:

@@ -115,6 +115,13 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
     type=click.IntRange(0, 1024),
     help="Start N processes that compute beside the ranks, as data loaders or another job do.",
 )
+@click.option(
+    "--calibrate",
+    "profile",
+    type=NewFile(),
+    help="Measure the links between the hosts of a job instead, and write a profile for ASYNCDIST_PROFILE to this file on "
+    "rank 0. Start the command with a launcher on every host.",
+)
 @click.option("--pin", is_flag=True, help="Bind each rank to one core: less noise, but less realistic.")
 @click.option(
     "--json", "json_file", type=NewFile(allow_dash=True), help="Write all results to this file as JSON; - is stdout."
@@ -131,6 +138,7 @@ def bench(
     json_file: Path | None,
     plot_file: Path | None,
     output: Path | None,
+    profile: Path | None,
     **options: Any,
 ) -> None:
     """Measure collectives between rank processes on this machine.
@@ -148,6 +156,7 @@ def bench(
     asyncdist bench --against gloo --busy 2    # beside two processes that compute
     asyncdist bench broadcast all_gather --ranks 4 --sizes 64K,1M --json figures.json
     asyncdist bench --device cuda          # with --ranks 1: asyncdist's NCCL and torch's
+    torchrun --nnodes 2 --no-python ... asyncdist bench --calibrate links.json
     asyncdist bench store --help           # the store against torch's TCPStore
     asyncdist bench ddp --help             # data-parallel training
     asyncdist bench faults --help          # how soon ranks know of a failure, and go on
@@ -158,6 +167,9 @@ def bench(
     from asyncdist.config import Config
 
     Config.from_environment()
+    if profile is not None:
+        _calibrate(profile)
+        return
     if device == "cuda":
         plan = _device_plan(collectives, ranks, sizes, options["repeat"])
     else:
@@ -184,6 +196,24 @@ def bench(
     for path in (plot_file, output and output / "bench.png"):
         if path is not None and device == "cpu":
             _plot(report, path)
+
+
+def _calibrate(profile: Path) -> None:
+    """Measure the links between hosts, and show the values on rank 0."""
+    import asyncio
+
+    from asyncdist.bench.calibration import ROUNDS, calibrate
+    from asyncdist.cli.console import screen
+
+    found = asyncio.run(calibrate(profile))
+    if found.rank != 0:
+        return
+    values, console = found.values, screen()
+    console.print(f"Links between {found.hosts} hosts, medians of {ROUNDS} measurements:")
+    console.print(f"  a round of messages takes {values['alpha'] * 1e6:.1f} µs")
+    console.print(f"  each message takes {values['overhead'] * 1e6:.1f} µs more")
+    console.print(f"  each byte takes {values['beta'] * 1e9:.2f} ns more: {8e-9 / values['beta']:.2f} Gbit/s")
+    console.print(f"{profile} has them. To use them, set ASYNCDIST_PROFILE={profile} for rank 0.", markup=False)
 
 
 def _cpu_plan(

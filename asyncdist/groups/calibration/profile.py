@@ -18,6 +18,9 @@ from asyncdist.errors import UsageError
 
 _FIELDS = ("alpha", "beta", "overhead")
 
+MODEL_FROM_PROFILE = "the profile that ASYNCDIST_PROFILE names"
+"""The source of a model with the values of a profile."""
+
 Values = dict[str, float]
 """Measured fields of a `Model` in seconds, by name."""
 
