@@ -119,7 +119,8 @@ class ParameterServer:
     @torch.no_grad()
     def accuracy(self) -> float:
         """Return the share of held-out digits that the parameters recognize."""
-        return (self._model(images[:HELD_OUT]).argmax(1) == labels[:HELD_OUT]).float().mean().item()
+        right = self._model(images[:HELD_OUT]).argmax(1) == labels[:HELD_OUT]
+        return float(right.float().mean())
 
     async def reaches(self, version: int) -> None:
         """Wait for a number of updates."""

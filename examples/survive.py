@@ -31,13 +31,13 @@ from torch import nn
 arguments = argparse.ArgumentParser(description="Train while processes are killed; see the first lines of this file.")
 arguments.add_argument("--ranks", type=int, default=4, help="number of processes, 4 by default")
 arguments.add_argument("--steps", type=int, default=2000, help="number of committed steps, 2,000 by default")
-arguments.add_argument("--kill-every", type=float, default=8.0, help="seconds between two kills; 0 kills nobody")
+arguments.add_argument("--kill-every", type=float, default=8.0, help="seconds between two kills; 0 kills no process")
 arguments.add_argument("--seed", type=int, default=0, help="seed of the weights, the batches and the kills")
 arguments.add_argument("--out", type=Path, default=Path("out/survive.png"), help="file of the plot")
 arguments.add_argument("--job", help=argparse.SUPPRESS)  # given to the processes that train
 options = arguments.parse_args()
 if options.ranks < 2:
-    arguments.error(f"--ranks {options.ranks}: needs at least 2, or nobody is left to go on")
+    arguments.error(f"--ranks {options.ranks}: needs at least 2, or no process is left to go on")
 
 BATCH = 64
 """Samples of a step on all members together."""

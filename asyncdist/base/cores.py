@@ -21,7 +21,7 @@ class _Statistics:
 
 
 class _OfThread(threading.local):
-    """What each thread keeps until it ends."""
+    """The statistics of each thread, until it ends."""
 
     statistics: _Statistics | None = None
 

@@ -68,7 +68,7 @@ class BenchPlan:
             another contender.
         repeat: The number of timed calls and steps; None for a number of calls that depends on the size.
         pin: Whether to bind each rank to one core.
-        busy: The number of processes that compute beside the ranks, as data loaders or another job do.
+        busy: The number of processes that compute on the same cores, as data loaders or another job do.
         device: "cpu" or "cuda". On CUDA devices every usable contender is measured: see `contenders.devices`.
     """
 

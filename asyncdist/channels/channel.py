@@ -86,7 +86,7 @@ class PeerChannel:
     """An authenticated connection to one process. Messages arrive complete, once and in order, or the channel ends.
 
     Attributes:
-        peer: What the peer has said about itself.
+        peer: The identity that the peer has sent.
         is_dialled: Whether this process has opened the connection.
         error: Why the channel has ended; None while it is open.
         left_in_order: Whether one side has closed it on purpose.
@@ -247,7 +247,7 @@ class PeerChannel:
     def _on_readable(self) -> None:
         if self.error is not None:
             return
-        # What the handler sends meanwhile leaves together.
+        # Frames that the handler sends leave together.
         self._is_reading = True
         try:
             self._inbox.read()

@@ -123,7 +123,7 @@ def this_place(host_name: str | None) -> tuple[str, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class ChannelSecurity:
-    """What both sides of a handshake need.
+    """The settings of both sides of a handshake.
 
     Attributes:
         token: The token of the job.

@@ -49,7 +49,7 @@ class StreamEnded(Exception):
 
 
 class InboxOwner(Protocol):
-    """What handles the frames of an inbox."""
+    """The interface that handles the frames of an inbox."""
 
     def on_short(self, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]) -> None: ...
 
@@ -65,7 +65,7 @@ class InboxOwner(Protocol):
 
 
 class Inbox:
-    """What one process receives over one channel.
+    """The receiving side of one channel in one process.
 
     Args:
         sock: A non-blocking socket.

@@ -39,7 +39,7 @@ class IncomingMessage:
         return sum(self.sizes)
 
     def room(self, nbytes: int) -> list[memoryview]:
-        """Return the memory of the next bytes that arrive; an empty list if they are to be dropped."""
+        """Return the memory of the next bytes that arrive; an empty list if the channel drops them."""
         self.left -= nbytes
         if self.error is None:
             try:

@@ -66,7 +66,7 @@ class _DescriptorFrame(NamedTuple):
 
 
 class Outbox:
-    """What one process sends over one channel.
+    """The sending side of one channel in one process.
 
     Args:
         sock: A non-blocking socket.

@@ -51,7 +51,7 @@ class ChannelPort:
         job: The name of the job, to which the proof of the token is bound.
         token: The token of the job.
         config: The settings.
-        label: Who this process is, for messages, such as ``"rank 3"``; empty for its process id alone.
+        label: The name of this process in messages, such as ``"rank 3"``; empty for its process id alone.
         about: Plain data for the peers: `Greeting.about`.
 
     Raises:
@@ -76,7 +76,7 @@ class ChannelPort:
         self._security = ChannelSecurity(token, f"{service} of job {job!r}", *contexts)
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
-        """The context in which the handler is called, whoever opens a channel."""
+        """The context in which the handler is called, for channels that either side opens."""
         self._pid = os.getpid()
         place = this_place(config.host)
         process = f"process {self._pid} on {config.host or socket.gethostname()}"

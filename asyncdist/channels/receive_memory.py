@@ -45,7 +45,7 @@ class ReceiveMemory:
                 break
         else:
             whole = np.empty(whole_nbytes, dtype=np.uint8)
-        # Whoever refers to the memory refers to this array, and it refers to the whole.
+        # Each user of the memory refers to this array, and the array refers to the whole.
         lent = np.ndarray.__new__(_Lent, (nbytes,), np.uint8, whole)
         weakref.finalize(lent, self._released.append, whole).atexit = False
         return lent.data

@@ -52,7 +52,7 @@ async def average_of(
         group: The group. The call issues several collectives in a fixed order.
         values: A contiguous vector of one dimension: float32, or any dtype of floats without a codec.
         codec: How the values travel; None sends them as they are, in one all-reduce.
-        feedback: What earlier calls have lost of this vector; None begins without.
+        feedback: The error of earlier calls with this vector; None for no error.
 
     Raises:
         GroupError: A member is lost, or the group has failed.

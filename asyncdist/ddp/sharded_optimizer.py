@@ -203,7 +203,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             arguments: Further arguments for the local optimizer.
 
         Returns:
-            What the local optimizer's ``step`` returns.
+            The result of the local optimizer's ``step``.
 
         Raises:
             GroupError: A rank died. Ranks may hold old or new values of each share: call `set_group` on the survivors.

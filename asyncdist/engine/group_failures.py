@@ -161,7 +161,7 @@ class GroupFailures:
             self.fail(follower, error)
 
     def follow(self, channel: Channel, other: Channel) -> None:
-        """Let a group fail with another one, without whose members nobody continues its operations."""
+        """Let a group fail with another one, without whose members its operations cannot continue."""
         if other.error is not None:
             self.fail(channel, other.error)
         else:
@@ -258,7 +258,7 @@ class GroupFailures:
             self._timers.schedule(peer, monotonic() + GRACE, functools.partial(self.lose_after_reading, peer, reason))
 
     def lose_after_reading(self, peer: int, reason: str) -> None:
-        """Declare a peer lost, unless a message explains its end that has arrived and that nobody has read yet."""
+        """Declare a peer lost, unless a message explains its end that has arrived and has not been read yet."""
         self._read_arrived(peer)
         self.lost(peer, reason)
 

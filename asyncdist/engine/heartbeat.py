@@ -158,7 +158,7 @@ class Heartbeat:
     # -- suspects --------------------------------------------------------------------------------
 
     def _investigate(self, detector: Detector, peer: int) -> None:
-        # A goodbye, or the end of the connection, may have arrived while nobody drove this rank.
+        # A goodbye, or the end of the connection, may have arrived while no thread drove this rank.
         self._read_arrived(peer)
         if state := self._state_of(peer):
             if state.is_working or state.is_traced:

@@ -826,7 +826,7 @@ class CollectivesApi:
         return self._value(self._receive(tensor, src, group, tag, group_src, self._background))
 
     def agree(self, flag: bool | int = True, group: AnyGroup = None, timeout: Timeout = None) -> Work[Agreed]:
-        """Agree with all members of the group on the logical AND of a flag, although members may end meanwhile.
+        """Agree with all members of the group on the logical AND of a flag, although members may end during the call.
 
         Every member calls it, as often as the others. It also works after the group has failed. All members that get a
         result get the same one. A cancelled waiter has voted nevertheless.

@@ -95,7 +95,7 @@ class Group(CollectiveOps):
         self.generation = generation
         self._rank = self.member_ids.index(mesh.rank)
         self.lineage = lineage or (mesh.world_id, name, *self.member_ids, nonce)
-        """What the channels of all generations have in common."""
+        """The state that the channels of all generations share."""
         number = channel_of(*self.lineage, generation=generation)
         messages = channel_of(*self.lineage, "point to point", generation=generation)
         self.channel = Channel(number, name, self.member_ids, mesh.rank)

@@ -21,7 +21,7 @@ class MemberChange(NamedTuple):
         member: The id of the member; see `Group.member_ids`. For a process that waits, its id in the job; see `JobSession`.
         change: ``"lost"``, ``"suspected"`` (it has been silent for long), ``"recovered"`` (it was suspected), or
             ``"waiting"`` (the group belongs to a job, and a process waits to join it).
-        reason: What has happened, as text.
+        reason: The event, as text.
     """
 
     member: int

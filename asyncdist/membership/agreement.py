@@ -68,7 +68,7 @@ class MemberEnd(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What the members decided.
+    """The decision of the members.
 
     Attributes:
         votes: The votes of the members that go on, by rank in the order of the members.
@@ -85,7 +85,7 @@ class AgreementMessage(NamedTuple):
     """A message of an agreement.
 
     Attributes:
-        kind: What it says.
+        kind: The kind of the message.
         ballot: The ballot that it belongs to.
         vote: PROMISE: the sender's vote.
         decision: PROMISE: what the sender accepted last, if anything. ACCEPT, DECIDE: the decision.

@@ -5,7 +5,7 @@ Every rank beats `BEATS` times within the timeout, and looks for the beats of it
 Detectors for Reliable Distributed Systems", JACM 43(2), 1996.
 
 The time of a look counts only up to one and a half periods. A rank that was stopped, or that gets no processor, therefore
-blames nobody for what it has missed itself.
+blames no rank for what it has missed itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_EXCUSED = 11.0
 
 
 class Liveness(enum.Enum):
-    """What has happened to a peer."""
+    """An event of a peer."""
 
     SUSPECTED = "suspected"
     RECOVERED = "recovered"
@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
     """A change of one peer.
 
     Attributes:
-        liveness: What has happened.
+        liveness: The event.
         peer: The peer.
         silence: Seconds since the last sign of life.
         heard_by: The ranks that have heard the peer since it was suspected.
@@ -132,7 +132,7 @@ class Detector:
         return verdicts
 
     def excuse(self, peer: int, *, without_limit: bool = False) -> None:
-        """Delay the loss of a suspect, because somebody sees that its process works and only cannot beat.
+        """Delay the loss of a suspect, because another rank sees that its process works and only cannot beat.
 
         The delays of one silence end after some timeouts, unless ``without_limit``.
         """

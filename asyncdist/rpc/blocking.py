@@ -77,7 +77,7 @@ class TensorPipeRpcBackendOptions:
 
 
 class RpcAgent:
-    """What this process has between `init_rpc` and `shutdown`."""
+    """The state of this process between `init_rpc` and `shutdown`."""
 
     def __init__(self, meeting: RendezvousSession, session: RpcSession, runner: FunctionRunner, timeout: float) -> None:
         self.meeting, self.session, self.runner = meeting, session, runner
@@ -432,7 +432,7 @@ class functions:  # noqa: N801 - torch's name of a module
 
     @staticmethod
     def async_execution(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Mark a function that returns a future: the call ends with the result of that, and holds no thread meanwhile."""
+        """Mark a function that returns a future. The call ends with its result, and holds no thread until then."""
 
         @functools.wraps(function)
         def returns_a_future(*args: Any, **kwargs: Any) -> Any:

@@ -259,7 +259,7 @@ class Caller:
     # -- giving up ---------------------------------------------------------------------------------
 
     def give_up(self, call: RemoteCall | ItemQueue) -> None:
-        """Tell the callee that nobody waits for a call any more."""
+        """Tell the callee that the caller does not wait for a call any more."""
         if call.number not in self._open:
             return
         if call.is_sent and self._channel.is_open:
@@ -328,7 +328,7 @@ class Caller:
         return queue
 
     def expects(self, number: int) -> bool:
-        """Return whether somebody waits for the answers to a call."""
+        """Return whether the caller waits for the answers to a call."""
         return number in self._open
 
     def receive_into(self, number: int, message: IncomingMessage) -> None:

@@ -127,7 +127,7 @@ class ConversationHandler:
     # -- messages with buffers ---------------------------------------------------------------------
 
     def _begin(self, conversation: Conversation, head: bytes, *, is_ready: bool = True) -> ValueContext | None:
-        """Note a call or an answer whose value is read later; None if nobody wants the value."""
+        """Note a call or an answer whose value is read later; None if no call wants the value."""
         try:
             envelope = msgpack.unpackb(head, strict_map_key=False, ext_hook=_unread, unicode_errors="surrogatepass")
         except ValueError as cause:
@@ -143,7 +143,7 @@ class ConversationHandler:
         return ValueContext(kind, number, None, envelope[2] is None)
 
     def _discard(self, head: bytes, buffers: Sequence[memoryview]) -> None:
-        """Take the references out of a message that nobody wants, and drop them, so that their holds are returned."""
+        """Take the references out of a message that no call wants, and drop them, so that their holds are returned."""
         with contextlib.suppress(ProtocolError):
             self._budget.carrier.unpack(head, buffers)
 

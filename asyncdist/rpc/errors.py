@@ -26,7 +26,7 @@ class CallError(AsyncdistError):
         target: The object that was called: the name under which it is served, with its number if there are several.
         method: The method.
         peer: The process of the object.
-        reason: What happened.
+        reason: The event, as a clause.
     """
 
     advice = ""

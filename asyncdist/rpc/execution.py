@@ -37,7 +37,7 @@ ObjectKey = tuple[str | int, int]
 
 
 class CallBudget(Protocol):
-    """What all callers of a process share."""
+    """The threads and limits that all callers of a process share."""
 
     objects: ServedObjects
     carrier: Carrier

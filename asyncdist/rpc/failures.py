@@ -26,7 +26,7 @@ _NAMED = (
     "KeyError", "LookupError", "MemoryError", "NameError", "NotImplementedError", "OverflowError", "RecursionError",
     "ReferenceError", "RuntimeError", "TypeError", "ValueError", "ZeroDivisionError",
 )  # fmt: skip
-"""The classes of Python as which a `RemoteError` can be caught. They have no fields beside their arguments."""
+"""The classes of Python as which a `RemoteError` can be caught. They have no fields other than their arguments."""
 
 
 def describe(error: BaseException) -> list[str]:

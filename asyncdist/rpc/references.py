@@ -168,7 +168,7 @@ def _index(plain: Any) -> Any:
 
 
 class ReferenceService:
-    """What the owner does for its holders, called like the methods of any object."""
+    """The services of an owner for its holders, called like the methods of any object."""
 
     def __init__(self, table: ReferenceTable) -> None:
         self._table = table
@@ -251,7 +251,7 @@ class ReferenceTable:
 
     @property
     def num_owned(self) -> int:
-        """The objects of this process that somebody holds."""
+        """The objects of this process to which other processes hold references."""
         return len(self._holds)
 
     async def caller_for(self, address: ChannelAddress, target: str, method: str) -> Caller:
@@ -380,7 +380,7 @@ class ReferenceTable:
             return reference
 
     def _dropped(self, key: tuple[str, int]) -> None:
-        """Return the holds of a reference that has gone, unless it has arrived again meanwhile."""
+        """Return the holds of a reference that has gone, unless it has arrived again since."""
         with self._lock:
             known = self._held.get(key)
             if known is None or known() is not None or self._port is None:

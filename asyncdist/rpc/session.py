@@ -247,7 +247,7 @@ def current_session() -> RpcSession:
     """Return the session that runs this method; outside of one, that which was opened last on the running loop.
 
     Raises:
-        UsageError: There is none.
+        UsageError: No session is open.
     """
     session = _session_of_context.get()
     if session is not None and not session.is_closing:

@@ -3,7 +3,7 @@
 A process serves a `ServedModule`. Others attach to it and call it like a module, awaited. The output is part of the
 caller's autograd graph: a backward through it sends the gradients of the output to the owner, which computes those of the
 parameters, keeps them there, and returns those of the inputs. Gradients belong to the caller whose backward made them, so
-several trainers do not mix theirs.
+the gradients of several trainers stay apart.
 
 The graph of a forward is kept at the owner until the caller drops the output, or dies.
 """

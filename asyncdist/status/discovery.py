@@ -27,7 +27,7 @@ from asyncdist.store.client.aio import AsyncStore
 _PARTS = ("asyncdist/", "world-of/", "/member/")
 """One of them is in each key that may hold a record."""
 _READ = 1.0
-"""Seconds to read a key that may have been deleted meanwhile."""
+"""Seconds to read a key that may have been deleted."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5
 
 

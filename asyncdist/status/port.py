@@ -2,7 +2,7 @@
 
 It runs in a thread of its own, one for all worlds of the process, so it answers while the program's threads compute or
 wait in a collective, while a callback blocks the background loop, and after a group has failed. The thread sleeps, and
-nothing is sent, while nobody asks.
+nothing is sent, while no viewer asks.
 
 A question is a map: ``calls`` and ``window`` as in `Recorder.content`; ``stacks``, the ranks whose Python stacks are
 wanted; ``gather``, whether to ask the other ranks too, within ``limit`` seconds; or only ``look_at``, ranks whose processes

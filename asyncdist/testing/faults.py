@@ -115,7 +115,7 @@ class Proxy:
     def drop(self, *, to_target: bool) -> None:
         """Read and discard the bytes of one direction until `restore`, like a network that loses packets one way.
 
-        Connections that are made meanwhile lose them too.
+        Connections that are made until then lose them too.
         """
         self._call(lambda: self._dropped.add(to_target))
 

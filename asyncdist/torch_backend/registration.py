@@ -68,7 +68,7 @@ def make_backend(opts: Any, pg_options: object = None) -> TorchGroup:
 
     Args:
         opts: torch's ``_DistributedBackendOptions``: store, ranks and timeout. With ``enable_reconfigure``, a process group
-            that asyncdist serves as a whole has no members before its first ``reconfigure``, and nobody meets here.
+            that asyncdist serves as a whole has no members before its first ``reconfigure``, and no ranks meet here.
         pg_options: Ignored.
     """
     if getattr(opts, "enable_reconfigure", False) and _is_whole(opts.process_group):

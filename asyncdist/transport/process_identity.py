@@ -20,7 +20,7 @@ class ProcessState(NamedTuple):
     Attributes:
         is_working: Whether a thread of it runs, waits for a processor, or waits for a disk.
         is_traced: Whether a debugger holds it.
-        text: What it does, as a clause of an error message.
+        text: Its activity, as a clause of an error message.
     """
 
     is_working: bool = False

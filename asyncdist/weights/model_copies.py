@@ -31,7 +31,7 @@ class ModelCopy:
 
     Attributes:
         model: The module, or the dict of tensors. Its tensors are empty until it shows a version.
-        held: What it shows; None if it shows nothing.
+        held: The version that it shows; None if it shows nothing.
         num_readers: The number of requests that read it.
     """
 
@@ -131,7 +131,7 @@ class ModelCopies:
 
     @property
     def spare(self) -> ModelCopy | None:
-        """A copy that shows nothing; None if there is none."""
+        """A copy that shows nothing; None if every copy shows a version."""
         with self._lock:
             return next((each for each in self._copies if each.held is None and not each.num_readers), None)
 

@@ -52,7 +52,7 @@ class Publisher:
 
         Raises:
             StoreConnectionError: No store answers.
-            AuthenticationError: The tokens differ, or there is none where other hosts can connect.
+            AuthenticationError: The tokens differ, or a token is missing where other hosts can connect.
         """
         await run_in_background(self._publishing.open())
         return self
@@ -97,7 +97,7 @@ class Publisher:
             timeout: Seconds or a timedelta; None means no limit.
 
         Returns:
-            What the subscribers use.
+            The interface for the subscribers.
 
         Raises:
             TimeoutError: Some still use an older version; the message names them.

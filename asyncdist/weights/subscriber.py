@@ -73,7 +73,7 @@ class Subscriber:
 
         Raises:
             StoreConnectionError: No store answers.
-            AuthenticationError: The tokens differ, or there is none where other hosts can connect.
+            AuthenticationError: The tokens differ, or a token is missing where other hosts can connect.
         """
         await run_in_background(self._subscribing.open())
         return self

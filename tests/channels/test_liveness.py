@@ -108,7 +108,7 @@ async def test_silent_peer_is_suspected_read_and_lost():
         while near.is_open and now < 100:
             liveness.look()
             now += 1
-        # The process of the peer is this one, so nobody looks at its state.
+        # The process of the peer is this one, so this process does not look at its state.
         assert 8 <= now <= 12
         assert ours.errors[0].noticed == "heartbeat"
         assert "its process is stopped, or its host is unreachable" in str(ours.errors[0])

@@ -22,7 +22,7 @@ _SETTLE_WITHIN = 40.0
 """Seconds without faults after which the members must go on together."""
 _END_WITHIN = 20.0
 _LONGEST_STEP = 0.25
-"""The seconds that count of the time between two looks: a runner that gets no processor blames nobody."""
+"""The seconds that count of the time between two looks: a runner that gets no processor blames no process."""
 _STARVED = "could not run for"
 """A process logs it when it could not beat for long."""
 
@@ -158,7 +158,7 @@ class ChaosWorld:
         self.judge.hear(witness, report, self._now, starved=starved)
 
     def _is_starved(self):
-        """Return whether some process could not run for long; nobody knows which others could not."""
+        """Return whether some process could not run for long; the others are unknown."""
         return any(_STARVED in each.output() for each in self._processes.values())
 
     def _note(self, text):

@@ -34,7 +34,7 @@ class Thread:
         return self.policy.mode
 
     def compete(self, seconds):
-        """Run beside a process that computes. A polling thread loses its core for 3 ms each; a sleeper runs at once."""
+        """Share a core with a process. A polling thread loses its core for 3 ms each; a sleeper runs at once."""
         until = self.now + seconds
         while self.now < until:
             delay = 0.0 if self.policy.mode is WaitMode.SLEEP else 3e-3

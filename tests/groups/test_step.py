@@ -84,7 +84,7 @@ async def test_member_that_ends_between_two_messages_of_the_answer_leaves_all_su
         await outcomes(*(member.take() for member in members))
         survivors = [member for member in members if member.group is not groups[victim]]
         assert len({tuple(member.seen) for member in survivors}) == 1
-        # A step whose end nobody learned is decided by the survivors alone.
+        # A step whose end no survivor learned is decided by the survivors alone.
         assert survivors[0].seen == [True]
 
 

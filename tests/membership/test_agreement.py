@@ -182,7 +182,7 @@ class Schedule:
     # -- what must hold --------------------------------------------------------------------------
 
     def check(self) -> None:
-        """No two members that are alive have decided differently, and nobody changes its decision."""
+        """No two members that are alive have decided differently, and no member changes its decision."""
         for member in self.living:
             decision = self.parts[member].decision
             if decision is not None:

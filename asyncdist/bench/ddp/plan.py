@@ -21,7 +21,7 @@ class TrainedModel(NamedTuple):
     """A model of the benchmark; `models` makes it.
 
     Attributes:
-        title: What it is, for tables.
+        title: Its name in tables.
         batch: How many inputs each rank has in a step.
     """
 

@@ -65,7 +65,7 @@ class StepCase:
 
 @dataclass(slots=True)
 class MemoryCase:
-    """What one contender needs for the training of one model.
+    """The times and bytes of one contender for one model.
 
     Attributes:
         model: A name from `plan.MODELS`.

@@ -35,7 +35,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class FaultCase:
-    """What one contender did about one fault.
+    """The times of one contender after one fault.
 
     Attributes:
         fault: A name from `plan.FAULTS`.

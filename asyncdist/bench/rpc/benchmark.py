@@ -1,4 +1,4 @@
-"""The benchmark behind ``asyncdist bench rpc``: remote calls beside torch's RPC, and Ray where it is installed.
+"""The benchmark behind ``asyncdist bench rpc``: remote calls, torch's RPC, and Ray where it is installed.
 
 Caller and callee are separate processes. In each round all contenders take turns, so that the machine's other load affects
 all alike. Figures are medians over the rounds. This process does not import torch. Called by

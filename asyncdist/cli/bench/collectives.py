@@ -113,7 +113,7 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
     show_default=True,
     metavar="N",
     type=click.IntRange(0, 1024),
-    help="Start N processes that compute beside the ranks, as data loaders or another job do.",
+    help="Start N processes that compute on the same cores, as data loaders or another job do.",
 )
 @click.option(
     "--calibrate",
@@ -153,7 +153,7 @@ def bench(
     \b
     asyncdist bench --against gloo,mpi,raw --transport auto,tcp --registered
     asyncdist bench --through torch
-    asyncdist bench --against gloo --busy 2    # beside two processes that compute
+    asyncdist bench --against gloo --busy 2    # with two processes that compute
     asyncdist bench broadcast all_gather --ranks 4 --sizes 64K,1M --json figures.json
     asyncdist bench --device cuda          # with --ranks 1: asyncdist's NCCL and torch's
     torchrun --nnodes 2 --no-python ... asyncdist bench --calibrate links.json

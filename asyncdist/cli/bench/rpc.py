@@ -1,4 +1,4 @@
-"""``asyncdist bench rpc``: measure remote calls beside torch's RPC and Ray. Registered in `cli`."""
+"""``asyncdist bench rpc``: compare remote calls with torch's RPC and Ray. Registered in `cli`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncdist.cli.option_types import NewFolder
 )
 @click.option("--output", type=NewFolder(), help="Write rpc.json and rpc.md into this folder.")
 def bench_rpc(rounds: int, calls: int, in_flight: int, output: Path | None) -> None:
-    """Measure remote calls beside torch's RPC over TensorPipe, and beside Ray's async actors where Ray is installed.
+    """Compare remote calls with torch's RPC over TensorPipe, and with Ray's async actors where Ray is installed.
 
     The cases are a round trip with a number, calls per second with many in flight, a tensor of 16 MiB as an argument, and a
     call to 1,000 objects in 8 processes. asyncdist calls over a Unix socket with shared memory, and over TCP. A run takes

@@ -94,7 +94,7 @@ class _TorchResult(HookResult):
         return self._future.wait()
 
     def exception(self) -> object:
-        # An error of a future of torch that nobody retrieves is not logged.
+        # An error of a future of torch that the program does not retrieve is not logged.
         return None
 
 

@@ -35,7 +35,7 @@ class _Awaited(OuterTraining):
             closure: A function that computes the loss again, for the inner optimizer.
 
         Returns:
-            What the inner optimizer's ``step`` returns.
+            The result of the inner optimizer's ``step``.
 
         Raises:
             GroupError: An outer step has failed and could not be repeated.
@@ -69,7 +69,7 @@ class _Blocking(OuterTraining):
             closure: A function that computes the loss again, for the inner optimizer.
 
         Returns:
-            What the inner optimizer's ``step`` returns.
+            The result of the inner optimizer's ``step``.
 
         Raises:
             GroupError: An outer step has failed and could not be repeated.

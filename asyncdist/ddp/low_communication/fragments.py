@@ -22,7 +22,7 @@ class Fragment:
 
     Attributes:
         outer: The outer values of all parameters, one after the other: float32, or float64 if a parameter is.
-        feedback: What compression has lost of this fragment's pseudo-gradients.
+        feedback: The error of compression of this fragment's pseudo-gradients.
         exchanged_at: The number of inner steps at the last exchange.
     """
 

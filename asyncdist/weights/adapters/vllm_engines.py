@@ -114,7 +114,7 @@ class AsyncdistWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
 @dataclass
 class AsyncdistTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """What the ranks of a trainer need to publish.
+    """The settings with which the ranks of a trainer publish.
 
     Attributes:
         job: The job at a store daemon.

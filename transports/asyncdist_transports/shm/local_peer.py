@@ -199,7 +199,7 @@ class LocalPeer:
 
     def has_left(self) -> bool:
         """Return whether the peer has left the world or has died, and so reads no memory of this rank."""
-        # After a disconnection the socket stays open, and nobody else reads it.
+        # After a disconnection the socket stays open, and no other thread reads it.
         sock = self.sock if self.kept_socket is None and self.end_reason is not None else self.kept_socket
         if not self._peer_closed and sock is not None:
             with contextlib.suppress(BlockingIOError):

@@ -219,7 +219,7 @@ class TcpTransport(Transport):
     def _rest(self, connection: Outbound) -> bool:
         """Let a connection to an unreachable host try again later; return False after the limit.
 
-        A link may be down for a moment. A rank that has heard nobody over the network for longer does not wait again.
+        A link may be down for a moment. A rank that has heard no peer over the network for longer does not wait again.
         """
         since = connection.tried_since if self._deaf_since is None else min(connection.tried_since, self._deaf_since)
         if monotonic() - since >= (self.host.config.heartbeat or _UNREACHED_FOR):
