@@ -228,7 +228,10 @@ async def learn(job: str, actors: dict[int, subprocess.Popen[bytes]]) -> History
         for number in range(options.actors):
             actors[number] = start_actor(number, job)
         collecting = [tasks.create_task(collect(number, rollouts, history, begun)) for number in actors]
-        for update in range(1, options.updates + 1):
+        update, added = 0, options.actors
+        # Not before the actor that is added has played: on a busy machine it takes long to start.
+        while update < options.updates or not history.rollouts.get(added):
+            update += 1
             batch = [await rollouts.get() for _ in range(PER_UPDATE)]
             await asyncio.to_thread(learner.update, batch)
             history.lag += [newest.number - rollout["version"] for rollout in batch]
@@ -241,8 +244,8 @@ async def learn(job: str, actors: dict[int, subprocess.Popen[bytes]]) -> History
                 print(f"update {update:3d}/{options.updates}: rounds of {history.length[-1]:.0f} steps", flush=True)
             if update == options.updates // 2:
                 actors[0].kill()
-                actors[options.actors] = start_actor(options.actors, job)
-                collecting.append(tasks.create_task(collect(options.actors, rollouts, history, begun)))
+                actors[added] = start_actor(added, job)
+                collecting.append(tasks.create_task(collect(added, rollouts, history, begun)))
         for task in collecting:
             task.cancel()
     return history
@@ -290,10 +293,10 @@ except KeyboardInterrupt:
 
 # -- the table and the plot -------------------------------------------------------------------------
 
-table = Table(title=f"{options.updates} updates in {history.at[-1]:.1f} s, {sum(history.steps):,} steps")
+table = Table(title=f"{len(history.at)} updates in {history.at[-1]:.1f} s, {sum(history.steps):,} steps")
 for heading in ("updates", "length of a round", "steps per second"):
     table.add_column(heading, justify="right")
-tenth = options.updates // 10
+tenth = len(history.at) // 10
 for first in range(0, tenth * 10, tenth):
     last = first + tenth - 1
     seconds = history.at[last] - (history.at[first - 1] if first else 0.0)

@@ -56,13 +56,15 @@ DEFAULT = Model()
 class Candidate:
     """One schedule for a collective, with its cost for a size, a number of bytes and a model, and its requirements.
 
-    ``contiguous`` says that it uses runs of blocks as one place, so the blocks must be contiguous in memory.
+    ``contiguous`` says that it uses runs of blocks as one place, so the blocks must be contiguous in memory. ``sends_sums``
+    says that it sends partial sums, whose dtype may be wider than that of the tensor.
     """
 
     name: str
     cost: Callable[[int, int, Model], Cost]
     contiguous: bool = False
     power_of_two: bool = False
+    sends_sums: bool = False
 
     def applies(self, size: int, contiguous: bool) -> bool:
         """Return whether the schedule can run among ``size`` ranks, over contiguous or separate blocks."""
@@ -82,7 +84,7 @@ def _chain_cost(size: int, nbytes: int, model: Model) -> Cost:
 # Among equal costs the first is chosen. The first schedule of each collective always applies.
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "all_reduce": (
-        Candidate("doubling", _without_model(recursive_doubling.all_reduce_cost)),
+        Candidate("doubling", _without_model(recursive_doubling.all_reduce_cost), sends_sums=True),
         Candidate("ring", _without_model(ring.all_reduce_cost)),
         Candidate("halving", _without_model(recursive_doubling.halving_all_reduce_cost), contiguous=True),
     ),
@@ -112,17 +114,23 @@ def choose(
     model: Model = DEFAULT,
     forced: Mapping[str, str] | None = None,
     contiguous: bool = True,
+    widening: int = 1,
 ) -> str:
     """Return the name of the schedule to run.
 
-    A forced schedule (`forced_by`) is used if its `Candidate` applies; otherwise the model chooses. Raises ValueError for a
-    collective that is not in `CANDIDATES`. Arguments must be equal on all ranks.
+    A forced schedule (`forced_by`) is used if its `Candidate` applies; otherwise the model chooses. ``widening`` is the size
+    of partial sums divided by that of the tensor. Raises ValueError for a collective that is not in `CANDIDATES`. Arguments
+    must be equal on all ranks.
     """
     name = forced.get(collective) if forced else None
     if name is not None and _candidate(collective, name).applies(size, contiguous):
         return name
     applicable = [candidate for candidate in candidates(collective) if candidate.applies(size, contiguous)]
-    return min(applicable, key=lambda candidate: model.seconds(candidate.cost(size, nbytes, model))).name
+
+    def seconds(candidate: Candidate) -> float:
+        return model.seconds(candidate.cost(size, nbytes * widening if candidate.sends_sums else nbytes, model))
+
+    return min(applicable, key=seconds).name
 
 
 def candidates(collective: str) -> tuple[Candidate, ...]:

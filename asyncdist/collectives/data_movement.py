@@ -98,9 +98,12 @@ class GroupContext:
         """Return the memory of a contiguous tensor in one block for each rank."""
         return TensorBlocks.split(flat_memory(tensor), self.size)
 
-    def choose(self, collective: str, nbytes: int, *, contiguous: bool = True) -> str:
+    def choose(self, collective: str, nbytes: int, *, contiguous: bool = True, widening: int = 1) -> str:
         """Return the schedule for a size."""
-        return choose(collective, nbytes, self.size, model=self.model, forced=self.forced, contiguous=contiguous)
+        model, forced = self.model, self.forced
+        return choose(
+            collective, nbytes, self.size, model=model, forced=forced, contiguous=contiguous, widening=widening
+        )
 
 
 def fingerprint(

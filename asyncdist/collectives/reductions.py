@@ -87,7 +87,7 @@ def all_reduce(group: GroupContext, tensor: Any, op: Any) -> PreparedCollective:
             return hierarchical.all_reduce([memory], kernels, call)
 
         return PreparedCollective(call, nbytes, parts=parts, fold=kernels.fold, window=hierarchical.window)
-    over_links = _all_reduce_over_links(group, nbytes, op, kernels)
+    over_links = _all_reduce_over_links(group, nbytes, dtype, op, kernels)
     recorded = _recorded_all_reduce(group, tensor, op, kernels)
     return PreparedCollective(call, nbytes, None, over_links, kernels.fold, group.window, recorded)
 
@@ -107,7 +107,7 @@ def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> Prepared
     if native is not None:
         return PreparedCollective(call, nbytes, _native_coalesced(native.prepare, call, dtype, counts, op, kernels))
     hierarchical = group.hierarchical_for("all_reduce")
-    each_over_links = [_all_reduce_over_links(group, count * dtype.itemsize, op, kernels) for count in counts]
+    each_over_links = [_all_reduce_over_links(group, count * dtype.itemsize, dtype, op, kernels) for count in counts]
 
     def parts(tensors: Any) -> Iterable[Schedule]:
         if hierarchical is None:
@@ -145,9 +145,11 @@ def _native_coalesced(
     return scale_and_call
 
 
-def _all_reduce_over_links(group: GroupContext, nbytes: int, op: Reduction, kernels: Arithmetic) -> OverLinks:
+def _all_reduce_over_links(
+    group: GroupContext, nbytes: int, dtype: torch.dtype, op: Reduction, kernels: Arithmetic
+) -> OverLinks:
     """Return a function that makes the schedules of an all-reduce of ``nbytes`` bytes over links."""
-    algorithm = group.choose("all_reduce", nbytes)
+    algorithm = group.choose("all_reduce", nbytes, widening=kernels.accumulator.itemsize // dtype.itemsize)
     run = {"doubling": _all_reduce_doubling, "halving": _all_reduce_halving, "ring": _all_reduce_ring}[algorithm]
     small, whole = algorithm == "doubling", type(op) is not PremulSum and not group.is_striped(nbytes)
 

@@ -172,7 +172,9 @@ class RpcSession:
             timeout: Seconds; None for ASYNCDIST_TIMEOUT.
 
         Raises:
-            The errors of `find`.
+            NameNotFoundError: Fewer objects than ``count`` are served within the timeout.
+            AuthenticationError: A process holds another token.
+            StoreConnectionError: The store of the job cannot be reached any more.
         """
         limit = seconds(timeout, self._timeout)
         deadline = Deadline.after(limit)

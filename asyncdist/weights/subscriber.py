@@ -99,9 +99,9 @@ class Subscriber:
             timeout: Seconds or a timedelta; None means no limit.
 
         Raises:
-            TimeoutError: No newer version has arrived in time. DigestError: All sources have sent bytes of a parameter
-            that were not published. The next call waits for a newer
-                version.
+            TimeoutError: No newer version has arrived in time.
+            DigestError: All sources have sent bytes of a parameter that were not published. The next call waits for a
+                newer version.
             UsageError: The published tensors do not fit ``like`` and ``slices``.
             StoreConnectionError: The connection to the store was lost for good.
         """

@@ -131,3 +131,11 @@ def test_explain_prices_each_candidate_that_can_run() -> None:
 def test_explain_shows_the_forced_schedule() -> None:
     (row,) = explain("all_reduce", 4, [4], forced={"all_reduce": "ring"})
     assert row.chosen == "ring"
+
+
+def test_partial_sums_wider_than_the_tensor_count_with_their_own_size():
+    # Between two ranks both schedules send the tensor once, and doubling needs fewer rounds.
+    slow = Model(alpha=300e-6, beta=8e-9, gamma=0.0)
+    assert choose("all_reduce", 25 << 20, 2, model=slow) == "doubling"
+    assert choose("all_reduce", 25 << 20, 2, model=slow, widening=2) != "doubling"
+    assert choose("all_reduce", 4, 2, model=slow, widening=2) == "doubling"
