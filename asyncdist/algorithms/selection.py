@@ -118,9 +118,9 @@ def choose(
 ) -> str:
     """Return the name of the schedule to run.
 
-    A forced schedule (`forced_by`) is used if its `Candidate` applies; otherwise the model chooses. ``widening`` is the size
-    of partial sums divided by that of the tensor. Raises ValueError for a collective that is not in `CANDIDATES`. Arguments
-    must be equal on all ranks.
+    A forced schedule (`forced_by`) is used if its `Candidate` applies; otherwise the model chooses. ``widening`` is the
+    size of partial sums divided by that of the tensor. Raises ValueError for a collective that is not in `CANDIDATES`.
+    Arguments must be equal on all ranks.
     """
     name = forced.get(collective) if forced else None
     if name is not None and _candidate(collective, name).applies(size, contiguous):
