@@ -212,9 +212,13 @@ class Proxy:
         self._notify()
 
     async def _connect(self, near: socket.socket, far: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        # A task group ends both directions before `_ended` closes the sockets: a direction that still waits on a closed
+        # socket would spoil the next connection, which may get the same file descriptors.
+        with contextlib.suppress(OSError, ExceptionGroup):
             await self._loop.sock_connect(far, self.target)
-            await asyncio.gather(self._forward(near, far, to_target=True), self._forward(far, near, to_target=False))
+            async with asyncio.TaskGroup() as directions:
+                directions.create_task(self._forward(near, far, to_target=True))
+                directions.create_task(self._forward(far, near, to_target=False))
 
     async def _forward(self, source: socket.socket, sink: socket.socket, *, to_target: bool) -> None:
         while chunk := await self._loop.sock_recv(source, self.chunk_nbytes):

@@ -344,7 +344,7 @@ async def test_slow_rank_0_is_not_replaced(meet_as, monkeypatch):
         monkeypatch.setattr(joining, "_PREDECESSOR_TRIES", (0.1, 10.0))
         monkeypatch.setattr(joining, "probe", probe)
         with pytest.raises(RendezvousError, match="rank 0 is taken at"):
-            await meet_as(rank=0, store=store)
+            await meet_as(rank=0, store=store, timeout=60)
         assert len(tries) == 2
     store.close()
 
