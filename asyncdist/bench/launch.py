@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from asyncdist.bench.contenders.mpi import mpi_missing, mpi_version
+from asyncdist.bench.hosts.placement import LOOPBACK, Placement
 from asyncdist.bench.machine import machine
 from asyncdist.bench.plan import BenchPlan
 from asyncdist.bench.programs import Programs, busy_process, python
@@ -45,8 +46,12 @@ def run(plan: BenchPlan, progress: Callable[[float, ResultRow | None], None] = l
         if (missing := mpi_missing()) is not None:
             raise UnsupportedError(missing)
         report.machine["mpi"] = mpi_version()
-    with tempfile.TemporaryDirectory(prefix="asyncdist-bench-") as folder, Programs() as programs:
-        for kind, value in _messages(_start(plan, Path(folder), programs), programs):
+    with (
+        tempfile.TemporaryDirectory(prefix="asyncdist-bench-") as folder,
+        Placement(plan) as placement,
+        Programs() as programs,
+    ):
+        for kind, value in _messages(_start(plan, Path(folder), programs, placement), programs):
             if kind == "row":
                 report.rows.append(value)
                 progress(len(report.rows) / plan.parts, value)
@@ -58,24 +63,24 @@ def run(plan: BenchPlan, progress: Callable[[float, ResultRow | None], None] = l
     return report
 
 
-def commands(plan: BenchPlan, folder: Path) -> list[list[str]]:
+def commands(plan: BenchPlan, folder: Path, placement: Placement) -> list[list[str]]:
     """Return the commands that start the ranks: one for each rank, or a single ``mpirun`` if they need MPI."""
     program = python("asyncdist.bench", str(folder))
     if plan.through:  # torch.distributed has no argument for a transport
         program = ["env", f"ASYNCDIST_TRANSPORT={plan.transports[0]}", *program]
     if "mpi" not in plan.against:
-        return [[*program, str(rank)] for rank in range(plan.ranks)]
+        return [placement.command(rank, [*program, str(rank), placement.address(rank)]) for rank in range(plan.ranks)]
     # Ranks may outnumber the cores, and contenders with threads must not be bound to one core.
     starter = ["mpirun", "-n", str(plan.ranks), "--oversubscribe", "--bind-to", "none"]
     if os.geteuid() == 0:
         starter.append("--allow-run-as-root")
-    return [[*starter, *program, BY_MPI]]
+    return [[*starter, *program, BY_MPI, LOOPBACK]]
 
 
-def _start(plan: BenchPlan, folder: Path, programs: Programs) -> list[Connection]:
-    """Start the ranks, send them the plan and the ports of all ranks, and return their pipes by rank."""
+def _start(plan: BenchPlan, folder: Path, programs: Programs, placement: Placement) -> list[Connection]:
+    """Start the ranks, send them the plan and the addresses of all ranks, and return their pipes by rank."""
     pipes: dict[int, Connection] = {}
-    ports: dict[int, int] = {}
+    addresses: dict[int, tuple[str, int]] = {}
     with socket.socket(socket.AF_UNIX) as server:
         try:
             server.bind(str(folder / CONTROL_SOCKET))  # only this user may enter the folder
@@ -85,8 +90,8 @@ def _start(plan: BenchPlan, folder: Path, programs: Programs) -> list[Connection
             ) from cause
         server.listen(plan.ranks)
         server.settimeout(_POLL_INTERVAL)
-        for command in commands(plan, folder):
-            programs.start(command)
+        for rank, command in enumerate(commands(plan, folder, placement)):
+            programs.start(command, env=placement.environment(rank))
         while len(pipes) < plan.ranks:
             try:
                 accepted, _ = server.accept()
@@ -98,13 +103,13 @@ def _start(plan: BenchPlan, folder: Path, programs: Programs) -> list[Connection
             pipe = Connection(accepted.detach())
             # If the rank has exited, a later poll reports it.
             with contextlib.suppress(EOFError):
-                rank, port = pipe.recv()
-                pipes[rank], ports[rank] = pipe, port
+                rank, address = pipe.recv()
+                pipes[rank], addresses[rank] = pipe, address
     for _ in range(plan.busy):
         programs.start(busy_process())
     token = secrets.token_bytes(16)
     for pipe in pipes.values():
-        pipe.send((plan, [ports[rank] for rank in range(plan.ranks)], token))
+        pipe.send((plan, [addresses[rank] for rank in range(plan.ranks)], token))
     return [pipes[rank] for rank in range(plan.ranks)]
 
 

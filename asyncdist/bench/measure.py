@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from asyncdist.bench.contenders.contenders import CallTime, Contender, Contenders, Start
+from asyncdist.bench.hosts.limits import CpuMeter
 from asyncdist.bench.plan import BenchPlan, in_turns, rounds
 from asyncdist.bench.result import ResultRow, Timing
 from asyncdist.bench.workloads.collectives import Empty, Traffic, traffic
@@ -33,10 +34,12 @@ def measure_case(
 ) -> ResultRow:
     """Measure one collective at one size; called on every rank with the same arguments."""
     entries = make_entries(contenders.members, collective, rank, plan.ranks, nbytes)
-    timings = measure(entries, start, plan, progress)
+    meter = CpuMeter()
+    timings = measure(entries, start, plan, progress, meter)
     size = entries[0][1].nbytes if nbytes else 0
     ticks = contenders.latest_ticks()
-    return ResultRow(collective, size, plan.ranks, timings, contenders.absent, contenders.device, ticks)
+    busy = meter.shares() if plan.hosts > 1 else {}
+    return ResultRow(collective, size, plan.ranks, timings, contenders.absent, contenders.device, ticks, busy)
 
 
 def make_entries(contenders: Sequence[Contender], collective: str, rank: int, ranks: int, nbytes: int) -> list[Entry]:
@@ -52,7 +55,11 @@ def make_entries(contenders: Sequence[Contender], collective: str, rank: int, ra
 
 
 def measure(
-    entries: Sequence[Entry], start: Start, plan: BenchPlan, progress: Callable[[float], None]
+    entries: Sequence[Entry],
+    start: Start,
+    plan: BenchPlan,
+    progress: Callable[[float], None],
+    meter: CpuMeter | None = None,
 ) -> dict[str, Timing]:
     """Check the result of every contender once, then time them; called on every rank with the same plan.
 
@@ -61,10 +68,12 @@ def measure(
         start: Returns on all ranks at the same instant.
         plan: Says how many calls to time.
         progress: Called with the completed share of the case (0 to 1).
+        meter: Adds up how busy the processors are during the calls of each contender.
 
     Raises:
         BenchmarkError: A result is wrong.
     """
+    meter = meter or CpuMeter()
     for contender, case in entries:
         contender.verify(case, start)
     for _, case in entries:
@@ -86,5 +95,7 @@ def measure(
         for contender, case in in_turns(entries, turn):
             start()
             check = partial(case.check_ends, contender.name)
+            meter.begin()
             times[contender.name] += contender.run(case, count + lead_in, partial(before, case), check)[lead_in:]
+            meter.end(contender.name)
     return {name: Timing.of(calls) for name, calls in times.items()}

@@ -1,4 +1,4 @@
-"""A loopback TCP socket between every two ranks, for the pacer and for the contender "raw". Used by `rank`."""
+"""A TCP socket between every two ranks, for the pacer and for the contender "raw". Used by `rank`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 _HELLO = struct.Struct("!16sI")  # the token, and the rank that connects
 
 
-def listen_on_loopback() -> socket.socket:
-    """Return a socket that listens on loopback only."""
-    return socket.create_server(("127.0.0.1", 0), backlog=64)
+def listen_at(address: str) -> socket.socket:
+    """Return a socket that listens at an address: loopback, or that of the rank's host in a test bed."""
+    return socket.create_server((address, 0), backlog=64)
 
 
 def connect_ranks(
-    rank: int, server: socket.socket, ports: Sequence[int], token: bytes, timeout: float = 30.0
+    rank: int, server: socket.socket, addresses: Sequence[tuple[str, int]], token: bytes, timeout: float = 30.0
 ) -> list[socket.socket | None]:
     """Connect to all lower ranks and accept all higher ones; return the sockets by rank, None for this rank.
 
@@ -25,16 +25,16 @@ def connect_ranks(
     Args:
         rank: This rank.
         server: This rank's listening socket.
-        ports: The ports of all ranks' listening sockets.
+        addresses: The addresses of all ranks' listening sockets.
         token: 16 bytes that every rank sends first. Other connections are closed.
         timeout: Seconds to wait for each connection.
 
     Raises:
         TimeoutError: A rank does not connect.
     """
-    table: list[socket.socket | None] = [None] * len(ports)
+    table: list[socket.socket | None] = [None] * len(addresses)
     for peer in range(rank):
-        connected = socket.create_connection(("127.0.0.1", ports[peer]), timeout)
+        connected = socket.create_connection(addresses[peer], timeout)
         connected.sendall(_HELLO.pack(token, rank))
         table[peer] = connected
     server.settimeout(timeout)
@@ -43,7 +43,7 @@ def connect_ranks(
         accepted.settimeout(timeout)
         hello = accepted.recv(_HELLO.size, socket.MSG_WAITALL)
         received, peer = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
-        if hmac.compare_digest(received, token) and rank < peer < len(ports) and table[peer] is None:
+        if hmac.compare_digest(received, token) and rank < peer < len(addresses) and table[peer] is None:
             table[peer] = accepted
         else:
             accepted.close()

@@ -69,6 +69,8 @@ class BenchPlan:
         repeat: The number of timed calls and steps; None for a number of calls that depends on the size.
         pin: Whether to bind each rank to one core.
         busy: The number of processes that compute on the same cores, as data loaders or another job do.
+        hosts: The number of hosts: 1 for this machine, more for a test bed of `asyncdist.testing.hosts`.
+        link: The rate of each host's link in the words of ``tc``; no limit if empty.
         device: "cpu" or "cuda". On CUDA devices every usable contender is measured: see `contenders.devices`.
     """
 
@@ -84,7 +86,23 @@ class BenchPlan:
     repeat: int | None = None
     pin: bool = False
     busy: int = 0
+    hosts: int = 1
+    link: str = ""
     device: str = "cpu"
+
+    @property
+    def ranks_per_host(self) -> int:
+        """The number of ranks on each host."""
+        return self.ranks // self.hosts
+
+    def host_of(self, rank: int) -> int:
+        """Return the host of a rank. Neighbouring ranks share a host."""
+        return rank // self.ranks_per_host
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether ranks compete for the cores with each other or with busy processes, and so must not spin."""
+        return self.busy > 0 or self.hosts > 1
 
     @property
     def cases(self) -> list[tuple[str, int]]:
@@ -107,7 +125,7 @@ class BenchPlan:
             *self.transports[1:],
             *(("awaited",) if self.awaited else ()),
             *(name for name in RIVALS if name in self.against),
-            "copy",
+            *(("copy",) if self.hosts == 1 else ()),
         )
 
     @property

@@ -23,24 +23,25 @@ BY_MPI = "mpi"
 _REPORT_INTERVAL = 0.4  # seconds; each report makes the parent draw, which takes a core from the ranks
 
 
-def run_rank(folder: str, number: str) -> None:
+def run_rank(folder: str, number: str, address: str) -> None:
     """Connect to the process that started this one, measure its plan, and report.
 
-    The rank sends (rank, port) and receives (plan, ports, token). Rank 0 then sends ("done", share) and ("row",
+    The rank sends (rank, address) and receives (plan, addresses, token). Rank 0 then sends ("done", share) and ("row",
     ResultRow). The last message of every rank is ("end", None) or ("failed", text).
 
     Args:
         folder: The run's folder.
         number: The rank, or `BY_MPI`.
+        address: Where the rank listens for the others.
     """
     rank = _rank(number)
     pipe = Client(str(Path(folder) / CONTROL_SOCKET), "AF_UNIX")
     try:
-        with pacing_sockets.listen_on_loopback() as server:
-            pipe.send((rank, server.getsockname()[1]))
-            plan, ports, token = pipe.recv()
+        with pacing_sockets.listen_at(address) as server:
+            pipe.send((rank, server.getsockname()))
+            plan, addresses, token = pipe.recv()
             threading.Thread(target=_exit_with_parent, args=(pipe,), daemon=True).start()
-            table = pacing_sockets.connect_ranks(rank, server, ports, token)
+            table = pacing_sockets.connect_ranks(rank, server, addresses, token)
         _measure(plan, rank, table, Path(folder), pipe)
     except BaseException as error:
         details = str(error) if isinstance(error, AsyncdistError) else traceback.format_exc()
@@ -76,7 +77,7 @@ def _measure(plan: BenchPlan, rank: int, table: Sequence[socket.socket | None], 
     torch.set_num_threads(1)
     if plan.pin:
         _pin(rank)
-    pace = StartPacer(rank, table, sleeps=plan.busy > 0)
+    pace = StartPacer(rank, table, sleeps=plan.shares_cores)
     reporter = _Reporter(pipe if rank == 0 else None, plan.parts)
     if plan.device == "cpu":
         opening = contenders.open_contenders(plan, rank, folder, plain_sockets.Sockets(rank, table), pace)

@@ -43,6 +43,7 @@ class ResultRow:
             step of the whole model on one rank.
         absent: By contender, why it was not measured.
         device: The name of the CUDA devices; empty on the CPU.
+        busy: By contender, the share of the processors' time in which these were busy; only between hosts.
         latest_ticks: By contender, the most seconds by which a periodic task on a receiving rank's event loop was late.
     """
 
@@ -53,6 +54,7 @@ class ResultRow:
     absent: dict[str, str] = field(default_factory=dict)
     device: str = ""
     latest_ticks: dict[str, float] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -131,6 +133,7 @@ class ResultRow:
             if "copy" in contenders
             else None,
             "above_blocking_us": _microseconds({who: self.above_blocking(who) for who in (*THROUGH, "awaited")}),
+            **({"processors_busy": self.busy} if self.busy else {}),
         }
 
 
@@ -140,11 +143,12 @@ def _microseconds(seconds: Mapping[str, float | None]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Report:
-    """All results of a run."""
+    """All results of a run. ``fewer_hosts`` has the runs of `hosts.sweep` between fewer hosts, by their number."""
 
     plan: BenchPlan
     machine: dict[str, str]
     rows: list[ResultRow] = field(default_factory=list)
+    fewer_hosts: list[Report] = field(default_factory=list)
 
     def of_kind(self, kind: str) -> list[ResultRow]:
         """Return the rows of a kind (`ResultRow.kind`), in the order of measurement."""
@@ -157,6 +161,7 @@ class Report:
             "machine": self.machine,
             "plan": asdict(self.plan),
             **{kind: [row.as_json() for row in self.of_kind(kind)] for kind in sections},
+            **({"fewer_hosts": [each.as_json() for each in self.fewer_hosts]} if self.fewer_hosts else {}),
         }
 
 

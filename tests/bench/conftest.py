@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from asyncdist.bench.machine import machine
-from asyncdist.bench.pacing_sockets import connect_ranks, listen_on_loopback
+from asyncdist.bench.pacing_sockets import connect_ranks, listen_at
 from asyncdist.bench.result import Timing
 
 
@@ -35,11 +35,11 @@ def in_ranks():
     token = secrets.token_bytes(16)
 
     def in_ranks(ranks, program):
-        servers = [listen_on_loopback() for _ in range(ranks)]
-        ports = [server.getsockname()[1] for server in servers]
+        servers = [listen_at("127.0.0.1") for _ in range(ranks)]
+        addresses = [server.getsockname() for server in servers]
 
         def run(rank):
-            table = connect_ranks(rank, servers[rank], ports, token)
+            table = connect_ranks(rank, servers[rank], addresses, token)
             try:
                 program(rank, table)
             finally:

@@ -14,7 +14,7 @@ from asyncdist.bench.contenders import plain_sockets
 from asyncdist.bench.contenders.contenders import Contender, memory_copy, of_api
 from asyncdist.bench.measure import make_entries, measure
 from asyncdist.bench.pace import StartPacer
-from asyncdist.bench.pacing_sockets import connect_ranks, listen_on_loopback
+from asyncdist.bench.pacing_sockets import connect_ranks, listen_at
 from asyncdist.bench.plan import COLLECTIVES, BenchPlan, in_turns, rounds
 from asyncdist.bench.report.page import size
 from asyncdist.bench.workloads.collectives import traffic
@@ -46,11 +46,11 @@ def test_plain_sockets_compute_every_collective(collective, ranks, nbytes, in_ra
 
 def test_connection_without_token_is_closed():
     token = secrets.token_bytes(16)
-    with listen_on_loopback() as lower, listen_on_loopback() as higher:
-        ports = [sock.getsockname()[1] for sock in (lower, higher)]
-        with socket.create_connection(("127.0.0.1", ports[0])) as stranger:
+    with listen_at("127.0.0.1") as lower, listen_at("127.0.0.1") as higher:
+        addresses = [sock.getsockname() for sock in (lower, higher)]
+        with socket.create_connection(addresses[0]) as stranger:
             stranger.sendall(bytes(16) + (1).to_bytes(4, "big"))
-            tables = [connect_ranks(1, higher, ports, token), connect_ranks(0, lower, ports, token)]
+            tables = [connect_ranks(1, higher, addresses, token), connect_ranks(0, lower, addresses, token)]
             assert stranger.recv(1) == b""
         with tables[0][0] as one, tables[1][1] as zero:
             one.send(b"?")

@@ -52,7 +52,8 @@ def main() -> int:
 def run(given: argparse.Namespace, seed: int, networks: tuple[str, ...], nursery: Nursery, hosts: Hosts | None) -> int:
     """Run worlds until the time is over; return the number of failures."""
     faults: Counter[str] = Counter()
-    worlds, rounds, skipped, failures, until = 0, 0, 0, 0, time.monotonic() + given.seconds
+    worlds, skipped, failures, until = 0, 0, 0, time.monotonic() + given.seconds
+    done: Counter[str] = Counter()
     while True:
         plan = plan_of(seed, networks)
         if plan.network == "hosts" and hosts is None:
@@ -71,12 +72,19 @@ def run(given: argparse.Namespace, seed: int, networks: tuple[str, ...], nursery
                     break
             else:
                 faults.update(world.done)
-            worlds, rounds = worlds + 1, rounds + world.rounds
+            worlds += 1
+            done.update(
+                {
+                    "rounds": world.rounds, "remote calls": world.calls, "failed calls": world.failed_calls,
+                    "versions read": world.versions,
+                }
+            )  # fmt: skip
         seed += 1
         if time.monotonic() > until and worlds:
             break
     by_kind = ", ".join(f"{count} {kind}" for kind, count in sorted(faults.items()))
-    print(f"{worlds} worlds, {rounds} rounds, {faults.total()} faults: {by_kind}")
+    what = ", ".join(f"{count} {kind}" for kind, count in done.items())
+    print(f"{worlds} worlds, {what}; {faults.total()} faults: {by_kind}")
     if skipped:
         print(f"{skipped} worlds were skipped, because they need two hosts")
     return min(failures, 1)

@@ -9,6 +9,8 @@ A report is a tuple that a process sends:
     failed, kind, peer, text                        an operation has failed
     raised · leaves · forked, pid                   a fault has happened
     out, kind, text                                 a founder cannot go on
+    called, [process, …], failed                    its remote calls: processes that have answered, number of failures
+    read, number                                    it has read a version of the published weights
     violation, text                                 it has seen something that must not happen
     ended                                           it has left and closed everything
 
@@ -19,7 +21,8 @@ What must hold:
 - Every process that can run makes progress within the heartbeat limit and 5 s.
 - Ranks that no fault has touched go on if all others have ended. Somebody goes on if one of the others is alive and most
   founders were not touched. After one separation of the hosts at least half of the founders go on.
-- In a job that replaces its members, all living processes end up in one generation.
+- In a job that replaces its members, all living processes end up in one generation. They call each other with success,
+  and those that read the weights get new versions.
 """
 
 from __future__ import annotations
@@ -62,6 +65,9 @@ class Witness:
         state: ``"starts"``, ``"member"``, ``"out"``, ``"leaves"`` or ``"ended"``.
         generation: The generation that it has entered last.
         rounds_after: The rounds that it has committed since the last fault, by generation.
+        pid: Its process id.
+        called_after: The processes that have answered its remote calls since the last fault.
+        has_read_after: Whether it has read a version of the weights since the last fault.
     """
 
     slot: int
@@ -77,6 +83,9 @@ class Witness:
     size: int = 0
     world: str = ""
     rounds_after: dict[int, int] = field(default_factory=dict)
+    pid: int = 0
+    called_after: set[int] = field(default_factory=set)
+    has_read_after: bool = False
 
     @property
     def runs(self) -> bool:
@@ -136,8 +145,9 @@ class Judge:
 
     def hear(self, witness: Witness, report: tuple[object, ...], now: float, *, starved: bool = False) -> None:
         """Handle a report. ``starved`` tells whether some process has logged that it could not run for long."""
-        witness.progress = now
         kind, *values = report
+        if kind not in ("called", "read"):  # they come from another thread
+            witness.progress = now
         handle = getattr(self, f"_on_{kind}", None)
         if handle is not None:
             handle(witness, *values, **({"now": now, "starved": starved} if kind == "failed" else {}))
@@ -185,6 +195,13 @@ class Judge:
         if now > blamed.harmed_until and blamed.state not in ("leaves", "ended", "out"):
             raise ViolationError(f"{witness.name} blames {blamed.name}, which lives and was not touched: {text}")
 
+    def _on_called(self, witness, answered, failed):
+        if self.is_settling:
+            witness.called_after.update(answered)
+
+    def _on_read(self, witness, number):
+        witness.has_read_after |= self.is_settling
+
     def _on_leaves(self, witness):
         witness.state = "leaves"
 
@@ -222,7 +239,12 @@ class Judge:
         """Whether all processes that take part go on together."""
         living = self.survivors
         if self.plan.joins:
-            together = len({one.generation for one in living}) == 1 and all(one.size == len(living) for one in living)
+            pids = {one.pid for one in living}
+            together = (
+                len({one.generation for one in living}) == 1
+                and all(one.size == len(living) and pids <= one.called_after for one in living)
+                and all(one.has_read_after or one.slot == 0 for one in living)
+            )
         else:
             together = all(one.state == "member" for one in living)
         return together and all(one.rounds_after.get(one.generation, 0) >= ROUNDS_AFTER for one in living)

@@ -32,6 +32,7 @@ from asyncdist.testing.hosts import enter
 from tests.chaos.faces import FACES
 from tests.chaos.operations import SCRIBBLE, start
 from tests.chaos.plan import operations_of
+from tests.chaos.services import Services
 
 _REPORT_EVERY = 0.05
 _SETTLED_WITHIN = 5.0
@@ -144,7 +145,10 @@ class ChaosProcess:
         if self.settings["proxied"]:
             self.connect_through_proxies()
         if self.settings["joins"]:
+            services = Services(self.settings["where"], self.settings["slot"], self.settings["seed"], self.say)
+            services.start()
             await self.join()
+            services.stop()
         else:
             await self.found()
         self.check_scribbled()

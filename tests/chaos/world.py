@@ -42,7 +42,7 @@ class ChaosWorld:
         self.judge = Judge(plan)
         self.done = []
         """The kinds of the faults that happened."""
-        self.rounds = 0
+        self.rounds = self.calls = self.failed_calls = self.versions = 0
         self._folder = Path(tempfile.mkdtemp(prefix="chaos-"))
         self._network = {
             "shm": lambda: SharedMemory(plan),
@@ -150,6 +150,11 @@ class ChaosWorld:
             process.say(("proxies", self._network.addresses_for(witness.slot, *report[1:])))
         elif report[0] == "rounds":
             self.rounds += len(report[1])
+        elif report[0] == "called":
+            self.calls += len(report[1])
+            self.failed_calls += report[2]
+        elif report[0] == "read":
+            self.versions += 1
         else:
             self._note(f"{witness.name}: {' '.join(map(str, report))}")
         if report[0] == "forked":
@@ -201,6 +206,7 @@ class ChaosWorld:
         }
         process = self._nursery.start(PROGRAM, "chaos_process", settings, environment=self._environment(slot))
         witness = self.judge.add(slot, name, self._now)
+        witness.pid = process.pid
         self._processes[witness] = process
         self._slots[slot] = witness
         self._note(f"{name} has process id {process.pid}")

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from asyncdist.bench import launch, programs
 from asyncdist.bench.contenders import mpi
+from asyncdist.bench.hosts.placement import Placement
 from asyncdist.bench.machine import machine
 from asyncdist.bench.plan import COLLECTIVES, STEPS, THROUGH_TORCH, BenchPlan
 from asyncdist.bench.report.tables import about_run
@@ -161,15 +162,15 @@ def test_error_for_a_long_socket_path_names_tmpdir(tmp_path, monkeypatch):
         (
             "import os, sys; from asyncdist.bench import rank; "
             "rank._measure = lambda *_: sys.stderr.write('a reason\\n') and sys.stderr.flush() or os._exit(3); "
-            "rank.run_rank(sys.argv[1], sys.argv[2])",
+            "rank.run_rank(*sys.argv[1:4])",
             "rank [01] ended without a message:\na reason",
         ),
     ],
     ids=["at once with a message", "at once without a message", "while it measures"],
 )
 def test_end_of_a_rank_is_reported(program, words, monkeypatch):
-    def commands(plan, folder):
-        return [[sys.executable, "-c", program, str(folder), str(rank)] for rank in range(plan.ranks)]
+    def commands(plan, folder, placement):
+        return [[sys.executable, "-c", program, str(folder), str(rank), "127.0.0.1"] for rank in range(plan.ranks)]
 
     monkeypatch.setattr(launch, "commands", commands)
     with pytest.raises(BenchmarkError, match=words):
@@ -236,7 +237,8 @@ def plans(monkeypatch):
 
 def test_through_torch_uses_the_first_transport(tmp_path):
     program = "from asyncdist.config import Config; print(Config.from_environment().transport)"
-    (first, _) = launch.commands(BenchPlan(through=("torch",), transports=("tcp", "auto")), tmp_path)
+    plan = BenchPlan(through=("torch",), transports=("tcp", "auto"))
+    (first, _) = launch.commands(plan, tmp_path, Placement(plan))
     prefix = first[: first.index(sys.executable)]
     run = subprocess.run([*prefix, sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout == "tcp\n"

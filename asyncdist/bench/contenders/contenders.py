@@ -235,7 +235,9 @@ def open_contenders(
         if "raw" in plan.against:
             members.append(Contender("raw", partial(plain_sockets.prepare_socket_call, sockets)))
         trained = {name: group or torch.distributed.group.WORLD for name, group in groups.items() if name != "idle"}
-        yield Contenders([*members, memory_copy(pace)], torch_groups=trained)
+        if "copy" in plan.contenders:
+            members.append(memory_copy(pace))
+        yield Contenders(members, torch_groups=trained)
 
 
 _TORCH_OPTIONS: dict[str, dict[str, Any]] = {"idle": {"collectives": THROUGH_TORCH, "has_result": False}}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.bench.plan import BenchPlan
+from asyncdist.bench.report.hosts_table import by_hosts, link_share
 from asyncdist.bench.report.page import size
 from asyncdist.bench.report.tables import about_run
 from asyncdist.bench.result import Report, ResultRow
@@ -50,16 +51,20 @@ def benchmark_figure(report: Report) -> Figure:
 
     sized = [row for row in report.of_kind("rows") if row.nbytes]
     names = list(dict.fromkeys(row.name for row in sized))
-    abreast = min(len(names), _PANELS_ABREAST) or 1
-    lines = -(-len(names) // abreast) or 1
-    spare_width = 0.0 if len(names) < lines * abreast else 2.6
+    between = by_hosts(report) if report.fewer_hosts and report.plan.link else {}
+    count = len(names) + len(between)
+    abreast = min(count, _PANELS_ABREAST) or 1
+    lines = -(-count // abreast) or 1
+    spare_width = 0.0 if count < lines * abreast else 2.6
     figure = Figure(figsize=(0.8 + 5.2 * abreast + spare_width, 0.6 + 4.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = list(figure.subplots(lines, abreast, squeeze=False, sharey=True).flat)
+    panels = list(figure.subplots(lines, abreast, squeeze=False, sharey=not between).flat)
     drawn = _lines(report.plan)
     for panel, name in zip(panels, names, strict=False):
         _panel(panel, [row for row in sized if row.name == name], drawn)
-    spare = panels[len(names) :]
+    for panel, (name, points) in zip(panels[len(names) :], between.items(), strict=False):
+        _hosts_panel(panel, name, points, drawn)
+    spare = panels[count:]
     for panel in spare:
         panel.set_axis_off()
     if names:
@@ -105,10 +110,32 @@ def _panel(panel: Any, rows: Sequence[ResultRow], lines: Mapping[str, Line]) -> 
     span = panel.get_ylim()[1] / panel.get_ylim()[0]
     panel.yaxis.set_major_locator(LogLocator(subs=(1,) if span > 300 else (1, 2, 5)))
     panel.yaxis.set_minor_formatter(NullFormatter())
-    panel.set_title(f"{rows[0].name}, {rows[0].ranks} ranks", loc="left", color=_INK, fontweight="bold")
-    panel.set_xlabel("size of the tensor", color=_INK, fontsize=9)
-    if panel.get_subplotspec().is_first_col():
-        panel.set_ylabel("median time of a call (band: to p99)", color=_INK, fontsize=9)
+    labels = "size of the tensor", "median time of a call (band: to p99)"
+    _finish(panel, f"{rows[0].name}, {rows[0].ranks} ranks", *labels)
+
+
+def _hosts_panel(
+    panel: Any, name: str, points: Sequence[tuple[BenchPlan, ResultRow]], lines: Mapping[str, Line]
+) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    hosts = [plan.hosts for plan, _ in points]
+    for contender, (label, colour, style, width, marker) in lines.items():
+        shares = [link_share(plan, row, contender) for plan, row in points]
+        if None not in shares:
+            panel.plot(hosts, shares, style, color=colour, lw=width, marker=marker, ms=4.5, label=label)
+    panel.set_xticks(hosts)
+    panel.set_ylim(0, 1.02)
+    panel.yaxis.set_major_formatter(PercentFormatter(1.0))
+    title = f"{name}, {size(points[-1][1].nbytes)}, links of {points[-1][0].link}"
+    _finish(panel, title, "number of hosts", "share of the link")
+
+
+def _finish(panel: Any, title: str, across: str, up: str) -> None:
+    panel.set_title(title, loc="left", color=_INK, fontweight="bold")
+    panel.set_xlabel(across, color=_INK, fontsize=9)
+    if panel.get_subplotspec().is_first_col() or not panel.get_shared_y_axes().get_siblings(panel)[1:]:
+        panel.set_ylabel(up, color=_INK, fontsize=9)
     panel.grid(color=_GRID, lw=0.8)
     panel.set_axisbelow(True)
     panel.tick_params(colors=_INK, labelsize=8.5, length=0, which="both")

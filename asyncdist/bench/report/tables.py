@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from asyncdist.bench.plan import RIVALS, BenchPlan
+from asyncdist.bench.report.hosts_table import EXPLANATION, about_hosts, fewer_hosts_grids, link_columns
 from asyncdist.bench.report.page import Grid, Page, about_machine, bandwidth, duration, size, times
 from asyncdist.bench.result import Report, ResultRow, by_name
 
@@ -60,10 +61,12 @@ def bench_page(report: Report) -> Page:
     training = [_training_grid(row) for row in report.of_kind("training")]
     has_sizes = any(row.nbytes for row in report.of_kind("rows"))
     explained = [_EXPLANATION, "\n".join(_meaning(contender, report.plan) for contender in report.plan.contenders)]
+    if report.plan.hosts > 1:
+        explained.insert(1, EXPLANATION)
     return Page(
         "Benchmark",
         [about_run(report)],
-        [*collectives, *training],
+        [*collectives, *fewer_hosts_grids(report), *training],
         [*digest(report), "## What was measured", *explained],
         picture="bench.png" if has_sizes else "",
     )
@@ -73,9 +76,13 @@ def about_run(report: Report) -> str:
     """Return one line about the machine and the run."""
     plan = report.plan
     return (
-        f"{about_machine(report.machine)}; {plan.ranks} ranks, one thread each, "
+        f"{about_machine(report.machine)}; {_placed(plan)}, one thread each, "
         f"{'each on its own core, ' if plan.pin else ''}{_beside(plan)}transport {', '.join(plan.transports)}; float32"
     )
+
+
+def _placed(plan: BenchPlan) -> str:
+    return about_hosts(plan) if plan.hosts > 1 else f"{plan.ranks} ranks"
 
 
 def _beside(plan: BenchPlan) -> str:
@@ -100,7 +107,7 @@ def _collective_grids(report: Report) -> Iterator[Grid]:
     for collective, rows in by_name(report.of_kind("rows")).items():
         for caption, columns in sections(report.plan):
             cells = [[cell(row) for _, cell in columns] for row in rows]
-            yield Grid(f"{collective}, {report.plan.ranks} ranks", [name for name, _ in columns], cells, caption)
+            yield Grid(f"{collective}, {_placed(report.plan)}", [name for name, _ in columns], cells, caption)
 
 
 def sections(plan: BenchPlan) -> list[tuple[str, list[Column]]]:
@@ -123,12 +130,15 @@ def _ratios(plan: BenchPlan) -> list[Column]:
     for who in ("asyncdist", *(("registered",) if plan.registered else ()), *plan.through):
         prefix = "" if who == "asyncdist" else f"{contender_label(who)}\n"
         columns += [(f"{prefix}vs {rival}", _ratio(rival, who)) for rival in plan.contenders if rival in RIVALS]
-        columns.append((f"{prefix}× copy", _ratio(who, "copy")))
+        if "copy" in plan.contenders:
+            columns.append((f"{prefix}× copy", _ratio(who, "copy")))
     columns += [(f"{contender_label(who)}\n− direct", _above_blocking(who)) for who in plan.through]
     if "idle" in plan.contenders:
         columns.append((contender_label("idle"), _median("idle")))
     if plan.awaited:
         columns.append(("await − block", _above_blocking("awaited")))
+    if plan.hosts > 1:
+        return columns + link_columns(plan)
     columns.append(("algbw", lambda row: bandwidth(row.algorithm_bandwidth) if row.nbytes else "—"))
     columns.append(("busbw", lambda row: bandwidth(row.bus_bandwidth) if row.nbytes else "—"))
     return columns

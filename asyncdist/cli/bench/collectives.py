@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from asyncdist.bench.result import Report, ResultRow
 
 _SIZES = "4,1K,64K,256K,1M,4M,25M,100M"
+_SIZES_BETWEEN_HOSTS = "4,1K,64K,1M,25M"
 _SIZES_ON_DEVICES = "4K,64K,1M,25M,100M,1G"
 _AVAILABLE = "available"
 _SIZE_LIST = ListOf("sizes such as 4,64K,25M", whole_number)
@@ -43,6 +44,16 @@ def _rivals(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) 
     if missing is not None:
         click.echo(f"mpi is left out: {missing}", err=True)
     return tuple(rival for rival in RIVALS if rival != "mpi" or missing is None)
+
+
+def _link(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    from asyncdist.bench.hosts.limits import rate_in_bytes
+
+    try:
+        rate_in_bytes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    return value
 
 
 def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -62,10 +73,31 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
 )
 @click.option(
     "--ranks",
+    type=click.IntRange(1, 64),
+    help="Number of rank processes to start; at least 2 on the CPU.  [default: 2]",
+)
+@click.option(
+    "--hosts",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, 64),
+    help="Measure between N hosts, which are network namespaces of this machine; needs root. The largest size is also "
+    "measured with 2, 4, … hosts.",
+    metavar="N",
+)
+@click.option(
+    "--ranks-per-host",
     default=2,
     show_default=True,
     type=click.IntRange(1, 64),
-    help="Number of rank processes to start; at least 2 on the CPU.",
+    help="Number of ranks on each of several --hosts.",
+)
+@click.option(
+    "--link",
+    default="1gbit",
+    show_default=True,
+    callback=_link,
+    help="Rate of the link of each of several --hosts, in the words of tc.",
 )
 @click.option("--sizes", type=_SIZE_LIST, help=f"Tensor sizes in bytes.  [default: {_SIZES}]")
 @click.option(
@@ -132,7 +164,7 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
 )
 def bench(
     collectives: tuple[str, ...],
-    ranks: int,
+    ranks: int | None,
     sizes: tuple[int, ...] | None,
     device: str,
     json_file: Path | None,
@@ -154,6 +186,7 @@ def bench(
     asyncdist bench --against gloo,mpi,raw --transport auto,tcp --registered
     asyncdist bench --through torch
     asyncdist bench --against gloo --busy 2    # with two processes that compute
+    asyncdist bench all_reduce all_gather --hosts 8 --ranks-per-host 2 --link 1gbit --against gloo,raw
     asyncdist bench broadcast all_gather --ranks 4 --sizes 64K,1M --json figures.json
     asyncdist bench --device cuda          # with --ranks 1: asyncdist's NCCL and torch's
     torchrun --nnodes 2 --no-python ... asyncdist bench --calibrate links.json
@@ -162,7 +195,8 @@ def bench(
     asyncdist bench faults --help          # how soon ranks know of a failure, and go on
     asyncdist bench weights --help         # how fast published weights reach their readers
     """
-    from asyncdist.bench.launch import run
+    from asyncdist.bench import launch
+    from asyncdist.bench.hosts.sweep import sweep
     from asyncdist.cli.console import print_page, screen, write_json, write_page
     from asyncdist.config import Config
 
@@ -171,7 +205,9 @@ def bench(
         _calibrate(profile)
         return
     if device == "cuda":
-        plan = _device_plan(collectives, ranks, sizes, options["repeat"])
+        if options["hosts"] > 1:
+            raise click.BadParameter("CUDA tensors are measured on one host", param_hint="--hosts")
+        plan = _device_plan(collectives, ranks or 2, sizes, options["repeat"])
     else:
         plan = _cpu_plan(collectives, ranks, sizes, **options)
         if plot_file is not None or output is not None:
@@ -179,7 +215,7 @@ def bench(
 
             require_matplotlib(plot_file)
     with _progress_bar() as progress:
-        report = run(plan, progress)
+        report = sweep(plan, progress) if plan.hosts > 1 else launch.run(plan, progress)
     if device == "cuda":
         from asyncdist.bench.report.device_table import device_page
 
@@ -218,14 +254,25 @@ def _calibrate(profile: Path) -> None:
 
 def _cpu_plan(
     collectives: tuple[str, ...],
-    ranks: int,
+    ranks: int | None,
     sizes: tuple[int, ...] | None,
     *,
+    hosts: int,
+    ranks_per_host: int,
+    link: str,
     against: tuple[str, ...],
     through: tuple[str, ...],
     ddp: bool,
     **options: Any,
 ) -> BenchPlan:
+    if hosts > 1:
+        if ranks is not None:
+            raise click.BadParameter("between hosts, give --ranks-per-host instead", param_hint="--ranks")
+        if "mpi" in against:
+            click.echo("mpi is left out: it is measured only on one host", err=True)
+        against = tuple(rival for rival in against if rival != "mpi")
+        ranks = hosts * ranks_per_host
+    ranks = 2 if ranks is None else ranks
     for name in collectives:
         if name not in COLLECTIVES:
             raise click.BadParameter(f"{name} is measured only with --device cuda")
@@ -233,8 +280,10 @@ def _cpu_plan(
         raise click.BadParameter("a collective needs at least 2 ranks on the CPU", param_hint="--ranks")
     return BenchPlan(
         collectives=tuple(dict.fromkeys(collectives)) or (THROUGH_TORCH if through else ("all_reduce",)),
-        sizes=sizes or _SIZE_LIST.read(_SIZES),
+        sizes=sizes or _SIZE_LIST.read(_SIZES if hosts == 1 else _SIZES_BETWEEN_HOSTS),
         ranks=ranks,
+        hosts=hosts,
+        link=link if hosts > 1 else "",
         against=tuple(dict.fromkeys((*against, *(("gloo",) if through else ())))),
         through=through,
         steps=_steps(ranks) if through else STEPS[: 1 if ddp else 0],

@@ -1,0 +1,29 @@
+"""``asyncdist bench --hosts``: a whole run between two hosts, beside gloo and plain sockets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.processes
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("hosts")
+def test_run_between_hosts_names_the_link_as_the_limit(tmp_path):
+    command = [sys.executable, "-m", "asyncdist.cli", "bench", "all_reduce", "--hosts", "2", "--ranks-per-host", "1"]
+    command += ["--link", "100mbit", "--sizes", "4,1M", "--repeat", "3", "--against", "gloo,raw"]
+    run = subprocess.run(
+        [*command, "--output", str(tmp_path)], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert run.returncode == 0, run.stderr
+    figures = json.loads((tmp_path / "bench.json").read_text())
+    small, large = figures["rows"]
+    assert set(small["contenders"]) == {"asyncdist", "gloo", "raw"}
+    # 1 MiB crosses the link in each direction, which takes 84 ms.
+    assert 0.05 < large["contenders"]["asyncdist"]["median_us"] / 1e6 < 0.5
+    page = (tmp_path / "bench.md").read_text()
+    assert "2 hosts with 1 rank each, links of 100mbit" in page
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
