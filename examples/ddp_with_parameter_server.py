@@ -8,8 +8,8 @@ memory of a server, and the trainers call it (`asyncdist.rpc`); the other layers
 averages their gradients over the trainers (`asyncdist`). This is the division of torch's tutorial "Combining Distributed
 DataParallel with Distributed RPC Framework".
 
-The data are the 1,797 scans of 8×8 pixels that scikit-learn includes, each as 64 words: a word is a position with a grey
-value. In a step a trainer
+The data are the 1,797 scans of 8×8 pixels that scikit-learn includes, each as 64 words: a word is a position with one of
+three grey values. In a step a trainer
 
 1. awaits the embeddings of its batch from the server,
 2. runs its layers and awaits the backward: the gradients of the layers are averaged meanwhile, and those of the embeddings
@@ -19,7 +19,7 @@ value. In a step a trainer
 The layers of all trainers are equal after every step. The table gets the updates of each trainer when they come.
 
 At the end the program prints where the time of a step went, and plots loss and accuracy in
-out/ddp_with_parameter_server.png. It exits with 1 if the accuracy on held-out digits is below 0.93, or if the layers of the
+out/ddp_with_parameter_server.png. It exits with 1 if the accuracy on held-out digits is below 0.9, or if the layers of the
 trainers differ.
 """
 
@@ -46,7 +46,7 @@ from rich.table import Table
 from sklearn.datasets import load_digits
 from torch import nn
 
-import asyncdist as dist
+import asyncdist.sync as dist
 from asyncdist import rpc
 
 mpl.use("Agg")
@@ -67,13 +67,13 @@ if options.steps < 10:
 torch.set_num_threads(1)
 
 BATCH, HELD_OUT = 64, 360
-PIXELS, GREYS, WIDTH = 64, 17, 32
+PIXELS, GREYS, WIDTH = 64, 3, 32
 REPORTS = 30
 PATIENCE = 120.0  # seconds without a report after which the training fails
 PARTS = ("embeddings from the server", "forward and backward", "optimizers")
 
 digits = load_digits()
-words = torch.tensor(digits.images, dtype=torch.int64).flatten(1) + GREYS * torch.arange(PIXELS)
+words = torch.tensor(digits.images, dtype=torch.int64).flatten(1) // 6 + GREYS * torch.arange(PIXELS)
 labels = torch.tensor(digits.target)
 
 
@@ -111,19 +111,20 @@ class Trainer:
         right = self.layers(embedded).argmax(1) == labels[:HELD_OUT]
         return float(right.float().mean())
 
-    async def differences(self) -> float:
+    def differences(self) -> float:
         """Return by how much the layers of the trainers differ at most."""
         mine = nn.utils.parameters_to_vector(self.layers.parameters()).detach()
         least, most = mine.clone(), mine.clone()
-        await dist.all_reduce(least, dist.ReduceOp.MIN)
-        await dist.all_reduce(most, dist.ReduceOp.MAX)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
         return float((most - least).max())
 
 
 async def train(rank: int, daemon: str) -> None:
     """Train as one rank of the trainers; rank 0 reports to the server."""
     draws = torch.Generator().manual_seed(rank)
-    await dist.init_process_group(init_method=f"{daemon}/trainers", rank=rank, world_size=options.trainers)
+    # The blocking API, because backward blocks its thread until the gradients are averaged.
+    dist.init_process_group(init_method=f"{daemon}/trainers", rank=rank, world_size=options.trainers)
     async with rpc.connect(f"{daemon}/digits"):
         trainer = Trainer(await rpc.RemoteModule.attach(await rpc.find("embedding", timeout=120)))
         monitor = await rpc.find("monitor")
@@ -136,8 +137,8 @@ async def train(rank: int, daemon: str) -> None:
             if rank == 0 and step % max(1, options.steps // REPORTS) == 0:
                 await monitor.report(step, sum(losses) / len(losses), await trainer.accuracy())
                 losses = []
-        await monitor.finished(rank, await trainer.differences(), times)
-    await dist.destroy_process_group()
+        await monitor.finished(rank, trainer.differences(), times)
+    dist.destroy_process_group()
 
 
 # -- the server -------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ async def serve(daemon: str, trainers: list[subprocess.Popen[bytes]]) -> Monitor
     torch.manual_seed(1)
     table = nn.EmbeddingBag(PIXELS * GREYS, WIDTH, mode="sum", sparse=False)
     nn.init.normal_(table.weight, std=0.1)
-    served = rpc.ServedModule(table, lambda parameters: torch.optim.SGD(parameters, lr=options.lr))
+    served = rpc.ServedModule(table, lambda parameters: torch.optim.Adagrad(parameters, lr=options.lr))
     monitor = Monitor()
     columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -266,5 +267,5 @@ figure.savefig(options.out, dpi=150)
 print(f"wrote {options.out}")
 if monitor.difference:
     sys.exit("the layers of the trainers differ")
-if final < 0.93:
+if final < 0.9:
     sys.exit(f"the accuracy is {final:.4f} only")

@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -231,12 +231,14 @@ class ObservedEntry(Entry):
             if awaited != ():
                 self.spans.append((self.of.ranks[awaited], since, perf_counter()))
 
-    def watch_all(self, schedules: Iterable[Schedule]) -> Iterator[Schedule]:
-        """Yield the parts of the operation, and measure for which ranks they wait.
+    def watch_all(self, schedules: Iterable[Schedule]) -> Iterable[Schedule]:
+        """Return the parts of the operation, which then measure for which ranks they wait.
 
         A step that receives from several ranks counts for each of them. A wait for a receive from any rank counts for the
-        sender.
+        sender. The number of the parts stays known where it was.
         """
+        if isinstance(schedules, Collection):
+            return _WatchedParts(schedules, self._watch_part)
         return map(self._watch_part, schedules)
 
     def _watch_part(self, schedule: Schedule) -> Schedule:
@@ -267,6 +269,19 @@ class ObservedEntry(Entry):
                 now = perf_counter()
                 for peer in awaited:
                     spans.append((ranks[peer], since, now))
+
+
+class _WatchedParts:
+    """The parts of an operation, each watched from its first step on."""
+
+    def __init__(self, parts: Collection[Schedule], watch: Callable[[Schedule], Schedule]) -> None:
+        self._parts, self._watch = parts, watch
+
+    def __iter__(self) -> Iterator[Schedule]:
+        return map(self._watch, self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
 
 
 def _peers(step: Step | Wait) -> Sequence[int]:

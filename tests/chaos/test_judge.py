@@ -156,6 +156,31 @@ def test_members_of_a_job_have_settled_once_all_are_in_one_generation():
     for slot, one in enumerate([*witnesses, newcomer]):
         judge.hear(one, ("entered", 1, slot, 4, slot, ("next", slot)), 2.0)
         judge.hear(one, ("rounds", [(1, number, True) for number in range(3)]), 2.0)
+        one.pid = 100 + slot
+        judge.hear(one, ("called", [100, 101, 102, 103], 0), 2.0)
+        judge.hear(one, ("read", 100_001), 2.0)
+    assert judge.has_settled
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [("called", [100, 102], 1), ("read", 100_001)],
+    ids=["a call", "a version"],
+)
+def test_members_of_a_job_have_not_settled_without_calls_and_versions(missing):
+    judge, witnesses = judged(joins=True)
+    judge.settle()
+    for slot, one in enumerate(witnesses):
+        one.pid = 100 + slot
+        judge.hear(one, ("entered", 1, slot, 3, slot, ("next", slot)), 2.0)
+        judge.hear(one, ("rounds", [(1, number, True) for number in range(3)]), 2.0)
+        for report in (("called", [100, 101, 102], 0), ("read", 100_001)):
+            if slot != 1 or report[0] != missing[0]:
+                judge.hear(one, report, 2.0)
+    judge.hear(witnesses[1], missing if missing[0] == "called" else ("called", [100, 101, 102], 0), 2.0)
+    assert not judge.has_settled
+    judge.hear(witnesses[1], ("called", [101], 0), 2.0)
+    judge.hear(witnesses[1], ("read", 100_002), 2.0)
     assert judge.has_settled
 
 

@@ -25,8 +25,8 @@ from asyncdist.testing.processes import PATIENCE, Nursery, RankEndedError, RankP
 _RANKS = Path(__file__).with_name("ranks.py")
 _SETTLE = 0.2
 """Seconds for the ranks to enter their all-reduce before one fails."""
-_START = 0.5
-"""Seconds in which processes that join a job together form its first generation."""
+_LONGER = 60.0
+"""Seconds for which a native call holds the interpreter after the limit. The rank is killed before."""
 _UNDISTURBED, _DISTURBED, _TURNS = 6.0, 8.0, 4
 """The seconds of training without kills and, at least, with kills in each turn, and the number of turns."""
 
@@ -172,10 +172,10 @@ class _FaultsBenchmark:
         """Let the fault happen, and note the times; return False if a rank has not noticed it within the limit."""
         victim, told = ranks[-1], ranks[:-1]
         for each in told:
-            each.say("wait")
+            each.say(0.0)
         if case.fault == "hold":
             time.sleep(_SETTLE)
-            victim.say("hold")
+            victim.say(self._plan.limit + _LONGER)
             begun = victim.hear()
         else:
             time.sleep(_SETTLE)

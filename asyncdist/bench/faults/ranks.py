@@ -21,7 +21,6 @@ from asyncdist.testing.hosts import enter
 torch.set_num_threads(1)
 
 _WARM_UPS = 3
-_HOLD_SECONDS = 30
 STEP_SECONDS = 0.02
 """The duration of the computation in each step of `train`."""
 _GRADIENTS = 1 << 18
@@ -76,10 +75,10 @@ def wait_with_gloo(test: Connection, where: str, rank: int, size: int, namespace
 
 
 def _begin(test: Connection) -> None:
-    """Wait until the test says that all are ready; a rank that is told to do so holds its interpreter."""
-    if test.recv() == "hold":
+    """Wait until the test says that all are ready, and for how many seconds this rank holds its interpreter."""
+    if seconds := test.recv():
         test.send(time.monotonic())
-        ctypes.PyDLL(None).poll(None, 0, 1000 * _HOLD_SECONDS)
+        ctypes.PyDLL(None).poll(None, 0, round(1000 * seconds))
 
 
 def join(test: Connection, job: str, min_size: int, start_size: int) -> None:
