@@ -1,4 +1,4 @@
-"""Runs a small collective over links in the calling thread, without an operation.
+"""Runs a collective over links in the calling thread, without an operation.
 
 `DirectCalls.run` turns a schedule over links into one that runs as a native schedule does (`asyncdist.transport.native`):
 it sends the messages of a step itself, reads those that the step receives straight from the peers' connections, and
@@ -28,7 +28,9 @@ from asyncdist.transport.base import Link, MatchingQueue
 from asyncdist.transport.wire_format import DATA, pack_tail
 
 MAX_DIRECT_NBYTES = 64 << 10
-"""Bytes of the largest call that is worth an attempt: its messages usually fit into the buffers of a link."""
+"""Bytes of the largest call that is worth an attempt which does not wait for peers."""
+MAX_WAITING_NBYTES = 1 << 20
+"""Bytes of the largest call that is worth an attempt which does: its messages often fit into the buffers of a link."""
 LINK_POLLS = 2
 """Polls of links after which a waiting thread looks at the clock and offers its core; each makes `_TRIES` system calls."""
 _TRIES = 4
@@ -278,15 +280,24 @@ class DirectCalls:
         self, waiting: Sequence[_Message], rest: list[Any], key: bytes, fold: Fold | None, tries: int
     ) -> Iterator[Any]:
         """Complete a step: yield to wait for its messages; in an operation, yield what is left of it."""
+        moved, before = False, self._taken(waiting)
         while waiting and not rest:
-            yield waiting[0].action.peer
+            yield () if moved else waiting[0].action.peer
             if key in self._operations:
                 break
             waiting = self._receive(waiting, rest, key, fold, tries)
+            moved, before = (after := self._taken(waiting)) != before, after
         if waiting or rest:
             if key not in self._operations:
                 yield END_ATTEMPT
             yield (*rest, *[message.action for message in waiting])
+
+    def _taken(self, messages: Sequence[_Message]) -> int:
+        """Return how many bytes of long messages have arrived: a rank that gets more goes on waiting for the rest."""
+        if not messages or messages[0].place.nbytes <= MAX_DIRECT_NBYTES // 2:
+            return 0
+        sources = [inbox.source for each in messages if (inbox := self._inboxes.get(each.peer)) is not None]
+        return sum(source.taken for source in sources if source is not None)
 
 
 def _key(channel: Channel, number: int) -> bytes:

@@ -28,7 +28,7 @@ from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
 from asyncdist.collectives.prepared import PreparedCollective, Result, device_of, finish_call, schedules_over_links
 from asyncdist.engine.agreements import REGROUP
-from asyncdist.engine.direct_calls import LINK_POLLS, MAX_DIRECT_NBYTES
+from asyncdist.engine.direct_calls import LINK_POLLS, MAX_DIRECT_NBYTES, MAX_WAITING_NBYTES
 from asyncdist.engine.drivers.waiting import MOST_POLLS
 from asyncdist.engine.endpoint import Endpoint
 from asyncdist.engine.operation import Channel, Plan
@@ -287,7 +287,7 @@ class Group(CollectiveOps):
                 schedules = schedules_over_links(prepared, tensors, number, self._native)
                 if observed is not None:
                     schedules = observed.watch_all(schedules)
-                if nbytes <= MAX_DIRECT_NBYTES:
+                if nbytes <= (MAX_WAITING_NBYTES if wait and mesh.progress.waiting.spin else MAX_DIRECT_NBYTES):
                     schedules = listed = list(schedules)
                     if len(listed) == 1:
                         schedule = mesh.direct_calls.run(listed[0], *call, wait=wait)

@@ -146,8 +146,16 @@ class StalledMessage(Protocol):
 class MessageSource(Protocol):
     """A connection from which a rank reads the message that it expects next without posting a receive for it."""
 
+    @property
+    def taken(self) -> int:
+        """The bytes that `take` has read of a message that has not arrived whole."""
+
     def take(self, header: bytes, room: memoryview, tries: int, /) -> bool | None:
-        """Read the next message into ``room`` if it has exactly this header and has arrived whole. Never blocks.
+        """Read the next message into ``room`` if it has exactly this header. Never blocks.
+
+        A message that arrives in parts needs several calls, with the same arguments. Any other reading of the connection
+        ends this: it copies the part out of ``room``, and gets the message from its beginning. The owner of ``room`` must
+        not change the part until then, unless the group of the message has failed.
 
         Args:
             header: The header of the expected message.
@@ -155,8 +163,8 @@ class MessageSource(Protocol):
             tries: How often to look for a message before returning None; at least once.
 
         Returns:
-            True if the message has been read, None if nothing has arrived. False if anything else has happened: post a
-            receive then, which gets the message from the bytes that were read.
+            True if the message has been read, None if nothing or only a part of it has arrived. False if anything else has
+            happened: post a receive then, which gets the message from the bytes that were read.
         """
 
 

@@ -261,3 +261,59 @@ def test_thread_that_needs_the_lock_ends_the_attempt():
         return calling.result()[0].item()
 
     assert run_ranks(2, program, transport="tcp") == [2.0, 2.0]
+
+
+LARGE = 1 << 18
+"""Elements of a call whose messages do not arrive at once."""
+
+
+def test_long_messages_need_no_operation(issued):
+    """Each rank reads the messages of the other one while they arrive."""
+
+    def program(group):
+        for _ in range(3):
+            group.all_reduce(torch.ones(COUNT), background=False).result()
+        group.mesh.progress.waiting.configure(20.0, 0.0)
+        tensors = [torch.arange(float(LARGE)) + group.rank() for _ in range(10)]
+        for tensor in tensors:
+            group.all_reduce(tensor, background=False).result()
+        return all(tensor.equal(2 * torch.arange(float(LARGE)) + 1) for tensor in tensors)
+
+    assert run_ranks(2, program, transport="tcp") == [True, True]
+    assert len(issued) < 20
+
+
+@pytest.mark.parametrize("nbytes", [HEADER_NBYTES + 1, 100_000])
+def test_operation_continues_after_a_part_of_a_long_message(short_writes, issued, nbytes):
+    """The attempt of rank 0 ends while the message of rank 1 has arrived in part."""
+    ready, has_read = threading.Barrier(2), threading.Event()
+
+    def program(group):
+        for _ in range(3):
+            group.all_reduce(torch.ones(COUNT), background=False).result()
+        progress = group.mesh.progress
+        progress.waiting.configure(20.0, 0.0)
+        tensor = torch.arange(float(LARGE)) + group.rank()
+        ready.wait()
+        if group.rank() == 1:
+            short_writes.allowed = nbytes
+            work = group.all_reduce(tensor)
+            has_read.wait()
+            short_writes.release()
+            return work.wait() and bool(tensor.equal(2 * torch.arange(float(LARGE)) + 1))
+        # Another thread that needs the lock ends the attempt.
+        source = group.mesh.inbox(1).source
+        watching = threading.Thread(target=end_attempt, args=(progress, source, nbytes, has_read))
+        watching.start()
+        group.all_reduce(tensor, background=False).result()
+        watching.join()
+        return bool(tensor.equal(2 * torch.arange(float(LARGE)) + 1))
+
+    def end_attempt(progress, source, nbytes, has_read):
+        while source.taken < nbytes and not has_read.wait(0.001):
+            pass
+        progress.submit(lambda: None)
+        has_read.set()
+
+    assert run_ranks(2, program, transport="tcp") == [True, True]
+    assert 0 in issued

@@ -167,7 +167,7 @@ class Reader:
 
     __slots__ = (
         "_backlog", "_blocked", "_body_left", "_header", "_header_received", "_header_view", "_host", "_inbox",
-        "_receive", "_room", "_sock", "fingerprint", "heard", "key", "nbytes", "peer",
+        "_receive", "_room", "_sock", "_taking", "fingerprint", "heard", "key", "nbytes", "peer", "taken",
     )  # fmt: skip
 
     def __init__(self, sock: Source, peer: int, host: Host, inbox: MatchingQueue | None) -> None:
@@ -183,6 +183,8 @@ class Reader:
         self._room: memoryview | None = None
         self._body_left = 0
         self._blocked = False
+        self._taking: memoryview | None = None
+        self.taken = 0
         self.key, self.fingerprint, self.nbytes = b"", 0, 0
         self.heard = True
         """Whether bytes have been read, or the stream has begun, since the owner last reset this."""
@@ -195,7 +197,7 @@ class Reader:
     @property
     def backlogged(self) -> bool:
         """Whether bytes have left the stream and are not parsed yet, so that no readiness event reports them."""
-        return self._backlog is not None
+        return self._backlog is not None or self.taken > 0
 
     def read(self, ready: bool = True) -> bool:
         """Read about `QUANTUM` bytes at most; return whether any byte was read. Raises Ended and ProtocolError.
@@ -204,6 +206,8 @@ class Reader:
             ready: Whether bytes may have arrived, as after a readiness event. Without it the reader asks the stream only
                 if a receive is posted, or a body or the backlog is partly read.
         """
+        if self.taken:
+            self._put_back()
         budget = QUANTUM
         try:
             while budget > 0 and not self._blocked:
@@ -230,24 +234,40 @@ class Reader:
         """
         if self._receive is not None or self._backlog is not None or self._blocked or self._header_received:
             return False
+        if self.taken and self._header != header:
+            self._put_back()
+            return False
+        left = tries
         while True:
             try:
-                count = self._sock.recvmsg_into((self._header, room))[0]
-                break
+                if self.taken:
+                    count = self._sock.recv_into(room[self.taken - HEADER_NBYTES :], 0)
+                else:
+                    count = self._sock.recvmsg_into((self._header, room))[0]
             except BlockingIOError:
-                tries -= 1
-                if tries <= 0:
+                left -= 1
+                if left <= 0:
                     return None
+                continue
             except OSError as cause:
-                self._sock = _FailedSource(cause)
+                self._sock, count = _FailedSource(cause), 0
+            if count:
+                self.heard = True
+            taken = self.taken + count
+            if taken == HEADER_NBYTES + len(room) and self._header == header:
+                self._taking, self.taken = None, 0
+                return True
+            self._taking, self.taken, left = room, taken, tries
+            if not count or taken < HEADER_NBYTES or self._header != header:
+                self._put_back()
                 return False
-        if count == HEADER_NBYTES + len(room) and self._header == header:
-            self.heard = True
-            return True
-        if count:
-            self.heard = True
-            self._backlog = memoryview(bytes(self._header_view[:count]) + room[: max(0, count - HEADER_NBYTES)])
-        return False
+
+    def _put_back(self) -> None:
+        """Move the bytes of a message that `take` has read in part to the backlog, for `read`."""
+        taken, room = self.taken, self._taking
+        self._taking, self.taken = None, 0
+        if taken and room is not None:
+            self._backlog = memoryview(bytes(self._header_view[:taken]) + room[: max(0, taken - HEADER_NBYTES)])
 
     def resume(self, receive: Receive) -> None:
         """Read the body of the blocked message into a receive."""
