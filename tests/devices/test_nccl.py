@@ -430,9 +430,12 @@ def test_failed_split_fails_the_group(run, monkeypatch):
         return plain(self, colour, key)
 
     nccl.NcclCommunicator.commSplit = split
+    both = threading.Barrier(2)
 
     def program(device):
         device.barrier().wait()
+        # The notice that rank 1 has failed may arrive before the last message of its barrier.
+        both.wait()
         part = part_of(device, [[0, 1]], streams[device.rank()], nccl)
         with pytest.raises(GroupAbortedError, match=r"NCCL failed.*INTERNAL_ERROR"):
             device.barrier().wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Self
 
 from asyncdist.bench.plan import BenchPlan
@@ -42,10 +41,10 @@ class Placement:
         """Return the command that runs a program where a rank is."""
         return command if self._hosts is None else self._hosts.command(self._plan.host_of(rank), *command)
 
-    def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables of a program where a rank is."""
+    def environment(self, rank: int) -> dict[str, str] | None:
+        """Return the variables of a program where a rank is; None for those of this process."""
         if self._hosts is None:
-            return dict(os.environ)
+            return None
         # gloo would look up the name of the machine, whose address is not on these hosts.
         return {**self._hosts.environment(self._plan.host_of(rank)), "GLOO_SOCKET_IFNAME": LINK}
 
