@@ -49,6 +49,8 @@ a restart that reads the log.
 _CALLS = ((64 << 10, 1000, 100), (1 << 20, 150, 10), (8 << 20, 48, 4), (32 << 20, 24, 2))
 _CALLS_BEYOND = (12, 1)
 _MOST_DEVICE_CALLS = 200
+_BETWEEN_HOSTS = 6
+"""By how much fewer calls are made between hosts, where all ranks share the processors of one machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,8 @@ class BenchPlan:
     def calls(self, nbytes: int) -> tuple[int, int]:
         """Return (timed calls of each contender, calls in each turn) for a size."""
         calls, block = next((calls for limit, *calls in _CALLS if nbytes <= limit), _CALLS_BEYOND)
+        if self.hosts > 1:
+            calls //= _BETWEEN_HOSTS
         if self.repeat is not None:
             calls = self.repeat
         if self.device != "cpu":

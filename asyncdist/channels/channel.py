@@ -79,6 +79,8 @@ class ChannelOwner(Protocol):
 
     handler: ChannelHandler
 
+    def heard(self, channel: PeerChannel) -> None: ...
+
     def forget(self, channel: PeerChannel) -> None: ...
 
 
@@ -251,6 +253,7 @@ class PeerChannel:
         self._is_reading = True
         try:
             self._inbox.read()
+            self._owner.heard(self)
         except StreamEnded as end:
             self._ended(str(end))
         except ProtocolError as error:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from asyncdist.base import lifecycle
+from asyncdist.base.busy_poll import AdaptiveBusyPoll
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.tls import rank_contexts
@@ -94,6 +95,7 @@ class ChannelPort:
         self._by_id: dict[str, PeerChannel] = {}
         self._dialling: dict[str, asyncio.Task[PeerChannel]] = {}
         self._handshakes: set[asyncio.Task[None]] = set()
+        self._busy_poll = AdaptiveBusyPoll.where_it_pays(self._loop, config)
         self._liveness = ChannelLiveness(config.heartbeat, config.host, lambda: self._channels)
         self._listening = sockets
         self._accepting = [self._loop.create_task(self._accept(sock), name="asyncdist-channels") for sock in sockets]
@@ -159,6 +161,11 @@ class ChannelPort:
         self._liveness.start()
         channel.begin()
         return channel
+
+    def heard(self, channel: PeerChannel) -> None:
+        """Note that bytes of a channel have been handled."""
+        if self._busy_poll is not None:
+            self._busy_poll.heard(channel)
 
     def forget(self, channel: PeerChannel) -> None:
         """Forget a channel that has ended."""

@@ -14,6 +14,7 @@ def rpc_page(report: RpcReport) -> Page:
     about = [
         f"{about_machine(report.machine)}; medians of {plan.rounds} rounds in which all contenders took turns",
         "the caller and the callee are Python processes; the target is that of asyncdist on one host",
+        "idle processes of torch RPC take all of a core each, so they are stopped while the others take their turns",
     ]
     return Page("Remote calls", about, [Grid("", columns, [_cells(case, shown) for case in report.cases])])
 

@@ -7,11 +7,14 @@ all alike. Figures are medians over the rounds. This process does not import tor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import select
+import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -21,6 +24,8 @@ from asyncdist.bench.programs import Program, Programs, python
 from asyncdist.errors import BenchmarkError
 
 _TIMEOUT = 300.0
+_POLLS_WHEN_IDLE = ("torch",)
+"""Contenders whose idle processes take all of a core each. They are stopped while others take their turn."""
 CONTENDERS = {"unix": "asyncdist, one host", "tcp": "asyncdist, TCP", "torch": "torch RPC", "ray": "Ray"}
 
 
@@ -103,25 +108,41 @@ def run_rpc_benchmark(plan: RpcPlan, progress: Callable[[str], None] = lambda do
     with Programs() as programs:
         progress("starting the processes")
         callers = {name: _start(programs, name) for name in known}
+        for each in callers:
+            _ask(callers[each], ["round_trip", 1])
+            _let_run(callers, each, False)
         try:
             for name, unit, command, target, who in cases:
                 figures: dict[str, list[float]] = {each: [] for each in who}
                 for number in range(plan.rounds):
                     progress(f"{name}: round {number + 1} of {plan.rounds}")
                     for each in who:
+                        _let_run(callers, each, True)
                         figures[each].append(_ask(callers[each], command))
+                        _let_run(callers, each, False)
                 medians = {each: median(values) for each, values in figures.items()}
                 measured = {each: value for each, value in medians.items() if not math.isnan(value)}
                 report.cases.append(RpcCase(name, unit, measured, target))
         except BenchmarkError as error:
             error.add_note(f"the processes of the benchmark ended{programs.last_words()}")
             raise
+        finally:
+            # Stopped processes would not end when they are told to.
+            for each in callers:
+                with contextlib.suppress(ProcessLookupError):
+                    _let_run(callers, each, True)
     return report
 
 
 def _start(programs: Programs, whose: str) -> Program:
     command = python("asyncdist.bench.rpc.caller", whose)
     return programs.start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def _let_run(callers: Mapping[str, Program], whose: str, runs: bool) -> None:
+    """Stop or continue the processes of a contender that polls when it is idle."""
+    if whose in _POLLS_WHEN_IDLE:
+        os.killpg(callers[whose].pid, signal.SIGCONT if runs else signal.SIGSTOP)
 
 
 def _ask(caller: Program, command: list[Any]) -> float:
