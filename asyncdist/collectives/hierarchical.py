@@ -33,7 +33,7 @@ completes. By induction all parts complete.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.algorithms.hierarchy import NodeLayout, among, gather_runs, part_count, slices_pay
@@ -76,7 +76,11 @@ class HierarchicalCollectives:
         self._calls: BoundedCache[CallSignature, PreparedCall] = BoundedCache(_CACHED_CALLS)
         self._last_number = 0
         self._size = sum(len(members) for members in layout.nodes)
-        self._hosts = len(layout.nodes)
+        self._hosts = hosts = len(layout.nodes)
+        # The model takes longer than a small call over shared memory.
+        remembering = lru_cache(_CACHED_CALLS)
+        self._choose = remembering(lambda collective, nbytes: choose(collective, nbytes, hosts, model=model))
+        self._slices_pay = remembering(lambda nbytes: slices_pay(nbytes, layout, model))
 
     def open(self) -> None:
         """Make the native collectives of this rank available to the members of its node."""
@@ -107,7 +111,7 @@ class HierarchicalCollectives:
 
         def parts() -> Iterator[tuple[int, Part]]:
             for memory in memories:
-                sliced = slices_pay(memory.nbytes, self._layout, self._model)
+                sliced = self._slices_pay(memory.nbytes)
                 run, natives = (self._all_reduce_slices, 2) if sliced else (self._all_reduce_whole, 1)
                 blocks = TensorBlocks.split(memory, self._cut(memory.nbytes))
                 for part in range(len(blocks)):
@@ -135,7 +139,7 @@ class HierarchicalCollectives:
     def _reduce_along(self, own: Memory, result: Memory, kernels: Arithmetic) -> Schedule:
         """All-reduce ``own`` along the rail of this rank into ``result``, whose dtype may be narrower."""
         place, hosts = self._layout.node, self._hosts
-        if choose("all_reduce", own.nbytes, hosts, model=self._model) == "doubling":
+        if self._choose("all_reduce", own.nbytes) == "doubling":
             scratch = self._scratch.take(own.count, own.dtype)
             yield from recursive_doubling.all_reduce(place, hosts, own, scratch)
             self._scratch.give(scratch)
@@ -245,7 +249,7 @@ class HierarchicalCollectives:
             rail = layout.rail(layout.place)
             runs = [[row[rank] for rank in layout.carried(node, layout.place)] for node in range(self._hosts)]
             nbytes, single = sum(block.nbytes for run in runs for block in run), all(len(run) == 1 for run in runs)
-            if single and choose("all_gather", nbytes, self._hosts, model=self._model) == "direct":
+            if single and self._choose("all_gather", nbytes) == "direct":
                 yield from among(rail, pairwise.all_gather(layout.node, self._hosts, [run[0] for run in runs]))
             else:
                 yield from among(rail, gather_runs(layout.node, self._hosts, runs))
@@ -261,7 +265,7 @@ class HierarchicalCollectives:
         """Copy the root's memory to all ranks."""
         layout = self._layout
         root_node = next(number for number, members in enumerate(layout.nodes) if root in members)
-        chosen = choose("broadcast", memory.nbytes // layout.rails, self._hosts, model=self._model)
+        chosen = self._choose("broadcast", memory.nbytes // layout.rails)
         along: Callable[[int, int, int, Memory], Schedule]
         along = tree.broadcast if chosen == "tree" else tree.chain_broadcast
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from asyncdist.bench import launch
-from asyncdist.bench.hosts.limits import CpuMeter, Limit, least_nbytes, rate_in_bytes
+from asyncdist.bench.hosts.limits import CpuMeter, least_nbytes, limit_of, rate_in_bytes
 from asyncdist.bench.hosts.sweep import sweep
 from asyncdist.bench.machine import machine
 from asyncdist.bench.plan import BenchPlan
@@ -45,7 +45,7 @@ def test_least_bytes_on_the_busiest_link(collective, expected):
 
 
 def test_limit_is_the_link_then_the_processors_then_latency():
-    assert [Limit.of(*shares).what for shares in ((0.9, 1.0), (0.5, 0.95), (0.5, 0.2), (0.0, None))] == [
+    assert [limit_of(*shares) for shares in ((0.9, 1.0), (0.5, 0.95), (0.5, 0.2), (0.0, None))] == [
         "link", "CPU", "latency", "latency",
     ]  # fmt: skip
 

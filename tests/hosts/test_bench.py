@@ -19,11 +19,11 @@ def test_run_between_hosts_names_the_link_as_the_limit(tmp_path):
         [*command, "--output", str(tmp_path)], capture_output=True, text=True, check=False, timeout=200
     )
     assert run.returncode == 0, run.stderr
-    figures = json.loads((tmp_path / "bench.json").read_text())
+    figures = json.loads((tmp_path / "hosts.json").read_text())
     small, large = figures["rows"]
     assert set(small["contenders"]) == {"asyncdist", "gloo", "raw"}
     # 1 MiB crosses the link in each direction, which takes 84 ms.
     assert 0.05 < large["contenders"]["asyncdist"]["median_us"] / 1e6 < 0.5
-    page = (tmp_path / "bench.md").read_text()
+    page = (tmp_path / "hosts.md").read_text()
     assert "2 hosts with 1 rank each, links of 100mbit" in page
-    assert (tmp_path / "bench.png").stat().st_size > 10_000
+    assert (tmp_path / "hosts.png").stat().st_size > 10_000

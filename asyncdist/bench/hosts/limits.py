@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -49,26 +48,16 @@ def least_nbytes(collective: str, nbytes: int, hosts: int, ranks_per_host: int) 
     return others * nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """What limits a call.
+def limit_of(link: float, cpu: float | None) -> str:
+    """Return what limits a call: "link", "CPU" or "latency".
 
-    Attributes:
-        what: "link", "CPU" or "latency".
+    Args:
         link: The share of the link's rate that the least number of bytes takes up.
         cpu: The share of the processors' time in which these were busy, whoever used them; None if unknown.
     """
-
-    what: str
-    link: float
-    cpu: float | None
-
-    @classmethod
-    def of(cls, link: float, cpu: float | None) -> Limit:
-        """Return the limit of a call from the shares."""
-        if link >= _FULL_LINK:
-            return cls("link", link, cpu)
-        return cls("CPU" if cpu is not None and cpu >= _FULL_CPU else "latency", link, cpu)
+    if link >= _FULL_LINK:
+        return "link"
+    return "CPU" if cpu is not None and cpu >= _FULL_CPU else "latency"
 
 
 class CpuMeter:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncdist.bench.hosts.limits import Limit, least_nbytes, rate_in_bytes
+from asyncdist.bench.hosts.limits import least_nbytes, limit_of, rate_in_bytes
 from asyncdist.bench.plan import BenchPlan
 from asyncdist.bench.report.page import Grid
 from asyncdist.bench.result import Report, ResultRow, by_name
@@ -41,8 +41,7 @@ def link_columns(plan: BenchPlan) -> list[tuple[str, Callable[[ResultRow], str]]
         return lambda row: _percent(link_share(plan, row, contender))
 
     def limit(row: ResultRow) -> str:
-        share = link_share(plan, row, "asyncdist") or 0.0
-        return Limit.of(share, row.busy.get("asyncdist")).what
+        return limit_of(link_share(plan, row, "asyncdist") or 0.0, row.busy.get("asyncdist"))
 
     shown = [name for name in ("asyncdist", "gloo", "raw") if name in plan.contenders]
     columns = [("link" if name == "asyncdist" else f"{name}\nlink", share_of(name)) for name in shown]

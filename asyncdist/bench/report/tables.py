@@ -64,11 +64,11 @@ def bench_page(report: Report) -> Page:
     if report.plan.hosts > 1:
         explained.insert(1, EXPLANATION)
     return Page(
-        "Benchmark",
+        "Benchmark" if report.plan.hosts == 1 else "Benchmark between hosts",
         [about_run(report)],
         [*collectives, *fewer_hosts_grids(report), *training],
         [*digest(report), "## What was measured", *explained],
-        picture="bench.png" if has_sizes else "",
+        picture=f"{'bench' if report.plan.hosts == 1 else 'hosts'}.png" if has_sizes else "",
     )
 
 

@@ -108,10 +108,10 @@ def run_rpc_benchmark(plan: RpcPlan, progress: Callable[[str], None] = lambda do
     with Programs() as programs:
         progress("starting the processes")
         callers = {name: _start(programs, name) for name in known}
-        for each in callers:
-            _ask(callers[each], ["round_trip", 1])
-            _let_run(callers, each, False)
         try:
+            for each in callers:
+                _ask(callers[each], ["round_trip", 1])
+                _let_run(callers, each, False)
             for name, unit, command, target, who in cases:
                 figures: dict[str, list[float]] = {each: [] for each in who}
                 for number in range(plan.rounds):

@@ -160,7 +160,10 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
 )
 @click.option("--plot", "plot_file", type=NewFile(), help="Plot time against size into this file (png, svg or pdf).")
 @click.option(
-    "--output", type=NewFolder(), is_eager=True, help="Write bench.md, bench.json and bench.png into this folder."
+    "--output",
+    type=NewFolder(),
+    is_eager=True,
+    help="Write bench.md, bench.json and bench.png into this folder; between hosts hosts.md and so on.",
 )
 def bench(
     collectives: tuple[str, ...],
@@ -223,13 +226,13 @@ def bench(
     else:
         from asyncdist.bench.report.tables import bench_page
 
-        page, stem = bench_page(report), "bench"
+        page, stem = bench_page(report), "hosts" if plan.hosts > 1 else "bench"
     print_page(screen(stderr=str(json_file) == "-"), page)
     if json_file is not None:
         write_json(report.as_json(), json_file)
     if output is not None:
         write_page(page, report.as_json(), output, stem)
-    for path in (plot_file, output and output / "bench.png"):
+    for path in (plot_file, output and output / f"{stem}.png"):
         if path is not None and device == "cpu":
             _plot(report, path)
 
