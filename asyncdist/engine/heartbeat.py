@@ -58,7 +58,9 @@ class Heartbeat:
         self._rank, self._timeout, self._selector, self._failures = rank, timeout, selector, failures
         self._send, self._read_arrived, self._state_of = send, read_arrived, state_of
         beating = [transport for transport in selector.transports if transport.beats] if timeout else []
-        self._detectors: dict[Transport, Detector] = {transport: Detector(timeout) for transport in beating}
+        self._detectors: dict[Transport, Detector] = {
+            transport: Detector(timeout, selector.on_host_of) for transport in beating
+        }
         self._run: Callable[[Callable[[], bool]], None] | None = None
         # Held for a pulse, which must not write into the memory of a closed transport.
         self._pulse_lock = threading.Lock()

@@ -4,6 +4,9 @@ Every rank beats `BEATS` times within the timeout, and looks for the beats of it
 0.7 of the timeout without a sign of life, and lost after all of it. See T. D. Chandra and S. Toueg, "Unreliable Failure
 Detectors for Reliable Distributed Systems", JACM 43(2), 1996.
 
+If a host vanishes, all its ranks fall silent within one period, and a rank that has lost one of them loses the others with
+it: each look that came later for one of them would delay those that go on.
+
 The time of a look counts only up to one and a half periods. A rank that was stopped, or that gets no processor, therefore
 blames no rank for what it has missed itself.
 """
@@ -11,7 +14,7 @@ blames no rank for what it has missed itself.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +24,8 @@ _LONGEST_STEP = 1.5
 """The periods that count of the time between two looks."""
 SUSPECTED_AFTER = 0.7
 """The part of the timeout after which a silent peer is suspected."""
+_COMPANY = 1.5
+"""The periods before the end of the timeout from which on a silent peer is lost with the other ranks of its host."""
 _MOST_EXCUSED = 11.0
 """The timeouts by which excuses delay the loss of a silent peer."""
 
@@ -70,10 +75,11 @@ class Detector:
 
     Args:
         timeout: Seconds of silence after which a peer is lost.
+        company: Returns the ranks on the host of a peer, itself included; by default none are known.
     """
 
-    def __init__(self, timeout: float) -> None:
-        self._timeout, self._period = timeout, timeout / BEATS
+    def __init__(self, timeout: float, company: Callable[[int], Iterable[int]] = lambda peer: ()) -> None:
+        self._timeout, self._period, self._company = timeout, timeout / BEATS, company
         self._now: float | None = None
         self._clock = 0.0
         self._peers: dict[int, _Watched] = {}
@@ -126,10 +132,23 @@ class Detector:
             elif not watched.is_suspected and self._clock - watched.heard >= self._suspected_after:
                 watched.is_suspected = True
                 verdicts.append(Verdict(Liveness.SUSPECTED, peer, now - watched.heard_at))
-        for verdict in verdicts:
-            if verdict.liveness is Liveness.LOST:
-                del self._peers[verdict.peer]
+        lost = {verdict.peer for verdict in verdicts if verdict.liveness is Liveness.LOST}
+        for peer in sorted(self._lost_in_company(lost)):
+            verdicts.append(self._lost(peer, self._peers[peer]))
+            lost.add(peer)
+        for peer in lost:
+            del self._peers[peer]
         return verdicts
+
+    def _lost_in_company(self, lost: Set[int]) -> set[int]:
+        """Return the peers that are lost with others, because their whole host is silent, and they nearly long enough."""
+        found: set[int] = set()
+        for peer in lost:
+            others = {other: self._peers[other] for other in self._company(peer) if other in self._peers}
+            if all(watched.is_suspected for watched in others.values()):
+                enough = self._timeout - _COMPANY * self._period
+                found.update(other for other, watched in others.items() if self._clock - watched.heard >= enough)
+        return found - lost
 
     def excuse(self, peer: int, *, without_limit: bool = False) -> None:
         """Delay the loss of a suspect, because another rank sees that its process works and only cannot beat.

@@ -54,6 +54,31 @@ def test_peer_is_watched_from_the_first_look_that_names_it_and_forgotten_without
     assert detector.silence(1) == pytest.approx(5 * PERIOD)
 
 
+@pytest.mark.parametrize(
+    ("later", "lost_at"),
+    [(1, {1: 10, 2: 10}), (2, {1: 10, 2: 12})],
+    ids=["a period later", "two periods later"],
+)
+def test_ranks_of_a_silent_host_are_lost_together(later, lost_at):
+    """Rank 2 is last heard some periods after rank 1, which is on the same host."""
+    detector = Detector(TIMEOUT, lambda peer: {1, 2} if peer < 3 else {3})
+    detector.look(0.0, {1: True, 2: True, 3: True})
+    found = looked(detector, 0.0, later, {1: False, 2: True, 3: True})
+    found += looked(detector, later * PERIOD, 12, {1: False, 2: False, 3: True})
+    lost = {verdict.peer: verdict.silence for _, verdict in found if verdict.liveness is Liveness.LOST}
+    assert {peer: round((lost[peer] + (later * PERIOD if peer == 2 else 0.0)) / PERIOD) for peer in lost} == lost_at
+
+
+def test_rank_whose_host_is_heard_is_not_lost_early():
+    """Rank 3 of the same host is heard, so nothing is known about rank 2 but its own silence."""
+    detector = Detector(TIMEOUT, lambda peer: {1, 2, 3})
+    detector.look(0.0, {1: True, 2: True, 3: True})
+    looked(detector, 0.0, 1, {1: False, 2: True, 3: True})
+    found = looked(detector, PERIOD, BEATS, {1: False, 2: False, 3: True})
+    lost = [(number, verdict.peer) for number, verdict in found if verdict.liveness is Liveness.LOST]
+    assert lost == [(9, 1), (10, 2)]
+
+
 def test_rank_that_was_stopped_itself_blames_nobody():
     detector = watching(1, 2)
     looked(detector, 0.0, 4, {1: False, 2: False})
