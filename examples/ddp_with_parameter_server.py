@@ -12,7 +12,7 @@ The data are the 1,797 scans of 8×8 pixels that scikit-learn includes, each as 
 three grey values. In a step a trainer
 
 1. awaits the embeddings of its batch from the server,
-2. runs its layers and awaits the backward: the gradients of the layers are averaged meanwhile, and those of the embeddings
+2. runs its layers and awaits the backward: the gradients of the layers are averaged during it, and those of the embeddings
    go to the server, which computes the gradients of the rows,
 3. steps its own optimizer, and lets the server step the one of the table.
 

@@ -1,7 +1,7 @@
-"""Remote calls and published weights beside the rounds of a process that joins a job, on an event loop of their own.
+"""Remote calls and published weights of a process that joins a job, on an event loop that runs next to its rounds.
 
 Every process serves an object and calls those of all processes, itself included. The process of slot 0 publishes weights;
-the others read them. What must hold:
+the others read them. The rules are:
 
 - A call returns the right result, or fails with an error of remote calls, within its limit. The time counts in which the
   process ran.
@@ -30,7 +30,7 @@ _LATE = 3.0
 """Seconds after the timeout within which a call must have ended."""
 _ENDS_WITHIN = 20.0
 _LONGEST_TICK = 0.05
-"""The seconds that count of the time between two ticks: a process that was stopped blames nobody."""
+"""The seconds that count of the time between two ticks: a process that was stopped blames no other."""
 _NUM_ELEMENTS = 5000
 _FACTOR = 100_000
 """A version has the value: number of its publisher × this + number of its publication."""

@@ -1,4 +1,4 @@
-"""``asyncdist bench --hosts``: a whole run between two hosts, beside gloo and plain sockets."""
+"""``asyncdist bench --hosts``: a whole run between two hosts, compared with gloo and plain sockets."""
 
 from __future__ import annotations
 

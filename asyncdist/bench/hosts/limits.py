@@ -1,4 +1,4 @@
-"""What limits a collective between hosts: the link, the processors, or the delays between the messages.
+"""The limit of a collective between hosts: the link, the processors, or the delays between the messages.
 
 Every host needs to send and to receive a least number of bytes, whatever the algorithm (Patarasuk and Yuan, 2009, for
 all-reduce). A call that takes little longer than that at the rate of the link is limited by the link. Otherwise it is
@@ -53,7 +53,7 @@ def limit_of(link: float, cpu: float | None) -> str:
 
     Args:
         link: The share of the link's rate that the least number of bytes takes up.
-        cpu: The share of the processors' time in which these were busy, whoever used them; None if unknown.
+        cpu: The share of the processors' time in which any process used them; None if unknown.
     """
     if link >= _FULL_LINK:
         return "link"

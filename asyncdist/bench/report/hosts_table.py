@@ -1,4 +1,4 @@
-"""What the page of ``asyncdist bench --hosts`` has in addition: shares of the link, limits, and runs between fewer hosts.
+"""The additions of ``asyncdist bench --hosts`` to the page: shares of the link, limits, and runs between fewer hosts.
 
 Used by `tables` and `plot`.
 """
