@@ -19,7 +19,7 @@ three grey values. In a step a trainer
 The layers of all trainers are equal after every step. The table gets the updates of each trainer when they come.
 
 At the end the program prints where the time of a step went, and plots loss and accuracy in
-out/ddp_with_parameter_server.png. It exits with 1 if the accuracy on held-out digits is below 0.9, or if the layers of the
+out/ddp_with_parameter_server.png. It exits with 1 if the accuracy on held-out digits is below 0.85, or if the layers of the
 trainers differ.
 """
 
@@ -267,5 +267,5 @@ figure.savefig(options.out, dpi=150)
 print(f"wrote {options.out}")
 if monitor.difference:
     sys.exit("the layers of the trainers differ")
-if final < 0.9:
+if final < 0.85:
     sys.exit(f"the accuracy is {final:.4f} only")
