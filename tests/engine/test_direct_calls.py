@@ -7,6 +7,7 @@ import contextlib
 import gc
 import socket
 import threading
+import time
 import weakref
 
 import pytest
@@ -286,7 +287,7 @@ def test_long_messages_need_no_operation(issued):
 @pytest.mark.parametrize("nbytes", [HEADER_NBYTES + 1, 100_000])
 def test_operation_continues_after_a_part_of_a_long_message(short_writes, issued, nbytes):
     """The attempt of rank 0 ends while the message of rank 1 has arrived in part."""
-    ready, has_read = threading.Barrier(2), threading.Event()
+    ready, has_begun, has_read = threading.Barrier(2), threading.Event(), threading.Event()
 
     def program(group):
         for _ in range(3):
@@ -298,9 +299,11 @@ def test_operation_continues_after_a_part_of_a_long_message(short_writes, issued
         if group.rank() == 1:
             short_writes.allowed = nbytes
             work = group.all_reduce(tensor)
+            has_begun.set()
             has_read.wait()
             short_writes.release()
             return work.wait() and bool(tensor.equal(2 * torch.arange(float(LARGE)) + 1))
+        has_begun.wait()  # only the message of rank 1 is cut
         # Another thread that needs the lock ends the attempt.
         source = group.mesh.inbox(1).source
         watching = threading.Thread(target=end_attempt, args=(progress, source, nbytes, has_read))
@@ -310,8 +313,8 @@ def test_operation_continues_after_a_part_of_a_long_message(short_writes, issued
         return bool(tensor.equal(2 * torch.arange(float(LARGE)) + 1))
 
     def end_attempt(progress, source, nbytes, has_read):
-        while source.taken < nbytes and not has_read.wait(0.001):
-            pass
+        while source.taken < nbytes and 0 not in issued:
+            time.sleep(0.001)
         progress.submit(lambda: None)
         has_read.set()
 
