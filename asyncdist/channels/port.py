@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, Self
 
 from asyncdist.base import lifecycle
-from asyncdist.base.busy_poll import AdaptiveBusyPoll
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.tls import rank_contexts
@@ -30,6 +29,7 @@ from asyncdist.channels.liveness import ChannelLiveness
 from asyncdist.channels.staging import can_stage
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, AsyncdistError, PeerLostError
+from asyncdist.store.server.busy_poll import AdaptiveBusyPoll
 from asyncdist.transport.process_identity import process_identity
 
 log = logging.getLogger("asyncdist")

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncdist.base import lifecycle
-from asyncdist.base.busy_poll import AdaptiveBusyPoll
 from asyncdist.base.daemon_threads import run_in_daemon_thread
 from asyncdist.base.network import is_address
 from asyncdist.base.tls import server_context
@@ -33,6 +32,7 @@ from asyncdist.store.protocol.codec import Encoder, message_limit
 from asyncdist.store.protocol.operations import Reply
 from asyncdist.store.server import listener, status
 from asyncdist.store.server.accept import Admission, PendingConnection
+from asyncdist.store.server.busy_poll import AdaptiveBusyPoll
 from asyncdist.store.server.c10d_session import cached_answers, handlers_of
 from asyncdist.store.server.connection import ServerConnection
 from asyncdist.store.server.fast_path import EpollFastPath

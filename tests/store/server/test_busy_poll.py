@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.base import busy_poll
-from asyncdist.base.busy_poll import AdaptiveBusyPoll
 from asyncdist.config import Config
+from asyncdist.store.server import busy_poll
+from asyncdist.store.server.busy_poll import AdaptiveBusyPoll
 
 
 class Turns:
