@@ -29,11 +29,9 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -48,6 +46,7 @@ from torch import nn
 
 import asyncdist.sync as dist
 from asyncdist import rpc
+from asyncdist.store import StoreServer
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -58,7 +57,7 @@ arguments.add_argument("--steps", type=int, default=300, help="number of steps, 
 arguments.add_argument("--lr", type=float, default=0.05, help="learning rate, 0.05 by default")
 arguments.add_argument("--out", type=Path, default=Path("out/ddp_with_parameter_server.png"), help="file of the plot")
 arguments.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # of a trainer, which the server starts
-arguments.add_argument("--daemon", help=argparse.SUPPRESS)
+arguments.add_argument("--store", help=argparse.SUPPRESS)
 options = arguments.parse_args()
 if options.trainers < 1:
     arguments.error(f"--trainers {options.trainers}: must be at least 1")
@@ -120,12 +119,12 @@ class Trainer:
         return float((most - least).max())
 
 
-async def train(rank: int, daemon: str) -> None:
+async def train(rank: int, store: str) -> None:
     """Train as one rank of the trainers; rank 0 reports to the server."""
     draws = torch.Generator().manual_seed(rank)
     # The blocking API, because backward blocks its thread until the gradients are averaged.
-    dist.init_process_group(init_method=f"{daemon}/trainers", rank=rank, world_size=options.trainers)
-    async with rpc.connect(f"{daemon}/digits"):
+    dist.init_process_group(init_method=f"{store}/trainers", rank=rank, world_size=options.trainers)
+    async with rpc.connect(f"{store}/digits"):
         trainer = Trainer(await rpc.RemoteModule.attach(await rpc.find("embedding", timeout=120)))
         monitor = await rpc.find("monitor")
         losses, times = [], []
@@ -169,8 +168,8 @@ class Monitor:
         self.changed.set()
 
 
-async def serve(daemon: str, trainers: list[subprocess.Popen[bytes]]) -> Monitor:
-    """Serve the table until all trainers have finished."""
+async def serve(trainers: list[subprocess.Popen[bytes]]) -> Monitor:
+    """Serve the table, and the store at which all meet, until all trainers have finished."""
     torch.manual_seed(1)
     table = nn.EmbeddingBag(PIXELS * GREYS, WIDTH, mode="sum", sparse=False)
     nn.init.normal_(table.weight, std=0.1)
@@ -179,8 +178,11 @@ async def serve(daemon: str, trainers: list[subprocess.Popen[bytes]]) -> Monitor
     columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=options.steps)
-        async with rpc.serve({"embedding": served, "monitor": monitor}, f"{daemon}/digits"):
-            trainers += [start_trainer(rank, daemon) for rank in range(options.trainers)]
+        async with (
+            await StoreServer.start("127.0.0.1", 0) as store,
+            rpc.serve({"embedding": served, "monitor": monitor}, f"asyncdist://127.0.0.1:{store.port}/digits"),
+        ):
+            trainers += [start_trainer(rank, f"asyncdist://127.0.0.1:{store.port}") for rank in range(options.trainers)]
             while len(monitor.times) < options.trainers:
                 async with asyncio.timeout(PATIENCE):
                     await monitor.changed.wait()
@@ -193,41 +195,25 @@ async def serve(daemon: str, trainers: list[subprocess.Popen[bytes]]) -> Monitor
 # -- processes --------------------------------------------------------------------------------------
 
 
-def start_trainer(rank: int, daemon: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--rank", str(rank), "--daemon", daemon]
+def start_trainer(rank: int, store: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, __file__, *sys.argv[1:], "--rank", str(rank), "--store", store]
     return subprocess.Popen(command)
-
-
-@contextlib.contextmanager
-def store() -> Iterator[str]:
-    """Run a store daemon; yield its URL."""
-    command = [sys.executable, "-m", "asyncdist.cli", "store", "--host", "127.0.0.1", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
-        try:
-            assert daemon.stdout is not None
-            ready = re.search(r"tcp://(\S+) ", daemon.stdout.readline())
-            if ready is None:
-                sys.exit("the store did not start")
-            yield f"asyncdist://{ready[1]}"
-        finally:
-            daemon.terminate()
 
 
 if options.rank is not None:
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(train(options.rank, options.daemon))
+        asyncio.run(train(options.rank, options.store))
     sys.exit()
 
 options.out.parent.mkdir(parents=True, exist_ok=True)
 trainers: list[subprocess.Popen[bytes]] = []
 try:
-    with store() as daemon:
-        try:
-            monitor = asyncio.run(serve(daemon, trainers))
-        finally:
-            for process in trainers:
-                process.kill()
-                process.wait()
+    try:
+        monitor = asyncio.run(serve(trainers))
+    finally:
+        for process in trainers:
+            process.kill()
+            process.wait()
 except TimeoutError:
     sys.exit(f"no trainer has reported for {PATIENCE:.0f} s")
 except KeyboardInterrupt:
