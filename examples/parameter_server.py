@@ -3,7 +3,7 @@
     python examples/parameter_server.py                     # a server and three workers; one is killed, one is added
     python examples/parameter_server.py --workers 6
 
-The program starts a store daemon and the workers, and is the server. The data are the 1,797 scans of 8×8 pixels that
+The program starts the workers, and is the server and the store of the job. The data are the 1,797 scans of 8×8 pixels that
 scikit-learn includes. A worker computes the gradients of a batch and calls the server (`asyncdist.rpc`), which applies them
 at once and answers with the newest parameters. No worker waits for another one, so gradients may belong to parameters that
 others have changed since (Dean et al., 2012). After a third of the updates a worker is killed with SIGKILL, and another
@@ -18,13 +18,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib as mpl
@@ -36,6 +34,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from asyncdist import rpc
+from asyncdist.store import StoreServer
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -141,6 +140,18 @@ class History:
         return time.monotonic() - self._begun
 
 
+async def run() -> tuple[ParameterServer, History]:
+    """Run the store of the job during the training, until the workers have ended."""
+    workers: dict[int, subprocess.Popen[bytes]] = {}
+    async with await StoreServer.start("127.0.0.1", 0) as store:
+        try:
+            return await train(f"asyncdist://127.0.0.1:{store.port}/digits", workers)
+        finally:
+            for process in workers.values():
+                process.kill()
+                await asyncio.to_thread(process.wait)
+
+
 async def train(job: str, workers: dict[int, subprocess.Popen[bytes]]) -> tuple[ParameterServer, History]:
     """Serve the parameters until enough gradients have come, with whatever workers there are."""
     server, history = ParameterServer(), History()
@@ -173,21 +184,6 @@ def start_worker(number: int, job: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, __file__, "--worker", str(number), "--job", job])
 
 
-@contextlib.contextmanager
-def store() -> Iterator[str]:
-    """Run a store daemon; yield the URL of the job."""
-    command = [sys.executable, "-m", "asyncdist.cli", "store", "--host", "127.0.0.1", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
-        try:
-            assert daemon.stdout is not None
-            ready = re.search(r"tcp://(\S+) ", daemon.stdout.readline())
-            if ready is None:
-                sys.exit("the store did not start")
-            yield f"asyncdist://{ready[1]}/digits"
-        finally:
-            daemon.terminate()
-
-
 if options.worker is not None:
     # The server refuses calls when it ends.
     with contextlib.suppress(KeyboardInterrupt, rpc.CalleeLostError, rpc.OverloadedError):
@@ -195,15 +191,8 @@ if options.worker is not None:
     sys.exit()
 
 options.out.parent.mkdir(parents=True, exist_ok=True)
-workers: dict[int, subprocess.Popen[bytes]] = {}
 try:
-    with store() as job:
-        try:
-            server, history = asyncio.run(train(job, workers))
-        finally:
-            for process in workers.values():
-                process.kill()
-                process.wait()
+    server, history = asyncio.run(run())
 except TimeoutError:
     sys.exit(f"no worker has sent a gradient for {PATIENCE:.0f} s")
 except KeyboardInterrupt:
