@@ -97,6 +97,7 @@ class ReadMapping:
 
     Attributes:
         bytes: The memory, as a flat uint8 tensor. Writing it changes a copy of this process.
+        is_renewed: Whether nothing has used the mapping since `renew`. Whoever uses it sets False.
 
     Raises:
         ProtocolError: The segment is smaller than told.
@@ -107,6 +108,7 @@ class ReadMapping:
         self.id, self.nbytes = id, nbytes
         self._descriptor = descriptor
         self._closing = weakref.finalize(self, os.close, descriptor)
+        self.is_renewed = False
         self._is_populated = False
         lifecycle.close_in_children(self)
         size = os.fstat(descriptor).st_size
@@ -127,11 +129,12 @@ class ReadMapping:
         """
         if self._is_populated:
             self._discard_own_pages()
-            return
-        self._is_populated = True
-        # Page faults here, and not in a request. madvise would map the pages faster, but hold the interpreter.
-        for offset, nbytes in self._steps():
-            self.bytes[offset : offset + nbytes : PAGE_NBYTES].sum()
+        else:
+            self._is_populated = True
+            # Page faults here, and not in a request. madvise would map the pages faster, but hold the interpreter.
+            for offset, nbytes in self._steps():
+                self.bytes[offset : offset + nbytes : PAGE_NBYTES].sum()
+        self.is_renewed = True
 
     def _discard_own_pages(self) -> None:
         count = -(-self.nbytes // PAGE_NBYTES)

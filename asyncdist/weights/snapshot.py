@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ from asyncdist.weights.content.layout import Block, WeightsLayout
 from asyncdist.weights.content.selection import flat_range
 
 _SHARE_NBYTES = 8 << 20
-"""The fewest bytes for which a further thread is worth while."""
+"""Bytes that a thread copies before it takes the next share: one that another process holds up leaves more to the rest."""
 
 
 async def take_snapshot(
@@ -32,11 +33,9 @@ async def take_snapshot(
     digests = np.zeros(len(blocks), dtype=np.uint64)
     stop = threading.Event()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shares = max(1, min(2, cores, layout.nbytes // _SHARE_NBYTES))
-    bounds = [len(blocks) * share // shares for share in range(shares + 1)]
+    shares = _shares(blocks, tensors)
     copying = [
-        threads.submit(_copy, tensors, blocks, range(*bounds[share : share + 2]), memory, digests, stop)
-        for share in range(shares)
+        threads.submit(_copy, tensors, blocks, shares, memory, digests, stop) for _ in range(min(2, cores, len(shares)))
     ]
     futures = [asyncio.wrap_future(each) for each in copying]
     try:
@@ -50,29 +49,53 @@ async def take_snapshot(
     return digests
 
 
+def _shares(blocks: Sequence[Block], tensors: Mapping[str, torch.Tensor]) -> deque[range]:
+    """Return the numbers of all blocks in ranges of about `_SHARE_NBYTES`; a tensor to be converted is not divided."""
+    shares, first, nbytes = deque[range](), 0, 0
+    for number, block in enumerate(blocks):
+        nbytes += block.nbytes
+        following = blocks[number + 1 : number + 2]
+        is_inside = bool(following) and following[0].place is block.place
+        if nbytes >= _SHARE_NBYTES and not (is_inside and _needs_conversion(tensors[block.place.name])):
+            shares.append(range(first, number + 1))
+            first, nbytes = number + 1, 0
+    if first < len(blocks):
+        shares.append(range(first, len(blocks)))
+    return shares
+
+
 def _copy(
     tensors: Mapping[str, torch.Tensor],
     blocks: Sequence[Block],
-    numbers: range,
+    shares: deque[range],
     memory: torch.Tensor,
     digests: NDArray[np.uint64],
     stop: threading.Event,
 ) -> None:
     name, source = "", memory
     as_array = memory.numpy()
-    for number in numbers:
-        if stop.is_set():
+    while shares:
+        try:
+            numbers = shares.popleft()
+        except IndexError:  # The other thread has taken the last share.
             return
-        block = blocks[number]
-        place = block.place
-        if place.name != name:
-            name, source = place.name, _source(tensors[place.name])
-        itemsize = place.dtype.itemsize
-        first = (block.offset - place.offset) // itemsize
-        part = flat_range(source, first, first + block.nbytes // itemsize)
-        # Bytes, because torch has no copy kernel for some dtypes.
-        memory[block.offset : block.offset + block.nbytes].copy_(part.view(torch.uint8))
-        digests[number] = digest(as_array[block.offset : block.offset + block.nbytes])
+        for number in numbers:
+            if stop.is_set():
+                return
+            block = blocks[number]
+            place = block.place
+            if place.name != name:
+                name, source = place.name, _source(tensors[place.name])
+            itemsize = place.dtype.itemsize
+            first = (block.offset - place.offset) // itemsize
+            part = flat_range(source, first, first + block.nbytes // itemsize)
+            # Bytes, because torch has no copy kernel for some dtypes.
+            memory[block.offset : block.offset + block.nbytes].copy_(part.view(torch.uint8))
+            digests[number] = digest(as_array[block.offset : block.offset + block.nbytes])
+
+
+def _needs_conversion(tensor: torch.Tensor) -> bool:
+    return not tensor.is_cpu or tensor.is_conj() or tensor.is_neg()
 
 
 def _source(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,8 +32,8 @@ def weights_page(report: WeightsReport) -> Page:
     if host:
         about.append(
             "one host: from the call of `publish` until the slowest reader has swapped the version in, compared with a "
-            "copy of the same bytes by one thread. Latest answer: how late the latest answer of any reader was in that "
-            "time, and in an equally long time before; the median over the rounds. Targets: "
+            "copy of the same bytes by one thread. Latest answer: how late the latest answer of any reader was from the "
+            "call to 0.1 s after the last swap, and in an equally long time before; the median over the rounds. Targets: "
             f"{_LEAST_RATE:.0%} of the rate of the copy for each reader, and no answer more than {1e3 * _LATEST:g} ms later"
         )
         grids.append(Grid("One host", _HOST_COLUMNS, [_host_cells(case) for case in host]))

@@ -25,6 +25,8 @@ from asyncdist.testing.processes import Nursery, RankEndedError, RankProcess
 _PROGRAM = Path(__file__).with_name("processes.py")
 _QUIET = 0.5
 """Seconds without a publication before each one, in which requests are answered, too."""
+_AFTER = 0.1
+"""Seconds after the last swap in which answers still count, because the readers give up the version before."""
 _LIMIT = 300.0
 
 Progress = Callable[[str], None]
@@ -42,7 +44,7 @@ class WeightsCase:
         published: For each round, the seconds of the call of `publish`.
         read: For each round, the seconds from that call to the swap on each reader.
         late: For each round, by how many seconds the latest answer of any reader came after its request, from the call to
-            the last swap.
+            0.1 s after the last swap.
         late_before: The same for an equally long time before the call.
     """
 
@@ -146,7 +148,7 @@ class _WeightsBenchmark:
                 case.alone.append(ended - begun)
                 case.published.append(visible - called)
                 case.read.append([at - called for at in swapped])
-                windows.append((called, max(swapped)))
+                windows.append((called, max(swapped) + _AFTER))
         for each in readers:
             each.say(None)
         requests = [request for each in readers for request in each.hear(_LIMIT)]

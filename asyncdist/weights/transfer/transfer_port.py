@@ -69,10 +69,13 @@ class TransferPort:
         self._server = VersionServer(self._versions, self.threads)
         self._puller = VersionPuller()
         self._mapped: dict[HeldVersion, MappedSource] = {}
+        self._renewing: set[asyncio.Future[None]] = set()
         self.channels = ChannelPort(self, host=host, service=service, job=job, token=token, config=config, label=label)
 
     async def close(self) -> None:
         """Close the channels. What this process has mapped stays readable."""
+        if self._renewing:
+            await asyncio.wait(self._renewing)
         await self._server.close()
         await self.channels.close()
         self.pool.close()
@@ -106,10 +109,23 @@ class TransferPort:
     def _unused(self, held: HeldVersion) -> None:
         mapped = self._mapped.pop(held, None)
         if mapped is not None:
-            mapped.end()
+            self._renew(mapped)
         elif held.memory is not None:
             memory: Any = held.memory
             (self.pool.discard if held.is_lost else self.pool.give_back)(memory)
+
+    def _renew(self, mapped: MappedSource) -> None:
+        """Renew a mapping before its source writes the memory again, so that the next version there shows at once."""
+
+        def renewed(done: asyncio.Future[None]) -> None:
+            self._renewing.discard(done)
+            if not done.cancelled() and (error := done.exception()) is not None:
+                log.info("a mapping could not be renewed yet: %s", error)
+            mapped.end()
+
+        renewing = asyncio.wrap_future(self.threads.submit(mapped.mapping.renew))
+        self._renewing.add(renewing)
+        renewing.add_done_callback(renewed)
 
     def _tell_closed(self, segment: OwnSegment) -> None:
         for channel in self.channels.channels:
@@ -152,7 +168,9 @@ class TransferPort:
             await self._puller.pull(channel, held, maps=False)
 
     async def _use_mapping(self, held: HeldVersion, manifest: Manifest, mapped: MappedSource) -> None:
-        await asyncio.wrap_future(self.threads.submit(mapped.mapping.renew))
+        if not mapped.mapping.is_renewed:
+            await asyncio.wrap_future(self.threads.submit(mapped.mapping.renew))
+        mapped.mapping.is_renewed = False
         if held.selection.key and not mapped.selection:
             held.widen(whole_selection(manifest.layout), manifest.digests)
         held.place(mapped.mapping)
