@@ -26,9 +26,6 @@ from asyncdist.algorithms.selection import Model
 # Data is cut into this many parts, unless the slices would be smaller than the minimum.
 _MIN_PARTS = 8
 _MIN_SLICE_NBYTES = 256 << 10
-# Seconds for one synchronization inside a node, and per byte copied through shared memory.
-_SYNCHRONIZATION = 10e-6
-_COPY = 0.2e-9
 
 
 @dataclass(frozen=True)
@@ -62,11 +59,6 @@ class NodeLayout:
     def carries(self) -> bool:
         """Whether this rank is a rail leader."""
         return self.place < self.rails
-
-    @property
-    def even(self) -> bool:
-        """Whether every member of every node is on a rail."""
-        return all(len(members) == self.rails for members in self.nodes)
 
     def rail(self, number: int) -> tuple[int, ...]:
         """Return the leaders of a rail, by node."""
@@ -148,19 +140,14 @@ def part_count(nbytes: int, rails: int, segment_nbytes: int) -> int:
 
 
 def slices_pay(nbytes: int, layout: NodeLayout, model: Model) -> bool:
-    """Return whether an all-reduce is faster with one slice per rail than with the whole tensor on every rail.
+    """Return whether an all-reduce is faster with one slice per rail than with the whole tensor on the first rail.
 
-    With the whole tensor every rail leader holds the result, so the node needs no broadcast. This saves one synchronization
-    and multiplies the bytes by the number of rails. The arguments must be equal on every rank.
+    Slices save bytes of each rail. The whole tensor saves the messages of all other rails, which the processors and the
+    link of a host share. The arguments must be equal on every rank.
     """
-    if not layout.even:
-        return True
-    hosts, rails = len(layout.nodes), layout.rails
-
-    def exchange(nbytes: float) -> float:
-        costs = [cost(hosts, int(nbytes)) for cost in (recursive_doubling.all_reduce_cost, ring.all_reduce_cost)]
-        return min(model.seconds(cost) + model.beta * cost.nbytes * (rails - 1) for cost in costs)
-
-    whole = exchange(nbytes)
-    sliced = exchange(nbytes / rails) + _SYNCHRONIZATION + _COPY * nbytes
+    hosts, others = len(layout.nodes), layout.rails - 1
+    costs = recursive_doubling.all_reduce_cost, ring.all_reduce_cost
+    whole = min(model.seconds(cost(hosts, nbytes)) for cost in costs)
+    slices = [cost(hosts, nbytes // layout.rails) for cost in costs]
+    sliced = min(model.seconds(each) + others * model.overhead * each.messages for each in slices)
     return sliced < whole

@@ -21,9 +21,10 @@ from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
 from asyncdist.collectives import validation
 from asyncdist.collectives.arguments import whole_number_of
-from asyncdist.collectives.hierarchical import HierarchicalCollectives
+from asyncdist.collectives.hierarchical import BARRIER_KERNELS, HierarchicalCollectives
 from asyncdist.collectives.prepared import PreparedCollective
 from asyncdist.config import Config
+from asyncdist.engine.direct_calls import RecordedCall
 from asyncdist.engine.operation import Plan
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import (
@@ -428,10 +429,9 @@ def barrier(group: GroupContext) -> PreparedCollective:
     if native is not None:
         return PreparedCollective(call, 0, native.prepare(CallSignature(Collective.barrier, call, torch.uint8, (0,))))
     if hierarchical is not None:
-        return PreparedCollective(call, 0, parts=lambda: hierarchical.barrier(call))
-    return PreparedCollective(
-        call, 0, parts=lambda: (recursive_doubling.barrier(group.rank, group.size, NOTHING, NOTHING),)
-    )
+        return PreparedCollective(call, 0, parts=lambda: hierarchical.barrier(call), fold=BARRIER_KERNELS.fold)
+    recorded = RecordedCall(lambda: recursive_doubling.barrier(group.rank, group.size, NOTHING, NOTHING), [])
+    return PreparedCollective(call, 0, parts=lambda: (recorded.schedule(),))
 
 
 def monitored_barrier(group: GroupContext) -> Plan:

@@ -7,13 +7,13 @@ generator, so that the links carry one part while the nodes process others:
                       inside                     along each rail                 inside
 ====================  =========================  ==============================  ======================
 all_reduce            reduce-scatter to a slice  all-reduce of the slice         all-gather of slices
-all_reduce, small     all-reduce                 all-reduce of the whole
+all_reduce, small     reduce to the first member all-reduce on the first rail    broadcast
 reduce_scatter        reduce-scatter of the      partial results to their
                       blocks of each node        destination ranks
 all_gather            (all-gather, if uneven)    all-gather of its blocks        all-gather of the rest
 broadcast             broadcast (root's node)    broadcast of a slice            all-gather of slices
 reduce                reduce to one member       tree among these members
-barrier               barrier                    barrier                         (barrier, if uneven)
+barrier               as a small all_reduce
 ====================  =========================  ==============================  ======================
 
 **Numbers.** Each node numbers its own native collectives (`Native`). The n-th one must be the same on all members of
@@ -34,23 +34,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
 
 from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.algorithms.hierarchy import NodeLayout, among, gather_runs, part_count, slices_pay
 from asyncdist.algorithms.schedule import Reduce, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
-from asyncdist.base.ops import Collective
+from asyncdist.base.ops import Collective, ReduceOp
+from asyncdist.engine.direct_calls import MAX_DIRECT_NBYTES, RecordedCall
 from asyncdist.memory.bounded_cache import BoundedCache
-from asyncdist.memory.buffers import NOTHING, Memory, Scratch, TensorBlocks
-from asyncdist.memory.reduce_kernels import Arithmetic, divide
+from asyncdist.memory.buffers import Memory, Scratch, TensorBlocks
+from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
 from asyncdist.transport.native import CallSignature, Native, PreparedCall
 
 _CACHED_CALLS = 512
+
+BARRIER_KERNELS = arithmetic(ReduceOp.MAX, torch.uint8)
+"""The arithmetic of a barrier."""
 
 Part = Callable[[int], Schedule]
 """``part(number)`` is the schedule of a part whose native collectives have the numbers from ``number`` on."""
 
 Sources = Sequence[Memory] | TensorBlocks
+
+
+class _SmallCall(NamedTuple):
+    """The prepared steps of a small all-reduce: two native calls, and the exchange of the first members."""
+
+    reduce: PreparedCall | None
+    exchange: Callable[[torch.Tensor], Schedule]
+    broadcast: PreparedCall | None
+
+
+def _nothing(memory: Memory) -> Schedule:
+    yield from ()
 
 
 class HierarchicalCollectives:
@@ -78,9 +97,12 @@ class HierarchicalCollectives:
         self._size = sum(len(members) for members in layout.nodes)
         self._hosts = hosts = len(layout.nodes)
         # The model takes longer than a small call over shared memory.
+        self._small_calls: BoundedCache[tuple[int, int], _SmallCall] = BoundedCache(_CACHED_CALLS)
         remembering = lru_cache(_CACHED_CALLS)
         self._choose = remembering(lambda collective, nbytes: choose(collective, nbytes, hosts, model=model))
-        self._slices_pay = remembering(lambda nbytes: slices_pay(nbytes, layout, model))
+        self._is_small = remembering(
+            lambda nbytes: nbytes <= MAX_DIRECT_NBYTES and not slices_pay(nbytes, layout, model)
+        )
 
     def open(self) -> None:
         """Make the native collectives of this rank available to the members of its node."""
@@ -111,11 +133,12 @@ class HierarchicalCollectives:
 
         def parts() -> Iterator[tuple[int, Part]]:
             for memory in memories:
-                sliced = self._slices_pay(memory.nbytes)
-                run, natives = (self._all_reduce_slices, 2) if sliced else (self._all_reduce_whole, 1)
+                if self._is_small(memory.nbytes):
+                    yield 2, partial(self._all_reduce_small, call, memory, kernels)
+                    continue
                 blocks = TensorBlocks.split(memory, self._cut(memory.nbytes))
                 for part in range(len(blocks)):
-                    yield natives, partial(run, call, blocks[part], kernels)
+                    yield 2, partial(self._all_reduce_slices, call, blocks[part], kernels)
 
         return self._numbered(parts())
 
@@ -129,12 +152,30 @@ class HierarchicalCollectives:
             yield from among(layout.rail(layout.place), rail)
         yield from self._all_gather(number + 1, call, [narrow])
 
-    def _all_reduce_whole(self, call: int, memory: Memory, kernels: Arithmetic, number: int) -> Schedule:
-        layout, own = self._layout, self._widened(memory, kernels)
+    def _all_reduce_small(self, call: int, memory: Memory, kernels: Arithmetic, number: int) -> Schedule:
+        own, members = self._widened(memory, kernels), self._layout.members
+        steps = self._small_calls.get((call, own.count)) or self._prepare_small(call, own, memory, kernels)
+        if steps.reduce is not None:
+            yield from among(members, steps.reduce(number, own.tensor))
+        if self._layout.place == 0:
+            yield from steps.exchange(own.tensor)
+            self._store_result(own, memory, kernels)
+        if steps.broadcast is not None:
+            yield from among(members, steps.broadcast(number + 1, memory.tensor))
+
+    def _prepare_small(self, call: int, own: Memory, memory: Memory, kernels: Arithmetic) -> _SmallCall:
+        layout, hosts = self._layout, self._hosts
+        reduce = broadcast = None
         if self._native is not None:
-            run = self._prepared(Collective.all_reduce, call, own, _plain(kernels))
-            yield from among(layout.members, run(number, own.tensor))
-        yield from among(layout.rail(layout.place), self._reduce_along(own, memory, kernels))
+            reduce = self._prepared(Collective.reduce, call, own, _plain(kernels), root=0)
+            broadcast = self._prepared(Collective.broadcast, call, memory, root=0)
+
+        def doubling(data: Memory) -> Schedule:
+            scratch = Memory(torch.empty(data.count, dtype=data.dtype, device="cpu"))
+            return among(layout.rail(0), recursive_doubling.all_reduce(layout.node, hosts, data, scratch))
+
+        recorded = RecordedCall(doubling if layout.place == 0 else _nothing, [(own.count, own.dtype)])
+        return self._small_calls.add((call, own.count), _SmallCall(reduce, recorded.schedule, broadcast))
 
     def _reduce_along(self, own: Memory, result: Memory, kernels: Arithmetic) -> Schedule:
         """All-reduce ``own`` along the rail of this rank into ``result``, whose dtype may be narrower."""
@@ -285,20 +326,9 @@ class HierarchicalCollectives:
         return self._numbered((1, partial(part, blocks[place])) for place in range(len(blocks)))
 
     def barrier(self, call: int) -> Iterator[Schedule]:
-        """Yield the single part of a barrier."""
-        layout, all_carry = self._layout, len(self._layout.members) == self._layout.rails
-
-        def part(number: int) -> Schedule:
-            run = None if self._native is None else self._prepared(Collective.barrier, call, NOTHING)
-            if run is not None:
-                yield from among(layout.members, run(number))
-            if layout.carries:
-                rail = recursive_doubling.barrier(layout.node, self._hosts, NOTHING, NOTHING)
-                yield from among(layout.rail(layout.place), rail)
-            if run is not None and not all_carry:
-                yield from among(layout.members, run(number + 1))
-
-        return self._numbered([(1 if all_carry else 2, part)])
+        """Yield the single part of a barrier: an all-reduce with `BARRIER_KERNELS`."""
+        anything = Memory(torch.zeros(1, dtype=torch.uint8, device="cpu"))
+        return self.all_reduce([anything], BARRIER_KERNELS, call)
 
     # -- inside a node ------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
-from asyncdist.engine.direct_calls import RecordedCall
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import OutputTensor, increment_versions, input_memory
 from asyncdist.memory.reduce_kernels import Fold
@@ -32,7 +31,6 @@ class PreparedCollective(NamedTuple):
         parts: ``parts(*tensors)`` are the schedules of a call over links.
         fold: Arithmetic of the actions Reduce and Combine.
         window: Largest number of parts that run at once.
-        recorded: The recorded steps of a small call over links; None if each call makes its schedule.
     """
 
     fingerprint: int
@@ -41,7 +39,6 @@ class PreparedCollective(NamedTuple):
     parts: Callable[..., Iterable[Schedule]] | None = None
     fold: Fold | None = None
     window: int = 4
-    recorded: RecordedCall | None = None
 
 
 def schedules_over_links(

@@ -87,9 +87,10 @@ def all_reduce(group: GroupContext, tensor: Any, op: Any) -> PreparedCollective:
             return hierarchical.all_reduce([memory], kernels, call)
 
         return PreparedCollective(call, nbytes, parts=parts, fold=kernels.fold, window=hierarchical.window)
-    over_links = _all_reduce_over_links(group, nbytes, dtype, op, kernels)
-    recorded = _recorded_all_reduce(group, tensor, op, kernels)
-    return PreparedCollective(call, nbytes, None, over_links, kernels.fold, group.window, recorded)
+    over_links = _recorded_all_reduce(group, tensor, op, kernels)
+    if over_links is None:
+        over_links = _all_reduce_over_links(group, nbytes, dtype, op, kernels)
+    return PreparedCollective(call, nbytes, None, over_links, kernels.fold, group.window)
 
 
 def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> PreparedCollective:
@@ -170,23 +171,26 @@ def _all_reduce_over_links(
 
 def _recorded_all_reduce(
     group: GroupContext, tensor: torch.Tensor, op: Reduction, kernels: Arithmetic
-) -> RecordedCall | None:
-    """Return the steps of a small all-reduce by recursive doubling; None for any other all-reduce."""
-    nbytes, rank, size = tensor.nbytes, group.rank, group.size
+) -> OverLinks | None:
+    """Return a function that repeats the steps of a small all-reduce by recursive doubling; None for any other one."""
+    count, nbytes, rank, size = tensor.numel(), tensor.nbytes, group.rank, group.size
     if nbytes > MAX_DIRECT_NBYTES or group.choose("all_reduce", nbytes) != "doubling":
         return None
-    if kernels.widens or type(op) is PremulSum or group.is_striped(nbytes) or group.native is not None:
+    if kernels.widens or type(op) is PremulSum or group.is_striped(nbytes):
         return None
-    scratch = Memory(torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu"))
 
-    def average(memory: Memory) -> None:
-        divide(memory.tensor, size)
+    def doubling(memory: Memory) -> Schedule:
+        scratch = Memory(torch.empty(memory.count, dtype=memory.dtype, device="cpu"))
+        return recursive_doubling.all_reduce(rank, size, memory, scratch)
 
-    return RecordedCall(
-        lambda memory: recursive_doubling.all_reduce(rank, size, memory, scratch),
-        [(tensor.numel(), tensor.dtype)],
-        average if kernels.averages else None,
-    )
+    recorded = RecordedCall(doubling, [(count, tensor.dtype)])
+
+    def averaged(tensor: torch.Tensor) -> Schedule:
+        yield from recorded.schedule(tensor)
+        divide(flat_memory(tensor).tensor, size)
+
+    run = averaged if kernels.averages else recorded.schedule
+    return lambda tensor: (run(tensor),)
 
 
 def _all_reduce_doubling(group: GroupContext, memory: Memory, kernels: Arithmetic) -> Schedule:

@@ -13,16 +13,15 @@ then: bytes that were read are read again, and a message that has left in part i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from asyncdist.algorithms.schedule import END_ATTEMPT, Combine, Recv, Reduce, Schedule, Send, Step
+from asyncdist.algorithms.schedule import END_ATTEMPT, Action, Combine, Recv, Reduce, Schedule, Send, Step
 from asyncdist.engine.call_checker import CollectiveChecker
 from asyncdist.engine.operation import Begun, Channel, Operation
-from asyncdist.memory.buffers import Memory, Scratch
+from asyncdist.memory.buffers import Memory, Scratch, flat_memory
 from asyncdist.memory.reduce_kernels import Fold
 from asyncdist.transport.base import Link, MatchingQueue
 from asyncdist.transport.wire_format import DATA, pack_tail
@@ -56,16 +55,14 @@ class DirectStep:
     """A step in the form in which `DirectCalls` performs it.
 
     Attributes:
-        step: The step as the schedule has yielded it.
         combines: Its local actions.
         sends: Its outgoing messages.
         receives: Its incoming messages.
     """
 
-    __slots__ = ("combines", "receives", "sends", "step")
+    __slots__ = ("combines", "receives", "sends")
 
     def __init__(self, step: Step, members: Sequence[int], fingerprint: int, scratch: Scratch) -> None:
-        self.step = step
         self.combines: list[Combine] = []
         self.sends: list[_Message] = []
         self.receives: list[_Message] = []
@@ -86,51 +83,43 @@ class DirectStep:
                 scratch.give(message.place)
 
 
+class RecordedStep(tuple[Action, ...]):
+    """A step that `RecordedCall` yields in each call. Its direct form is made once, and keeps its scratch."""
+
+    direct: DirectStep | None = None
+
+
 class RecordedCall:
     """The steps of a schedule, recorded once for all calls with tensors of the same dtypes and shapes.
 
-    Their places are memories to which `bind` gives the tensors of one call at a time. The schedule must do nothing but
-    yield steps, and these must depend on nothing but its arguments.
+    Their places are memories that belong to the tensors of one call at a time. The schedule must do nothing but yield
+    steps, and these must depend on nothing but its arguments.
 
     Args:
-        schedule: Makes the schedule from one memory for each tensor.
+        schedule: Makes the schedule, with scratch of its own, from one memory for each tensor.
         tensors: A number of elements and a dtype for each tensor.
-        finish: Called with the memories after the last step.
-
-    Attributes:
-        in_use: Whether a call is using the memories.
-        direct_steps: The steps in their direct form; empty before the first call.
-        finish: Called without arguments after the last step; None if there is nothing to do.
     """
 
-    def __init__(
-        self,
-        schedule: Callable[..., Iterable[Any]],
-        tensors: Sequence[tuple[int, torch.dtype]],
-        finish: Callable[..., None] | None = None,
-    ) -> None:
+    def __init__(self, schedule: Callable[..., Iterable[Any]], tensors: Sequence[tuple[int, torch.dtype]]) -> None:
+        self._make = schedule
         self._memories = [Memory.unbound(count, dtype) for count, dtype in tensors]
-        self._steps: list[Step] = list(schedule(*self._memories))
-        self.in_use = False
-        self.direct_steps: list[DirectStep] = []
-        self.finish = None if finish is None else functools.partial(finish, *self._memories)
+        self._steps = [RecordedStep(step) for step in schedule(*self._memories)]
+        self._is_used = False
 
-    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Use the memories for contiguous tensors, until `release`."""
-        self.in_use = True
-        for memory, tensor in zip(self._memories, tensors, strict=True):
-            memory.bind(tensor)
-
-    def make_direct(self, members: Sequence[int], fingerprint: int, scratch: Scratch) -> list[DirectStep]:
-        """Bring the steps into their direct form, with scratch of their own."""
-        self.direct_steps = [DirectStep(step, members, fingerprint, scratch) for step in self._steps]
-        return self.direct_steps
-
-    def release(self) -> None:
-        """Let another call use the memories."""
-        for memory in self._memories:
-            memory.unbind()
-        self.in_use = False
+    def schedule(self, *tensors: torch.Tensor) -> Schedule:
+        """Return the schedule of a call with contiguous tensors. A call that begins during another makes its own steps."""
+        if self._is_used:
+            yield from self._make(*map(flat_memory, tensors))
+            return
+        self._is_used = True
+        try:
+            for memory, tensor in zip(self._memories, tensors, strict=True):
+                memory.bind(tensor)
+            yield from self._steps
+        finally:
+            for memory in self._memories:
+                memory.unbind()
+            self._is_used = False
 
 
 class DirectCalls:
@@ -176,60 +165,21 @@ class DirectCalls:
             if key in operations or isinstance(step, int) or not step:
                 yield step
                 continue
-            direct = DirectStep(step, channel.members, fingerprint, scratch)
+            recorded = step if type(step) is RecordedStep else None
+            direct = None if recorded is None else recorded.direct
+            if direct is None:
+                direct = DirectStep(step, channel.members, fingerprint, scratch)
+                if recorded is not None:
+                    recorded.direct = direct
             rest = self._begin(direct, key, fold)
-            waiting = self._receive(direct.receives, rest, key, fold, tries)
+            waiting = self._receive(direct.receives, rest, key, fold, tries) if direct.receives else ()
             if waiting or rest:
                 yield from self._wait(waiting, rest, key, fold, tries)
-            direct.give_scratch(scratch)
+            if recorded is None:
+                direct.give_scratch(scratch)
         # A peer whose message no step has received may have made another call.
         if early_calls and key not in operations and self._differs(channel, key, fingerprint):
             yield END_ATTEMPT
-
-    def repeat(
-        self,
-        recorded: RecordedCall,
-        parts: Callable[..., Iterable[Schedule]],
-        tensors: Sequence[torch.Tensor],
-        channel: Channel,
-        number: int,
-        fingerprint: int,
-        fold: Fold | None,
-        *,
-        wait: bool,
-    ) -> Schedule:
-        """Return the schedule that runs a recorded collective directly, or in an operation.
-
-        Args:
-            recorded: The steps.
-            parts: Makes the part from the tensors, for a call that begins before an earlier one has released the steps.
-            tensors: The contiguous tensors of the call.
-            channel: As in `run`, and so on.
-        """
-        operations, early_calls = self._operations, self._checker.early_calls
-        if recorded.in_use:
-            (schedule,) = parts(*tensors)
-            yield from self.run(schedule, channel, number, fingerprint, fold, wait=wait)
-            return
-        try:
-            recorded.bind(tensors)
-            key, tries = _key(channel, number), _TRIES if wait else 1
-            if early_calls and self._differs(channel, key, fingerprint):
-                yield END_ATTEMPT
-            for step in recorded.direct_steps or recorded.make_direct(channel.members, fingerprint, self._scratch):
-                if key in operations:
-                    yield step.step
-                    continue
-                rest = self._begin(step, key, fold)
-                waiting = self._receive(step.receives, rest, key, fold, tries) if step.receives else ()
-                if waiting or rest:
-                    yield from self._wait(waiting, rest, key, fold, tries)
-            if early_calls and key not in operations and self._differs(channel, key, fingerprint):
-                yield END_ATTEMPT
-            if recorded.finish is not None:
-                recorded.finish()
-        finally:
-            recorded.release()
 
     def _differs(self, channel: Channel, key: bytes, fingerprint: int) -> bool:
         """Compare a call with those that peers have made before; return whether the group has failed."""

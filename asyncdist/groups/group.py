@@ -261,7 +261,7 @@ class Group(CollectiveOps):
     def _run(
         self, name: str, prepared: PreparedCollective, tensors: Sequence[Any], result: Result, options: CallOptions
     ) -> Work:
-        fingerprint, nbytes, native, parts, fold, window, recorded = prepared
+        fingerprint, nbytes, native, _, fold, window = prepared
         value, outputs, writes = result
         mesh, channel = self.mesh, self.channel
         background, timeout, limit = options.get("background", True), options.get("timeout"), self.timeout
@@ -281,8 +281,6 @@ class Group(CollectiveOps):
                 schedule, polls = native(number, *tensors), MOST_POLLS
                 if observed is not None:
                     schedule = observed.watch(schedule)
-            elif recorded is not None and parts is not None and observed is None:
-                schedule = mesh.direct_calls.repeat(recorded, parts, tensors, *call, wait=wait)
             else:
                 schedules = schedules_over_links(prepared, tensors, number, self._native)
                 if observed is not None:
@@ -293,7 +291,7 @@ class Group(CollectiveOps):
                         schedule = mesh.direct_calls.run(listed[0], *call, wait=wait)
             if schedule is not None:
                 schedules = (schedule,)
-                block = native is not None and not background
+                block = not background
                 if mesh.progress.attempt(schedule, channel, number, wait=wait, polls=polls, block=block):
                     value = finish_call(value, outputs, writes)
                     if entry.finish():

@@ -66,7 +66,7 @@ def test_nodes_are_ranks_that_share_memory():
     found = layout_of("abbab", own=4)
     assert found.nodes == ((0, 3), (1, 2, 4))
     assert (found.node, found.place, found.rails, found.members) == (1, 2, 2, (1, 2, 4))
-    assert (found.carries, found.even) == (False, False)
+    assert not found.carries
     assert [found.rail(number) for number in range(2)] == [(0, 1), (3, 2)]
     assert found.carried(1, 0) == (1, 4)
     assert list(found.turns(1)) == [(1, 2), (4,)]
@@ -111,11 +111,18 @@ def test_part_count():
     assert part_count(100 << 20, 2, 1 << 20) == 50
 
 
-def test_only_small_tensors_are_reduced_whole_on_every_rail():
-    even, uneven = layout_of("aabb"), layout_of("aab")
-    assert [slices_pay(nbytes, even, DEFAULT) for nbytes in (4, 4096, 1 << 20, 25 << 20)] == [False, False, True, True]
-    # A rank outside the rails needs the broadcast of the slices.
-    assert all(slices_pay(nbytes, uneven, DEFAULT) for nbytes in (4, 25 << 20))
+def test_only_small_tensors_are_reduced_whole_on_the_first_rail():
+    sizes = 4, 4096, 1 << 20, 25 << 20
+    assert [slices_pay(nbytes, layout_of("aabb"), DEFAULT) for nbytes in sizes] == [False, False, True, True]
+    # A single rail has no slices.
+    assert not any(slices_pay(nbytes, layout_of("aab"), DEFAULT) for nbytes in sizes)
+
+
+async def test_small_calls_of_one_signature_may_overlap():
+    """Only one of them uses the recorded steps."""
+    async with world("aabb") as groups:
+        works = [group.all_reduce(torch.full((3,), value)) for group in groups for value in (1.0, 2.0, 3.0)]
+        assert [(await work)[0].item() for work in works] == [4, 8, 12] * 4
 
 
 # -- results ----------------------------------------------------------------------------------------
