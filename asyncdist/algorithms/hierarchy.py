@@ -23,9 +23,9 @@ from asyncdist.algorithms import recursive_doubling, ring
 from asyncdist.algorithms.schedule import Action, Combine, Place, Recv, Schedule, Send, Step
 from asyncdist.algorithms.selection import Model
 
-# Data is cut into this many parts, unless the slices would be smaller than the minimum.
+# Data is cut into this many parts, unless the slices or their blocks for the hosts would be smaller than the minimum.
 _MIN_PARTS = 8
-_MIN_SLICE_NBYTES = 256 << 10
+_MIN_SLICE_NBYTES, _MIN_BLOCK_NBYTES = 256 << 10, 128 << 10
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,15 @@ def gather_runs(place: int, size: int, runs: Sequence[Sequence[Place]]) -> Sched
             yield step
 
 
-def part_count(nbytes: int, rails: int, segment_nbytes: int) -> int:
-    """Return the number of parts of the data on the rails, so that the links are busy while nodes reduce."""
-    segments = -(-nbytes // (rails * max(1, segment_nbytes)))
-    return max(1, segments, min(_MIN_PARTS, nbytes // (rails * _MIN_SLICE_NBYTES)))
+def part_count(nbytes: int, rails: int, hosts: int, segment_nbytes: int) -> int:
+    """Return the number of parts of the data on the rails, so that the links are busy while nodes reduce.
+
+    A slice travels in blocks, one for each host, and each message has a cost of its own. Between many hosts the parts are
+    therefore larger.
+    """
+    blocks = hosts * _MIN_BLOCK_NBYTES
+    segments = -(-nbytes // (rails * max(1, segment_nbytes, 2 * blocks)))
+    return max(1, segments, min(_MIN_PARTS, nbytes // (rails * max(_MIN_SLICE_NBYTES, blocks))))
 
 
 def slices_pay(nbytes: int, layout: NodeLayout, model: Model) -> bool:
@@ -146,7 +151,7 @@ def slices_pay(nbytes: int, layout: NodeLayout, model: Model) -> bool:
     link of a host share. The arguments must be equal on every rank.
     """
     hosts, others = len(layout.nodes), layout.rails - 1
-    costs = recursive_doubling.all_reduce_cost, ring.all_reduce_cost
+    costs = recursive_doubling.all_reduce_cost, recursive_doubling.halving_all_reduce_cost, ring.all_reduce_cost
     whole = min(model.seconds(cost(hosts, nbytes)) for cost in costs)
     slices = [cost(hosts, nbytes // layout.rails) for cost in costs]
     sliced = min(model.seconds(each) + others * model.overhead * each.messages for each in slices)

@@ -124,7 +124,7 @@ class HierarchicalCollectives:
             number += natives
 
     def _cut(self, nbytes: int) -> int:
-        return part_count(nbytes, self._layout.rails, self._model.segment_nbytes)
+        return part_count(nbytes, self._layout.rails, self._hosts, self._model.segment_nbytes)
 
     # -- reducing ------------------------------------------------------------------------------
 
@@ -180,10 +180,17 @@ class HierarchicalCollectives:
     def _reduce_along(self, own: Memory, result: Memory, kernels: Arithmetic) -> Schedule:
         """All-reduce ``own`` along the rail of this rank into ``result``, whose dtype may be narrower."""
         place, hosts = self._layout.node, self._hosts
-        if self._choose("all_reduce", own.nbytes) == "doubling":
+        algorithm = self._choose("all_reduce", own.nbytes)
+        if algorithm == "doubling":
             scratch = self._scratch.take(own.count, own.dtype)
             yield from recursive_doubling.all_reduce(place, hosts, own, scratch)
             self._scratch.give(scratch)
+            self._store_result(own, result, kernels)
+            return
+        # The ring gathers narrow results where partial sums are wide.
+        if algorithm == "halving" and not kernels.widens:
+            halves = TensorBlocks.split(own, recursive_doubling.floor_power_of_two(hosts))
+            yield from recursive_doubling.halving_all_reduce(place, hosts, halves)
             self._store_result(own, result, kernels)
             return
         blocks, results = TensorBlocks.split(own, hosts), TensorBlocks.split(result, hosts)
@@ -218,7 +225,7 @@ class HierarchicalCollectives:
                 self._store_result(own, piece, kernels)
 
         # A single rail carries all parts, because the root receives all of them.
-        blocks = TensorBlocks.split(memory, part_count(memory.nbytes, 1, self._model.segment_nbytes))
+        blocks = TensorBlocks.split(memory, part_count(memory.nbytes, 1, self._hosts, self._model.segment_nbytes))
         return self._numbered((1, partial(part, blocks[place])) for place in range(len(blocks)))
 
     def reduce_scatter(self, inputs: Sources, own: Memory, kernels: Arithmetic, call: int) -> Iterator[Schedule]:

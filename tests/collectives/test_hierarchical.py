@@ -27,6 +27,7 @@ HOSTS = {
     "2 x 2, in turns": "abab",
     "2 x 3": "aaabbb",
     "3 x 2": "aabbcc",
+    "4 x 2": "aabbccdd",
     "2 + 3": "aabbb",
     "3 + 2": "baabb",
     "2 + 1": "aab",
@@ -105,10 +106,13 @@ def test_gather_runs_sends_around_a_ring():
 
 
 def test_part_count():
-    assert part_count(0, 2, 1 << 20) == 1
-    assert part_count(1 << 16, 2, 1 << 20) == 1
-    assert part_count(4 << 20, 2, 1 << 20) == 8
-    assert part_count(100 << 20, 2, 1 << 20) == 50
+    assert part_count(0, 2, 2, 1 << 20) == 1
+    assert part_count(1 << 16, 2, 2, 1 << 20) == 1
+    assert part_count(4 << 20, 2, 2, 1 << 20) == 8
+    assert part_count(100 << 20, 2, 2, 1 << 20) == 50
+    # Eight hosts: a part has a block for each of them.
+    assert part_count(4 << 20, 2, 8, 1 << 20) == 2
+    assert part_count(100 << 20, 2, 8, 1 << 20) == 25
 
 
 def test_only_small_tensors_are_reduced_whole_on_the_first_rail():
