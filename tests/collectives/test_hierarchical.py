@@ -27,7 +27,6 @@ HOSTS = {
     "2 x 2, in turns": "abab",
     "2 x 3": "aaabbb",
     "3 x 2": "aabbcc",
-    "4 x 2": "aabbccdd",
     "2 + 3": "aabbb",
     "3 + 2": "baabb",
     "2 + 1": "aab",
