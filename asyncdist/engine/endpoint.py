@@ -371,7 +371,7 @@ class Endpoint:
         elif self.failures.drops(key):
             return
         elif kind == ABORT:
-            self.failures.on_abort(peer, key, body, self.connectivity_problem)
+            self._heartbeat.on_loss_elsewhere(self.failures.on_abort(peer, key, body, self.connectivity_problem))
         elif kind == CALLED and key[:8] not in self.failures.ended:
             self._checker.answer(peer, key, int.from_bytes(body, "little"))
         elif kind == PROBE:

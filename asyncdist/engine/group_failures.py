@@ -198,14 +198,18 @@ class GroupFailures:
         """Return whether a peer is neither lost nor leaving."""
         return peer not in self.lost_peers and peer not in self.left
 
-    def on_abort(self, peer: int, key: bytes, body: bytes, problem: Callable[[Iterable[int]], str]) -> None:
-        """Handle a peer's notice that a group has failed; ``problem`` describes why peers cannot be reached."""
+    def on_abort(self, peer: int, key: bytes, body: bytes, problem: Callable[[Iterable[int]], str]) -> GroupError:
+        """Handle a peer's notice that a group has failed, and return the error that it names.
+
+        ``problem`` describes why peers cannot be reached.
+        """
         error = decode_abort(body, peer, self._rank, problem)
         channel = self.channels.get(key[:8])
         if channel is not None:
             self.fail(channel, error, notified_by=peer)
         else:
             self.ended.setdefault(key[:8], error)
+        return error
 
     def closing_frames(self, peer: int) -> bytes:
         """Return the frames to write before a connection to a peer is closed: the failures of groups, then goodbye."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from time import monotonic
 
 import msgpack
@@ -20,7 +20,7 @@ import msgpack
 from asyncdist.base.daemon_threads import periodic_calls
 from asyncdist.engine.group_failures import GroupFailures
 from asyncdist.engine.routing import TransportSelector
-from asyncdist.errors import ranks
+from asyncdist.errors import GroupError, PeerLostError, ranks
 from asyncdist.membership.detector import BEATS, SUSPECTED_AFTER, Detector, Liveness, Verdict
 from asyncdist.transport.base import Transport
 from asyncdist.transport.process_identity import ProcessState
@@ -122,16 +122,26 @@ class Heartbeat:
             return False
         changed = False
         for transport, detector in self._detectors.items():
-            heard = {
-                peer: is_heard for peer, is_heard in transport.beat().items() if self._failures.accepts_notices(peer)
-            }
-            for verdict in detector.look(monotonic(), heard):
-                self._report(transport, verdict)
-                changed = True
+            changed |= self._look_at(transport, detector)
             for peer in detector.suspects:
                 self._investigate(detector, peer)
                 changed = True
         return changed
+
+    def _look_at(self, transport: Transport, detector: Detector, lost_elsewhere: Set[int] = frozenset()) -> bool:
+        """Report what has changed, and return whether anything has."""
+        heard = {peer: is_heard for peer, is_heard in transport.beat().items() if self._failures.accepts_notices(peer)}
+        verdicts = detector.look(monotonic(), heard, lost_elsewhere)
+        for verdict in verdicts:
+            self._report(transport, verdict)
+        return bool(verdicts)
+
+    def on_loss_elsewhere(self, error: GroupError) -> None:
+        """Look at once, and not at the next beat, if a notice says that another rank has lost a silent one."""
+        lost = error.peer if isinstance(error, PeerLostError) and error.noticed == "heartbeat" else None
+        if self._run is not None and isinstance(lost, int):
+            for transport, detector in self._detectors.items():
+                self._look_at(transport, detector, {lost})
 
     def _report(self, transport: Transport, verdict: Verdict) -> None:
         if verdict.liveness is Liveness.LOST:

@@ -4,8 +4,8 @@ Every rank beats `BEATS` times within the timeout, and looks for the beats of it
 0.7 of the timeout without a sign of life, and lost after all of it. See T. D. Chandra and S. Toueg, "Unreliable Failure
 Detectors for Reliable Distributed Systems", JACM 43(2), 1996.
 
-If a host vanishes, all its ranks fall silent within one period, and a rank that has lost one of them loses the others with
-it: each look that came later for one of them would delay those that go on.
+If a host vanishes, all its ranks fall silent within one period, and a rank that has lost one of them, or hears that another
+rank has, loses the others with it: each look that came later for one of them would delay those that go on.
 
 The time of a look counts only up to one and a half periods. A rank that was stopped, or that gets no processor, therefore
 blames no rank for what it has missed itself.
@@ -108,13 +108,14 @@ class Detector:
         """Return the times at which the watched peers were last heard, on the clock of `look`."""
         return {peer: watched.heard_at for peer, watched in list(self._peers.items())}
 
-    def look(self, now: float, heard: Mapping[int, bool]) -> list[Verdict]:
+    def look(self, now: float, heard: Mapping[int, bool], lost_elsewhere: Set[int] = frozenset()) -> list[Verdict]:
         """Note who was heard since the last look, and return what has changed.
 
         Args:
             now: The time on a monotonic clock.
             heard: The peers whose beats reach this rank as long as they live, and whether each was heard. The detector
                 watches a peer from the first look that names it, and forgets it at the first that does not.
+            lost_elsewhere: Peers that another rank has just lost because they were silent.
         """
         step = 0.0 if self._now is None else now - self._now
         self._now, self._clock = now, self._clock + min(step, _LONGEST_STEP * self._period)
@@ -133,7 +134,7 @@ class Detector:
                 watched.is_suspected = True
                 verdicts.append(Verdict(Liveness.SUSPECTED, peer, now - watched.heard_at))
         lost = {verdict.peer for verdict in verdicts if verdict.liveness is Liveness.LOST}
-        for peer in sorted(self._lost_in_company(lost)):
+        for peer in sorted(self._lost_in_company(lost | lost_elsewhere) - lost):
             verdicts.append(self._lost(peer, self._peers[peer]))
             lost.add(peer)
         for peer in lost:
@@ -148,7 +149,7 @@ class Detector:
             if all(watched.is_suspected for watched in others.values()):
                 enough = self._timeout - _COMPANY * self._period
                 found.update(other for other, watched in others.items() if self._clock - watched.heard >= enough)
-        return found - lost
+        return found
 
     def excuse(self, peer: int, *, without_limit: bool = False) -> None:
         """Delay the loss of a suspect, because another rank sees that its process works and only cannot beat.

@@ -79,6 +79,16 @@ def test_rank_whose_host_is_heard_is_not_lost_early():
     assert lost == [(9, 1), (10, 2)]
 
 
+@pytest.mark.parametrize(("looks", "lost"), [(9, [2]), (7, [])], ids=["silent for long", "not silent for long"])
+def test_peer_is_lost_when_another_rank_has_lost_one_of_its_host(looks, lost):
+    """Another rank has lost rank 1, which this rank does not watch, and which is on the host of rank 2."""
+    detector = Detector(TIMEOUT, lambda peer: {1, 2} if peer < 3 else {3})
+    detector.look(0.0, {2: True, 3: True})
+    looked(detector, 0.0, looks - 1, {2: False, 3: True})
+    found = detector.look(looks * PERIOD, {2: False, 3: True}, {1})
+    assert [verdict.peer for verdict in found if verdict.liveness is Liveness.LOST] == lost
+
+
 def test_rank_that_was_stopped_itself_blames_nobody():
     detector = watching(1, 2)
     looked(detector, 0.0, 4, {1: False, 2: False})
