@@ -371,7 +371,9 @@ class Endpoint:
         elif self.failures.drops(key):
             return
         elif kind == ABORT:
-            self._heartbeat.on_loss_elsewhere(self.failures.on_abort(peer, key, body, self.connectivity_problem))
+            error = self.failures.on_abort(peer, key, body, self.connectivity_problem)
+            # Later, because a look reads from connections, and this message is being read from one.
+            self.post(functools.partial(self._heartbeat.on_loss_elsewhere, error))
         elif kind == CALLED and key[:8] not in self.failures.ended:
             self._checker.answer(peer, key, int.from_bytes(body, "little"))
         elif kind == PROBE:
