@@ -131,7 +131,8 @@ class Heartbeat:
     def _look_at(self, transport: Transport, detector: Detector, lost_elsewhere: Set[int] = frozenset()) -> bool:
         """Report what has changed, and return whether anything has."""
         heard = {peer: is_heard for peer, is_heard in transport.beat().items() if self._failures.accepts_notices(peer)}
-        verdicts = detector.look(monotonic(), heard, lost_elsewhere)
+        unanswered = {peer for peer in transport.unanswered() if self._failures.accepts_notices(peer)}
+        verdicts = detector.look(monotonic(), heard, lost_elsewhere, unanswered)
         for verdict in verdicts:
             self._report(transport, verdict)
         return bool(verdicts)

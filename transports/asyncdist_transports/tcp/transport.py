@@ -141,6 +141,10 @@ class TcpTransport(Transport):
             self._deaf_since = monotonic()
         return heard
 
+    def unanswered(self) -> set[int]:
+        outbound = [each for each in self.connections.values() if isinstance(each, Outbound)]
+        return {connection.peer for connection in outbound if connection.is_unanswered()}
+
     def _readable(self) -> list[int]:
         """Return the descriptors that may have something to read. A poll does not report a heartbeat on the way back."""
         waits, poll = self.waits(), select.poll()
