@@ -31,6 +31,9 @@ class Wire:
     def pulse(self):
         self.pulses += 1
 
+    def unanswered(self):
+        return set()
+
     def beat(self):
         return {peer: peer not in self.silent for peer in sorted(self.peers)}
 
