@@ -228,6 +228,22 @@ async def test_result_that_cannot_be_carried_is_an_error_of_its_own(serving):
         assert await it.echo(1) == 1
 
 
+async def test_value_that_cannot_be_pickled_is_named_where_pickles_are_allowed(serving):
+    class Maker:
+        async def make(self):
+            return lambda: 1
+
+        def make_in_thread(self):
+            return [lambda: 1]
+
+    async with serving(Maker(), settings={"allow_pickle": True}) as it:
+        for method in ("make", "make_in_thread"):
+            with pytest.raises(rpc.ResultError, match=rf"it.{method}.* of type builtins.function cannot be pickled"):
+                await it.call(method)
+        with pytest.raises(UsageError, match=r"it.make\(\) at process .* of type builtins.function cannot be pickled"):
+            it.make(lambda: 1)
+
+
 async def test_argument_that_cannot_be_carried_is_refused_before_anything_is_sent(serving):
     echo = Echo()
     async with serving(echo) as it:
