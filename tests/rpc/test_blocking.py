@@ -15,7 +15,7 @@ from torch import nn
 from asyncdist.config import Config
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UnsupportedError, UsageError
 from asyncdist.rpc import blocking as rpc
-from asyncdist.rpc.errors import CallTimeoutError
+from asyncdist.rpc.errors import CallTimeoutError, RemoteError
 from tests.support.ports import free_port
 
 PROGRAM = Path(__file__).parent / "program_torch_names.py"
@@ -172,7 +172,7 @@ def test_futures_that_others_have_made_are_results(alone):
 
 def test_function_that_cannot_be_pickled_is_refused_by_name(alone):
     with pytest.raises(
-        UsageError, match=r"worker.run\(\) at .*: an object of type builtins.function cannot be pickled"
+        UsageError, match=r"alone.+<lambda>.* at .*: an object of type builtins.function cannot be pickled"
     ):
         rpc.rpc_sync("alone", lambda: 1)
 
@@ -182,8 +182,22 @@ class Holder:
         self.value = value
 
 
+def test_errors_name_the_worker_and_the_function(alone):
+    counter = rpc.remote("alone", Counter)
+    for named, call in (
+        (r"max\(\) at rank 0 \(process \d+ on .*TypeError", lambda: rpc.rpc_sync("alone", max, args=(1,))),
+        (r"exit\(\) at .*SystemExit", lambda: rpc.rpc_async("alone", sys.exit, args=(3,)).wait()),
+        (r"nothing\(\) at .*'Counter' object has no attribute", lambda: counter.rpc_sync().nothing()),
+        (r"Counter\(\) at .*TypeError", lambda: rpc.remote("alone", Counter, args=(1,)).to_here()),
+        (r"Linear\(\) at .*TypeError", lambda: rpc.RemoteModule("alone", nn.Linear)),
+    ):
+        with pytest.raises(RemoteError, match=rf"^alone\.{named}"):
+            call()
+    assert counter.rpc_sync().add(1) == 1
+
+
 def test_timeout_of_a_call_passes(alone):
-    with pytest.raises(CallTimeoutError):
+    with pytest.raises(CallTimeoutError, match=r"alone\.wait_until_told\(\) at rank 0 \(process .* within 0.05 s"):
         rpc.rpc_sync("alone", wait_until_told, timeout=0.05)
     told.set()
 

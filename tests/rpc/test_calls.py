@@ -49,7 +49,7 @@ class Echo:
         self.log.append(number)
 
     async def fail(self, error_name, text):
-        raise {"ValueError": ValueError, "OSError": OSError, "Odd": Odd}[error_name](text)
+        raise {"ValueError": ValueError, "OSError": OSError, "Odd": Odd, "SystemExit": SystemExit}[error_name](text)
 
     async def result(self):
         return object()
@@ -178,6 +178,8 @@ async def test_exception_of_the_method_arrives_with_its_name_message_and_traceba
         assert not isinstance(caught.value, OSError)
         with pytest.raises(rpc.RemoteError, match="its message raised RuntimeError"):
             await it.fail("Odd", "")
+        with pytest.raises(rpc.RemoteError, match="it raised SystemExit: 3"):
+            await it.fail("SystemExit", "3")
         with pytest.raises(rpc.RemoteError) as caught:
             await it.fail("ValueError", "long " * 10_000)
         assert "characters …" in caught.value.remote_message

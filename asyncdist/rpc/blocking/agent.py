@@ -14,6 +14,7 @@ from asyncdist.rpc.blocking.workers import FunctionRunner
 from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.remote import RemoteObject
 from asyncdist.rpc.session import RpcSession
+from asyncdist.rpc.wire import pack_plain
 
 DEFAULT_TIMEOUT = 60.0
 UNSET_TIMEOUT = -1.0
@@ -110,8 +111,11 @@ class RpcAgent:
         return (self.timeout if timeout == UNSET_TIMEOUT else timeout) or inf
 
     def call(self, to: str | int | WorkerInfo, method: str, args: Sequence[Any], timeout: float) -> asyncio.Future[Any]:
-        """Start a call of a worker's `FunctionRunner`, on its loop."""
-        return self.workers[self.info(to).id].call(method, args, timeout=self.limit(timeout))
+        """Start a call of a worker's `FunctionRunner`, on its loop. Errors name the worker and the function."""
+        info = self.info(to)
+        worker = self.workers[info.id]
+        key = worker._key + pack_plain(method)
+        return worker._caller.start(info.name, key, _shown(args), args, {}, self.limit(timeout))
 
     def watch(self, rank: int) -> asyncio.Future[Any]:
         """Return a future that ends when a worker has ended."""
@@ -119,6 +123,13 @@ class RpcAgent:
         # Nobody asks a watch that ends late.
         watch.add_done_callback(lambda done: done.cancelled() or done.exception())
         return watch
+
+
+def _shown(args: Sequence[Any]) -> str:
+    """Return the name of the function that a call of a `FunctionRunner` runs."""
+    # The methods of a referred object have its reference first.
+    function = args[1] if len(args) == 4 and isinstance(args[1], str) else args[0] if len(args) > 1 else "to_here"
+    return function if isinstance(function, str) else getattr(function, "__qualname__", type(function).__qualname__)
 
 
 _agent: RpcAgent | None = None
