@@ -105,13 +105,13 @@ def leave_early(test: Any, rank: int, port: int) -> None:
     test.send(len(importable.noted))
 
 
-def end(test: Any, rank: int, port: int, world: int) -> None:
+def end(test: Any, rank: int, port: int, world: int, limit: float) -> None:
     """Wait for the test, and end."""
     begin(rank, port, world)
     test.send("begun")
     test.recv()
     try:
-        rpc.shutdown(timeout=60)
+        rpc.shutdown(timeout=limit)
     except Exception as error:
         test.send(f"{type(error).__name__}: {error}")
     else:

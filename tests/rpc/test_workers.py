@@ -46,7 +46,7 @@ def test_shutdown_waits_for_calls_that_nobody_awaits(start):
 
 @pytest.mark.parametrize("killed", [0, 2])
 def test_shutdown_names_the_worker_that_was_killed(start, killed):
-    workers = start("end", 3, 3)
+    workers = start("end", 3, 3, 60.0)
     assert [worker.hear() for worker in workers] == ["begun"] * 3
     left = [worker for rank, worker in enumerate(workers) if rank != killed]
     left[0].say(None)
@@ -54,3 +54,12 @@ def test_shutdown_names_the_worker_that_was_killed(start, killed):
     left[1].say(None)
     for worker in left:
         assert worker.hear().startswith(f"PeerLostError: worker 'worker{killed}' was lost (it")
+
+
+def test_shutdown_has_a_limit(start):
+    patient, late = start("end", 2, 2, 0.1)
+    assert [patient.hear(), late.hear()] == ["begun", "begun"]
+    patient.say(None)
+    assert patient.hear().startswith("StoreTimeoutError: ")
+    late.say(None)
+    assert late.hear().startswith("PeerLostError: worker 'worker0' was lost (")

@@ -10,6 +10,7 @@ import torch
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.engine.work import call_in_thread
+from asyncdist.errors import NotInitializedError
 from asyncdist.rpc.blocking.agent import UNSET_TIMEOUT, WorkerInfo, current_agent
 from asyncdist.rpc.blocking.stand_ins import arrived, ready
 from asyncdist.rpc.references import RemoteReference
@@ -87,7 +88,11 @@ async def result_of(to: str | int | WorkerInfo, method: str, args: list[Any], ti
 
 async def counted(call: Coroutine[Any, Any, T]) -> T:
     """Await a call for which `shutdown` waits."""
-    agent = current_agent()
+    try:
+        agent = current_agent()
+    except NotInitializedError:
+        call.close()
+        raise
     agent.num_open += 1
     try:
         return await call
