@@ -19,7 +19,6 @@ from asyncdist.testing.processes import Nursery
 
 PROGRAM = Path(__file__).parent / "program_table.py"
 PAGE = Path(__file__).parents[2] / "docs" / "ddp.md"
-BEGIN, END = "<!-- begin of the table -->\n", "<!-- end of the table -->\n"
 CONTENDERS = ("gloo", "backend", "asyncdist")
 PRELOAD = ("asyncdist.sync", "asyncdist.ddp", "asyncdist_transports.shm", "torch.nn.parallel", "torch._dynamo",
            "torch.distributed.optim", "torch.distributed.algorithms.ddp_comm_hooks", "asyncdist.torch_backend",
@@ -112,13 +111,18 @@ def table(found: dict[str, dict[str, list]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_into_page(name: str, made: str) -> None:
+    """Replace what is between two comments of docs/ddp.md by a table."""
+    begin, end = f"<!-- begin of the table: {name} -->\n", f"<!-- end of the table: {name} -->\n"
+    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    PAGE.write_text(before + begin + "\n" + made + "\n" + end + rest.split(end)[1], encoding="utf-8")
+
+
 def main() -> None:
     """Write the table of two ranks over shared memory into the page."""
     with Nursery(PRELOAD) as nursery:
         made = table(outcomes(nursery, 2, "shm,tcp", cases()))
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n" + made + "\n" + END + rest.split(END)[1], encoding="utf-8")
+    write_into_page("arguments", made)
 
 
 if __name__ == "__main__":
