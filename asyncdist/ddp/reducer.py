@@ -33,7 +33,7 @@ from asyncdist.ddp.backward.arrivals import Arrivals
 from asyncdist.ddp.backward.bucket_set import BucketSet, ReducerOptions
 from asyncdist.ddp.backward.bucket_tuning import BucketTuning
 from asyncdist.ddp.backward.faults import Fault, Faults
-from asyncdist.ddp.backward.graph import accumulates
+from asyncdist.ddp.backward.graph import accumulates, refuse_returned_gradients
 from asyncdist.ddp.backward.optimizers import step_in_backward, take_over
 from asyncdist.ddp.backward.step_times import BucketTimes, StepTimes
 from asyncdist.ddp.hooks.bucket import GradientBucket
@@ -354,6 +354,7 @@ class Reducer:
         # torch.autograd.grad() accumulates no gradient.
         if not self._has_gradients() and not self._uses_leaves:
             self._step = None
+            refuse_returned_gradients(self._names, self._parameters)
             return
         self.armed = False
         step.backward_finished = perf_counter()
