@@ -163,7 +163,7 @@ def train(group, kind, hook, seed):
 
 def measure_accuracy(group, results, options):
     """Train every combination of a hook, a model and a seed; rank 0 sends the rows of the table."""
-    for name, make in hooks_by_name().items():
+    for name, make in chosen(options):
         cells = [name]
         for kind in options.models:
             found = [train(group, KINDS[kind], make(), seed) for seed in range(options.seeds)]
@@ -184,7 +184,7 @@ def measure_cost(group, results, options):
     mib = sum(layer.weight.nbytes for layer in shapes) / (1 << 20)
     inputs = torch.randn(8, 1024, generator=torch.Generator().manual_seed(group.rank()))
     models, times = {}, {}
-    for name, make in hooks_by_name().items():
+    for name, make in chosen(options):
         # One bucket: the hook begins when nothing else computes.
         model = DistributedDataParallel(nn.Sequential(*shapes), process_group=group, bucket_cap_mb=1024)
         models[name], times[name] = model, []
@@ -200,6 +200,11 @@ def measure_cost(group, results, options):
             [each.clear() for each in times.values()]
     for name, found in times.items():
         results.put([name, *(f"{1e3 * statistics.median(each) / mib:.2f}" for each in zip(*found, strict=True))])
+
+
+def chosen(options):
+    """Return the hooks that are measured."""
+    return [(name, make) for name, make in hooks_by_name().items() if options.hook in name]
 
 
 def timed(hook, times):
@@ -253,7 +258,7 @@ def rows(options):
         ranks = [context.Process(target=rank_main, args=(rank, where, results, options)) for rank in range(2)]
         for rank in ranks:
             rank.start()
-        for _ in hooks_by_name():
+        for _ in chosen(options):
             yield results.get()
         for rank in ranks:
             rank.join()
@@ -274,9 +279,12 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true", help="measure times instead of accuracy")
     parser.add_argument("--seeds", type=int, default=5, help="seeds of the accuracy (default 5)")
     parser.add_argument("--models", nargs="+", choices=list(KINDS), default=list(KINDS), help="models of the accuracy")
+    parser.add_argument("--hook", default="", help="only hooks with this word in their names; needs --print")
     parser.add_argument("--steps", type=int, default=40, help="measured steps of the cost (default 40)")
     parser.add_argument("--print", action="store_true", help="leave the page as it is")
     options = parser.parse_args()
+    if options.hook and not options.print:
+        parser.error("--hook needs --print: the page's table has all hooks")
     made = header(options)
     print(made, end="")
     for cells in rows(options):
