@@ -213,8 +213,12 @@ class Agreement:
 
     @property
     def accused(self) -> dict[int, str]:
-        """Those of the awaited ranks that another member holds lost, with its reasons."""
-        return {each: self._accusations[each] for each in self.awaited if each in self._accusations}
+        """Those of the awaited ranks that another member holds lost, with its reasons.
+
+        A member that has promised reaches the coordinator, which so learns of its end itself.
+        """
+        unheard = [each for each in self.awaited if each not in self._promises]
+        return {each: self._accusations[each] for each in unheard if each in self._accusations}
 
     @property
     def excluded(self) -> dict[int, str]:
