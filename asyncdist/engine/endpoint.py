@@ -113,7 +113,7 @@ class Endpoint:
         failures.observers.append(self._on_change)
         self._heartbeat = Heartbeat(
             rank, config.heartbeat, self.transport_selector, failures, self._send_unordered, self._read_arrived,
-            self._state_of,
+            self._state_of, self.connectivity_problem,
         )  # fmt: skip
         self.model = Model(segment_nbytes=config.segment_nbytes)
         """Selects the schedules of groups that are made from now on; equal on all ranks."""

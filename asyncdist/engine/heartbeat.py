@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from time import monotonic
 
 import msgpack
@@ -43,6 +43,7 @@ class Heartbeat:
         send: Sends a control message: peer, kind, key, body.
         read_arrived: Reads what has arrived from a peer.
         state_of: Returns what the process of a peer does; None if this process cannot see it.
+        problem_with: Describes why peers cannot be reached; empty if they can, or if their hosts answer.
     """
 
     def __init__(
@@ -54,12 +55,15 @@ class Heartbeat:
         send: Callable[[int, int, bytes, bytes], None],
         read_arrived: Callable[[int], None],
         state_of: Callable[[int], ProcessState | None],
+        problem_with: Callable[[Iterable[int]], str],
     ) -> None:
         self._rank, self._timeout, self._selector, self._failures = rank, timeout, selector, failures
         self._send, self._read_arrived, self._state_of = send, read_arrived, state_of
+        self._problem_with = problem_with
         beating = [transport for transport in selector.transports if transport.beats] if timeout else []
         self._detectors: dict[Transport, Detector] = {
-            transport: Detector(timeout, selector.on_host_of) for transport in beating
+            transport: Detector(timeout, selector.on_host_of, lambda peer: bool(problem_with([peer])))
+            for transport in beating
         }
         self._run: Callable[[Callable[[], bool]], None] | None = None
         # Held for a pulse, which must not write into the memory of a closed transport.
@@ -156,6 +160,8 @@ class Heartbeat:
         said = f"no heartbeat for {verdict.silence:.1f} s"
         if state := self._state_of(verdict.peer):
             return f"{said}: {state.text}"
+        if verdict.silence < SUSPECTED_AFTER * self._timeout and (problem := self._problem_with([verdict.peer])):
+            return f"{problem}, and the other ranks of its host are silent: its host is unreachable"
         if verdict.heard_by:
             return (
                 f"{said}, but {_ranks(verdict.heard_by)} heard it: its packets to rank {self._rank} are lost on the way"

@@ -5,7 +5,8 @@ Every rank beats `BEATS` times within the timeout, and looks for the beats of it
 Detectors for Reliable Distributed Systems", JACM 43(2), 1996.
 
 If a host vanishes, all its ranks fall silent within one period, and a rank that has lost one of them, or hears that another
-rank has, loses the others with it: each look that came later for one of them would delay those that go on.
+rank has, loses the others with it: each look that came later for one of them would delay those that go on. Some of them
+this rank may never have heard, because it had no connection to them. They are lost too if their host answers no connection.
 
 The time of a look counts only up to one and a half periods. A rank that was stopped, or that gets no processor, therefore
 blames no rank for what it has missed itself.
@@ -76,10 +77,19 @@ class Detector:
     Args:
         timeout: Seconds of silence after which a peer is lost.
         company: Returns the ranks on the host of a peer, itself included; by default none are known.
+        unanswered: Returns whether the host of a peer has answered none of this rank's attempts to connect to the peer.
     """
 
-    def __init__(self, timeout: float, company: Callable[[int], Iterable[int]] = lambda peer: ()) -> None:
-        self._timeout, self._period, self._company = timeout, timeout / BEATS, company
+    def __init__(
+        self,
+        timeout: float,
+        company: Callable[[int], Iterable[int]] = lambda peer: (),
+        unanswered: Callable[[int], bool] = lambda peer: False,
+    ) -> None:
+        self._timeout, self._period = timeout, timeout / BEATS
+        self._company, self._unanswered = company, unanswered
+        self._silent: set[int] = set()
+        """The peers that were lost, here or elsewhere, because they were silent."""
         self._now: float | None = None
         self._clock = 0.0
         self._peers: dict[int, _Watched] = {}
@@ -134,7 +144,8 @@ class Detector:
                 watched.is_suspected = True
                 verdicts.append(Verdict(Liveness.SUSPECTED, peer, now - watched.heard_at))
         lost = {verdict.peer for verdict in verdicts if verdict.liveness is Liveness.LOST}
-        for peer in sorted(self._lost_in_company(lost | lost_elsewhere) - lost):
+        self._silent |= lost | lost_elsewhere
+        for peer in sorted((self._lost_in_company(lost | lost_elsewhere) | self._unreachable()) - lost):
             verdicts.append(self._lost(peer, self._peers[peer]))
             lost.add(peer)
         for peer in lost:
@@ -149,6 +160,20 @@ class Detector:
             if all(watched.is_suspected for watched in others.values()):
                 enough = self._timeout - _COMPANY * self._period
                 found.update(other for other, watched in others.items() if self._clock - watched.heard >= enough)
+        return found
+
+    def _unreachable(self) -> set[int]:
+        """Return the peers that were never heard, whose host answers no connection, and has only silent ranks otherwise."""
+        found: set[int] = set()
+        for peer in [each for each, watched in self._peers.items() if not watched.was_heard]:
+            company = set(self._company(peer))
+            known = [self._peers[other] for other in company if other in self._peers]
+            if (
+                company & self._silent
+                and all(watched.is_suspected or not watched.was_heard for watched in known)
+                and self._unanswered(peer)
+            ):
+                found.add(peer)
         return found
 
     def excuse(self, peer: int, *, without_limit: bool = False) -> None:

@@ -89,6 +89,31 @@ def test_peer_is_lost_when_another_rank_has_lost_one_of_its_host(looks, lost):
     assert [verdict.peer for verdict in found if verdict.liveness is Liveness.LOST] == lost
 
 
+@pytest.mark.parametrize(
+    ("asked_at", "answers", "lost_at"),
+    [(8, False, {1: 10, 2: 10}), (14, False, {1: 10, 2: 14}), (8, True, {1: 10, 2: 18})],
+    ids=["before the loss", "after the loss", "the host answers"],
+)
+def test_rank_that_was_never_heard_is_lost_with_its_host_if_that_answers_no_connection(asked_at, answers, lost_at):
+    """Rank 2 is watched since this rank has tried to connect to it for some time, and was never heard."""
+    detector = Detector(TIMEOUT, lambda peer: {1, 2} if peer < 3 else {3}, lambda peer: not answers)
+    detector.look(0.0, {1: True, 3: True})
+    lost = {}
+    for number in range(1, 19):
+        heard = {1: False, 3: True} | ({2: False} if number >= asked_at else {})
+        found = detector.look(number * PERIOD, {peer: heard[peer] for peer in heard if peer not in lost})
+        lost |= {verdict.peer: number for verdict in found if verdict.liveness is Liveness.LOST}
+    assert lost == lost_at
+
+
+def test_rank_that_was_never_heard_is_not_lost_while_another_rank_of_its_host_is_heard():
+    detector = Detector(TIMEOUT, lambda peer: {1, 2, 3}, lambda peer: True)
+    detector.look(0.0, {1: True, 3: True})
+    looked(detector, 0.0, 7, {1: False, 3: True})
+    found = looked(detector, 7 * PERIOD, 5, {1: False, 2: False, 3: True})
+    assert [verdict.peer for _, verdict in found if verdict.liveness is Liveness.LOST] == [1]
+
+
 def test_rank_that_was_stopped_itself_blames_nobody():
     detector = watching(1, 2)
     looked(detector, 0.0, 4, {1: False, 2: False})

@@ -301,9 +301,8 @@ class TcpLink(Link):
             self._open(0)
 
     def connectivity_problem(self) -> str:
-        return next(
-            (lane.connectivity_problem for lane in self._lanes if lane is not None and lane.connectivity_problem), ""
-        )
+        opened = [connection for connection in (*self._lanes, self._unordered) if connection is not None]
+        return next((connection.connectivity_problem for connection in opened if connection.connectivity_problem), "")
 
     def _open(self, lane: int) -> Outbound:
         connection = self._lanes[lane] = self._transport.open(self.peer, lane, self._where)
