@@ -148,7 +148,10 @@ class Heartbeat:
                 self._look_at(transport, detector, {lost})
 
     def _report(self, transport: Transport, verdict: Verdict) -> None:
-        if verdict.liveness is Liveness.LOST:
+        if verdict.liveness is Liveness.LOST and verdict.silence < SUSPECTED_AFTER * self._timeout:
+            problem = self._problem_with([verdict.peer])
+            self._failures.lost(verdict.peer, f"{problem}, and the ranks of its host that were heard are silent")
+        elif verdict.liveness is Liveness.LOST:
             self._failures.lost(verdict.peer, self._reason(transport, verdict), last_heard=verdict.silence)
         else:
             state = "recovered" if verdict.liveness is Liveness.RECOVERED else "become suspect"
@@ -160,8 +163,6 @@ class Heartbeat:
         said = f"no heartbeat for {verdict.silence:.1f} s"
         if state := self._state_of(verdict.peer):
             return f"{said}: {state.text}"
-        if verdict.silence < SUSPECTED_AFTER * self._timeout and (problem := self._problem_with([verdict.peer])):
-            return f"{problem}, and the other ranks of its host are silent: its host is unreachable"
         if verdict.heard_by:
             return (
                 f"{said}, but {_ranks(verdict.heard_by)} heard it: its packets to rank {self._rank} are lost on the way"
