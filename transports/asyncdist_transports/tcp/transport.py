@@ -301,8 +301,11 @@ class TcpLink(Link):
             self._open(0)
 
     def connectivity_problem(self) -> str:
-        opened = [connection for connection in (*self._lanes, self._unordered) if connection is not None]
-        return next((connection.connectivity_problem for connection in opened if connection.connectivity_problem), "")
+        opened = [each for each in (*self._lanes, self._unordered) if each is not None and not each.closed]
+        # An answer on one of them proves that the host is there.
+        if not opened or not all(connection.connectivity_problem for connection in opened):
+            return ""
+        return min(opened, key=lambda connection: connection.tried_since).connectivity_problem
 
     def _open(self, lane: int) -> Outbound:
         connection = self._lanes[lane] = self._transport.open(self.peer, lane, self._where)
