@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 from pathlib import Path
@@ -267,6 +268,27 @@ async def test_ended_port_is_a_lost_peer(local):
             await dialling.connect(address)
         with pytest.raises(PeerLostError, match="cannot be reached"):
             await dialling.connect(address)
+
+
+async def test_connection_that_fails_when_nobody_waits_for_it_any_more_is_not_logged(caplog, eventually, monkeypatch):
+    begun, may_fail = asyncio.Event(), asyncio.Event()
+
+    async def refuse(*arguments):
+        begun.set()
+        await may_fail.wait()
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("asyncdist.channels.port.dial", refuse)
+    async with port_of(Recorder()) as dialling, port_of(Recorder()) as accepting:
+        waiter = asyncio.create_task(dialling.connect(accepting.address))
+        await begun.wait()
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        may_fail.set()
+        await eventually(lambda: all(task.get_name() != "asyncdist-dial" for task in asyncio.all_tasks()))
+        gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_address_of_an_ended_port_that_another_has_now_is_refused():
