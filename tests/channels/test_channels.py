@@ -291,6 +291,36 @@ async def test_connection_that_fails_when_nobody_waits_for_it_any_more_is_not_lo
     assert "never retrieved" not in caplog.text
 
 
+async def test_end_of_a_channel_in_the_middle_of_a_message_leaves_no_shared_memory(monkeypatch):
+    """The handler ends the channel when the last piece has arrived, and keeps the channel."""
+    async with channel_pair() as (near, _, far, theirs):
+        await near.deliver(b"first", [memoryview(random_bytes(LONG))])
+        await theirs.until(1)
+        assert _staging_descriptors() == 2
+        completed = theirs.completed
+
+        def complete_and_end(channel, message):
+            completed(channel, message)
+            channel.fail("the test ends it")
+
+        monkeypatch.setattr(theirs, "completed", complete_and_end)
+        with pytest.raises(PeerLostError):
+            for _ in range(1000):
+                await near.deliver(b"last", [memoryview(random_bytes(LONG))])
+        assert not far.is_open
+        assert not near.is_open
+        assert _staging_descriptors() == 0
+
+
+def _staging_descriptors() -> int:
+    """The descriptors of staging areas, of which a mapping keeps one."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found += "asyncdist-channel" in os.readlink(f"/proc/self/fd/{name}")
+    return found
+
+
 async def test_address_of_an_ended_port_that_another_has_now_is_refused():
     async with port_of(Recorder()) as dialling, port_of(Recorder()) as accepting:
         stale = type(accepting.address)(**{**as_fields(accepting.address), "id": "another"})
