@@ -291,7 +291,7 @@ async def test_connection_that_fails_when_nobody_waits_for_it_any_more_is_not_lo
     assert "never retrieved" not in caplog.text
 
 
-async def test_end_of_a_channel_in_the_middle_of_a_message_leaves_no_shared_memory(monkeypatch):
+async def test_end_of_a_channel_in_the_middle_of_a_message_leaves_no_shared_memory(monkeypatch, eventually):
     """The handler ends the channel when the last piece has arrived, and keeps the channel."""
     async with channel_pair() as (near, _, far, theirs):
         await near.deliver(b"first", [memoryview(random_bytes(LONG))])
@@ -304,11 +304,12 @@ async def test_end_of_a_channel_in_the_middle_of_a_message_leaves_no_shared_memo
             channel.fail("the test ends it")
 
         monkeypatch.setattr(theirs, "completed", complete_and_end)
-        with pytest.raises(PeerLostError):
-            for _ in range(1000):
-                await near.deliver(b"last", [memoryview(random_bytes(LONG))])
+        # The last piece may count as delivered before the end is known here.
+        with contextlib.suppress(PeerLostError):
+            await near.deliver(b"last", [memoryview(random_bytes(LONG))])
+        await theirs.until(2)
+        await eventually(lambda: not near.is_open)
         assert not far.is_open
-        assert not near.is_open
         assert _staging_descriptors() == 0
 
 
