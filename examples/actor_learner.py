@@ -3,7 +3,7 @@
     python examples/actor_learner.py                    # a learner and three actors; one is killed and replaced
     python examples/actor_learner.py --actors 8
 
-The program starts a store daemon and the actors, and is the learner. The task is CartPole: a pole on a cart, which falls
+The program starts the actors, serves the store, and is the learner. The task is CartPole: a pole on a cart, which falls
 unless the cart is pushed to the right side in time (Barto, Sutton and Anderson, 1983); a round ends after 500 steps.
 
 Each actor serves remote calls (`asyncdist.rpc`) and subscribes to the weights (`asyncdist.weights`). The learner awaits
@@ -20,11 +20,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +35,7 @@ from rich.table import Table
 from torch import nn
 
 from asyncdist import rpc, weights
+from asyncdist.store import StoreServer
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -258,19 +257,16 @@ def start_actor(number: int, job: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, __file__, "--actor", str(number), "--job", job])
 
 
-@contextlib.contextmanager
-def store() -> Iterator[str]:
-    """Run a store daemon; yield the URL of the job."""
-    command = [sys.executable, "-m", "asyncdist.cli", "store", "--host", "127.0.0.1", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
+async def run() -> History:
+    """Run the store of the job while the policy is learned, and end the actors."""
+    actors: dict[int, subprocess.Popen[bytes]] = {}
+    async with await StoreServer.start("127.0.0.1", 0) as store:
         try:
-            assert daemon.stdout is not None
-            ready = re.search(r"tcp://(\S+) ", daemon.stdout.readline())
-            if ready is None:
-                sys.exit("the store did not start")
-            yield f"asyncdist://{ready[1]}/cartpole"
+            return await learn(f"asyncdist://127.0.0.1:{store.port}/cartpole", actors)
         finally:
-            daemon.terminate()
+            for process in actors.values():
+                process.kill()
+                await asyncio.to_thread(process.wait)
 
 
 if options.actor is not None:
@@ -279,15 +275,8 @@ if options.actor is not None:
     sys.exit()
 
 options.out.parent.mkdir(parents=True, exist_ok=True)
-actors: dict[int, subprocess.Popen[bytes]] = {}
 try:
-    with store() as job:
-        try:
-            history = asyncio.run(learn(job, actors))
-        finally:
-            for process in actors.values():
-                process.kill()
-                process.wait()
+    history = asyncio.run(run())
 except KeyboardInterrupt:
     sys.exit(130)
 

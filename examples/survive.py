@@ -2,7 +2,7 @@
 
     python examples/survive.py                      # four processes, one is killed every eight seconds
 
-The program starts a store daemon and the processes, kills one of them with SIGKILL at intervals, and starts another in its
+The program serves the store, starts the processes, kills one of them with SIGKILL at intervals, and starts another in its
 place. The others lose the step in progress, agree on who is left, and go on. The newcomer receives the model and the
 optimizer from a member that has them. At the end the program prints what each loss cost, and plots the loss over time with
 the kills and the joins in out/survive.png. It exits with 1 if the accuracy on held-out digits is below 0.95.
@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import random
-import re
 import signal
 import statistics
 import subprocess
@@ -113,6 +112,8 @@ import matplotlib.pyplot as plt  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: E402
 
+from asyncdist.store import TCPStore  # noqa: E402
+
 events: list[dict[str, Any]] = []
 console = Console()
 
@@ -137,13 +138,8 @@ def of(kind: str) -> list[dict[str, Any]]:
 
 
 options.out.parent.mkdir(parents=True, exist_ok=True)
-daemon = subprocess.Popen(
-    [sys.executable, "-m", "asyncdist.cli", "store", "--port", "0"], stdout=subprocess.PIPE, text=True
-)
-assert daemon.stdout is not None
-found = re.search(r"tcp://(\S+)", daemon.stdout.readline())
-assert found is not None, "the store daemon did not say where it listens"
-job = f"asyncdist://{found[1]}/survive"
+store = TCPStore("127.0.0.1", 0, is_master=True)
+job = f"asyncdist://127.0.0.1:{store.port}/survive"
 chance = random.Random(options.seed)
 kills: list[tuple[float, int]] = []
 alive = [start(job) for _ in range(options.ranks)]
@@ -184,8 +180,7 @@ try:
 finally:
     for process in alive:
         process.kill()
-    daemon.terminate()
-    daemon.wait()
+    store.close()
 
 # -- what it cost -----------------------------------------------------------------------------------
 

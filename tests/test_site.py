@@ -74,7 +74,7 @@ def test_address_in_every_message_exists(site: Path) -> None:
         assert anchor in anchors(page(site, name))
 
 
-@pytest.mark.parametrize("package", ["asyncdist", "sync", "store", "ddp", "weights"])
+@pytest.mark.parametrize("package", ["asyncdist", "sync", "store", "ddp", "rpc", "weights", "torch_backend"])
 def test_reference_shows_every_public_name(site: Path, package: str) -> None:
     module = importlib.import_module("asyncdist" if package == "asyncdist" else f"asyncdist.{package}")
     text = page(site, f"reference/{package}")

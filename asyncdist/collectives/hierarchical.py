@@ -60,7 +60,7 @@ Part = Callable[[int], Schedule]
 Sources = Sequence[Memory] | TensorBlocks
 
 
-class _SmallCall(NamedTuple):
+class _SmallAllReduce(NamedTuple):
     """The prepared steps of a small all-reduce: two native calls, and the exchange of the first members."""
 
     reduce: PreparedCall | None
@@ -97,7 +97,7 @@ class HierarchicalCollectives:
         self._size = sum(len(members) for members in layout.nodes)
         self._hosts = hosts = len(layout.nodes)
         # The model takes longer than a small call over shared memory.
-        self._small_calls: BoundedCache[tuple[int, int], _SmallCall] = BoundedCache(_CACHED_CALLS)
+        self._small_calls: BoundedCache[tuple[int, int], _SmallAllReduce] = BoundedCache(_CACHED_CALLS)
         remembering = lru_cache(_CACHED_CALLS)
         self._choose = remembering(lambda collective, nbytes: choose(collective, nbytes, hosts, model=model))
         self._is_small = remembering(
@@ -163,7 +163,7 @@ class HierarchicalCollectives:
         if steps.broadcast is not None:
             yield from among(members, steps.broadcast(number + 1, memory.tensor))
 
-    def _prepare_small(self, call: int, own: Memory, memory: Memory, kernels: Arithmetic) -> _SmallCall:
+    def _prepare_small(self, call: int, own: Memory, memory: Memory, kernels: Arithmetic) -> _SmallAllReduce:
         layout, hosts = self._layout, self._hosts
         reduce = broadcast = None
         if self._native is not None:
@@ -175,7 +175,7 @@ class HierarchicalCollectives:
             return among(layout.rail(0), recursive_doubling.all_reduce(layout.node, hosts, data, scratch))
 
         recorded = RecordedCall(doubling if layout.place == 0 else _nothing, [(own.count, own.dtype)])
-        return self._small_calls.add((call, own.count), _SmallCall(reduce, recorded.schedule, broadcast))
+        return self._small_calls.add((call, own.count), _SmallAllReduce(reduce, recorded.schedule, broadcast))
 
     def _reduce_along(self, own: Memory, result: Memory, kernels: Arithmetic) -> Schedule:
         """All-reduce ``own`` along the rail of this rank into ``result``, whose dtype may be narrower."""

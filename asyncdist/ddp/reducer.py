@@ -29,10 +29,11 @@ import torch
 from asyncdist.base.cores import has_free_cores
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.ddp import buckets
+from asyncdist.ddp.backward.arrivals import Arrivals
 from asyncdist.ddp.backward.bucket_set import BucketSet, ReducerOptions
 from asyncdist.ddp.backward.bucket_tuning import BucketTuning
 from asyncdist.ddp.backward.faults import Fault, Faults
-from asyncdist.ddp.backward.graph import accumulates
+from asyncdist.ddp.backward.graph import accumulates, refuse_returned_gradients
 from asyncdist.ddp.backward.optimizers import step_in_backward, take_over
 from asyncdist.ddp.backward.step_times import BucketTimes, StepTimes
 from asyncdist.ddp.hooks.bucket import GradientBucket
@@ -101,11 +102,11 @@ class Reducer:
         ]:
             other.remove_hooks()
         _reducers.add(self)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
-            for index, parameter in enumerate(self._parameters)
-        ]
-        self._hooks_of_parameters: list[Any] = [each._post_accumulate_grad_hooks for each in self._parameters]
+        self._arrivals = Arrivals(self._parameters)
+        # autograd refers to the recorded parameters in a way that the garbage collector does not see.
+        weakref.finalize(self, self._arrivals.clear)
+        self._hooks: list[Any] = []
+        self._install_hooks()
 
     @property
     def limits(self) -> Sequence[int]:
@@ -131,6 +132,18 @@ class Reducer:
     def hook_name(self) -> str | None:
         """The name of the communication hook; None without one."""
         return None if self._hook is None else self._hook.name
+
+    def _install_hooks(self) -> None:
+        """Let autograd call `_ready` for each gradient, or only record gradients if nothing is to be done with them."""
+        self.remove_hooks()
+        only_records = self._set.is_alone and not self._set.allows_unused
+        self._hooks = [
+            each.register_post_accumulate_grad_hook(
+                self._arrivals.record if only_records else _hook(weakref.ref(self), index)
+            )
+            for index, each in enumerate(self._parameters)
+        ]
+        self._hooks_of_parameters: list[Any] = [each._post_accumulate_grad_hooks for each in self._parameters]
 
     def remove_hooks(self) -> None:
         """Remove the hooks of autograd: later backwards average nothing."""
@@ -158,11 +171,13 @@ class Reducer:
         self._hook = hook
         self._set.has_hook, self._set.is_alone = True, False
         self._set.assign()
+        self._install_hooks()
 
     def set_static_graph(self) -> None:
         """Treat the graph as static from the next backward on."""
         self._options.static_graph = True
         self._set.assign()
+        self._install_hooks()
 
     # -- buckets ------------------------------------------------------------------------------
 
@@ -180,7 +195,7 @@ class Reducer:
             return
         self._forward_started = perf_counter()
         self._placed.clear()
-        if self._step is not None and self._seen:
+        if self._step is not None and self._has_gradients():
             if self.manual and self._step.backward_finished:
                 raise UsageError(
                     "the last backward was not finalized: call finalize_backward() before the next forward"
@@ -191,6 +206,8 @@ class Reducer:
                 "for the rest; find what it raised, destroy the process group and start again from a checkpoint"
             )
         self._step = None
+        # Those of backwards that average nothing.
+        self._arrivals.clear()
         self._set.follow_casts()
         take_over(self._parameters)
         # A hook of the user's that was registered later must run earlier, as in torch: it may change the gradient.
@@ -207,7 +224,7 @@ class Reducer:
                 from `torch.autograd.grad` where no parameter gets a gradient.
         """
         with self._lock:
-            if not (self._step and self._seen):
+            if not (self._step and self._has_gradients()):
                 self._begin()
             if leaf is not None and accumulates(leaf):
                 self._uses_leaves = True
@@ -217,6 +234,7 @@ class Reducer:
         self._step.buckets = [BucketTimes(bucket.index, bucket.nbytes) for bucket in self._set.buckets]
         self._seen, self._works = {}, []
         self._filled.clear()
+        self._arrivals.clear()
         self._uses_leaves = False
         self._faults.clear()
         expected = self._expected
@@ -229,6 +247,9 @@ class Reducer:
         finish = functools.partial(self._end_backward)
         self._running = weakref.ref(finish)
         torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def _has_gradients(self) -> bool:
+        return bool(self._seen or self._arrivals)
 
     def _has_begun(self) -> bool:
         """Return whether a backward has begun and has not raised before its first gradient."""
@@ -331,11 +352,13 @@ class Reducer:
         if step is None or step.backward_finished:
             return
         # torch.autograd.grad() accumulates no gradient.
-        if not self._seen and not self._uses_leaves:
+        if not self._has_gradients() and not self._uses_leaves:
             self._step = None
+            refuse_returned_gradients(self._names, self._parameters)
             return
         self.armed = False
         step.backward_finished = perf_counter()
+        self._take_arrivals(step)
         self._find_faults()
         for bucket in self._set.buckets:
             self._set.fill(bucket, self._faults)
@@ -346,6 +369,22 @@ class Reducer:
                 self._send(background=self.manual)
         if not self.manual:
             self._finalize()
+
+    def _take_arrivals(self, step: StepTimes) -> None:
+        """Count the gradients that hooks have only recorded."""
+        arrived = self._arrivals.take()
+        counts = dict.fromkeys(arrived, 1)
+        if len(counts) < len(arrived) or self._seen:
+            for index in arrived:
+                self._ready(index)
+            return
+        self._seen, is_complete = counts, len(counts) == len(self._parameters)
+        for bucket, times in zip(self._set.buckets, step.buckets, strict=True):
+            bucket.unfilled = (
+                [*bucket.members] if is_complete else [member for member in bucket.members if member in counts]
+            )
+            bucket.pending -= len(bucket.unfilled)
+            times.ready = step.backward_finished
 
     def _find_faults(self) -> None:
         if self._options.static_graph and self._expected is None:

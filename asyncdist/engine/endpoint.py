@@ -113,7 +113,7 @@ class Endpoint:
         failures.observers.append(self._on_change)
         self._heartbeat = Heartbeat(
             rank, config.heartbeat, self.transport_selector, failures, self._send_unordered, self._read_arrived,
-            self._state_of, self.connectivity_problem,
+            self._state_of,
         )  # fmt: skip
         self.model = Model(segment_nbytes=config.segment_nbytes)
         """Selects the schedules of groups that are made from now on; equal on all ranks."""
@@ -371,7 +371,9 @@ class Endpoint:
         elif self.failures.drops(key):
             return
         elif kind == ABORT:
-            self._heartbeat.on_loss_elsewhere(self.failures.on_abort(peer, key, body, self.connectivity_problem))
+            error = self.failures.on_abort(peer, key, body, self.connectivity_problem)
+            # Later, because a look reads from connections, and this message is being read from one.
+            self.post(functools.partial(self._heartbeat.on_loss_elsewhere, error))
         elif kind == CALLED and key[:8] not in self.failures.ended:
             self._checker.answer(peer, key, int.from_bytes(body, "little"))
         elif kind == PROBE:

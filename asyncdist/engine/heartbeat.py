@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from time import monotonic
 
 import msgpack
@@ -43,7 +43,6 @@ class Heartbeat:
         send: Sends a control message: peer, kind, key, body.
         read_arrived: Reads what has arrived from a peer.
         state_of: Returns what the process of a peer does; None if this process cannot see it.
-        problem_with: Describes why peers cannot be reached; empty if they can, or if their hosts answer.
     """
 
     def __init__(
@@ -55,15 +54,12 @@ class Heartbeat:
         send: Callable[[int, int, bytes, bytes], None],
         read_arrived: Callable[[int], None],
         state_of: Callable[[int], ProcessState | None],
-        problem_with: Callable[[Iterable[int]], str],
     ) -> None:
         self._rank, self._timeout, self._selector, self._failures = rank, timeout, selector, failures
         self._send, self._read_arrived, self._state_of = send, read_arrived, state_of
-        self._problem_with = problem_with
         beating = [transport for transport in selector.transports if transport.beats] if timeout else []
         self._detectors: dict[Transport, Detector] = {
-            transport: Detector(timeout, selector.on_host_of, lambda peer: bool(problem_with([peer])))
-            for transport in beating
+            transport: Detector(timeout, selector.on_host_of) for transport in beating
         }
         self._run: Callable[[Callable[[], bool]], None] | None = None
         # Held for a pulse, which must not write into the memory of a closed transport.
@@ -135,7 +131,8 @@ class Heartbeat:
     def _look_at(self, transport: Transport, detector: Detector, lost_elsewhere: Set[int] = frozenset()) -> bool:
         """Report what has changed, and return whether anything has."""
         heard = {peer: is_heard for peer, is_heard in transport.beat().items() if self._failures.accepts_notices(peer)}
-        verdicts = detector.look(monotonic(), heard, lost_elsewhere)
+        unanswered = {peer for peer in transport.unanswered() if self._failures.accepts_notices(peer)}
+        verdicts = detector.look(monotonic(), heard, lost_elsewhere, unanswered)
         for verdict in verdicts:
             self._report(transport, verdict)
         return bool(verdicts)
@@ -148,10 +145,7 @@ class Heartbeat:
                 self._look_at(transport, detector, {lost})
 
     def _report(self, transport: Transport, verdict: Verdict) -> None:
-        if verdict.liveness is Liveness.LOST and verdict.silence < SUSPECTED_AFTER * self._timeout:
-            problem = self._problem_with([verdict.peer])
-            self._failures.lost(verdict.peer, f"{problem}, and the ranks of its host that were heard are silent")
-        elif verdict.liveness is Liveness.LOST:
+        if verdict.liveness is Liveness.LOST:
             self._failures.lost(verdict.peer, self._reason(transport, verdict), last_heard=verdict.silence)
         else:
             state = "recovered" if verdict.liveness is Liveness.RECOVERED else "become suspect"

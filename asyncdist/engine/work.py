@@ -24,17 +24,28 @@ from asyncdist.base.error_text import describe_error
 from asyncdist.errors import UsageError, WaitTimeoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     import torch
     from typing_extensions import TypeVar
 
     from asyncdist.engine.progress import Progress
 
     T_co = TypeVar("T_co", covariant=True, default=Any)
+
+    class _Awaited(Coroutine[Any, Any, T_co]):
+        """What type checkers believe of a work, because asyncio makes tasks of coroutines only."""
+
+        def send(self, value: Any, /) -> Any: ...
+
+        def throw(self, *error: Any) -> Any: ...
+
 else:
     from typing import TypeVar
 
     # typing.TypeVar takes a default in Python 3.13 and later.
     T_co = TypeVar("T_co", covariant=True)
+    _Awaited = Generic
 
 log = logging.getLogger("asyncdist")
 
@@ -55,7 +66,7 @@ _callbacks_lock = threading.RLock()
 """One lock for the callbacks of all works: it is held briefly, and threads rarely compete for it."""
 
 
-class Work(Generic[T_co]):
+class Work(_Awaited[T_co]):
     """The handle of one operation, which has started and progresses without further calls.
 
     A work can be awaited any number of times, without a task: several with `asyncio.gather`, for a limited time with

@@ -32,10 +32,35 @@ def init_process_group(
     device_id: object = None,
     enable_reconfigure: bool = False,
 ) -> Coroutine[Any, Any, None]:
-    """Join the other ranks and create the default process group. Await the call.
+    """Join the other ranks and create the default process group. Await the call, and `destroy_process_group` at the end.
 
-    The arguments and errors are those of `asyncdist.sync.init_process_group`. The running asyncio loop drives the
-    operations while no thread blocks on them. In a program that runs trio, a thread of the library does.
+    The running asyncio loop drives the operations while no thread blocks on them. In a program that runs trio, a thread
+    of the library does.
+
+    Args:
+        backend: None or ``"auto"`` selects the transports. A list such as ``"shm,tcp"`` names them. The name of a back
+            end of torch means "auto".
+        init_method: ``env://`` (the default), ``tcp://host:port`` of rank 0, ``asyncdist://host:port/job`` of a running
+            store, or ``file:///path``.
+        timeout: Limit of the rendezvous and default limit of every operation, in seconds or as a timedelta.
+        world_size: Number of ranks; -1 takes it from ``init_method``.
+        rank: Rank of this process; -1 takes it from ``init_method``.
+        store: Store to join through instead of ``init_method``; needs ``rank`` and ``world_size``.
+        group_name: Name of the default group in error messages and traces.
+        pg_options: Accepted for compatibility with torch; has no effect.
+        device_id: Accepted for compatibility with torch; has no effect.
+        enable_reconfigure: Must be False: `regroup` and `join` change the members. torch.distributed supports it.
+
+    Raises:
+        AlreadyInitializedError: There is a default process group, or another call is creating one.
+        RendezvousTimeoutError: Some ranks did not arrive in time. The message names them.
+        AddressError: The port is in use, the host does not resolve, or the interface does not exist.
+        AuthenticationError: A rank does not hold the token of the job.
+        TransportUnavailableError: A transport in ``backend`` does not work on this machine.
+        UsageError: ``enable_reconfigure`` is True.
+
+    Example:
+        >>> await dist.init_process_group(init_method="tcp://10.0.0.1:29500", rank=0, world_size=4)
     """
     # A plain function, so that the error of the next call can name the line of a forgotten await.
     default_world.note_unawaited_call(calling_line())

@@ -359,13 +359,24 @@ def new_subgroups(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> tuple[Group | _NonMember, list[Group | _NonMember]]:
-    """Divide a group into subgroups of ``group_size`` consecutive ranks.
+    """Divide a group into subgroups of ``group_size`` consecutive ranks. All ranks of the world call it.
+
+    Args:
+        group_size: Number of ranks of each subgroup.
+        group: The group to divide; None means the default group.
+        timeout: Default limit of the subgroups' operations, in seconds or as a timedelta; None takes the world's.
+        backend: Accepted for compatibility; has no effect.
+        pg_options: Accepted for compatibility; has no effect.
+        group_desc: Name of the subgroups in error messages and traces.
 
     Returns:
         The subgroup of this rank, and the list of all subgroups as `new_group` returns them.
 
     Raises:
         UsageError: ``group_size`` does not divide the size of the group.
+
+    Example:
+        >>> mine, all_pairs = dist.new_subgroups(2)  # ranks 0 and 1, ranks 2 and 3, ...
     """
     parent = resolve_group(group)
     group_size = whole_number_of("group_size", group_size or 0)
@@ -382,13 +393,23 @@ def new_subgroups_by_enumeration(
     pg_options: object = None,
     group_desc: str | None = None,
 ) -> tuple[Group | _NonMember, list[Group | _NonMember]]:
-    """Make one group for each list of global ranks.
+    """Make one group for each list of global ranks. All ranks of the world call it with the same lists.
+
+    Args:
+        ranks_per_subgroup_list: The global ranks of the members of each subgroup.
+        timeout: Default limit of the subgroups' operations, in seconds or as a timedelta; None takes the world's.
+        backend: Accepted for compatibility; has no effect.
+        pg_options: Accepted for compatibility; has no effect.
+        group_desc: Name of the subgroups in error messages and traces.
 
     Returns:
         The subgroup of this rank, and the list of all subgroups as `new_group` returns them.
 
     Raises:
         UsageError: Two lists contain the same rank.
+
+    Example:
+        >>> mine, both = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     """
     return _subgroups(ranks_per_subgroup_list, timeout, group_desc, sort_ranks=True)
 

@@ -5,8 +5,10 @@ Every rank beats `BEATS` times within the timeout, and looks for the beats of it
 Detectors for Reliable Distributed Systems", JACM 43(2), 1996.
 
 If a host vanishes, all its ranks fall silent within one period, and a rank that has lost one of them, or hears that another
-rank has, loses the others with it: each look that came later for one of them would delay those that go on. Some of them
-this rank may never have heard, because it had no connection to them. They are lost too if their host answers no connection.
+rank has, loses the others with it: each look that came later for one of them would delay those that go on. To many of
+them this rank has no connection. It makes one when it asks them about the suspect. A host that lives accepts the connection
+at once, even if the process is stopped. So a peer counts as silent for as long as a rank of its host is, if that host
+does not accept.
 
 The time of a look counts only up to one and a half periods. A rank that was stopped, or that gets no processor, therefore
 blames no rank for what it has missed itself.
@@ -61,11 +63,15 @@ class Verdict(NamedTuple):
 
 @dataclass(slots=True)
 class _Watched:
-    """A peer: when it was last heard, on the clock of the caller and on that of the detector, and what others say."""
+    """A peer: when it was last heard, on the clock of the caller and on that of the detector, and what others say.
+
+    The times of a peer that ``is_unanswered`` are those of another rank of its host.
+    """
 
     heard_at: float
     heard: float
     was_heard: bool = False
+    is_unanswered: bool = False
     excused: float = 0.0
     is_suspected: bool = False
     answers: dict[int, bool] = field(default_factory=dict)
@@ -77,22 +83,15 @@ class Detector:
     Args:
         timeout: Seconds of silence after which a peer is lost.
         company: Returns the ranks on the host of a peer, itself included; by default none are known.
-        unanswered: Returns whether the host of a peer has answered none of this rank's attempts to connect to the peer.
     """
 
-    def __init__(
-        self,
-        timeout: float,
-        company: Callable[[int], Iterable[int]] = lambda peer: (),
-        unanswered: Callable[[int], bool] = lambda peer: False,
-    ) -> None:
-        self._timeout, self._period = timeout, timeout / BEATS
-        self._company, self._unanswered = company, unanswered
-        self._silent: set[int] = set()
-        """The peers that were lost, here or elsewhere, because they were silent."""
+    def __init__(self, timeout: float, company: Callable[[int], Iterable[int]] = lambda peer: ()) -> None:
+        self._timeout, self._period, self._company = timeout, timeout / BEATS, company
         self._now: float | None = None
         self._clock = 0.0
         self._peers: dict[int, _Watched] = {}
+        self._gone: dict[int, _Watched] = {}
+        """The peers that this rank or another has lost because they were silent."""
 
     @property
     def peers(self) -> list[int]:
@@ -118,7 +117,13 @@ class Detector:
         """Return the times at which the watched peers were last heard, on the clock of `look`."""
         return {peer: watched.heard_at for peer, watched in list(self._peers.items())}
 
-    def look(self, now: float, heard: Mapping[int, bool], lost_elsewhere: Set[int] = frozenset()) -> list[Verdict]:
+    def look(
+        self,
+        now: float,
+        heard: Mapping[int, bool],
+        lost_elsewhere: Set[int] = frozenset(),
+        unanswered: Set[int] = frozenset(),
+    ) -> list[Verdict]:
         """Note who was heard since the last look, and return what has changed.
 
         Args:
@@ -126,10 +131,14 @@ class Detector:
             heard: The peers whose beats reach this rank as long as they live, and whether each was heard. The detector
                 watches a peer from the first look that names it, and forgets it at the first that does not.
             lost_elsewhere: Peers that another rank has just lost because they were silent.
+            unanswered: Peers whose host does not accept a connection.
         """
         step = 0.0 if self._now is None else now - self._now
         self._now, self._clock = now, self._clock + min(step, _LONGEST_STEP * self._period)
         verdicts = []
+        for peer in lost_elsewhere:
+            self._gone.setdefault(peer, _Watched(now - self._timeout, self._clock - self._timeout))
+        heard = self._with_unanswered(heard, unanswered)
         for peer in self._peers.keys() - heard.keys():
             del self._peers[peer]
         for peer, is_heard in heard.items():
@@ -144,13 +153,35 @@ class Detector:
                 watched.is_suspected = True
                 verdicts.append(Verdict(Liveness.SUSPECTED, peer, now - watched.heard_at))
         lost = {verdict.peer for verdict in verdicts if verdict.liveness is Liveness.LOST}
-        self._silent |= lost | lost_elsewhere
-        for peer in sorted((self._lost_in_company(lost | lost_elsewhere) | self._unreachable()) - lost):
+        for peer in sorted(self._lost_in_company(lost | lost_elsewhere) - lost):
             verdicts.append(self._lost(peer, self._peers[peer]))
             lost.add(peer)
         for peer in lost:
-            del self._peers[peer]
+            self._gone[peer] = self._peers.pop(peer)
         return verdicts
+
+    def _with_unanswered(self, heard: Mapping[int, bool], unanswered: Set[int]) -> Mapping[int, bool]:
+        """Watch the unanswered peers of silent hosts, and return ``heard`` with them."""
+        found = dict(heard)
+        for peer in {*unanswered, *(peer for peer, watched in self._peers.items() if watched.is_unanswered)}:
+            mates = (self._mate(other, heard) for other in self._company(peer) if other != peer)
+            mate = next((each for each in mates if each is not None), None) if peer in unanswered else None
+            watched = self._peers.get(peer)
+            if mate is not None and watched is None:
+                self._peers[peer] = _Watched(mate.heard_at, mate.heard, is_unanswered=True)
+                found.setdefault(peer, False)
+            elif mate is not None and watched is not None and watched.is_unanswered:
+                found.setdefault(peer, False)
+            elif watched is not None and watched.is_unanswered:
+                del self._peers[peer]
+        return found
+
+    def _mate(self, peer: int, heard: Mapping[int, bool]) -> _Watched | None:
+        """Return a peer that has answered this rank, if it is silent or gone."""
+        watched = self._peers.get(peer)
+        if watched is None:
+            return self._gone.get(peer)
+        return watched if watched.is_suspected and not watched.is_unanswered and not heard.get(peer) else None
 
     def _lost_in_company(self, lost: Set[int]) -> set[int]:
         """Return the peers that are lost with others, because their whole host is silent, and they nearly long enough."""
@@ -160,20 +191,6 @@ class Detector:
             if all(watched.is_suspected for watched in others.values()):
                 enough = self._timeout - _COMPANY * self._period
                 found.update(other for other, watched in others.items() if self._clock - watched.heard >= enough)
-        return found
-
-    def _unreachable(self) -> set[int]:
-        """Return the peers that were never heard, whose host answers no connection, and has only silent ranks otherwise."""
-        found: set[int] = set()
-        for peer in [each for each, watched in self._peers.items() if not watched.was_heard]:
-            company = set(self._company(peer))
-            known = [self._peers[other] for other in company if other in self._peers]
-            if (
-                company & self._silent
-                and all(watched.is_suspected or not watched.was_heard for watched in known)
-                and self._unanswered(peer)
-            ):
-                found.add(peer)
         return found
 
     def excuse(self, peer: int, *, without_limit: bool = False) -> None:

@@ -270,6 +270,13 @@ def tensor_of(value: Any, *, written: bool = False) -> torch.Tensor:
         raise UnsupportedError(f"a {value.layout} tensor cannot be communicated: call .to_dense() first")
     if value.dtype not in DTYPE_NUMBERS:
         raise _unsupported(value.dtype)
+    if value.is_nested:
+        raise UnsupportedError("a nested tensor cannot be communicated: pass its unbind()")
+    if type(value) is not torch.Tensor and value.numel() and not value.data_ptr():
+        raise UnsupportedError(
+            f"a {type(value).__name__} has no memory of its own: pass the tensor in it, which to_local() and full_tensor() "
+            "of a DTensor return"
+        )
     return value.detach() if value.requires_grad else value
 
 

@@ -22,7 +22,7 @@ import msgpack
 import numpy as np
 import torch
 
-from asyncdist.errors import ProtocolError, UsageError
+from asyncdist.errors import AsyncdistError, ProtocolError, UsageError
 from asyncdist.memory.buffers import DTYPE_NUMBERS, DTYPES, input_memory
 
 # Greatest depth of nested tuples and sets. Each level takes 40 KB of the reader's stack.
@@ -70,7 +70,7 @@ def pack(value: Any, *, allow_pickle: bool, weights_only: bool = False, extensio
                 "weights_only=True on every rank if torch.load reads it with that, "
                 "or set ASYNCDIST_ALLOW_PICKLE=1 on every rank if you trust them all"
             )
-        return msgpack.ExtType(_PICKLE, pickle.dumps(part))
+        return msgpack.ExtType(_PICKLE, _pickled(part))
 
     def encode(part: Any) -> bytes:
         nonlocal depth
@@ -188,6 +188,16 @@ def _load(saved: bytes) -> Any:
         # The rest of torch's message advises to read without weights_only.
         reason = re.search(r"WeightsUnpickler error:\s*(\S.*)", str(cause))
         raise ProtocolError(f"weights_only=True refuses it: {reason[1] if reason else cause}") from cause
+
+
+def _pickled(part: Any) -> bytes:
+    try:
+        return pickle.dumps(part)
+    except AsyncdistError:
+        raise
+    # The object's own pickle methods may raise any error.
+    except Exception as cause:
+        raise UsageError(f"an object of type {_type_of(part)} cannot be pickled: {cause}") from cause
 
 
 def _type_of(part: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
@@ -18,7 +18,7 @@ from asyncdist.rendezvous.host_store import ServerHandle
 from asyncdist.rendezvous.init_method import InitMethod, url_of
 from asyncdist.rendezvous.join import WorldSpec, by_address, by_record, host_world, join_world
 from asyncdist.rendezvous.session import RendezvousSession, TimeLimit
-from asyncdist.rendezvous.sources import check_token, host_of, open_record_store
+from asyncdist.rendezvous.sources import check_token, host_of, open_record_store, torch_store_at
 
 __all__ = ["OwnStore", "RendezvousSession", "meet", "serve_own_store"]
 
@@ -40,7 +40,8 @@ async def meet(
     in the end, also after a failed exchange. A call that fails or is cancelled leaves nothing open and may be repeated.
 
     Args:
-        init_method: A URL, or None for ``env://``; see `asyncdist.rendezvous.init_method`.
+        init_method: A URL, or None for ``env://``; see `asyncdist.rendezvous.init_method`. If torch's default process group
+            has met at the same address, the ranks meet in its store.
         rank: Rank of this process; by default from the URL or the launcher.
         world_size: Number of ranks; by default from the URL or the launcher.
         store: A store that every rank has, instead of ``init_method``.
@@ -61,6 +62,9 @@ async def meet(
     allowed = seconds(timeout, config.timeout)
     limit = TimeLimit(allowed, Deadline.after(allowed))
     method = InitMethod.read(init_method, rank=rank, world_size=world_size, has_store=store is not None, launch=launch)
+    if method.kind == "direct" and (shared := torch_store_at(method.host, method.port)) is not None:
+        # Rank 0 of torch's process group serves a store at this port.
+        store, method = shared, replace(method, kind="store")
     world = WorldSpec(name, method.rank, method.world_size, config, limit)
     async with AsyncExitStack() as stack:
         if method.kind == "direct":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -80,6 +81,17 @@ def host_of(method: InitMethod, store: Any) -> str | None:
         return "127.0.0.1"
     host = getattr(store, "host", None)
     return host if isinstance(host, str) and host else None
+
+
+def torch_store_at(host: str, port: int) -> Any:
+    """Return the store of torch's default process group, if that has met at this address; else None."""
+    torch_distributed = sys.modules.get("torch.distributed")
+    if torch_distributed is None or not torch_distributed.is_available() or not torch_distributed.is_initialized():
+        return None
+    store = sys.modules["torch.distributed.distributed_c10d"]._get_default_store()
+    inner = _innermost(store)
+    same = (getattr(inner, "host", None), getattr(inner, "port", None)) == (host, port)
+    return store if same and type(inner).__module__.startswith("torch") else None
 
 
 def check_token(host: str | None, config: Config, why: str) -> None:

@@ -261,7 +261,8 @@ class Callee:
             packed = self._pack(await self._call(execution), snapshot=True)
         except BaseException as error:
             self._raised(execution, error)
-            if not isinstance(error, Exception | asyncio.CancelledError):
+            # A method that calls sys.exit() ends its call, and not the process that serves others.
+            if not isinstance(error, Exception | asyncio.CancelledError | SystemExit):
                 raise
         else:
             self._returned(execution, packed)
@@ -314,7 +315,7 @@ class Callee:
                 await generator.aclose()
         except BaseException as error:
             self._raised(execution, error)
-            if not isinstance(error, Exception | asyncio.CancelledError):
+            if not isinstance(error, Exception | asyncio.CancelledError | SystemExit):
                 raise
         else:
             self._forget(execution)

@@ -36,7 +36,7 @@ class ServedModule:
     """A module that other processes train: ``rpc.serve({"embedding": ServedModule(module, optimizer)}, job)``.
 
     Its methods run in threads. A lock keeps the updates of the parameters apart; a forward may read parameters while
-    another trainer updates them, as usual with asynchronous SGD.
+    another trainer updates them, as usual with asynchronous SGD, and a backward uses them as they are then.
 
     Args:
         module: The module.
@@ -48,7 +48,10 @@ class ServedModule:
         self, module: nn.Module, optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
     ) -> None:
         self.module = module
-        self.optimizer = None if optimizer is None else optimizer(list(module.parameters()))
+        self.updated = {name: nn.Parameter(each.data, each.requires_grad) for name, each in module.named_parameters()}
+        """The parameters, as optimizers have them: they share memory with those of the module, and have versions of their
+        own, because autograd refuses a backward after an update of the parameters that the forward has used."""
+        self.optimizer = None if optimizer is None else optimizer(list(self.updated.values()))
         self.lock = threading.Lock()
         """Held while parameters change."""
 
@@ -119,18 +122,19 @@ class ModuleUse:
         kind = getattr(torch.optim, name, None)
         if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
             raise ValueError(f"torch.optim has no optimizer {name!r}")
-        self._optimizer = kind(list(self._served.module.parameters()), **settings)
+        self._optimizer = kind(list(self._served.updated.values()), **settings)
 
     def step(self) -> None:
         """Update the parameters by the gradients of this trainer, and clear these."""
         if self._optimizer is None:
             raise ValueError("the module has no optimizer: serve it with one, or make one with RemoteOptimizer.create")
-        parameters = dict(self._served.module.named_parameters())
         with self._served.lock:
-            for name, parameter in parameters.items():
-                parameter.grad = self._gradients.get(name)
+            for name, parameter in self._served.module.named_parameters():
+                # The program may have given the parameter other memory.
+                self._served.updated[name].data = parameter.data
+                self._served.updated[name].grad = self._gradients.get(name)
             self._optimizer.step()
-            for parameter in parameters.values():
+            for parameter in self._served.updated.values():
                 parameter.grad = None
         self._gradients = {}
 
@@ -141,6 +145,18 @@ class ModuleUse:
     def gradients(self) -> Gradients:
         """Return the gradients of this trainer by the names of the parameters."""
         return dict(self._gradients)
+
+    def train(self, mode: bool) -> None:
+        """Set the mode of the module."""
+        self._served.module.train(mode)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the parameters and buffers."""
+        return self._served.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load parameters and buffers."""
+        self._served.load_state_dict(state)
 
 
 def _needs_gradient(leaf: Any) -> bool:
@@ -164,25 +180,44 @@ class RemoteModule:
         >>> await optimizer.step()
     """
 
-    def __init__(self, use: RemoteReference, served: RemoteObject) -> None:
-        self._use, self._served = use, served
+    def __init__(self, use: RemoteReference) -> None:
+        self._use = use
         self._loop = asyncio.get_running_loop()
-        self.training = True
 
     @classmethod
-    async def attach(cls, served: RemoteObject, *, timeout: Timeout = None) -> RemoteModule:
+    async def attach(cls, served: RemoteObject | RemoteReference, *, timeout: Timeout = None) -> RemoteModule:
         """Begin to use a `ServedModule`.
 
         Args:
-            served: What `asyncdist.rpc.find` has returned.
+            served: What `asyncdist.rpc.find` has returned, or a reference to a `ServedModule`.
             timeout: Seconds.
         """
-        return cls(await served.call("attach", timeout=timeout), served)
+        return cls(await served.call("attach", timeout=timeout))
 
     async def __call__(self, *args: Any, timeout: Timeout = None, **kwargs: Any) -> Any:
         """Run the module on its owner. Without gradients (`torch.no_grad`) the owner keeps no graph."""
-        is_training = torch.is_grad_enabled()
-        output, positions, graph = await self._use.call("forward", list(args), kwargs, is_training, timeout=timeout)
+        return await self.forward(args, kwargs, timeout=timeout)
+
+    async def forward(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        is_training: bool | None = None,
+        timeout: Timeout = None,
+    ) -> Any:
+        """Run the module on its owner.
+
+        Args:
+            args: The arguments of the module.
+            kwargs: Its keyword arguments.
+            is_training: Whether the output has gradients; None if the calling thread computes any.
+            timeout: Seconds.
+        """
+        is_training = torch.is_grad_enabled() if is_training is None else is_training
+        output, positions, graph = await self._use.call(
+            "forward", list(args), dict(kwargs), is_training, timeout=timeout
+        )
         if graph is None:
             return output
         inputs = [leaf for leaf in tree.tree_leaves([list(args), kwargs]) if _needs_gradient(leaf)]
@@ -194,6 +229,10 @@ class RemoteModule:
         for place, tensor in zip(positions, joined, strict=True):
             leaves[place] = tensor
         return tree.tree_unflatten(leaves, structure)
+
+    async def train(self, mode: bool = True, *, timeout: Timeout = None) -> None:
+        """Set the mode of the module, as `torch.nn.Module.train` does, for all trainers."""
+        await self._use.call("train", mode, timeout=timeout)
 
     async def step(self, *, timeout: Timeout = None) -> None:
         """Update the parameters by the gradients of this process, with the optimizer of the owner."""
@@ -210,12 +249,12 @@ class RemoteModule:
 
     async def state_dict(self, *, timeout: Timeout = None) -> dict[str, torch.Tensor]:
         """Return a copy of the parameters and buffers."""
-        state: dict[str, torch.Tensor] = await self._served.call("state_dict", timeout=timeout)
+        state: dict[str, torch.Tensor] = await self._use.call("state_dict", timeout=timeout)
         return state
 
     async def load_state_dict(self, state: Mapping[str, torch.Tensor], *, timeout: Timeout = None) -> None:
         """Load parameters and buffers into the module, for all trainers."""
-        await self._served.call("load_state_dict", [dict(state)], timeout=timeout)
+        await self._use.call("load_state_dict", dict(state), timeout=timeout)
 
 
 class RemoteOptimizer:

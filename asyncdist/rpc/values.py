@@ -99,7 +99,7 @@ class _Writing:
         raise ProtocolError("nothing is decoded while a value is packed")
 
     def _encode_tensor(self, part: torch.Tensor) -> Any:
-        if part.layout is not torch.strided or part.dtype not in DTYPE_NUMBERS:
+        if part.layout is not torch.strided or part.dtype not in DTYPE_NUMBERS or part.is_meta or part.is_nested:
             return None
         device = part.device.type
         tensor = part.detach()
@@ -185,7 +185,8 @@ class Carrier:
         """
         try:
             return _fast.pack(value)
-        except (TypeError, ValueError, OverflowError):
+        # torch raises RuntimeError for properties that a tensor does not have.
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             writing = _Writing(self._references, snapshot=snapshot)
             data = pack(value, allow_pickle=self._allow_pickle, extension=writing)
             return PackedValue(data, writing.buffers, writing.references)

@@ -26,6 +26,9 @@ from asyncdist.tracing.recorder import recorders
 c10d: Any = distributed_c10d
 _bindings: Any = torch._C._distributed_c10d
 
+_names: set[str] = set()
+"""The back ends that are registered here."""
+
 
 def register_backend() -> None:
     """Make ``"asyncdist"`` a back end of torch.distributed. Idempotent."""
@@ -35,6 +38,7 @@ def register_backend() -> None:
 def add_backend(name: str, maker: Callable[[Any, object], TorchGroup], devices: Sequence[str]) -> None:
     """Register ``maker``, a function like `make_backend`, as the factory of the back end ``name``. Idempotent."""
     backends: Any = torch_distributed.Backend
+    _names.add(name)
     if name.upper() not in backends._plugins:
         backends.register_backend(name, maker, extended_api=True, devices=list(devices))
 
@@ -105,7 +109,7 @@ def _choose_recorder(of_torch: bool) -> None:
     """
     recording = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if recording is not None:
-        c10d._FR_SELF_RECORDING_BACKENDS = recording - {NAME} if of_torch else recording | {NAME}
+        c10d._FR_SELF_RECORDING_BACKENDS = recording - _names if of_torch else recording | _names
 
 
 def _is_whole(process_group: Any) -> bool:

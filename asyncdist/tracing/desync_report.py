@@ -70,7 +70,8 @@ class RankPosition:
     """The position of one group: its first collective that has not completed on all ranks.
 
     Attributes:
-        number: Number of that collective; None if all collectives have completed on all ranks.
+        number: Number of that collective, or of a later one in which the ranks made different calls; None if all
+            collectives have completed on all ranks.
         waiting: Seconds since the call, by rank, for the ranks on which it is pending.
         through: The ranks on which it has completed.
         behind: Number of the last call, by rank, for the ranks that have not issued it; 0 without any call.
@@ -132,12 +133,19 @@ def _position(group: str, ranks: tuple[int, ...], records: Sequence[TraceRecord]
 
 
 def _first_open(group: str, records: Sequence[TraceRecord]) -> int | None:
-    """Return the lowest number of a collective that is pending on a rank, or missing where others have continued."""
+    """Return the lowest number of a collective that is pending on a rank, or missing where others have continued.
+
+    A later one of which the pending calls differ comes first: it fails the group on ranks that are still in earlier calls.
+    """
     last = [record.last(group) for record in records]
     calls = [call for record in records for call in record.collectives(group).values()]
-    opened = [call.seq for call in calls if call.finished is None]
+    opened: dict[int, set[int]] = {}
+    for call in calls:
+        if call.finished is None:
+            opened.setdefault(call.seq, set()).add(call.fingerprint)
+    differing = [number for number, fingerprints in opened.items() if len(fingerprints) > 1]
     missing = [number + 1 for number in last if number < max(last)]
-    return min([*opened, *missing], default=None)
+    return min(differing or [*opened, *missing], default=None)
 
 
 # -- late ranks -----------------------------------------------------------------------------------------

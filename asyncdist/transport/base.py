@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from asyncdist.base.timers import TimerTable
@@ -218,6 +218,10 @@ class Transport(ABC):
             peer lives. A peer whose messages this rank leaves on the wire counts as heard.
         """
         return {}
+
+    def unanswered(self) -> Set[int]:
+        """Return the peers whose hosts have not accepted a connection of this rank, although they had the time to do so."""
+        return frozenset()
 
     @abstractmethod
     def busy(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.config import Config
-from asyncdist.errors import AsyncdistError, DigestError, StoreError, UsageError, WeightsError
+from asyncdist.errors import AsyncdistError, DigestError, StoreError, UnsupportedError, UsageError, WeightsError
 from asyncdist.weights.content.manifest import Manifest
 from asyncdist.weights.content.selection import Selection, Slices, select
 from asyncdist.weights.model_copies import ModelCopies, ModelCopy
@@ -53,7 +53,14 @@ class Subscribing:
         self._timeout = seconds(timeout, self._config.timeout)
         self._wanted: dict[str, tuple[int, ...]] | None = None
         if like is not None:
-            self._wanted = {each: tuple(tensor.shape) for each, tensor in tensors_of(like).items()}
+            tensors = tensors_of(like)
+            distributed = [each for each, tensor in tensors.items() if hasattr(tensor, "full_tensor")]
+            if distributed:
+                raise UnsupportedError(
+                    f"{distributed[0]} is a distributed tensor: pass a dict of the local parts, which to_local() returns, "
+                    "as like=, and say with slices= which part of the whole each is"
+                )
+            self._wanted = {each: tuple(tensor.shape) for each, tensor in tensors.items()}
         self._copies = ModelCopies(like, copies, self._drained)
         self._exchange: WeightsExchange | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -76,6 +76,11 @@ def test_other_rates_are_refused(rate):
         nbytes_per_second(rate)
 
 
+def test_slow_parts_have_fewer_rounds():
+    found = [[DdpPlan(rounds=rounds).rounds_of(part) for part in DdpPlan().parts] for rounds in (10, 1)]
+    assert found == [[10, 10, 5, 2, 1], [1, 1, 1, 1, 1]]
+
+
 def test_page_has_a_row_for_each_contender():
     plan = DdpPlan(rounds=3)
     figures = {

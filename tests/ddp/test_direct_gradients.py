@@ -139,7 +139,7 @@ def test_gradients_returned_by_autograd_grad_are_not_overwritten(together, toy, 
         model, _ = pair(group)
         toy.loss_of(model, *toy.samples()).backward()
         model.zero_grad()
-        taken = torch.autograd.grad(toy.loss_of(model, *toy.samples()), list(model.parameters()))
+        taken = torch.autograd.grad(toy.loss_of(model, *toy.samples()), list(model.parameters()), retain_graph=True)
         before = [each.clone() for each in taken]
         toy.loss_of(model, *(2 * each for each in toy.samples())).backward()
         toy.assert_equal(taken, before)

@@ -5,6 +5,7 @@ mypy checks it with the product, and reports each ``type: ignore`` of a line tha
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, assert_type
 
 import numpy as np
@@ -42,6 +43,13 @@ async def awaited(tensor: torch.Tensor, tensors: Tensors, parameter: Parameter, 
     assert_type(await dist.recv(tensor), int)
     assert_type(dist.irecv(tensor).result(), int)
     assert_type(dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, 1)]), list[Work[Any]])
+
+
+async def in_tasks(tensor: torch.Tensor) -> None:
+    assert_type(await asyncio.create_task(dist.all_reduce(tensor)), torch.Tensor)
+    async with asyncio.TaskGroup() as tasks:
+        assert_type(tasks.create_task(dist.recv(tensor)), asyncio.Task[int])
+    assert_type(await asyncio.gather(dist.barrier(), dist.all_reduce(tensor)), tuple[None, torch.Tensor])
 
 
 async def reduced(group: Group, tensor: torch.Tensor, tensors: Tensors, op: dist.ReduceOp) -> None:

@@ -89,29 +89,46 @@ def test_peer_is_lost_when_another_rank_has_lost_one_of_its_host(looks, lost):
     assert [verdict.peer for verdict in found if verdict.liveness is Liveness.LOST] == lost
 
 
-@pytest.mark.parametrize(
-    ("asked_at", "answers", "lost_at"),
-    [(8, False, {1: 10, 2: 10}), (14, False, {1: 10, 2: 14}), (8, True, {1: 10, 2: 18})],
-    ids=["before the loss", "after the loss", "the host answers"],
-)
-def test_rank_that_was_never_heard_is_lost_with_its_host_if_that_answers_no_connection(asked_at, answers, lost_at):
-    """Rank 2 is watched since this rank has tried to connect to it for some time, and was never heard."""
-    detector = Detector(TIMEOUT, lambda peer: {1, 2} if peer < 3 else {3}, lambda peer: not answers)
+def test_ranks_of_a_silent_host_that_accepts_no_connection_are_lost_with_the_one_that_was_heard():
+    detector = Detector(TIMEOUT, lambda peer: {1, 2, 4} if peer != 3 else {3})
     detector.look(0.0, {1: True, 3: True})
-    lost = {}
-    for number in range(1, 19):
-        heard = {1: False, 3: True} | ({2: False} if number >= asked_at else {})
-        found = detector.look(number * PERIOD, {peer: heard[peer] for peer in heard if peer not in lost})
-        lost |= {verdict.peer: number for verdict in found if verdict.liveness is Liveness.LOST}
-    assert lost == lost_at
+    looked(detector, 0.0, 8, {1: False, 3: True})
+    heard, found = {1: False, 3: True}, []
+    for number in (9, 10):
+        found += detector.look(number * PERIOD, heard, frozenset(), {2, 4})
+    assert [(each.liveness, each.peer) for each in found] == [
+        (Liveness.SUSPECTED, 2),
+        (Liveness.SUSPECTED, 4),
+        (Liveness.LOST, 1),
+        (Liveness.LOST, 2),
+        (Liveness.LOST, 4),
+    ]
+    assert [verdict.silence for verdict in found[2:]] == [pytest.approx(TIMEOUT)] * 3
 
 
-def test_rank_that_was_never_heard_is_not_lost_while_another_rank_of_its_host_is_heard():
-    detector = Detector(TIMEOUT, lambda peer: {1, 2, 3}, lambda peer: True)
-    detector.look(0.0, {1: True, 3: True})
-    looked(detector, 0.0, 7, {1: False, 3: True})
-    found = looked(detector, 7 * PERIOD, 5, {1: False, 2: False, 3: True})
-    assert [verdict.peer for _, verdict in found if verdict.liveness is Liveness.LOST] == [1]
+def test_rank_of_a_host_that_another_rank_has_lost_is_lost_if_the_host_accepts_no_connection():
+    detector = Detector(TIMEOUT, lambda peer: {1, 2} if peer != 3 else {3})
+    detector.look(0.0, {3: True})
+    assert detector.look(PERIOD, {3: True}, {1}) == []
+    assert detector.look(2 * PERIOD, {3: True}, frozenset(), {3}) == []
+    (verdict,) = detector.look(3 * PERIOD, {3: True}, frozenset(), {2})
+    assert (verdict.liveness, verdict.peer) == (Liveness.LOST, 2)
+
+
+@pytest.mark.parametrize("sign", ["the suspect recovers", "its host accepts"])
+def test_rank_of_a_silent_host_is_not_lost_once_the_host_lives(sign):
+    detector = Detector(TIMEOUT, lambda peer: {1, 2})
+    detector.look(0.0, {1: True})
+    looked(detector, 0.0, 8, {1: False})
+    assert [each.peer for each in detector.look(9 * PERIOD, {1: False}, frozenset(), {2})] == [2]
+    if sign == "its host accepts":
+        found = detector.look(10 * PERIOD, {1: False, 2: False})
+        found += looked(detector, 10 * PERIOD, 6, {2: False})
+        assert [(each.liveness, each.peer) for each in found if type(each) is not tuple] == [(Liveness.LOST, 1)]
+    else:
+        found = detector.look(10 * PERIOD, {1: True}, frozenset(), {2})
+        assert [(each.liveness, each.peer) for each in found] == [(Liveness.RECOVERED, 1)]
+        assert detector.peers == [1]
 
 
 def test_rank_that_was_stopped_itself_blames_nobody():

@@ -275,6 +275,17 @@ def test_register_keeps_inference_tensors():
     assert tensor.tolist() == [0, 1, 2, 3, 4]
 
 
+class DTensor(torch.Tensor):
+    """A tensor without memory of its own, as torch's DTensor is."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+WRAPPER = torch.Tensor._make_wrapper_subclass(DTensor, (3,), dtype=torch.float32)
+
+
 @pytest.mark.parametrize(
     ("target", "error", "said"),
     [
@@ -282,10 +293,11 @@ def test_register_keeps_inference_tensors():
         (torch.empty(3, device="meta"), UnsupportedError, "move it with .cpu"),
         (torch.nn.Linear(2, 2, device="meta"), UnsupportedError, "move it with .cpu"),
         (torch.ones(3, dtype=torch.complex64).conj(), UnsupportedError, "call .resolve_conj"),
+        (WRAPPER, UnsupportedError, "a DTensor has no memory of its own: .*full_tensor"),
         (torch.nn.LazyLinear(3), UsageError, "run one forward"),
         ([1, 2], UsageError, "a tensor or a module, not list"),
     ],
-    ids=["sparse", "elsewhere", "module elsewhere", "conjugate", "lazy", "list"],
+    ids=["sparse", "elsewhere", "module elsewhere", "conjugate", "wrapper", "lazy", "list"],
 )
 @pytest.mark.parametrize("wanted", [True, False])
 def test_unsupported_tensors_are_refused(target, error, said, wanted):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import torch
+
 from asyncdist import rpc
 from asyncdist.config import Config
 
@@ -15,6 +17,7 @@ class Worker:
     def __init__(self, test: Any) -> None:
         self.test = test
         self.cancelled = 0
+        self.weights = torch.arange(4.0)
 
     async def echo(self, value: Any) -> Any:
         return value

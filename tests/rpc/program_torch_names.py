@@ -94,6 +94,39 @@ class BatchServer:
         return future
 
 
+class Stage:
+    """A stage of a pipeline, which takes references to its inputs."""
+
+    def __init__(self, factor):
+        self.layer = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(self.layer.weight, factor)
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            return self.layer(inputs.to_here())
+
+    def parameter_rrefs(self):
+        return [rpc.RRef(each) for each in self.layer.parameters()]
+
+
+def optimizer_of(parameters):
+    own = [each.to_here() for each in parameters]
+    for each in own:
+        each.grad = torch.ones_like(each)
+    return torch.optim.SGD(own, lr=1.0)
+
+
+def pipeline():
+    first, second = rpc.remote("worker1", Stage, args=(2.0,)), rpc.remote("worker2", Stage, kwargs={"factor": 3.0})
+    optimizer = rpc.remote("worker2", optimizer_of, args=(second.remote().parameter_rrefs().to_here(),))
+    optimizer.rpc_sync().step()
+    futures = []
+    for part in torch.arange(4.0).reshape(4, 1).split(2):
+        middle = first.remote().forward(rpc.RRef(part))
+        futures.append(second.rpc_async().forward(middle))
+    return torch.cat(torch.futures.collect_all(futures).then(lambda done: [each.wait() for each in done.wait()]).wait())
+
+
 def train(server, rank):
     model = server.rpc_sync().get_model()
     for _ in range(3):
@@ -115,6 +148,7 @@ def run_worker(rank, port):
         server = rpc.remote("worker1", BatchServer, args=(2,))
         trained = [rpc.rpc_async(f"worker{each}", train, args=(server, each)) for each in (1, 2)]
         print("weights", torch.futures.wait_all(trained))
+        print("pipeline", pipeline().flatten().tolist())
         print("size", rpc.remote("worker2", torch.add, args=(torch.ones(5), 1)).remote().mul(2).to_here())
         then = rpc.rpc_async("worker2", max, args=(1, 2)).then(lambda done: done.wait() + 1)
         print("then", then.wait(), rpc.RRef(7).to_here(), rpc.RRef(7).is_owner())

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.rpc as torch_rpc
+from torch import nn
 
 from asyncdist.config import Config
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UnsupportedError, UsageError
 from asyncdist.rpc import blocking as rpc
-from asyncdist.rpc.errors import CallTimeoutError
+from asyncdist.rpc.errors import CallTimeoutError, RemoteError
 from tests.support.ports import free_port
 
 PROGRAM = Path(__file__).parent / "program_torch_names.py"
@@ -30,6 +32,7 @@ def output_of(library: str) -> str:
 def test_program_of_torch_runs_after_changing_one_import():
     found = output_of("asyncdist")
     assert "rewards {1: [2.0, 4.0, 6.0], 2: [4.0, 8.0, 12.0]}" in found
+    assert "pipeline [0.0, 4.0, 8.0, 12.0]" in found
     assert "weights [tensor([[0.1000, 0.1000]]), tensor([[0.1000, 0.1000]])]" in found
 
 
@@ -79,10 +82,99 @@ def test_wrong_calls_are_refused(alone):
         rpc.init_rpc("again", rank=0, world_size=1)
     with pytest.raises(UsageError, match="there is no worker 'other'; there are alone"):
         rpc.rpc_sync("other", max, args=(1, 2))
-    with pytest.raises(UnsupportedError, match=r"train with asyncdist\.rpc\.RemoteModule"):
+    with pytest.raises(UnsupportedError, match=r"make the module with RemoteModule\(worker, class\)"):
         rpc.RRef(1).backward()
-    with pytest.raises(UsageError, match="an RRef inside another object"):
+    with pytest.raises(UsageError, match="no RRef inside another object"):
         rpc.rpc_sync("alone", same, args=(Holder(rpc.RRef(1)),))
+
+
+def test_module_of_a_worker_is_trained_without_distributed_autograd(alone):
+    torch.manual_seed(0)
+    first = rpc.RemoteModule("alone", nn.Linear, args=(3, 4), kwargs={"bias": False})
+    second = rpc.RemoteModule("rank:0/cpu", nn.Linear, (4, 2))
+    last = nn.Linear(2, 1)
+    local = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2), nn.Linear(2, 1))
+    for theirs, own in zip([first, second], local[:2], strict=True):
+        own.load_state_dict(theirs.remote_state_dict())
+    local[2].load_state_dict(last.state_dict())
+    ours = rpc.DistributedOptimizer(torch.optim.SGD, [first, second, last.weight, rpc.RRef(last.bias)], lr=0.1)
+    theirs = torch.optim.SGD(local.parameters(), lr=0.1)
+    inputs = torch.randn(5, 3)
+    for _ in range(3):
+        last(second(first.forward_async(inputs).wait())).square().sum().backward()
+        assert list(first.gradients()) == ["weight"]
+        ours.step()
+        local(inputs).square().sum().backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert torch.allclose(second.remote_state_dict()["weight"], local[1].weight)
+    assert torch.allclose(last.bias, local[2].bias)
+    passed_on = rpc.rpc_sync("alone", same, args=([first],))[0]
+    assert torch.equal(passed_on(inputs), first(inputs))
+    dropout = rpc.RemoteModule("alone", nn.Dropout, args=(0.9,)).eval()
+    assert torch.equal(dropout(inputs), inputs)
+
+
+def test_names_of_distributed_autograd_say_what_takes_their_place(alone):
+    module = rpc.RemoteModule("alone", nn.Linear, args=(2, 2))
+    with pytest.raises(UnsupportedError, match=r"pass the module to rpc\.DistributedOptimizer"):
+        module.remote_parameters()
+    with pytest.raises(UnsupportedError, match=r"pass the RemoteModule to rpc\.DistributedOptimizer"):
+        module.parameters()
+    with pytest.raises(UnsupportedError, match=r"remote_state_dict\(\) copies it"):
+        nn.Sequential(module).state_dict()
+    with pytest.raises(UnsupportedError, match="a RemoteModule has no RRef"):
+        module.get_module_rref()
+    with pytest.raises(UsageError, match="takes RemoteModules and parameters, not int"):
+        rpc.DistributedOptimizer(torch.optim.SGD, [module, 1])
+    with pytest.raises(UnsupportedError, match=r"call loss.backward\(\), then step\(\)"):
+        rpc.DistributedOptimizer(torch.optim.SGD, [module], lr=0.1).step(1)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        rpc.DistributedOptimizer(torch.optim.SGD, [module], lr=-1.0)
+    with pytest.raises(UsageError, match="no RemoteModule inside another object can be sent"):
+        rpc.rpc_sync("alone", same, args=(nn.Sequential(module),))
+
+
+def test_device_map_to_another_device_is_refused():
+    options = rpc.TensorPipeRpcBackendOptions(device_maps={"other": {0: 0}, "third": {"cpu": "cpu"}})
+    options.set_device_map("other", {0: 1})
+    with pytest.raises(UnsupportedError, match="'other' sends tensors of device 0 to device 1"):
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    theirs = torch_rpc.TensorPipeRpcBackendOptions(device_maps={"other": {"cuda:1": "cuda:0", "cpu": "cpu"}})
+    theirs.set_device_map("other", {"cuda:0": "cuda:2"})
+    with pytest.raises(UnsupportedError, match="device cuda:0 to device cuda:2"):
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=theirs)
+
+
+@rpc.functions.async_execution
+def batched(fails: bool = False):
+    future = torch.futures.Future()
+    threading.Timer(0, future.set_result, [1]).start()
+    if fails:
+        return future.then(lambda done: done.value() / 0)
+    both = torch.futures.collect_all([future.then(lambda done: done.value() + 1), future])
+    return both.then(lambda done: [each.value() for each in done.value()])
+
+
+@rpc.functions.async_execution
+def no_future():
+    return 1
+
+
+def test_futures_that_others_have_made_are_results(alone):
+    assert rpc.rpc_sync("alone", batched) == [2, 1]
+    assert rpc.remote("alone", batched).to_here() == [2, 1]
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero"):
+        rpc.rpc_sync("alone", batched, args=(True,))
+    with pytest.raises(TypeError, match=r"returns a torch\.futures\.Future, not int"):
+        rpc.rpc_sync("alone", no_future)
+
+
+def test_function_that_cannot_be_pickled_is_refused_by_name(alone):
+    with pytest.raises(
+        UsageError, match=r"alone.+<lambda>.* at .*: an object of type builtins.function cannot be pickled"
+    ):
+        rpc.rpc_sync("alone", lambda: 1)
 
 
 class Holder:
@@ -90,8 +182,22 @@ class Holder:
         self.value = value
 
 
+def test_errors_name_the_worker_and_the_function(alone):
+    counter = rpc.remote("alone", Counter)
+    for named, call in (
+        (r"max\(\) at rank 0 \(process \d+ on .*TypeError", lambda: rpc.rpc_sync("alone", max, args=(1,))),
+        (r"exit\(\) at .*SystemExit", lambda: rpc.rpc_async("alone", sys.exit, args=(3,)).wait()),
+        (r"nothing\(\) at .*'Counter' object has no attribute", lambda: counter.rpc_sync().nothing()),
+        (r"Counter\(\) at .*TypeError", lambda: rpc.remote("alone", Counter, args=(1,)).to_here()),
+        (r"Linear\(\) at .*TypeError", lambda: rpc.RemoteModule("alone", nn.Linear)),
+    ):
+        with pytest.raises(RemoteError, match=rf"^alone\.{named}"):
+            call()
+    assert counter.rpc_sync().add(1) == 1
+
+
 def test_timeout_of_a_call_passes(alone):
-    with pytest.raises(CallTimeoutError):
+    with pytest.raises(CallTimeoutError, match=r"alone\.wait_until_told\(\) at rank 0 \(process .* within 0.05 s"):
         rpc.rpc_sync("alone", wait_until_told, timeout=0.05)
     told.set()
 

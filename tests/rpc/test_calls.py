@@ -49,7 +49,7 @@ class Echo:
         self.log.append(number)
 
     async def fail(self, error_name, text):
-        raise {"ValueError": ValueError, "OSError": OSError, "Odd": Odd}[error_name](text)
+        raise {"ValueError": ValueError, "OSError": OSError, "Odd": Odd, "SystemExit": SystemExit}[error_name](text)
 
     async def result(self):
         return object()
@@ -178,6 +178,8 @@ async def test_exception_of_the_method_arrives_with_its_name_message_and_traceba
         assert not isinstance(caught.value, OSError)
         with pytest.raises(rpc.RemoteError, match="its message raised RuntimeError"):
             await it.fail("Odd", "")
+        with pytest.raises(rpc.RemoteError, match="it raised SystemExit: 3"):
+            await it.fail("SystemExit", "3")
         with pytest.raises(rpc.RemoteError) as caught:
             await it.fail("ValueError", "long " * 10_000)
         assert "characters …" in caught.value.remote_message
@@ -228,6 +230,22 @@ async def test_result_that_cannot_be_carried_is_an_error_of_its_own(serving):
         assert await it.echo(1) == 1
 
 
+async def test_value_that_cannot_be_pickled_is_named_where_pickles_are_allowed(serving):
+    class Maker:
+        async def make(self):
+            return lambda: 1
+
+        def make_in_thread(self):
+            return [lambda: 1]
+
+    async with serving(Maker(), settings={"allow_pickle": True}) as it:
+        for method in ("make", "make_in_thread"):
+            with pytest.raises(rpc.ResultError, match=rf"it.{method}.* of type builtins.function cannot be pickled"):
+                await it.call(method)
+        with pytest.raises(UsageError, match=r"it.make\(\) at process .* of type builtins.function cannot be pickled"):
+            it.make(lambda: 1)
+
+
 async def test_argument_that_cannot_be_carried_is_refused_before_anything_is_sent(serving):
     echo = Echo()
     async with serving(echo) as it:
@@ -235,6 +253,51 @@ async def test_argument_that_cannot_be_carried_is_refused_before_anything_is_sen
             it.note(object())
         await it.note(1)
         assert echo.log == [1]
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own, as DTensor is."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return cls(function(args[0].inner, *args[1:], **(kwargs or {})))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("allow_pickle", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("wrapper", r"a Wrapper has no memory of its own: .*to_local\(\) and full_tensor\(\) of a DTensor"),
+        ("meta", "no transport here carries tensors on meta"),
+        ("sparse", r"torch\.sparse_coo tensor cannot be communicated: call \.to_dense\(\)"),
+        ("nested", "a nested tensor cannot be communicated"),
+    ],
+)
+async def test_tensor_without_dense_memory_is_refused(serving, kind, reason, allow_pickle):
+    class Maker:
+        async def make(self, kind):
+            return tensor_of_kind(kind)
+
+    async with serving(Maker(), settings={"allow_pickle": allow_pickle}) as it:
+        with pytest.raises(UsageError, match=rf"it.make\(\) at process .*{reason}"):
+            it.make(tensor_of_kind(kind))
+        with pytest.raises(rpc.ResultError, match=reason):
+            await it.make(kind)
+
+
+def tensor_of_kind(kind):
+    if kind == "wrapper":
+        return Wrapper(torch.ones(3))
+    if kind == "nested":
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    return torch.ones(3, device="meta") if kind == "meta" else torch.eye(3).to_sparse()
 
 
 async def test_pickle_that_only_the_caller_allows_is_refused(job):

@@ -73,6 +73,26 @@ async def test_caller_finds_the_process_that_takes_the_place_of_a_killed_one(sta
         assert await (await finding).echo(1) == 1
 
 
+@both_ways
+async def test_reference_whose_owner_was_killed_names_the_object_and_the_process(start, job, host):
+    process = await start(host=host)
+    async with rpc.connect(job, config=Config(timeout=60.0, heartbeat=60.0)):
+        worker = await rpc.find("worker")
+        number, tensor = await worker.cancelled.ref(), await worker.weights.ref()
+        assert (await number.read(), (await tensor.read(where=slice(2))).tolist()) == (0, [0, 1])
+        process.kill()
+        process.wait()
+        for use in (
+            lambda: number.read(),
+            lambda: number.call("bit_length"),
+            lambda: tensor.read_into(torch.empty(2), where=slice(2)),
+            lambda: tensor.write(torch.ones(4)),
+        ):
+            with pytest.raises(rpc.CalleeLostError, match=r"<(int|Tensor)>\.\w+\(\) at rank 0 \(process ") as caught:
+                await use()
+            assert isinstance(caught.value, PeerLostError)
+
+
 async def test_one_of_many_killed_is_named_and_the_others_answer(start, job):
     processes = [await start(rank=rank) for rank in range(3)]
     async with rpc.connect(job, config=Config(timeout=60.0)):

@@ -132,6 +132,19 @@ async def test_trainers_do_not_mix_their_gradients(job):
         assert torch.equal((await trainers[1].gradients())["0.bias"], torch.tensor([4.0]))
 
 
+async def test_trainer_goes_back_through_parameters_that_another_has_updated(attached):
+    served = nn.Sequential(model(4, 3, 4), nn.Tanh(), model(5, 4, 2))
+    async with attached(served, lambda parameters: torch.optim.SGD(parameters, lr=0.1)) as (first, owner):
+        second = await rpc.RemoteModule.attach(rpc.refer(owner))
+        outputs = [await module(torch.ones(2, 3, requires_grad=True)) for module in (first, second)]
+        before = served[0][0].weight.detach().clone()
+        for output, module in zip(outputs, (first, second), strict=True):
+            await rpc.backward(output.sum())
+            await module.step()
+            assert not torch.equal(served[0][0].weight, before)
+            before = served[0][0].weight.detach().clone()
+
+
 async def test_graph_at_the_owner_ends_with_the_output(job, eventually):
     async with (
         rpc.serve({"it": rpc.ServedModule(model(0, 2, 1))}, job, config=CONFIG) as serving,

@@ -17,6 +17,7 @@ import torch.distributed._functional_collectives as functions
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from asyncdist.bench.contenders import null_backend
 from asyncdist.torch_backend import Backend, ProcessGroup, Work
 
 _bindings = torch._C._distributed_c10d
@@ -222,6 +223,16 @@ def observes(test, rank, world, meeting):
 
 def _recorded():
     return json.loads(_bindings._dump_fr_trace_json(backend="asyncdist"))["entries"]
+
+
+def idles(test, rank, world, meeting):
+    """torch's flight recorder leaves the groups of both registered back ends alone."""
+    null_backend.register_null_backend()
+    start(rank, world, meeting)
+    idle = dist.new_group(backend=null_backend.NAME)
+    dist.all_reduce(tensor := torch.full((1,), float(rank)), group=idle)
+    test.send((type(dist.group.WORLD) is ProcessGroup, type(idle) is null_backend.NullWorkBackend, tensor.item()))
+    dist.destroy_process_group()
 
 
 def completes(test, rank, world, meeting):

@@ -141,6 +141,13 @@ def test_hooks_of_torch_see_each_operation(start, ended):
     ended(*ranks)
 
 
+def test_recorder_of_torch_does_not_slow_down_the_idle_back_end_of_the_benchmark(start, ended):
+    ranks = start("idles")
+    for number, rank in enumerate(ranks):
+        assert rank.hear() == (True, True, number)
+    ended(*ranks)
+
+
 def test_completion_hook_learns_of_each_operation(start, ended):
     ranks = start("completes")
     for rank in ranks:

@@ -112,6 +112,22 @@ def test_report_of_different_calls(ranks):
     assert f"the ranks made different calls. {calls}." in report(three.records())
 
 
+def test_report_names_different_calls_that_fail_a_rank_in_an_earlier_call(ranks):
+    three = ranks(3)
+    for rank in (0, 1):
+        three.call(rank, 1, 0, 1)
+    three.call(0, 2)
+    three.call(1, 2, op="barrier", fingerprint=BARRIER)
+    three.call(2, 1, 98)
+    assert report(three.records()).splitlines() == [
+        "group 'world', collective #2: the ranks made different calls. rank 0 called all_reduce(8 x float32, SUM); "
+        "rank 1 called barrier().",
+        "  ranks 0 and 1 called it 100.0 s ago.",
+        "  rank 2 has not called it: the other ranks wait for it. Its last call was #1, all_reduce(8 x float32, SUM), "
+        "which began 2.0 s before the dump.",
+    ]
+
+
 def test_report_names_rank_without_dump(ranks):
     three = ranks(3)
     for rank in (0, 2):

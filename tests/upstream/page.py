@@ -74,6 +74,10 @@ EXPLANATIONS: list[tuple[str, str, str]] = [
         "torch's list of pending operations for compiled graphs, which a private context manager switches on, does not "
         "contain asyncdist's",
     ),
+    (
+        "_composable/test_replicate.py", "wrong_device_id_type",
+        "a rank ended while the other one still connected: gloo passed this test in three further runs",
+    ),
 ]  # fmt: skip
 """Suite, regular expression for the test, and why the outcome differs from gloo's."""
 

@@ -279,7 +279,17 @@ async def test_tensor_that_cannot_be_published_leaves_the_version_before(job):
         state["b"] = torch.eye(3).to_sparse()
         with pytest.raises(UnsupportedError, match=r"b is a torch\.sparse_coo tensor"):
             await publisher.publish(2)
+        state["b"] = torch.ones(3).as_subclass(Distributed)
+        with pytest.raises(UnsupportedError, match=r"b is a distributed tensor: .*full_tensor\(\) makes on all ranks"):
+            await publisher.publish(2)
         assert (await subscriber.next(LIMIT)).step == 1
+
+
+class Distributed(torch.Tensor):
+    """Has the attribute by which a DTensor is known."""
+
+    def full_tensor(self):
+        return self.as_subclass(torch.Tensor)
 
 
 @pytest.mark.parametrize(
@@ -289,6 +299,10 @@ async def test_tensor_that_cannot_be_published_leaves_the_version_before(job):
         (lambda job: Subscriber(like=network(), job=job, copies=1), "copies is 1"),
         (lambda job: Subscriber(like=[torch.zeros(3)], job=job), "a module or a dict of tensors"),
         (lambda job: Subscriber(like={"a": 3}, job=job), "'a' in the weights is of type int"),
+        (
+            lambda job: Subscriber(like={"a": torch.ones(3).as_subclass(Distributed)}, job=job),
+            r"a is a distributed tensor: .*to_local\(\) returns, as like=, and say with slices=",
+        ),
     ],
 )
 def test_wrong_argument_is_named(job, make, match):

@@ -99,8 +99,9 @@ class _DdpBenchmark:
         two_hosts = part in ON_TWO_HOSTS
         if two_hosts:
             self._limit(self._plan.rate)
-        for number in range(self._plan.rounds):
-            self._progress(f"{PARTS[part]}, {MODELS[model].title}: {number + 1} of {self._plan.rounds}")
+        rounds = self._plan.rounds_of(part)
+        for number in range(rounds):
+            self._progress(f"{PARTS[part]}, {MODELS[model].title}: {number + 1} of {rounds}")
             size = 2 if two_hosts else 1 if part == "small" else self._plan.ranks
             ranks = self._start("time_steps", size, model, contenders, self._plan.steps, two_hosts=two_hosts)
             (case.gradient_nbytes, found), *_ = _all_say(ranks)
@@ -121,10 +122,11 @@ class _DdpBenchmark:
     def memory(self) -> list[MemoryCase]:
         """Measure the memory of each contender with each model."""
         cases = [MemoryCase(model, who) for model in _MEMORY_MODELS for who in _MEMORY_CONTENDERS]
-        for number in range(self._plan.rounds):
+        rounds = self._plan.rounds_of("memory")
+        for number in range(rounds):
             for case in cases:
                 who = CONTENDERS[case.contender]
-                self._progress(f"{PARTS['memory']}, {who}: {number + 1} of {self._plan.rounds}")
+                self._progress(f"{PARTS['memory']}, {who}: {number + 1} of {rounds}")
                 ranks = self._start("use_memory", self._plan.ranks, case.model, case.contender)
                 _all_say(ranks)
                 before = most = _memory_of(ranks)
@@ -147,9 +149,10 @@ class _DdpBenchmark:
     def few_exchanges(self) -> list[TrainingCase]:
         """Train without exchanges, with an exchange in each step, and with few; the last two end with one model."""
         cases = [TrainingCase(who) for who in _TRAINED]
-        for number in range(self._plan.rounds):
+        rounds = self._plan.rounds_of("diloco")
+        for number in range(rounds):
             for case in cases:
-                self._progress(f"{PARTS['diloco']}, {case.who}: {number + 1} of {self._plan.rounds}")
+                self._progress(f"{PARTS['diloco']}, {case.who}: {number + 1} of {rounds}")
                 self._limit(self._plan.slow_rate if case.who == "diloco" else None)
                 arguments = case.who, self._plan.every, self._plan.outer_steps
                 ranks = self._start("train_with_few_exchanges", 2, *arguments, two_hosts=True)

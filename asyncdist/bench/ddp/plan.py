@@ -15,6 +15,8 @@ PARTS = {
 }
 """The parts, with what they measure."""
 ON_TWO_HOSTS = ("hosts", "diloco")
+ROUNDS_PER_ROUND = {"steps": 1.0, "small": 1.0, "hosts": 0.5, "memory": 0.2, "diloco": 0.1}
+"""Rounds of each part for a round of the part "steps"; a round of the others takes longer, or varies less."""
 
 
 class TrainedModel(NamedTuple):
@@ -80,7 +82,8 @@ class DdpPlan:
 
     Attributes:
         parts: Names from `PARTS`.
-        rounds: How often each case is measured, each time in new processes. Tables show medians of the rounds' medians.
+        rounds: How often each case of the part "steps" is measured, each time in new processes; see `rounds_of`. Tables
+            show medians of the rounds' medians.
         steps: The timed steps of each contender in a round.
         ranks: The number of ranks of the parts on one host; a world of one has one, and two hosts have one each.
         rate: The rate of the link between the hosts of the part "hosts", in the words of ``tc``.
@@ -91,12 +94,16 @@ class DdpPlan:
 
     parts: tuple[str, ...] = tuple(PARTS)
     rounds: int = 10
-    steps: int = 20
+    steps: int = 10
     ranks: int = 2
     rate: str = "1gbit"
     slow_rate: str = "100mbit"
     every: int = 100
     outer_steps: int = 10
+
+    def rounds_of(self, part: str) -> int:
+        """Return how often each case of a part is measured: at least once."""
+        return max(1, round(self.rounds * ROUNDS_PER_ROUND[part]))
 
 
 def nbytes_per_second(rate: str) -> float:

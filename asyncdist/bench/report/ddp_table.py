@@ -19,7 +19,8 @@ _NAMES = {"alone": "each member alone", "data parallel": "data parallel, no limi
 def ddp_page(report: DdpReport) -> Page:
     """Return the page of a run, with its parts in the order in which they were measured."""
     plan = report.plan
-    about = [f"{about_machine(report.machine)}; {plan.rounds} rounds, one thread per rank; float32"]
+    rounds = ", ".join(f"{plan.rounds_of(part)} of {part}" for part in plan.parts)
+    about = [f"{about_machine(report.machine)}; rounds: {rounds}; one thread per rank; float32"]
     grids = []
     for case in report.steps:
         title, made = {

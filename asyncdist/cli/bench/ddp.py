@@ -22,9 +22,13 @@ def _rate(ctx: click.Context, param: click.Parameter, value: str) -> str:
 @click.command("bench ddp")
 @click.argument("parts", nargs=-1, type=click.Choice(tuple(PARTS)), metavar="[PART]...")
 @click.option(
-    "--rounds", default=10, show_default=True, type=click.IntRange(1), help="Rounds, each with processes of its own."
+    "--rounds",
+    default=10,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Rounds of steps and small, each with new processes; hosts has half, memory a fifth, diloco a tenth of them.",
 )
-@click.option("--steps", default=20, show_default=True, type=click.IntRange(1), help="Steps of a contender in a round.")
+@click.option("--steps", default=10, show_default=True, type=click.IntRange(1), help="Steps of a contender in a round.")
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(2, 64), help="Number of ranks on one host.")
 @click.option("--rate", default="1gbit", show_default=True, callback=_rate, help="Link between the hosts of `hosts`.")
 @click.option(
@@ -43,7 +47,7 @@ def bench_ddp(parts: tuple[str, ...], output: Path | None, **options: Any) -> No
     (training with few exchanges over a slow link). The default is all parts; those with two hosts need root. Contenders
     take turns step by step, and must end with the same weights.
 
-    A run of all parts takes an hour or more, and needs an idle machine with a core for each rank.
+    A run of all parts needs an idle machine with a core for each rank, and takes about half an hour there.
 
     \b
     asyncdist bench ddp --output docs/bench

@@ -1,5 +1,6 @@
 """What the reducer keeps and finds during one backward.
 
+arrivals        records gradients of a world of one rank
 bucket_memory   the memory of a bucket
 bucket_set      the buckets of all parameters
 bucket_tuning   finds the best bucket size in the first steps (pure)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+from asyncdist.errors import GradientError
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -29,6 +31,33 @@ def accumulates(node: Any) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return False
+
+
+def refuse_returned_gradients(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Raise GradientError if `torch.autograd.grad` has computed gradients of ``parameters`` instead of a backward.
+
+    Called when autograd has ended. A graph that is kept is meant for a backward later.
+    """
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        return
+    returned = [name for name, each in zip(names, parameters, strict=True) if _is_returned(each)]
+    if returned:
+        raise GradientError(
+            "torch.autograd.grad computed gradients of {parameters}, which are this rank's own and not averages: call "
+            "backward(), and read the averages from grad; for this rank's own gradients pass retain_graph=True, or "
+            "differentiate the output of model.module",
+            returned,
+        )
+
+
+def _is_returned(parameter: torch.nn.Parameter) -> bool:
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    # torch raises RuntimeError for leaves whose gradients `torch.autograd.grad` returns.
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+    return False
 
 
 def first_leaf(node: Any) -> Any:

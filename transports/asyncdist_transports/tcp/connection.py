@@ -37,6 +37,8 @@ HELLO = struct.Struct("<IHxx")  # rank, lane
 _STALLED_AFTER = 1.0
 # Seconds that the peer's host has to accept a connection: one lost packet takes that long.
 _ACCEPTED_WITHIN = 1.0
+# The same as a share of the heartbeat's timeout, for a host of which another rank is silent.
+_ACCEPTED_WITHIN_SHARE = 0.2
 # Seconds that a TLS socket gets to send its last bytes.
 _LAST_BYTES_TIMEOUT = 1.0
 # What a connect fails with while a link is down for a moment: it may succeed later.
@@ -157,6 +159,13 @@ class Outbound:
         if self.established or monotonic() - self.tried_since >= _ACCEPTED_WITHIN:
             return True
         return not self._failed and select_writable(self._sock)
+
+    def is_unanswered(self) -> bool:
+        """Return whether the peer's host has not accepted the connection, although it had the time to do so."""
+        within = min(_ACCEPTED_WITHIN, _ACCEPTED_WITHIN_SHARE * self._host.config.heartbeat)
+        if self.established or monotonic() - self.tried_since < within:
+            return False
+        return bool(self._failed) or self._rests or not select_writable(self._sock)
 
     def was_heard(self) -> bool:
         """Return whether anything has arrived since the last call. The end of the handshake counts."""

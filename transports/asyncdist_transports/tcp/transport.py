@@ -141,6 +141,10 @@ class TcpTransport(Transport):
             self._deaf_since = monotonic()
         return heard
 
+    def unanswered(self) -> set[int]:
+        outbound = [each for each in self.connections.values() if isinstance(each, Outbound)]
+        return {connection.peer for connection in outbound if connection.is_unanswered()}
+
     def _readable(self) -> list[int]:
         """Return the descriptors that may have something to read. A poll does not report a heartbeat on the way back."""
         waits, poll = self.waits(), select.poll()
@@ -301,11 +305,9 @@ class TcpLink(Link):
             self._open(0)
 
     def connectivity_problem(self) -> str:
-        opened = [each for each in (*self._lanes, self._unordered) if each is not None and not each.closed]
-        # An answer on one of them proves that the host is there.
-        if not opened or not all(connection.connectivity_problem for connection in opened):
-            return ""
-        return min(opened, key=lambda connection: connection.tried_since).connectivity_problem
+        return next(
+            (lane.connectivity_problem for lane in self._lanes if lane is not None and lane.connectivity_problem), ""
+        )
 
     def _open(self, lane: int) -> Outbound:
         connection = self._lanes[lane] = self._transport.open(self.peer, lane, self._where)

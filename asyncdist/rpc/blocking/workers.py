@@ -13,10 +13,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.session import current_session
+from asyncdist.rpc.training import ServedModule
 
 ASYNC_EXECUTION = "_wrapped_async_rpc_function"
 """The attribute of functions that return a future of their result; torch's own decorator sets it too."""
@@ -67,6 +69,20 @@ class FunctionRunner:
         """Run a method of a referred object in a thread, and return a reference to its result."""
         return await self.create(getattr(value_of(reference), method), args, kwargs)
 
+    async def serve_module(
+        self, module: Callable[..., nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], device: str
+    ) -> RemoteReference:
+        """Make a module in a thread, and return a reference to it by which others train it."""
+
+        def make(*args: Any, **kwargs: Any) -> ServedModule:
+            return ServedModule(module(*args, **kwargs).to(device))
+
+        return current_session().refer(await self._call(make, args, kwargs))
+
+    async def until_lost(self) -> None:
+        """Wait until the caller cancels the call, or this process ends."""
+        await asyncio.Event().wait()
+
     async def get(self, reference: RemoteReference) -> Any:
         """Return the object itself."""
         return await self._leaving(value_of(reference))
@@ -89,7 +105,8 @@ async def _result_of(future: Any) -> Any:
     """Await the future that a function with ASYNC_EXECUTION has returned."""
     if inspect.isawaitable(future):
         return await future
-    if not isinstance(future, torch.futures.Future):
+    # then() and collect_all() return the class of C++ on which torch's is based.
+    if not isinstance(future, torch._C.Future):
         raise TypeError(f"a function with @async_execution returns a torch.futures.Future, not {type(future).__name__}")
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()

@@ -1,0 +1,130 @@
+"""A world of one rank: gradients are recorded without Python code for each, and faults are found as with more ranks."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from asyncdist.ddp import DistributedDataParallel, hooks
+from asyncdist.errors import GradientError
+
+
+def layers(count):
+    return nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(count)))
+
+
+def python_calls(function):
+    """Return how often ``function`` calls each Python function in this thread, by name."""
+    calls = []
+    sys.setprofile(lambda frame, event, argument: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return Counter(calls)
+
+
+def test_no_python_function_runs_for_each_gradient(together):
+    def rank(group):
+        counts = []
+        for count in (10, 40):
+            convolutions = nn.Sequential(*(nn.Conv1d(1, 1, 1, bias=False) for _ in range(count)))
+            model = DistributedDataParallel(convolutions, process_group=group)
+            for _ in range(2):
+                loss = model(torch.ones(1, 1, 1)).sum()
+                calls = python_calls(loss.backward)
+            assert "_end_backward" in calls
+            counts.append(calls)
+        return counts
+
+    ((few, many),) = together(1, rank)
+    assert max((many - few).values(), default=0) < 30
+
+
+def test_gradient_that_is_missing_is_named(together):
+    def rank(group):
+        module = layers(2)
+        model = DistributedDataParallel(module, process_group=group)
+        module[1].forward = lambda x: x
+        for _ in range(2):
+            with pytest.raises(GradientError, match=r"no gradient to '1\.weight' on this rank"):
+                model(torch.ones(1, 1)).sum().backward()
+
+    together(1, rank)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_parameter_of_two_reentrant_checkpoints_is_named(together):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layer = nn.Linear(1, 1), nn.Linear(1, 1, bias=False)
+
+        def forward(self, x):
+            x = self.first(x)
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=True)
+            return x
+
+    def rank(group):
+        model = DistributedDataParallel(Twice(), process_group=group)
+        with pytest.raises(GradientError, match=r"'layer\.weight' got a second gradient"):
+            model(torch.ones(1, 1)).sum().backward()
+
+    together(1, rank)
+
+
+@pytest.mark.parametrize("change", ["hook", "static_graph"])
+def test_what_needs_each_gradient_may_be_registered_later(together, change):
+    def rank(group):
+        module, seen = layers(2), []
+
+        async def hook(bucket, group):
+            seen.append(bucket.buffer().tolist())
+            return await hooks.average(bucket, group)
+
+        model = DistributedDataParallel(module, process_group=group)
+        if change == "hook":
+            model.register_async_comm_hook(hook)
+        else:
+            model._set_static_graph()
+            module[1].forward = lambda x: x
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+        assert len(seen) == (2 if change == "hook" else 0)
+        if change == "static_graph":
+            del module[1].forward
+            with pytest.raises(
+                GradientError, match=r"number of gradients of '1\.weight' is not that of the first backward"
+            ):
+                model(torch.ones(1, 1)).sum().backward()
+
+    together(1, rank)
+
+
+def test_backwards_that_average_nothing_leave_nothing_behind(together):
+    """Gradients that were recorded in them count neither in the next backward, nor keep the model alive."""
+
+    def rank(group):
+        module = layers(2)
+        model = DistributedDataParallel(module, process_group=group)
+        output = model(torch.ones(1, 1)).sum()
+        for _ in range(3):
+            module(torch.ones(1, 1)).sum().backward()
+        output.backward()
+        with model.no_sync():
+            model(torch.ones(1, 1)).sum().backward()
+        parameter = weakref.ref(module[0].weight)
+        del module, model, output
+        gc.collect()
+        return parameter()
+
+    assert together(1, rank) == [None]
