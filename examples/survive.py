@@ -157,13 +157,15 @@ try:
                 next_kill = time.time() + options.kill_every
             if next_kill is not None and time.time() >= next_kill and steps[-1]["step"] < 0.95 * options.steps:
                 joined = {event["pid"] for event in of("generation")}
-                victim = chance.choice([process for process in alive if process.pid in joined])
-                alive.remove(victim)
-                victim.send_signal(signal.SIGKILL)
-                kills.append((time.time(), victim.pid))
-                victim.wait()
-                alive.append(start(job))
-                next_kill = time.time() + options.kill_every
+                members = [process for process in alive if process.pid in joined]
+                if len(members) > 1:  # the state lives in the members, so one of them must
+                    victim = chance.choice(members)
+                    alive.remove(victim)
+                    victim.send_signal(signal.SIGKILL)
+                    kills.append((time.time(), victim.pid))
+                    victim.wait()
+                    alive.append(start(job))
+                    next_kill = time.time() + options.kill_every
             for process in alive:
                 if process.poll():
                     sys.exit(f"process {process.pid} failed with exit code {process.returncode}")
@@ -191,10 +193,10 @@ for moment, _ in kills:
     if before and after:
         pauses.append(after[0] - max(before[-1], moment))
 accuracy = max(event["accuracy"] for event in of("done"))
-members = sorted({event["size"] for event in steps})
+sizes = sorted({event["size"] for event in steps})
 print(
     f"{steps[-1]['step']} steps in {times[-1] - times[0]:.1f} s, {len(kills)} processes killed, "
-    f"{members[0]} to {members[-1]} members, test accuracy {accuracy:.4f}"
+    f"{sizes[0]} to {sizes[-1]} members, test accuracy {accuracy:.4f}"
 )
 if pauses:
     print(f"from a kill to the next committed step: median {1000 * statistics.median(pauses):.0f} ms")

@@ -279,10 +279,11 @@ class Inbox:
     def _copy_piece(self, number: int, slot: int, nbytes: int) -> None:
         if self._staged is None or not nbytes:
             raise ProtocolError("a piece in shared memory that was not announced")
-        part = self._staged.part(slot, nbytes)
         message = self._message(number, nbytes)
-        if room := message.room(nbytes):
-            scatter(part, room)
+        # The view must have ended before the handler may end the channel, because it keeps the mapping.
+        with self._staged.part(slot, nbytes) as part:
+            if room := message.room(nbytes):
+                scatter(part, room)
         self._slots.append(slot)
         self._complete_if_all(message)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import logging
 import os
 import secrets
@@ -132,7 +133,7 @@ class ChannelPort:
             dialling = self._dial(address, token)
             task = self._loop.create_task(dialling, name="asyncdist-dial", context=self._context)
             self._dialling[address.id] = task
-            task.add_done_callback(lambda _: self._dialling.pop(address.id, None))
+            task.add_done_callback(functools.partial(self._end_dialling, address.id))
         deadline = Deadline.after(self._config.timeout if timeout is None else timeout)
         await asyncio.wait([task], timeout=deadline.remaining_or_none())
         if not task.done():
@@ -140,6 +141,12 @@ class ChannelPort:
         if task.cancelled():
             raise PeerLostError(address.name, "this process has closed its port")
         return task.result()
+
+    def _end_dialling(self, port: str, task: asyncio.Task[PeerChannel]) -> None:
+        self._dialling.pop(port, None)
+        # Nobody may wait any more: asyncio must not log the error as never retrieved.
+        if not task.cancelled():
+            task.exception()
 
     async def _dial(self, address: ChannelAddress, token: str | None) -> PeerChannel:
         security = self._security if token is None else replace(self._security, token=token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 from pathlib import Path
@@ -267,6 +268,58 @@ async def test_ended_port_is_a_lost_peer(local):
             await dialling.connect(address)
         with pytest.raises(PeerLostError, match="cannot be reached"):
             await dialling.connect(address)
+
+
+async def test_connection_that_fails_when_nobody_waits_for_it_any_more_is_not_logged(caplog, eventually, monkeypatch):
+    begun, may_fail = asyncio.Event(), asyncio.Event()
+
+    async def refuse(*arguments):
+        begun.set()
+        await may_fail.wait()
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("asyncdist.channels.port.dial", refuse)
+    async with port_of(Recorder()) as dialling, port_of(Recorder()) as accepting:
+        waiter = asyncio.create_task(dialling.connect(accepting.address))
+        await begun.wait()
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        may_fail.set()
+        await eventually(lambda: all(task.get_name() != "asyncdist-dial" for task in asyncio.all_tasks()))
+        gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+async def test_end_of_a_channel_in_the_middle_of_a_message_leaves_no_shared_memory(monkeypatch, eventually):
+    """The handler ends the channel when the last piece has arrived, and keeps the channel."""
+    async with channel_pair() as (near, _, far, theirs):
+        await near.deliver(b"first", [memoryview(random_bytes(LONG))])
+        await theirs.until(1)
+        assert _staging_descriptors() == 2
+        completed = theirs.completed
+
+        def complete_and_end(channel, message):
+            completed(channel, message)
+            channel.fail("the test ends it")
+
+        monkeypatch.setattr(theirs, "completed", complete_and_end)
+        # The last piece may count as delivered before the end is known here.
+        with contextlib.suppress(PeerLostError):
+            await near.deliver(b"last", [memoryview(random_bytes(LONG))])
+        await theirs.until(2)
+        await eventually(lambda: not near.is_open)
+        assert not far.is_open
+        assert _staging_descriptors() == 0
+
+
+def _staging_descriptors() -> int:
+    """The descriptors of staging areas, of which a mapping keeps one."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found += "asyncdist-channel" in os.readlink(f"/proc/self/fd/{name}")
+    return found
 
 
 async def test_address_of_an_ended_port_that_another_has_now_is_refused():

@@ -48,6 +48,13 @@ def reduced(group, count):
     return tensor.unique().tolist(), part.unique().tolist(), whole.unique().tolist()
 
 
+def all_reduced(group, count):
+    """Return the value of a sum."""
+    tensor = torch.ones(count)
+    group.all_reduce(tensor, background=False).result()
+    return tensor[0].item()
+
+
 def passed_on(group, count):
     """Send a tensor to the next rank; return the distinct values from the previous rank."""
     tensor = torch.zeros(count)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncdist.testing.stopwatch import Stopwatch
+
 PROGRAM = Path(__file__).parent / "program_on_host.py"
 
 
@@ -19,18 +21,19 @@ def ranks():
 def failures_after(hosts, nursery, tmp_path, ranks):
     """Return a function that lets the network of a host fail, and returns how each rank noticed, by rank."""
 
-    def failures_after(host, fault, placed=(0, 0, 1, 1)):
+    def failures_after(host, fault, placed=(0, 0, 1, 1), heartbeat=1, before=("reduced", 100_000)):
         where = f"file://{tmp_path}/world"
         for rank, at in enumerate(placed):
             settings = {
-                "ASYNCDIST_TOKEN": "for this test only", "ASYNCDIST_HOST": f"host{at}", "ASYNCDIST_HEARTBEAT": "1"
+                "ASYNCDIST_TOKEN": "for this test only", "ASYNCDIST_HOST": f"host{at}",
+                "ASYNCDIST_HEARTBEAT": str(heartbeat),
             }  # fmt: skip
             arguments = (hosts.namespaces[at], where, rank, len(placed))
             ranks.append(nursery.start(PROGRAM, "on_host", *arguments, environment=settings))
         for rank in ranks:
             rank.hear()
         for rank in ranks:
-            rank.say(("reduced", 100_000))
+            rank.say(before)
         for rank in ranks:
             rank.hear()
         for rank in ranks:
@@ -73,6 +76,22 @@ def test_regroup_does_not_wait_for_members_that_only_others_had_connections_to(f
         rank.say(("regroup", 1000))
     assert [rank.hear(timeout=20.0) for rank in ranks[:3]] == [((0, 1, 2), 3.0)] * 3
     assert [rank.hear(timeout=20.0) for rank in ranks[3:]] == ["NoQuorumError"] * 3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", ["cut", "drop"])
+def test_ranks_of_a_vanished_host_are_lost_together_also_those_that_nobody_had_a_connection_to(
+    failures_after, ranks, fault
+):
+    """Small all-reduces of two hosts use one rank of each. Without the rule the other rank is lost a limit later."""
+    heartbeat = 4.0
+    failures_after(1, fault, heartbeat=heartbeat, before=("all_reduced", 1))
+    for rank in ranks:
+        rank.say(("regroup", 1000))
+    since = Stopwatch()
+    assert [rank.hear(timeout=20.0) for rank in ranks[:2]] == [((0, 1), 2.0)] * 2
+    assert since.seconds() < heartbeat / 2
+    assert [rank.hear(timeout=20.0) for rank in ranks[2:]] == ["NoQuorumError"] * 2
 
 
 def test_link_that_is_down_for_a_moment_costs_no_rank(hosts, nursery, tmp_path):
