@@ -19,6 +19,8 @@ MOST_POLLS = 512
 """Polls of a schedule after which a waiting thread that has a core of its own looks at the clock."""
 LOOK_EVERY = 1e-3
 """Seconds between two looks at what the scheduler does to the waiting threads, and where it has put the ranks."""
+_LOOK_ASLEEP_EVERY = 5e-3
+"""The same while the rank sleeps at once. It then polls again after 10 ms at the earliest, and a look takes 0.1 ms."""
 _MOST_THREADS = 64
 """The number of threads whose last statistics are kept."""
 
@@ -98,7 +100,7 @@ class Waiting:
 
     def look(self, now: float) -> None:
         """Take account of what the scheduler has done to the calling thread since its last call."""
-        self.look_at = now + LOOK_EVERY
+        self.look_at = now + (_LOOK_ASLEEP_EVERY if self.mode is WaitMode.SLEEP else LOOK_EVERY)
         if self._placement is not None and self.mode is WaitMode.SLEEP:
             self._placement.settle()
         reading = run_delay()
