@@ -28,8 +28,10 @@ from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.config import Config
 from asyncdist.elastic.job import GenerationRecord, Job
-from asyncdist.errors import ExcludedError, GroupError, NoQuorumError, UsageError
+from asyncdist.engine.work import Work
+from asyncdist.errors import ExcludedError, GroupError, NoQuorumError, NotInitializedError, UsageError
 from asyncdist.groups.group import Group
+from asyncdist.groups.procedure import BackgroundCall
 from asyncdist.groups.training_state import State
 from asyncdist.groups.world import World, discard_world, open_world
 from asyncdist.rendezvous.init_method import daemon_address
@@ -77,6 +79,8 @@ class JobSession:
         """The ids of the members of the present world, by world rank."""
         self._resources = contextlib.AsyncExitStack()
         self._home: asyncio.AbstractEventLoop | None = None
+        self._moving = asyncio.Lock()
+        """Held while this process goes from one generation to the next."""
 
     @property
     def id(self) -> int:
@@ -137,6 +141,7 @@ class JobSession:
         """Return an iterator, awaited or blocking, over the groups of which this process is a member.
 
         It yields the next group when the body of the loop ends with `Group.changed` set, and stops when it ends without.
+        A body that calls `Group.regroup` itself goes on with the group that this returns, whose `changed` then counts.
 
         Raises:
             TimeoutError: Fewer than ``min_size`` processes were present for longer than the timeout.
@@ -146,14 +151,33 @@ class JobSession:
 
     async def next_group(self) -> Group | None:
         """Return the group of the next generation; None if the present one has not changed."""
-        if self.group is None:
-            return await self._join()
-        if not self.group.changed and self.group.error is None:
-            return None
-        deadline = Deadline.after(self._timeout)
+        async with self._moving:
+            if self.group is None:
+                return await self._join()
+            if not self.group.changed and self.group.error is None:
+                return None
+            return await self._next(Deadline.after(self._timeout), self._min_size)
+
+    def _regroup(self, group: Group, min_size: int, timeout: Timeout) -> Work[Group]:
+        """Begin what `Group.regroup` does for the group of a session."""
+        deadline = Deadline.after(seconds(timeout, self._timeout))
+        return BackgroundCall(self._regrouped(group, max(min_size, self._min_size), deadline), self._home)
+
+    async def _regrouped(self, group: Group, min_size: int, deadline: Deadline) -> Group:
+        async with self._moving:
+            if group is not self.group:
+                raise NotInitializedError(
+                    "this group is not the present one of the job: use the group that followed it"
+                )
+            if group.error is None:
+                self.group = await group.regroup_members(timeout=deadline.remaining())
+                self._entered(self.group).changed = True
+            return await self._next(deadline, min_size)
+
+    async def _next(self, deadline: Deadline, min_size: int) -> Group:
         while self._has_state:
             try:
-                return await self._continue(deadline)
+                return await self._continue(deadline, min_size)
             except (ExcludedError, NoQuorumError) as error:
                 log.warning("member %d joins the job again: %s", self._job.id, error.message)
                 break
@@ -171,6 +195,7 @@ class JobSession:
     def _entered(self, group: Group) -> Group:
         self.group = group
         group.watches.candidates = self._job.candidates
+        group.regroup_in_job = functools.partial(self._regroup, group)
         return group
 
     def _tell_group(self, process: int) -> None:
@@ -222,15 +247,15 @@ class JobSession:
 
     # -- as a member ---------------------------------------------------------------------------
 
-    async def _continue(self, deadline: Deadline) -> Group:
+    async def _continue(self, deadline: Deadline, min_size: int) -> Group:
         """Agree with the survivors, admit the processes that wait, and return the group of the next generation."""
         job, group = self._job, self.group
         assert group is not None
         if group.error is not None:
-            group = self._entered(await group.regroup(timeout=deadline.remaining()))
+            group = self._entered(await group.regroup_members(timeout=deadline.remaining()))
             group.changed = True  # until the generation has begun
         ids = tuple(self._names[member] for member in group.member_ids)
-        record, candidates = await self._next_record(group, ids, deadline)
+        record, candidates = await self._next_record(group, ids, deadline, min_size)
         if record.members == ids:
             group.generation, group.changed = record.number, False
             return group
@@ -245,13 +270,13 @@ class JobSession:
             if world is not None:
                 await world.close()
             job.refuse(candidates)
-            return await self._continue(deadline)
+            return await self._continue(deadline, min_size)
         assert world is not None
         await self._leave_world()
         return await self._enter_world(world, record)
 
     async def _next_record(
-        self, group: Group, ids: tuple[int, ...], deadline: Deadline
+        self, group: Group, ids: tuple[int, ...], deadline: Deadline, min_size: int
     ) -> tuple[GenerationRecord, dict[int, int]]:
         """Return the record of the next generation, which rank 0 writes, and the candidates that it admits."""
         job = self._job
@@ -259,7 +284,7 @@ class JobSession:
         if group.rank() == 0:
             begun = False
             while not begun:
-                await job.until(lambda: len(ids) + len(job.candidates()) >= self._min_size, deadline)
+                await job.until(lambda: len(ids) + len(job.candidates()) >= min_size, deadline)
                 candidates, before = job.candidates(), job.record
                 if job.id not in before.members:
                     break

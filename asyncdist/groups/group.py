@@ -126,6 +126,9 @@ class Group(CollectiveOps):
         self.world = world
         self._agreements = itertools.count(1)
         self._regrouping: Work[Group] | None = None
+        self.regroup_in_job: Callable[[int, Timeout], Work[Group]] | None = None
+        """Regroups, given ``min_size`` and the timeout, and admits processes that wait; set by the session of a job."""
+        self._regrouping_in_job: Work[Group] | None = None
         self.watches = MemberWatches(mesh, self.member_ids)
         """The streams of `watch_members`, and who waits to join."""
         mesh.progress.submit(self._open)
@@ -478,6 +481,9 @@ class Group(CollectiveOps):
         members, so that they call it too. Connections and registered tensors are kept. A member that ends meanwhile is left
         out, or is lost in the new group. Repeated calls return the same work: after a cancelled wait, call it again.
 
+        The group of a job (`join`) also admits the processes that wait, as `JobSession.generations` does, and waits for
+        more if it has too few members. All members of the new group then call `adopt`, as newcomers do.
+
         The new group has the ids of its members in `member_ids`, and a `generation` higher by one. The successor of the
         default group becomes the default group, so its members have new global ranks, from 0 on; other groups keep theirs.
 
@@ -500,6 +506,18 @@ class Group(CollectiveOps):
             ... except RuntimeError:  # every error of asyncdist is one
             ...     group = await group.regroup(min_size=2)
         """
+        if self.regroup_in_job is None:
+            return self.regroup_members(min_size=min_size, background=background, timeout=timeout)
+        min_size = whole_number_of("min_size", min_size)
+        with _first_use_lock:
+            if self._regrouping_in_job is None:
+                self._regrouping_in_job = self.regroup_in_job(min_size, timeout)
+        if not background:
+            self._regrouping_in_job.wait()
+        return self._regrouping_in_job
+
+    def regroup_members(self, *, min_size: int = 1, background: bool = True, timeout: Timeout = None) -> Work[Group]:
+        """Do as `regroup`, and admit no process that waits."""
         begun = self._regrouping
         limit = self.timeout if begun is not None else self._limit("regroup", background, timeout)
         min_size = whole_number_of("min_size", min_size)

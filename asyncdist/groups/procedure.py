@@ -38,16 +38,20 @@ class Procedure(Generic[T]):
 
 
 class BackgroundCall(Work[T]):
-    """A call that has begun on the background loop, as a `Work`. A waiter that stops waiting does not end it.
+    """A call that has begun on a loop, as a `Work`. A waiter that stops waiting does not end it.
 
     Args:
         coroutine: The call.
+        loop: The running loop; None for the background loop.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop | None = None) -> None:
         super().__init__()
         self._ended = threading.Event()
-        background_loop().submit(coroutine).add_done_callback(self._end)
+        background = background_loop()
+        self._loop = background.loop if loop is None else loop
+        submitted = background.submit(coroutine) if loop is None else asyncio.run_coroutine_threadsafe(coroutine, loop)
+        submitted.add_done_callback(self._end)
 
     def _end(self, future: concurrent.futures.Future[T]) -> None:
         error = asyncio.CancelledError() if future.cancelled() else future.exception()
@@ -57,7 +61,7 @@ class BackgroundCall(Work[T]):
 
     def wait(self, timeout: Timeout = None) -> bool:
         """Block until the call has ended, and return True; see `Work.wait`."""
-        if asyncio._get_running_loop() is background_loop().loop:
+        if asyncio._get_running_loop() is self._loop:
             raise LoopThreadError("a blocking call")
         limit = seconds(timeout)
         if not self._ended.wait(min(limit, threading.TIMEOUT_MAX)):

@@ -105,6 +105,47 @@ async def test_newcomer_gets_the_state_and_all_continue(job: str) -> None:
     assert all(torch.equal(state.weights, torch.full((4,), 60.0)) for state in states)
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["unharmed", "after a loss"])
+async def test_regroup_of_a_job_admits_who_waits(job: str, fails: bool) -> None:
+    """The iterator goes on from the group that `regroup` has returned."""
+    here = asyncio.Barrier(2)
+    newcomers: list[asyncio.Task[list[int]]] = []
+
+    async def founder(number: int) -> list[int]:
+        sizes, state = [], new_state()
+        async with join(job, min_size=2, state=state, backend="inproc", timeout=20.0) as session:
+            async for group in session.generations():
+                await group.adopt(state)
+                sizes.append(group.size())
+                await here.wait()
+                if number == 0:
+                    newcomers.append(asyncio.create_task(newcomer()))
+                async for change in group.watch_members():
+                    if change.change == "waiting":
+                        break
+                if fails:
+                    group.revoke("for the test")
+                new = await group.regroup(min_size=3)
+                assert new is session.group
+                assert group.regroup().is_completed()
+                await new.adopt(state)
+                sizes.append(new.size())
+                await new.barrier()
+        return sizes
+
+    async def newcomer() -> list[int]:
+        sizes, state = [], new_state()
+        async with join(job, state=state, backend="inproc", timeout=20.0) as session:
+            async for group in session.generations():
+                await group.adopt(state)
+                sizes.append(group.size())
+                await group.barrier()
+        return sizes
+
+    assert await asyncio.gather(founder(0), founder(1)) == [[2, 3], [2, 3]]
+    assert await newcomers[0] == [3]
+
+
 async def test_process_that_was_passed_over_announces_again_that_it_waits(job: str) -> None:
     """The members may have named it while it was stopped, and wait for a sign of life since."""
     newcomer = asyncio.create_task(train(job, new_state(), 1, min_size=2))
