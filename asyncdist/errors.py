@@ -213,7 +213,8 @@ class PeerLostError(GroupError, ConnectionError):
         peer: Its global rank; the name of a process that is in no common group.
         noticed: ``"connection"`` if the connection to it has ended or cannot be used, ``"heartbeat"`` if it was silent.
         why: What happened to it, as a clause.
-        last_heard: Of a silent peer, the seconds before this error at which the rank that noticed last heard it; else None.
+        last_heard: The seconds before this error at which the rank that noticed last heard the peer's heartbeat; None if it
+            watched none.
     """
 
     noticed = "connection"

@@ -26,6 +26,7 @@ def encode_abort(error: GroupError, rank: int) -> bytes:
             "reason": error.reason,
             "peer": getattr(error, "peer", None),
             "by": rank if error.by is None else error.by,
+            "noticed": getattr(error, "noticed", None),
             "last_heard": getattr(error, "last_heard", None),
         }
     )
@@ -47,7 +48,7 @@ def decode_abort(body: bytes, peer: int, rank: int, problem: Callable[[Sequence[
     try:
         notice = msgpack.unpackb(body)
         kind, reason, by = str(notice["kind"]), str(notice["reason"]), int(notice["by"])
-        about, last_heard = notice["peer"], notice["last_heard"]
+        about, noticed, last_heard = notice["peer"], notice["noticed"], notice["last_heard"]
     except (ValueError, KeyError, TypeError, msgpack.UnpackException):
         return GroupAbortedError(f"rank {peer} aborted the group without a legible reason", peer=peer)
     error: GroupError
@@ -63,15 +64,11 @@ def decode_abort(body: bytes, peer: int, rank: int, problem: Callable[[Sequence[
         error.explain(problem([by]))
     else:
         error = GroupAbortedError(reason if reason.startswith("rank") else f"rank {by}: {reason}", peer=by)
-    if isinstance(error, PeerLostError) and isinstance(last_heard, float):
-        note_silence(error, last_heard)
+    if isinstance(error, PeerLostError):
+        error.noticed = str(noticed or error.noticed)
+        error.last_heard = last_heard if isinstance(last_heard, float) else None
     error.by = by
     return error
-
-
-def note_silence(error: PeerLostError, last_heard: float) -> None:
-    """Note that the peer was lost because it was silent."""
-    error.noticed, error.last_heard = "heartbeat", last_heard
 
 
 def ranks_to_notify(members: Sequence[int], rank: int, notified_by: int | None) -> list[int]:

@@ -115,6 +115,7 @@ class Endpoint:
             rank, config.heartbeat, self.transport_selector, failures, self._send_unordered, self._read_arrived,
             self._state_of,
         )  # fmt: skip
+        failures.silence_of = self._heartbeat.silence_of
         self.model = Model(segment_nbytes=config.segment_nbytes)
         """Selects the schedules of groups that are made from now on; equal on all ranks."""
         self.finished: list[Callable[[], None]] = []

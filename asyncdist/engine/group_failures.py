@@ -25,7 +25,6 @@ from asyncdist.engine.control_messages import (
     abort_notice,
     closing_frames,
     decode_abort,
-    note_silence,
     ranks_to_notify,
 )
 from asyncdist.engine.executor import Executor
@@ -89,6 +88,8 @@ class GroupFailures:
         """Called with each peer that is lost, suspected or has recovered, and why."""
         self.left: dict[int, str] = {}
         """The peers that have said goodbye, and why. They take part in nothing any more."""
+        self.silence_of: Callable[[int], float | None] = _unknown
+        """Returns the seconds since a peer was last heard; None if it is not watched."""
         self._excluded_by: set[int] = set()
         self._generations: dict[bytes, int] = {}
         self._goodbye = LEFT
@@ -243,7 +244,9 @@ class GroupFailures:
             reason = EXCLUDES
         error = self.lost_peers[peer] = PeerLostError(peer, reason)
         if last_heard is not None:
-            note_silence(error, last_heard)
+            error.noticed, error.last_heard = "heartbeat", last_heard
+        else:
+            error.last_heard = self.silence_of(peer)
         for channel in list(self.channels.values()):
             if peer in channel.members and (peer not in self.left or self._waits_for(channel, peer)):
                 self.fail(channel, error)
@@ -297,3 +300,7 @@ class GroupFailures:
         for channel in self.channels.values():
             channel.error = channel.error or error
             self._executor.abandon(channel, error)
+
+
+def _unknown(peer: int) -> None:
+    return None

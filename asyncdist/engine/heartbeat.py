@@ -110,6 +110,10 @@ class Heartbeat:
             for peer, heard_at in detector.last_heard().items()
         }
 
+    def silence_of(self, peer: int) -> float | None:
+        """Return the seconds since a peer was last heard; None if it is not watched."""
+        return self.silences().get(peer)
+
     # -- the rest is called under the lock ------------------------------------------------------
 
     def hears(self, peer: int) -> bool:

@@ -260,6 +260,17 @@ async def test_excluded_member_learns_who_excluded_it_and_why():
         assert "go on without rank 2: rank 0 had lost it (no heartbeat)" in str(results[2])
 
 
+async def test_every_member_learns_how_a_loss_was_noticed_and_when_the_peer_was_last_heard():
+    async with world_of(3) as groups:
+        mesh = groups[0].mesh
+        mesh.failures.silence_of = {2: 1.5}.get
+        mesh.progress.submit(lambda: mesh.lost(2, "connection closed"))
+        results = await asyncio.gather(*(group.barrier() for group in groups[:2]), return_exceptions=True)
+        assert [(type(each), each.peer, each.noticed, each.last_heard) for each in results] == [
+            (PeerLostError, 2, "connection", 1.5)
+        ] * 2
+
+
 @transports
 async def test_one_of_two_members_that_hold_each_other_lost_is_left_out(transport):
     """Rank 0 reaches all. A group of all four would fail at once, again and again."""
