@@ -7,6 +7,7 @@ next call of that caller to that object begins; coroutines and async generators 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import logging
@@ -248,7 +249,9 @@ class Callee:
     def _submit(self, execution: Execution) -> None:
         context = contextvars.copy_context()
         context.run(current_deadline.set, execution.deadline)
-        self._budget.threads.submit(context.run, self._run_in_thread, execution)
+        # A session that is closing has no threads any more. The end of the channel then ends the call.
+        with contextlib.suppress(RuntimeError):
+            self._budget.threads.submit(context.run, self._run_in_thread, execution)
 
     def _start(self, running: Coroutine[Any, Any, None], context: contextvars.Context | None) -> asyncio.Task[None]:
         """Start a task, whose first step runs at once if that is possible."""

@@ -149,6 +149,27 @@ async def test_session_that_ends_ends_the_calls_to_it(job):
             await rpc.find("it", timeout=0.05)
 
 
+async def test_call_of_a_plain_method_that_arrives_while_the_session_ends_is_lost_quietly(job):
+    class Plain:
+        def run(self):
+            return 1
+
+    failures = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
+    async with rpc.connect(job, config=QUICK):
+        async with rpc.serve({"it": Plain()}, job, config=QUICK) as session:
+            it = await rpc.find("it")
+            assert await it.run() == 1
+            # As after the first step of the end of the session.
+            session.threads.shutdown(wait=False, cancel_futures=True)
+            late = it.run()
+            with pytest.raises(rpc.CallTimeoutError):
+                await it.run(timeout=0.05)
+        with pytest.raises(rpc.CalleeLostError, match="its session has ended"):
+            await late
+    assert failures == []
+
+
 async def test_object_calls_its_caller_back(job):
     class Server:
         async def ask(self, name):
