@@ -7,7 +7,7 @@ generator, so that the links carry one part while the nodes process others:
                       inside                     along each rail                 inside
 ====================  =========================  ==============================  ======================
 all_reduce            reduce-scatter to a slice  all-reduce of the slice         all-gather of slices
-all_reduce, small     reduce to the first member all-reduce on the first rail    broadcast
+all_reduce, small     reduce to first member     all-reduce on the first rail    broadcast
 reduce_scatter        reduce-scatter of the      partial results to their
                       blocks of each node        destination ranks
 all_gather            (all-gather, if uneven)    all-gather of its blocks        all-gather of the rest
