@@ -134,7 +134,7 @@ class Reducer:
         return None if self._hook is None else self._hook.name
 
     def _install_hooks(self) -> None:
-        """Let autograd call `_ready` for each gradient, or only record gradients if nothing is to be done with them."""
+        """Let autograd call `_ready` for each gradient, or only record gradients that need no further work."""
         self.remove_hooks()
         only_records = self._set.is_alone and not self._set.allows_unused
         self._hooks = [

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     T_co = TypeVar("T_co", covariant=True, default=Any)
 
     class _Awaited(Coroutine[Any, Any, T_co]):
-        """What type checkers believe of a work, because asyncio makes tasks of coroutines only."""
+        """The type of a work for type checkers, because asyncio makes tasks of coroutines only."""
 
         def send(self, value: Any, /) -> Any: ...
 

@@ -97,7 +97,7 @@ class ReadMapping:
 
     Attributes:
         bytes: The memory, as a flat uint8 tensor. Writing it changes a copy of this process.
-        is_renewed: Whether nothing has used the mapping since `renew`. Whoever uses it sets False.
+        is_renewed: Whether nothing has used the mapping since `renew`. The user of the mapping sets False.
 
     Raises:
         ProtocolError: The segment is smaller than told.

@@ -37,7 +37,7 @@ def weights() -> torch.Tensor:
 
 def note(number: int) -> None:
     noted.append(number)
-    # A call that nobody awaits makes another one.
+    # A call that no code awaits makes another one.
     if number:
         rpc.rpc_async(rpc.get_worker_info().id, importable.note, args=(number - 1,))
 
@@ -97,7 +97,7 @@ def on_one_port(test: Any, rank: int, port: int) -> None:
 
 
 def leave_early(test: Any, rank: int, port: int) -> None:
-    """End with calls that nobody awaits."""
+    """End with calls that no code awaits."""
     begin(rank, port, 2)
     if rank == 0:
         rpc.rpc_async("worker1", importable.note, args=(20,))

@@ -174,7 +174,7 @@ class DistributedOptimizer:
     def step(self, context_id: Any = None) -> None:
         """Update all parameters by the gradients of this process, and clear these. There is no ``context_id``."""
         if context_id is not None:
-            raise UnsupportedError("there is no context of distributed autograd: call loss.backward(), then step()")
+            raise UnsupportedError("distributed autograd has no context here: call loss.backward(), then step()")
         stepping = background_loop().submit(counted(self._remote.step()))
         if self._local is not None:
             self._local.step()
