@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.errors import ProtocolError
+from asyncdist.weights.content.layout import layout_of
+from asyncdist.weights.content.selection import whole_selection
 from asyncdist.weights.transfer.fan_out import HolderRecord, ranked_sources
+from asyncdist.weights.transfer.held_version import HeldVersion
+from asyncdist.weights.transfer.serving import VersionServer
+from asyncdist.weights.transfer.transfer_messages import REFUSED, Question, decode
+from asyncdist.weights.transfer.version_table import new_version
 
 PUBLISHER = "publisher"
 
@@ -159,3 +168,27 @@ def test_record_travels_as_bytes():
     for data in (b"", b"{}", b"[]", b'{"entry": 1}'):
         with pytest.raises(ProtocolError):
             HolderRecord.decode(data)
+
+
+async def test_version_that_was_given_up_and_begun_anew_has_another_place_in_the_order():
+    """A reader that asked for the former entry would wait for this process, which may wait for that reader."""
+
+    class Channel:
+        error = None
+
+        def __init__(self) -> None:
+            self.sent: list[tuple[int, list[object]]] = []
+
+        def send(self, head: bytes) -> None:
+            self.sent.append(decode(head))
+
+    channel = Channel()
+    layout = layout_of({"a": torch.zeros(4)})
+    held = HeldVersion(
+        new_version(1, 1, None, layout.nbytes, 1), whole_selection(layout), np.zeros(1, np.uint64), lambda held: None
+    )
+    server = VersionServer({"me.2": held}, DaemonThreadPool("test", 1, idle_timeout=0.1))
+    for number, entry in enumerate(["me.1", "me.2"]):
+        server.ask(channel, Question(number, entry, "", None, 0, True, []))
+    assert [(kind, fields[0]) for kind, fields in channel.sent] == [(REFUSED, 0)]
+    await server.close()

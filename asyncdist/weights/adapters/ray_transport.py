@@ -135,7 +135,7 @@ class AsyncdistTensorTransport(TensorTransportManager):  # type: ignore[misc]
         held = port.new_held(_version(obj_id, layout.nbytes), whole_selection(layout), manifest)
         held.place(segment)
         held.advance(len(held.blocks))
-        port.offer(held)
+        port.offer(held, held.version.key)
         self._held[obj_id] = held
         return manifest.encode()
 
@@ -192,7 +192,7 @@ class AsyncdistTensorTransport(TensorTransportManager):  # type: ignore[misc]
         manifest = Manifest.decode(source.manifest)
         held = port.new_held(_version(source.key, manifest.layout.nbytes), whole_selection(manifest.layout), manifest)
         try:
-            await port.get(held, manifest, ChannelAddress.decode(source.address), token=source.token)
+            await port.get(held, manifest, held.version.key, ChannelAddress.decode(source.address), token=source.token)
         except BaseException:
             port.drop(held)
             raise

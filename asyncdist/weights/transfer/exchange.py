@@ -81,7 +81,7 @@ class WeightsExchange:
 
     def offer(self, held: HeldVersion, entry: str) -> None:
         """Give a version to readers from now on, as they ask for it."""
-        self.port.offer(held)
+        self.port.offer(held, entry)
         self._entries[held] = entry
 
     async def drop(self, held: HeldVersion) -> None:
@@ -130,7 +130,7 @@ class WeightsExchange:
             if not sources:
                 raise self._no_source(held.version, list(failures.values()))
             try:
-                await self.port.get(held, manifest, ChannelAddress.decode(sources[0].address))
+                await self.port.get(held, manifest, sources[0].entry, ChannelAddress.decode(sources[0].address))
             except (AsyncdistError, TimeoutError) as error:
                 failures[sources[0].entry] = error
                 level = logging.WARNING if isinstance(error, DigestError) else logging.INFO

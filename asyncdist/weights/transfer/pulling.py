@@ -105,11 +105,12 @@ class VersionPuller:
         self._numbers = itertools.count(1)
         self._mappings: dict[PeerChannel, OrderedDict[str, ReadMapping]] = {}
 
-    async def pull(self, channel: PeerChannel, held: HeldVersion, *, maps: bool) -> MappedSource | None:
+    async def pull(self, channel: PeerChannel, entry: str, held: HeldVersion, *, maps: bool) -> MappedSource | None:
         """Get a version from a source.
 
         Args:
             channel: The channel to the source.
+            entry: The entry of the source.
             held: What to fill, from the first block that it lacks on.
             maps: Map the memory of the source, instead of copying its blocks.
 
@@ -123,7 +124,7 @@ class VersionPuller:
         pull = self._pulls[channel, number] = Pull(channel, number, held)
         known = list(self._mappings.get(channel, ())) if maps else []
         parts = held.selection.describe() if held.selection.key and not maps else None
-        question = Question(number, held.version.key, held.selection.key, parts, pull.first, maps, known)
+        question = Question(number, entry, held.selection.key, parts, pull.first, maps, known)
         try:
             head, buffers = question.encode()
             channel.send(head, buffers)

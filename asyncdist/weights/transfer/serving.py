@@ -47,7 +47,7 @@ class VersionServer:
     """Answers the questions of readers.
 
     Args:
-        versions: What this process has, by the key of the version.
+        versions: What this process has, by entry.
         threads: Where slices are copied together.
     """
 
@@ -61,7 +61,7 @@ class VersionServer:
         key = channel, question.number
         if key in self._requests or sum(each is channel for each, _ in self._requests) >= _MOST_REQUESTS:
             raise ProtocolError(f"request {question.number} of {channel.peer.name} is open, or one of too many")
-        held = self._versions.get(question.version)
+        held = self._versions.get(question.entry)
         if held is None or held.is_abandoned:
             channel.send(encode(REFUSED, question.number, "it does not have this version any more"))
             return

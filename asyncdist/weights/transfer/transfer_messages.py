@@ -38,7 +38,8 @@ class Question:
 
     Attributes:
         number: The number of the request, which its messages carry.
-        version: The key of the version.
+        entry: The entry of the source for this version. A source that gives the version up and gets it again has another
+            entry, and another place in the order by which readers never wait for each other.
         selection: The key of the selection; empty for all of the version.
         parts: The description of the selection, or None for all. It travels as a buffer, because it may be long.
         first: The first block that the reader lacks.
@@ -47,7 +48,7 @@ class Question:
     """
 
     number: int
-    version: str
+    entry: str
     selection: str
     parts: Any
     first: int
@@ -56,18 +57,18 @@ class Question:
 
     def encode(self) -> tuple[bytes, list[memoryview]]:
         """Return the head and the buffers of the message."""
-        head = msgpack.packb([ASK, self.number, self.version, self.selection, self.first, self.maps, list(self.known)])
+        head = msgpack.packb([ASK, self.number, self.entry, self.selection, self.first, self.maps, list(self.known)])
         return head, [] if self.parts is None else [memoryview(msgpack.packb(self.parts))]
 
     @classmethod
     def decode(cls, fields: Sequence[Any], buffers: Sequence[memoryview]) -> Question:
         """Return a question. Raises ProtocolError."""
         try:
-            number, version, selection, first, maps, known = fields
+            number, entry, selection, first, maps, known = fields
             parts = msgpack.unpackb(buffers[0]) if buffers else None
-            if not (type(number) is int and type(first) is int and first >= 0 and isinstance(version, str)):
+            if not (type(number) is int and type(first) is int and first >= 0 and isinstance(entry, str)):
                 raise ProtocolError(f"a question with the fields {fields!r}")
-            return cls(number, version, str(selection), parts, first, bool(maps), [str(each) for each in known])
+            return cls(number, entry, str(selection), parts, first, bool(maps), [str(each) for each in known])
         except (TypeError, ValueError, msgpack.UnpackException) as cause:
             raise ProtocolError(f"a question for weights that cannot be read: {cause}") from cause
 

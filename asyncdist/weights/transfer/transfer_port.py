@@ -66,6 +66,7 @@ class TransferPort:
         self.threads = DaemonThreadPool("asyncdist-weights", _NUM_THREADS, idle_timeout=5.0)
         self.pool = SegmentPool(self.threads, self._tell_closed)
         self._versions: dict[str, HeldVersion] = {}
+        """By entry."""
         self._server = VersionServer(self._versions, self.threads)
         self._puller = VersionPuller()
         self._mapped: dict[HeldVersion, MappedSource] = {}
@@ -95,14 +96,14 @@ class TransferPort:
             digests = np.zeros(len(selection.layout.blocks), dtype=np.uint64)
         return HeldVersion(version, selection, digests, self._unused)
 
-    def offer(self, held: HeldVersion) -> None:
-        """Give a version to readers from now on, as they ask for it."""
-        self._versions[held.version.key] = held
+    def offer(self, held: HeldVersion, entry: str) -> None:
+        """Give a version to readers from now on, as they ask for this entry."""
+        self._versions[entry] = held
 
     def drop(self, held: HeldVersion) -> None:
         """Give a version to readers no more. Its memory is used again when those that read it now have ended."""
-        if self._versions.get(held.version.key) is held:
-            del self._versions[held.version.key]
+        for entry in [each for each, offered in self._versions.items() if offered is held]:
+            del self._versions[entry]
         held.abandon()
         held.release()
 
@@ -135,13 +136,14 @@ class TransferPort:
     # -- reading -------------------------------------------------------------------------------
 
     async def get(
-        self, held: HeldVersion, manifest: Manifest, address: ChannelAddress, *, token: str | None = None
+        self, held: HeldVersion, manifest: Manifest, entry: str, address: ChannelAddress, *, token: str | None = None
     ) -> None:
         """Get the blocks that a version lacks from one source, or map the memory of a source on this host.
 
         Args:
             held: The version.
             manifest: Its manifest.
+            entry: The entry of the source.
             address: The source.
             token: The token of the source, if it is not that of this port.
 
@@ -151,7 +153,7 @@ class TransferPort:
         """
         channel = await self.channels.connect(address, _CONNECT, token=token)
         if held.memory is None and channel.is_local and can_share_segments():
-            mapped = await self._puller.pull(channel, held, maps=True)
+            mapped = await self._puller.pull(channel, entry, held, maps=True)
             assert mapped is not None
             try:
                 await self._use_mapping(held, manifest, mapped)
@@ -165,7 +167,7 @@ class TransferPort:
         if held.memory is None:
             held.place(await self.pool.take(held.selection.layout.nbytes))
         if not held.is_complete:
-            await self._puller.pull(channel, held, maps=False)
+            await self._puller.pull(channel, entry, held, maps=False)
 
     async def _use_mapping(self, held: HeldVersion, manifest: Manifest, mapped: MappedSource) -> None:
         if not mapped.mapping.is_renewed:
