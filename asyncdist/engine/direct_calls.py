@@ -145,7 +145,7 @@ class DirectCalls:
         self._checker, self._scratch = checker, scratch
 
     def run(
-        self, schedule: Schedule, channel: Channel, number: int, fingerprint: int, fold: Fold | None, *, wait: bool
+        self, schedule: Schedule, channel: Channel, number: int, fingerprint: int, fold: Fold | None, *, spins: bool
     ) -> Schedule:
         """Return the schedule that runs the only part of a collective directly, or in an operation.
 
@@ -155,10 +155,10 @@ class DirectCalls:
             number: The number of the collective.
             fingerprint: Fingerprint of the call.
             fold: Does the arithmetic of Reduce and Combine.
-            wait: Whether the attempt waits for peers.
+            spins: Whether the attempt waits for peers without sleeping.
         """
         operations, early_calls, scratch = self._operations, self._checker.early_calls, self._scratch
-        key, tries = _key(channel, number), _TRIES if wait else 1
+        key, tries = _key(channel, number), _TRIES if spins else 1
         if early_calls and self._differs(channel, key, fingerprint):
             yield END_ATTEMPT
         for step in schedule:

@@ -413,6 +413,10 @@ class Endpoint:
         # Peers signal from now on. A peer that moved data just before did not signal, so check once more.
         return None if self._executor.run() else waits
 
+    def arrivals(self, peer: int) -> tuple[Wait, ...]:
+        inbox = self.inboxes.get(peer)
+        return () if inbox is None or inbox.source is None else inbox.source.arrivals
+
     def interrupted(self, cause: BaseException) -> None:
         self.failures.interrupted(cause)
         if self.rank in self.lost_peers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from asyncdist.transport.base import Wait
@@ -38,10 +38,14 @@ class Calls(Protocol):
     """The channel of the group that a schedule belongs to. Written under the lock.
 
     Attributes:
+        members: The ranks in the world of the group's members.
         error: The error of the failed or destroyed group; None while the group works.
         started: The number of collectives that have started.
         highest: The highest number of these.
     """
+
+    @property
+    def members(self) -> Sequence[int]: ...
 
     error: Any
     started: int
@@ -68,6 +72,12 @@ class Machine(Protocol):
         """Return the descriptors and poll events to sleep on, or None if something has moved.
 
         Until the next `advance`, peers signal new data on these descriptors.
+        """
+
+    def arrivals(self, peer: int) -> tuple[Wait, ...]:
+        """Return the descriptors on which the next message of a peer arrives, for a direct schedule that reads it.
+
+        Empty if there are none, or if the peer has to signal its messages.
         """
 
     def busy(self) -> bool:

@@ -36,18 +36,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import functools
 import math
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
+from typing import NamedTuple
 
 from asyncdist.algorithms.schedule import END_ATTEMPT, Schedule
 from asyncdist.base.descriptors import is_exhausted
-from asyncdist.engine.drivers.driver_loop import DriverLoop
+from asyncdist.engine.drivers.driver_loop import DriverLoop, LoopState
 from asyncdist.engine.drivers.idle_watch import IdleWatch
 from asyncdist.engine.drivers.loop_watcher import LoopWatcher
 from asyncdist.engine.drivers.waiting import MOST_POLLS, Waiting
@@ -62,17 +62,11 @@ _LONGEST_ATTEMPT = 10e-3
 """Seconds for which a call sleeps for its peers before it becomes an operation, which others can see."""
 
 
-class LoopState(enum.Enum):
-    """The next step of the loop driver."""
+class _Sleep(NamedTuple):
+    """How an attempt sleeps: on which descriptors, and whether its schedule reads what arrives there itself."""
 
-    IDLE = enum.auto()
-    """Nothing is pending, or another thread drives."""
-    SCHEDULED = enum.auto()
-    """The loop is about to call `_run_scheduled`."""
-    RESTING = enum.auto()
-    """An operation is pending, and peers signal new data on the watched descriptors."""
-    CLOSED = enum.auto()
-    """The machine is closed. No state follows."""
+    waits: Sequence[Wait]
+    are_read: bool
 
 
 # Looking a member up in the class takes longer than the comparison.
@@ -206,8 +200,7 @@ class Progress:
 
     def refuse_loop_thread(self, what: str) -> None:
         """Raise LoopThreadError if a blocking wait in this thread would stop the very loop that it waits for."""
-        running = asyncio._get_running_loop()
-        if running is not None and running is self.loop:
+        if (running := asyncio._get_running_loop()) is not None and running is self.loop:
             raise LoopThreadError(what)
 
     def attempt(
@@ -230,15 +223,15 @@ class Progress:
         """
         if not self._driver_lock.acquire(False):
             return False
-        asleep_until, ready = 0.0, None
+        asleep_until, turns, ready = 0.0, False, None
         try:
             while self.lock.acquire(False):
                 try:
-                    if asleep_until:
+                    if turns:
                         self._turn(ready)
                         self._expire()
-                    waits = self._run_inline(schedule, group, wait, polls, block)
-                    if waits is None:
+                    outcome = self._run_inline(schedule, group, wait, polls, block)
+                    if outcome is True:
                         group.started += 1
                         if number > group.highest:
                             group.highest = number
@@ -249,12 +242,13 @@ class Progress:
                     raise
                 finally:
                     self.lock.release()
-                if waits is None:
-                    return True
+                if type(outcome) is bool:
+                    return outcome
                 asleep_until = asleep_until or monotonic() + _LONGEST_ATTEMPT
-                if not waits or monotonic() >= asleep_until:
+                if monotonic() >= asleep_until:
                     return False
-                ready = self._sleep(waits, asleep_until)
+                ready = self._sleep(outcome.waits, asleep_until)
+                turns = ready is None or not outcome.are_read
             return False
         finally:
             self._sleeping = False
@@ -264,49 +258,58 @@ class Progress:
             if self._standby or self._inbox:
                 self._hand_over()
 
-    def _run_inline(
-        self, schedule: Schedule, group: Calls, wait: bool, most: int, block: bool
-    ) -> list[Wait] | tuple[()] | None:
-        """Run a schedule; return None if it is complete, descriptors to sleep on, or () if an operation continues it."""
+    def _run_inline(self, schedule: Schedule, group: Calls, wait: bool, most: int, block: bool) -> _Sleep | bool:
+        """Run a schedule; return whether it is complete or an operation continues it, or how to sleep for its peers."""
         if group.error is not None or self._inbox or self._machine.operations:
-            return ()
+            return False
         waiting = self.waiting
         until, polls, enough = 0.0, 0, min(most, waiting.polls if wait else waiting.attempts)
         # In an event loop the loop's other callbacks must run after each time slice.
         in_loop = asyncio._get_running_loop() or self._in_trio
         end = 0.0 if wait or not in_loop else monotonic() + _SLICE
-        waits: list[Wait] | None = None
+        sleep: _Sleep | None = None
         for step in schedule:
             if self._inbox or step is END_ATTEMPT:  # another thread needs the lock, or the schedule an operation
-                return ()
+                return False
             if step == ():
                 polls, until = 0, 0.0
                 if end and monotonic() >= end:
                     self._slice_exhausted = True
-                    return ()
+                    return False
                 continue
+            assert isinstance(step, int)
             polls += 1
             if polls < enough:
                 continue
-            if waits is not None:
-                return waits
+            if sleep is not None:
+                return sleep
             polls, now = 0, monotonic()
             if now >= waiting.look_at:
                 waiting.look(now)
             if block and not waiting.spin:
+                sleep = self._prepare_sleep_in_attempt(group.members[step])
+                if sleep is None or sleep.are_read:
+                    return sleep or False
                 # The schedule is polled once more before the sleep: a peer that has moved before does not signal.
-                waits, polls = self._prepare_sleep(), enough - 1
-                if waits is None:
-                    return ()
+                polls = enough - 1
                 continue
             until = until or (now + waiting.spin if wait else now)
             if now >= until:
-                return ()
+                return False
             waiting.offer_core(now)
-        if waits is not None:
+        if sleep is not None:
             # Peers need not signal any more, which would cost them a system call.
             self._machine.advance(())
-        return None
+        return True
+
+    def _prepare_sleep_in_attempt(self, peer: int) -> _Sleep | None:
+        """Return how a schedule sleeps for a peer; None to continue it in an operation."""
+        arrivals = self._machine.arrivals(peer) if self._waker is not None else ()
+        if arrivals:
+            self._sleeping = True
+            return _Sleep(arrivals, are_read=True)
+        waits = self._prepare_sleep()
+        return None if waits is None else _Sleep(waits, are_read=False)
 
     def drive(self, work: Finishable, until: float, start: Callable[[], None] | None = None) -> None:
         """Drive, or wait for another driver, until ``work`` is completed or the monotonic time is ``until``.
@@ -364,7 +367,7 @@ class Progress:
         self._sleeping = waits is not None
         return waits
 
-    def _sleep(self, waits: list[Wait], until: float) -> list[int] | None:
+    def _sleep(self, waits: Sequence[Wait], until: float) -> list[int] | None:
         """Sleep until a descriptor is ready, the waker rings or a deadline passes; return the ready descriptors, or
         None if they are unknown."""
         try:
@@ -472,9 +475,8 @@ class Progress:
     def drive_on_loop(self, descriptor: int | None = None) -> None:
         if self.state is _RESTING:
             self.state = _IDLE
-        if (
-            asyncio._get_running_loop() is not self.loop
-        ):  # a callback that the home loop had scheduled before it was left
+        # A callback that the home loop had scheduled before it was left.
+        if asyncio._get_running_loop() is not self.loop:
             return
         if self._driver_lock.locked():
             self.loop_watcher.watch(self.loop, {})

@@ -288,10 +288,11 @@ class Group(CollectiveOps):
                 schedules = schedules_over_links(prepared, tensors, number, self._native)
                 if observed is not None:
                     schedules = observed.watch_all(schedules)
-                if nbytes <= (MAX_WAITING_NBYTES if wait and mesh.progress.waiting.spin else MAX_DIRECT_NBYTES):
+                spins = wait and mesh.progress.waiting.spin > 0
+                if nbytes <= (MAX_WAITING_NBYTES if spins else MAX_DIRECT_NBYTES):
                     schedules = listed = list(schedules)
                     if len(listed) == 1:
-                        schedule = mesh.direct_calls.run(listed[0], *call, wait=wait)
+                        schedule = mesh.direct_calls.run(listed[0], *call, spins=spins)
             if schedule is not None:
                 schedules = (schedule,)
                 block = not background

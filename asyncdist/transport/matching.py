@@ -144,7 +144,13 @@ class StalledMessage(Protocol):
 
 
 class MessageSource(Protocol):
-    """A connection from which a rank reads the message that it expects next without posting a receive for it."""
+    """A connection from which a rank reads the message that it expects next without posting a receive for it.
+
+    Attributes:
+        arrivals: The descriptor on which a poll reports what arrives, and the event.
+    """
+
+    arrivals: tuple[tuple[int, int], ...]
 
     @property
     def taken(self) -> int:

@@ -47,6 +47,7 @@ class WorkingGroup:
     """A group that has not failed."""
 
     error = None
+    members = range(2)
     started = highest = 0
 
 
@@ -67,6 +68,9 @@ class IdleMachine:
     def waits(self):
         self.asked_for_waits.set()
         return []
+
+    def arrivals(self, peer):
+        return ()
 
     def busy(self):
         return False
@@ -168,7 +172,7 @@ async def test_send_of_another_thread_does_not_leave_the_loop_asleep(eventually)
     async with world_of(2, transport="shm", timeout=120) as (first, second):
         received, into = [], torch.zeros(1)
         second.recv(into, 0).add_done_callback(received.append)
-        await eventually(lambda: second.mesh.progress.state is progress_module.LoopState.RESTING)
+        await eventually(lambda: second.mesh.progress.state is driver_loop.LoopState.RESTING)
         assert second.send(torch.ones(1), 0, tag=1).is_completed()  # the ring has space
         first.send(torch.full((1,), 5.0), 1)
         await eventually(lambda: received)
@@ -317,6 +321,25 @@ def test_blocking_call_that_sleeps_for_its_peer_needs_no_operation(signalled, as
     # Peers need not signal any more.
     assert not progress.lock.locked()
     assert machine.advanced
+
+
+def test_blocking_call_that_sleeps_for_a_message_wakes_for_it_alone(signalled, asleep, monkeypatch):
+    """The schedule reads the message itself: the machine, which would post it as unexpected, is not asked to."""
+    machine, progress = signalled
+    monkeypatch.setattr(progress_module, "_LONGEST_ATTEMPT", PATIENCE)
+    monkeypatch.setattr(machine, "arrivals", lambda peer: ((machine.sock.fileno(), READ),) if peer == 1 else ())
+    progress._prepare_sleep()
+    machine.asked_for_waits.clear()
+    flag = Flag()
+    thread, results = attempt_in_thread(progress, flag, WorkingGroup())
+    assert asleep.wait(PATIENCE)
+    flag.done = True
+    machine.peer.send(b"!")
+    thread.join()
+    assert results == [True]
+    assert not machine.advanced
+    assert not machine.asked_for_waits.is_set()
+    assert machine.sock.recv(64) == b"!"
 
 
 @pytest.mark.parametrize("event", ["the group fails", "another operation begins"])

@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError
-from asyncdist.transport.base import DiscardReceive, Host, MatchingQueue, Outgoing, Receive
+from asyncdist.transport.base import DiscardReceive, Host, MatchingQueue, Outgoing, Receive, Wait
 from asyncdist.transport.wire_format import BEAT, DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, pack_key, unpack_tail
 
 # About the most bytes that one call moves in one direction, so that the other direction gets its turn.
@@ -167,7 +167,7 @@ class Reader:
 
     __slots__ = (
         "_backlog", "_blocked", "_body_left", "_header", "_header_received", "_header_view", "_host", "_inbox",
-        "_receive", "_room", "_sock", "_taking", "fingerprint", "heard", "key", "nbytes", "peer", "taken",
+        "_receive", "_room", "_sock", "_taking", "arrivals", "fingerprint", "heard", "key", "nbytes", "peer", "taken",
     )  # fmt: skip
 
     def __init__(self, sock: Source, peer: int, host: Host, inbox: MatchingQueue | None) -> None:
@@ -185,6 +185,7 @@ class Reader:
         self._blocked = False
         self._taking: memoryview | None = None
         self.taken = 0
+        self.arrivals: tuple[Wait, ...] = ()
         self.key, self.fingerprint, self.nbytes = b"", 0, 0
         self.heard = True
         """Whether bytes have been read, or the stream has begun, since the owner last reset this."""

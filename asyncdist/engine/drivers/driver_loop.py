@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import threading
 import warnings
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from asyncdist.base.background_loop import background_loop
+
+
+class LoopState(enum.Enum):
+    """The next step of the loop driver."""
+
+    IDLE = enum.auto()
+    """Nothing is pending, or another thread drives."""
+    SCHEDULED = enum.auto()
+    """The loop is about to call `_run_scheduled`."""
+    RESTING = enum.auto()
+    """An operation is pending, and peers signal new data on the watched descriptors."""
+    CLOSED = enum.auto()
+    """The machine is closed. No state follows."""
 
 
 class DriverLoop:

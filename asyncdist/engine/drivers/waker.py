@@ -6,17 +6,20 @@ import contextlib
 import math
 import os
 import select
+from collections.abc import Sequence
 
 from asyncdist.engine.machine import READ
 from asyncdist.transport.base import Wait
+
+_KEPT_POLLS = 64
+"""The number of sets of descriptors whose poll objects are kept."""
 
 
 class Waker:
     """A descriptor that wakes a thread from its poll."""
 
     def __init__(self) -> None:
-        self._poll: select.poll | None = None
-        self._waits: list[Wait] = []
+        self._polls: dict[tuple[Wait, ...], select.poll] = {}
         if hasattr(os, "eventfd"):
             self.reader = self.writer = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         else:
@@ -28,20 +31,23 @@ class Waker:
         with contextlib.suppress(BlockingIOError):
             os.write(self.writer, b"\1\0\0\0\0\0\0\0")
 
-    def sleep(self, waits: list[Wait], seconds: float) -> list[int] | None:
+    def sleep(self, waits: Sequence[Wait], seconds: float) -> list[int] | None:
         """Sleep until a descriptor is ready, `ring` is called, or time is up; return the ready ones, None after `ring`."""
-        poll = self._poll
-        if poll is None or waits != self._waits:
-            poll, self._waits = select.poll(), waits
-            poll.register(self.reader, READ)
-            for descriptor, events in waits:
-                poll.register(descriptor, events)
-            self._poll = poll
+        poll = self._polls.get(wanted := tuple(waits)) or self._make_poll(wanted)
         ready = [fd for fd, _ in poll.poll(None if seconds == math.inf else max(0, math.ceil(seconds * 1e3)))]
         if self.reader in ready:
             os.read(self.reader, 64)
             return None
         return ready
+
+    def _make_poll(self, waits: tuple[Wait, ...]) -> select.poll:
+        if len(self._polls) >= _KEPT_POLLS:
+            self._polls.clear()
+        poll = self._polls[waits] = select.poll()
+        poll.register(self.reader, READ)
+        for descriptor, events in waits:
+            poll.register(descriptor, events)
+        return poll
 
     def __del__(self) -> None:  # until then another thread may call `ring`
         for descriptor in {self.reader, self.writer}:

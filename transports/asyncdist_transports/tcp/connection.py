@@ -304,6 +304,7 @@ class Inbound:
         self._reader = Reader(self._sock, rank, self._host, inbox)
         # A TLS socket holds decrypted bytes, which no readiness event reports.
         if lane == 0 and isinstance(self._sock, socket.socket):
+            self._reader.arrivals = ((self._sock.fileno(), READ),)
             inbox.source = self._reader
         self._way_back.open = True
         _read_all(self._sock, self._reader, True)
