@@ -303,15 +303,26 @@ class PeerChannel:
     # -- the end -----------------------------------------------------------------------------------
 
     async def close(self, reason: str = "it is not needed any more") -> None:
-        """Send what waits and a goodbye, and close the connection. Messages that have not arrived are lost. Idempotent."""
+        """Send what waits and a goodbye, and close the connection. Messages that have not arrived are lost. Idempotent.
+
+        If the caller is cancelled, the connection is closed at once.
+        """
         if self.is_open:
             if not self._is_closing:
                 self._is_closing, self._goodbye = True, reason
                 self._wake()
             ended: asyncio.Future[None] = self._loop.create_future()
             self._ends.append(ended)
-            await asyncio.wait([ended], timeout=_LAST_BYTES_TIMEOUT)
-        self._leave()
+            try:
+                await asyncio.wait([ended], timeout=_LAST_BYTES_TIMEOUT)
+            finally:
+                self.leave(reason)
+
+    def leave(self, reason: str) -> None:
+        """Close the connection at once: what has not been sent is lost. Idempotent."""
+        if self.is_open:
+            self.left_in_order = True
+            self._end(f"this process has closed the channel: {self._goodbye or reason}")
 
     def fail(self, reason: str, *, last_heard: float | None = None) -> None:
         """End the channel, because the peer is lost or cannot be understood. It is told why, if it still reads.
@@ -334,15 +345,11 @@ class PeerChannel:
     def _say_goodbye(self) -> None:
         """Say goodbye after the last message, and leave when that has been sent."""
         if self._has_said_goodbye:
-            self._leave()
+            self.leave(self._goodbye)
         else:
             self._has_said_goodbye = True
             self._outbox.add_frame(GOODBYE, self._goodbye.encode()[:_MOST_REASON_NBYTES])
             self._wake()
-
-    def _leave(self) -> None:
-        self.left_in_order = True
-        self._end(f"this process has closed the channel: {self._goodbye}")
 
     def _ended(self, reason: str) -> None:
         if has_ended(self.peer.identity, process_identity(self.peer.host_name)):

@@ -322,6 +322,47 @@ def _staging_descriptors() -> int:
     return found
 
 
+@pytest.mark.each_loop
+@pytest.mark.parametrize("turns", range(4))
+async def test_cancelled_close_of_a_port_leaves_nothing_open(turns):
+    """The close waits at each turn of the loop for something else: tasks, then channels whose peers do not read."""
+    ours, theirs = Recorder(), Recorder()
+    async with port_of(theirs, host="there") as accepting:
+        dialling = port_of(ours, host="here")
+        channel = await dialling.connect(accepting.address)
+        channel.send(b"head", [memoryview(bytearray(64 << 20))])
+        closing = asyncio.create_task(dialling.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        if turns:  # else the task has not begun
+            assert not channel.is_open
+            await theirs.when(lambda: theirs.errors)
+        await dialling.close()
+        assert channel._sock.fileno() == -1
+
+
+@pytest.mark.each_loop
+async def test_end_of_a_port_before_a_handshake_has_begun_leaves_no_socket(monkeypatch):
+    accepting = port_of(Recorder(), host="here")
+    receive, accepted, closing = accepting._receive, [], []
+
+    def close_before(sock):
+        accepted.append(sock)
+        closing.append(asyncio.create_task(accepting.close()))
+        return receive(sock)
+
+    monkeypatch.setattr(accepting, "_receive", close_before)
+    reader, writer = await asyncio.open_connection(*accepting.address.tcp)
+    async with asyncio.timeout(60):
+        assert await reader.read() == b""
+    writer.close()
+    await closing[0]
+    assert accepted[0].fileno() == -1
+
+
 async def test_address_of_an_ended_port_that_another_has_now_is_refused():
     async with port_of(Recorder()) as dialling, port_of(Recorder()) as accepting:
         stale = type(accepting.address)(**{**as_fields(accepting.address), "id": "another"})
