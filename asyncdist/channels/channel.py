@@ -37,7 +37,10 @@ class ChannelHandler(Protocol):
     """
 
     def connected(self, channel: PeerChannel) -> None:
-        """Note that a channel is open, before any of its messages is handled."""
+        """Note that a channel is open, before any of its messages is handled.
+
+        A handler that raises ProtocolError refuses the peer: the channel ends with this reason.
+        """
 
     def received(
         self, channel: PeerChannel, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]
@@ -124,8 +127,13 @@ class PeerChannel:
         self._is_closing = self._has_said_goodbye = False
 
     def begin(self) -> None:
-        """Begin to handle what arrives."""
-        self._owner.handler.connected(self)
+        """Begin to handle what arrives. The channel has ended if its handler has refused it."""
+        try:
+            self._owner.handler.connected(self)
+        except Exception as error:
+            self._refuse(error)
+        if not self.is_open:
+            return
         self._loop.add_reader(self._sock.fileno(), self._on_readable)
         if isinstance(self._sock, TlsSocket) and self._sock.unread:
             self._loop.call_soon(self._on_readable)
@@ -256,16 +264,21 @@ class PeerChannel:
             self._owner.heard(self)
         except StreamEnded as end:
             self._ended(str(end))
-        except ProtocolError as error:
-            log.error("the channel to %s ends: %s", self.peer.name, error.message)
-            self.fail(error.message)
         except Exception as error:
-            log.exception("the handler of the channel to %s failed", self.peer.name)
-            self.fail(f"this process could not handle a message of it: {type(error).__name__}: {error}")
+            self._refuse(error)
         finally:
             self._is_reading = False
             if self._flush_scheduled:
                 self._flush()
+
+    def _refuse(self, error: Exception) -> None:
+        """End the channel, because the handler, or the inbox, has raised an error about the peer or a message of it."""
+        if isinstance(error, ProtocolError):
+            log.error("the channel to %s ends: %s", self.peer.name, error.message)
+            self.fail(error.message)
+        else:
+            log.error("the handler of the channel to %s failed", self.peer.name, exc_info=error)
+            self.fail(f"this process could not handle a message of it: {type(error).__name__}: {error}")
 
     def on_short(self, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]) -> None:
         self._owner.handler.received(self, head, buffers, descriptors)

@@ -157,7 +157,10 @@ class ChannelPort:
             raise PeerLostError(address.name, f"it did not answer within {limit}") from cause
         except (OSError, EOFError) as cause:
             raise PeerLostError(address.name, f"it cannot be reached: {describe_error(cause)}") from cause
-        return self._begin(sock, peer, is_dialled=True)
+        channel = self._begin(sock, peer, is_dialled=True)
+        if channel.error is not None:
+            raise channel.error
+        return channel
 
     def _begin(self, sock: ChannelSocket, peer: Greeting, *, is_dialled: bool) -> PeerChannel:
         most = self._config.max_message_nbytes

@@ -435,6 +435,26 @@ async def test_returned_slots_that_the_peer_does_not_have_end_the_channel():
         await ours.when(lambda: ours.errors)
 
 
+@pytest.mark.parametrize(
+    "error", [ProtocolError("it speaks another version"), ZeroDivisionError()], ids=["refuses", "fails"]
+)
+@pytest.mark.parametrize("is_dialling", [True, False], ids=["dialling", "accepting"])
+async def test_handler_that_refuses_a_peer_ends_its_channel(error, is_dialling, eventually):
+    ours, theirs = Recorder(), Recorder()
+
+    def refuse(channel):
+        raise error
+
+    (ours if is_dialling else theirs).connected = refuse
+    async with port_of(ours) as dialling, port_of(theirs) as accepting:
+        for number in (1, 2):
+            with pytest.raises(PeerLostError) if is_dialling else contextlib.suppress(PeerLostError):
+                await dialling.connect(accepting.address)
+            await eventually(lambda number=number: len(ours.errors) == len(theirs.errors) == number)
+        assert all(error.args[0] in str(each) if error.args else "Zero" in str(each) for each in ours.errors)
+        assert not dialling.channels + accepting.channels
+
+
 async def test_failing_handler_ends_its_channel(caplog):
     async with channel_pair() as (near, ours, _, theirs):
         theirs.received = lambda *_: 1 / 0
