@@ -11,6 +11,8 @@ import torch
 from asyncdist.errors import PublisherReplacedError, UnsupportedError, UsageError, WeightsError
 from asyncdist.sync import weights as blocking
 from asyncdist.weights import Publisher, Subscriber
+from asyncdist.weights.publishing import Publishing
+from asyncdist.weights.subscribing import Subscribing
 from tests.weights.conftest import fill, network, values
 
 LIMIT = 30.0
@@ -270,6 +272,24 @@ async def test_cancelled_publication_leaves_the_version_before_or_a_whole_one(jo
         while seen != 10:
             seen, found = await take(subscriber)
             assert found == {float(seen)}
+
+
+@pytest.mark.parametrize("turns", [1, 2, 4, 8])
+async def test_cancelled_end_of_a_publisher_and_a_subscriber_leaves_nothing_open(job, turns):
+    """The fixtures look for tasks and sockets. Each end is cancelled at another place."""
+    publishing = Publishing(network(), job, "weights", 2, None)
+    await publishing.open()
+    await publishing.publish(1)
+    subscribing = Subscribing(None, job, "weights", None, 2, None)
+    await subscribing.open()
+    await subscribing.next(LIMIT)
+    for end in (subscribing, publishing):
+        closing = asyncio.create_task(end.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        assert closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
 
 
 async def test_tensor_that_cannot_be_published_leaves_the_version_before(job):

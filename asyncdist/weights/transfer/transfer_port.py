@@ -6,6 +6,7 @@ All methods are called on the loop on which the port was made. Bytes are copied 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -75,12 +76,14 @@ class TransferPort:
 
     async def close(self) -> None:
         """Close the channels. What this process has mapped stays readable."""
-        if self._renewing:
-            await asyncio.wait(self._renewing)
-        await self._server.close()
-        await self.channels.close()
-        self.pool.close()
-        self.threads.shutdown(wait=False)
+        # A caller that is cancelled leaves nothing open either.
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self.threads.shutdown, wait=False)
+            stack.callback(self.pool.close)
+            stack.push_async_callback(self.channels.close)
+            if self._renewing:
+                await asyncio.wait(self._renewing)
+            await self._server.close()
 
     @property
     def address(self) -> ChannelAddress:
