@@ -111,6 +111,49 @@ async def test_swap_whose_block_fails_leaves_the_current_version(job):
         assert await take(subscriber) == (2, {2.0})
 
 
+async def test_swap_that_is_cancelled_when_its_copy_is_ready_frees_the_copy(job, monkeypatch):
+    """The caller's loop is busy until the copy shows the version; it learns of its cancellation first."""
+    model, is_shown = network(), threading.Event()
+    async with Publisher(model, job=job) as publisher, Subscriber(like=network(), job=job) as subscriber:
+        await publisher.publish(0)
+        show = Subscribing.show
+
+        async def show_and_tell(self, version):
+            shown = await show(self, version)
+            is_shown.set()
+            return shown
+
+        monkeypatch.setattr(Subscribing, "show", show_and_tell)
+        swapping = asyncio.create_task(subscriber.swap(await subscriber.next(LIMIT)).__aenter__())
+        await asyncio.sleep(0)
+        is_shown.wait()
+        swapping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await swapping
+        for step in (1, 2):
+            await publisher.publish(int(fill(model, step)[2].bias[0]))
+            assert await take(subscriber) == (step, {float(step)})
+
+
+@pytest.mark.parametrize("kind", [Publisher, Subscriber])
+async def test_entry_that_is_cancelled_when_it_is_complete_leaves_nothing_open(job, kind, monkeypatch):
+    """The fixtures look for tasks and sockets."""
+    work = Publishing if kind is Publisher else Subscribing
+    open_it, is_open = work.open, threading.Event()
+
+    async def open_and_tell(self):
+        await open_it(self)
+        is_open.set()
+
+    monkeypatch.setattr(work, "open", open_and_tell)
+    entering = asyncio.create_task(kind(network(), job=job).__aenter__())
+    await asyncio.sleep(0)
+    is_open.wait()
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+
+
 async def test_only_the_version_yielded_last_can_be_swapped_in_once(job):
     async with Publisher(network(), job=job) as publisher, Subscriber(like=network(), job=job) as subscriber:
         with pytest.raises(WeightsError, match="no version is in use yet"), subscriber.reading():
