@@ -103,7 +103,7 @@ class Publisher:
             timeout: Seconds or a timedelta; None means no limit.
 
         Returns:
-            The interface for the subscribers.
+            What each subscriber uses.
 
         Raises:
             TimeoutError: Some still use an older version; the message names them.
