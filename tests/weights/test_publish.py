@@ -8,7 +8,8 @@ import threading
 import pytest
 import torch
 
-from asyncdist.errors import PublisherReplacedError, UnsupportedError, UsageError, WeightsError
+from asyncdist.errors import PublisherReplacedError, SharedMemoryError, UnsupportedError, UsageError, WeightsError
+from asyncdist.memory import shared_segment
 from asyncdist.sync import weights as blocking
 from asyncdist.weights import Publisher, Subscriber
 from asyncdist.weights.publishing import Publishing
@@ -152,6 +153,22 @@ async def test_entry_that_is_cancelled_when_it_is_complete_leaves_nothing_open(j
     entering.cancel()
     with pytest.raises(asyncio.CancelledError):
         await entering
+
+
+async def test_reader_that_cannot_map_the_memory_of_its_host_copies_it(job, monkeypatch, caplog):
+    mapping = shared_segment.ArenaMapping
+
+    def map_own_only(*arguments, private=False):
+        if private:
+            raise SharedMemoryError("cannot map a segment: no address space is left")
+        return mapping(*arguments)
+
+    monkeypatch.setattr(shared_segment, "ArenaMapping", map_own_only)
+    model = network(3.0)
+    async with Publisher(model, job=job) as publisher, Subscriber(like=network(), job=job) as subscriber:
+        await publisher.publish(1)
+        assert await take(subscriber) == (1, {3.0})
+    assert "is copied, because it cannot be mapped: cannot map a segment" in caplog.text
 
 
 async def test_only_the_version_yielded_last_can_be_swapped_in_once(job):

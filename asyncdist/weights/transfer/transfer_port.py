@@ -156,29 +156,29 @@ class TransferPort:
         """
         channel = await self.channels.connect(address, _CONNECT, token=token)
         if held.memory is None and channel.is_local and can_share_segments():
-            mapped = await self._puller.pull(channel, entry, held, maps=True)
-            assert mapped is not None
             try:
-                await self._use_mapping(held, manifest, mapped)
+                await self._map(channel, held, manifest, entry)
                 return
             except SharedMemoryError as error:
-                mapped.end()
                 log.warning("%s is copied, because it cannot be mapped: %s", held.version, error.message)
-            except BaseException:
-                mapped.end()
-                raise
         if held.memory is None:
             held.place(await self.pool.take(held.selection.layout.nbytes))
         if not held.is_complete:
             await self._puller.pull(channel, entry, held, maps=False)
 
-    async def _use_mapping(self, held: HeldVersion, manifest: Manifest, mapped: MappedSource) -> None:
-        if not mapped.mapping.is_renewed:
-            await asyncio.wrap_future(self.threads.submit(mapped.mapping.renew))
-        mapped.mapping.is_renewed = False
-        if held.selection.key and not mapped.selection:
-            held.widen(whole_selection(manifest.layout), manifest.digests)
-        held.place(mapped.mapping)
+    async def _map(self, channel: PeerChannel, held: HeldVersion, manifest: Manifest, entry: str) -> None:
+        mapped = await self._puller.pull(channel, entry, held, maps=True)
+        assert mapped is not None
+        try:
+            if not mapped.mapping.is_renewed:
+                await asyncio.wrap_future(self.threads.submit(mapped.mapping.renew))
+            mapped.mapping.is_renewed = False
+            if held.selection.key and not mapped.selection:
+                held.widen(whole_selection(manifest.layout), manifest.digests)
+            held.place(mapped.mapping)
+        except BaseException:
+            mapped.end()
+            raise
         self._mapped[held] = mapped
         held.advance(len(held.blocks))
 
