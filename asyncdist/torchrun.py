@@ -16,6 +16,6 @@ def handler() -> Callable[[Any], Any]:
 
 
 def _create_handler(parameters: Any) -> Any:
-    from asyncdist.torch_backend.rendezvous_handler import make_handler
+    from asyncdist.torch_backend.rendezvous.rendezvous_handler import make_handler
 
     return make_handler(parameters)

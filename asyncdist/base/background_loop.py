@@ -133,10 +133,14 @@ def on_loop(loop: asyncio.AbstractEventLoop | None, coroutine: Coroutine[Any, An
     return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
 
 
-async def run_in_background(coroutine: Coroutine[Any, Any, T]) -> T:
+async def run_in_background(coroutine: Coroutine[Any, Any, T], undo: Callable[[T], object] | None = None) -> T:
     """Run a coroutine on the background loop, and return its result.
 
     A cancelled caller cancels the coroutine and waits for its end, so that nothing of it goes on behind the caller's back.
+
+    Args:
+        coroutine: The coroutine.
+        undo: Called with a result that the caller does not get, because the coroutine ended before it was cancelled.
     """
     background = background_loop()
     task: asyncio.Task[Any] | None = None
@@ -163,7 +167,8 @@ async def run_in_background(coroutine: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         background.loop.call_soon_threadsafe(cancel)
         await asyncio.wait([future])
-        future.cancelled() or future.exception()
+        if not future.cancelled() and future.exception() is None and undo is not None:
+            undo(future.result())
         raise
     return future.result()
 

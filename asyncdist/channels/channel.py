@@ -37,7 +37,10 @@ class ChannelHandler(Protocol):
     """
 
     def connected(self, channel: PeerChannel) -> None:
-        """Note that a channel is open, before any of its messages is handled."""
+        """Note that a channel is open, before any of its messages is handled.
+
+        A handler that raises ProtocolError refuses the peer: the channel ends with this reason.
+        """
 
     def received(
         self, channel: PeerChannel, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]
@@ -124,8 +127,13 @@ class PeerChannel:
         self._is_closing = self._has_said_goodbye = False
 
     def begin(self) -> None:
-        """Begin to handle what arrives."""
-        self._owner.handler.connected(self)
+        """Begin to handle what arrives. The channel has ended if its handler has refused it."""
+        try:
+            self._owner.handler.connected(self)
+        except Exception as error:
+            self._refuse(error)
+        if not self.is_open:
+            return
         self._loop.add_reader(self._sock.fileno(), self._on_readable)
         if isinstance(self._sock, TlsSocket) and self._sock.unread:
             self._loop.call_soon(self._on_readable)
@@ -256,16 +264,21 @@ class PeerChannel:
             self._owner.heard(self)
         except StreamEnded as end:
             self._ended(str(end))
-        except ProtocolError as error:
-            log.error("the channel to %s ends: %s", self.peer.name, error.message)
-            self.fail(error.message)
         except Exception as error:
-            log.exception("the handler of the channel to %s failed", self.peer.name)
-            self.fail(f"this process could not handle a message of it: {type(error).__name__}: {error}")
+            self._refuse(error)
         finally:
             self._is_reading = False
             if self._flush_scheduled:
                 self._flush()
+
+    def _refuse(self, error: Exception) -> None:
+        """End the channel, because the handler, or the inbox, has raised an error about the peer or a message of it."""
+        if isinstance(error, ProtocolError):
+            log.error("the channel to %s ends: %s", self.peer.name, error.message)
+            self.fail(error.message)
+        else:
+            log.error("the handler of the channel to %s failed", self.peer.name, exc_info=error)
+            self.fail(f"this process could not handle a message of it: {type(error).__name__}: {error}")
 
     def on_short(self, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]) -> None:
         self._owner.handler.received(self, head, buffers, descriptors)
@@ -303,15 +316,26 @@ class PeerChannel:
     # -- the end -----------------------------------------------------------------------------------
 
     async def close(self, reason: str = "it is not needed any more") -> None:
-        """Send what waits and a goodbye, and close the connection. Messages that have not arrived are lost. Idempotent."""
+        """Send what waits and a goodbye, and close the connection. Messages that have not arrived are lost. Idempotent.
+
+        If the caller is cancelled, the connection is closed at once.
+        """
         if self.is_open:
             if not self._is_closing:
                 self._is_closing, self._goodbye = True, reason
                 self._wake()
             ended: asyncio.Future[None] = self._loop.create_future()
             self._ends.append(ended)
-            await asyncio.wait([ended], timeout=_LAST_BYTES_TIMEOUT)
-        self._leave()
+            try:
+                await asyncio.wait([ended], timeout=_LAST_BYTES_TIMEOUT)
+            finally:
+                self.leave(reason)
+
+    def leave(self, reason: str) -> None:
+        """Close the connection at once: what has not been sent is lost. Idempotent."""
+        if self.is_open:
+            self.left_in_order = True
+            self._end(f"this process has closed the channel: {self._goodbye or reason}")
 
     def fail(self, reason: str, *, last_heard: float | None = None) -> None:
         """End the channel, because the peer is lost or cannot be understood. It is told why, if it still reads.
@@ -334,15 +358,11 @@ class PeerChannel:
     def _say_goodbye(self) -> None:
         """Say goodbye after the last message, and leave when that has been sent."""
         if self._has_said_goodbye:
-            self._leave()
+            self.leave(self._goodbye)
         else:
             self._has_said_goodbye = True
             self._outbox.add_frame(GOODBYE, self._goodbye.encode()[:_MOST_REASON_NBYTES])
             self._wake()
-
-    def _leave(self) -> None:
-        self.left_in_order = True
-        self._end(f"this process has closed the channel: {self._goodbye}")
 
     def _ended(self, reason: str) -> None:
         if has_ended(self.peer.identity, process_identity(self.peer.host_name)):

@@ -98,8 +98,7 @@ class ChannelPort:
         self._handshakes: set[asyncio.Task[None]] = set()
         self._busy_poll = AdaptiveBusyPoll.where_it_pays(self._loop, config)
         self._liveness = ChannelLiveness(config.heartbeat, config.host, lambda: self._channels)
-        self._listening = sockets
-        self._accepting = [self._loop.create_task(self._accept(sock), name="asyncdist-channels") for sock in sockets]
+        self._accepting = [self._begin_accepting(sock) for sock in sockets]
         self._is_closed = False
         lifecycle.register_hooks(self)
 
@@ -158,7 +157,10 @@ class ChannelPort:
             raise PeerLostError(address.name, f"it did not answer within {limit}") from cause
         except (OSError, EOFError) as cause:
             raise PeerLostError(address.name, f"it cannot be reached: {describe_error(cause)}") from cause
-        return self._begin(sock, peer, is_dialled=True)
+        channel = self._begin(sock, peer, is_dialled=True)
+        if channel.error is not None:
+            raise channel.error
+        return channel
 
     def _begin(self, sock: ChannelSocket, peer: Greeting, *, is_dialled: bool) -> PeerChannel:
         most = self._config.max_message_nbytes
@@ -184,6 +186,12 @@ class ChannelPort:
 
     # -- accepting ---------------------------------------------------------------------------------
 
+    def _begin_accepting(self, listening: socket.socket) -> asyncio.Task[None]:
+        accepting = self._loop.create_task(self._accept(listening), name="asyncdist-channels")
+        # A task that is cancelled before it begins executes no line.
+        accepting.add_done_callback(lambda _: listening.close())
+        return accepting
+
     async def _accept(self, listening: socket.socket) -> None:
         while True:
             try:
@@ -197,7 +205,13 @@ class ChannelPort:
                 continue
             handshake = self._loop.create_task(self._receive(sock))
             self._handshakes.add(handshake)
-            handshake.add_done_callback(self._handshakes.discard)
+            handshake.add_done_callback(functools.partial(self._end_handshake, sock))
+
+    def _end_handshake(self, sock: socket.socket, handshake: asyncio.Task[None]) -> None:
+        self._handshakes.discard(handshake)
+        # It may not have begun.
+        if handshake.cancelled():
+            sock.close()
 
     async def _receive(self, sock: socket.socket) -> None:
         try:
@@ -211,7 +225,10 @@ class ChannelPort:
     # -- the end -----------------------------------------------------------------------------------
 
     async def close(self, reason: str = "its port is closed") -> None:
-        """Stop listening, and close all channels in order. Idempotent."""
+        """Stop listening, and close all channels in order. Idempotent.
+
+        If the caller is cancelled, the channels are closed at once.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -219,11 +236,13 @@ class ChannelPort:
         tasks = [*self._accepting, *self._handshakes, *self._dialling.values()]
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
-        for sock in self._listening:
-            sock.close()
-        await asyncio.gather(*[channel.close(reason) for channel in self.channels])
-        self._liveness.stop()
+        try:
+            await asyncio.wait(tasks)
+            await asyncio.gather(*[channel.close(reason) for channel in self.channels])
+        finally:
+            for channel in self.channels:
+                channel.leave(reason)
+            self._liveness.stop()
 
     async def __aenter__(self) -> Self:
         return self

@@ -272,7 +272,11 @@ class JobSession:
             job.refuse(candidates)
             return await self._continue(deadline, min_size)
         assert world is not None
-        await self._leave_world()
+        try:
+            await self._leave_world()
+        except BaseException:
+            await world.close()
+            raise
         return await self._enter_world(world, record)
 
     async def _next_record(

@@ -185,8 +185,8 @@ class World:
                     break
         finally:
             self.leave()
-        if not self.mesh.of_parent:
-            await self.meeting.close()
+            if not self.mesh.of_parent:
+                await self.meeting.close()
 
 
 def open_world(

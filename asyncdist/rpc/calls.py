@@ -226,13 +226,12 @@ class Caller:
         self._sent_nbytes += call.nbytes
 
     def _ended(self, call: RemoteCall | ItemQueue) -> None:
-        """Note that the callee works on a call no more, and send calls that have waited for it."""
+        """Note that a call has ended at the callee, or was never sent, and send the calls that have waited for it."""
         if self._open.pop(call.number, None) is None:
             return
-        if not call.is_sent:
-            return
-        self._num_sent -= 1
-        self._sent_nbytes -= call.nbytes
+        if call.is_sent:
+            self._num_sent -= 1
+            self._sent_nbytes -= call.nbytes
         self._send_waiting()
 
     def _send_waiting(self) -> None:

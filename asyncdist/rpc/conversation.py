@@ -119,7 +119,9 @@ class ConversationHandler:
             channel.context.callee.cancel(message.context.number)
 
     def closed(self, channel: PeerChannel, error: PeerLostError, messages: Sequence[IncomingMessage]) -> None:
-        conversation: Conversation = channel.context
+        conversation: Conversation | None = channel.context
+        if conversation is None:  # the peer was refused
+            return
         conversation.caller.closed(error)
         conversation.callee.closed()
         self._references.departed(channel)

@@ -12,6 +12,8 @@ Each module implements one hook of torch:
 torch_group          the methods that the next two have in common: the collectives, by torch's names
 process_group        `torch.distributed.ProcessGroup`, for groups that asyncdist serves as a whole
 backend              ``c10d::Backend``, for a part of a group and for callers in C++, from torch 2.14 on
+reduce_ops           `torch.distributed.ReduceOp`
+no_group_yet         what takes the place of the group before the first ``reconfigure``
 torch_work           `torch.distributed.Work`: the handle that a collective returns
 registration         `Backend.register_backend`: creates a process group
 kernels              two operators of ``_c10d_functional`` whose kernels below torch 2.14 require a C++ back end
@@ -19,17 +21,16 @@ patches              every function of torch that this package replaces
 bucket_memory        registered memory for the buckets of `torch.nn.parallel.DistributedDataParallel`
 memory_pool          registered memory for ``ProcessGroup.allocate_tensor``
 torch_store          `torch.distributed.Store`
-url_handler          ``init_method="asyncdist://..."``
-rendezvous_handler   ``torchrun --rdzv-backend=asyncdist``
+rendezvous           ``init_method="asyncdist://..."`` and ``torchrun --rdzv-backend=asyncdist``
 debug_tab            a tab of torch's debug server (``torch.distributed.debug``)
-lease_keep_alive     keeps a job's keys at the store daemon alive
 
 Importing the package registers the back end. The package may use every layer except `bench` and `cli`.
 """
 
-from asyncdist.torch_backend import kernels, patches, registration, url_handler
+from asyncdist.torch_backend import kernels, patches, registration
 from asyncdist.torch_backend.backend import Backend
 from asyncdist.torch_backend.process_group import ProcessGroup
+from asyncdist.torch_backend.rendezvous import url_handler
 from asyncdist.torch_backend.torch_store import Store
 from asyncdist.torch_backend.torch_work import Work
 

@@ -20,7 +20,8 @@ from asyncdist.errors import UnsupportedError
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World, open_world
 from asyncdist.memory.torch_compile import excluded_from_compile
-from asyncdist.torch_backend.torch_group import NAME, NoGroupYet, TorchGroup
+from asyncdist.torch_backend.no_group_yet import NoGroupYet
+from asyncdist.torch_backend.torch_group import NAME, TorchGroup
 from asyncdist.torch_backend.torch_work import Work
 
 _bindings: Any = torch._C._distributed_c10d

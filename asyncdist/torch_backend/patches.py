@@ -1,7 +1,7 @@
 """Every function of torch that this package replaces, with the reason.
 
 `torch_backend` applies them when it is imported. Additions to torch are elsewhere: the back end in
-`registration`, operators in `kernels`, the init method in `url_handler`.
+`registration`, operators in `kernels`, the init method in `rendezvous`.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ from asyncdist.config import TorchHooks
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World
 from asyncdist.torch_backend.backend import Backend, open_through
+from asyncdist.torch_backend.no_group_yet import NoGroupYet
 from asyncdist.torch_backend.process_group import ObservedProcessGroup, ProcessGroup, group_of
-from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, NAME, NoGroupYet, TorchGroup
+from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, NAME, TorchGroup
 from asyncdist.tracing.recorder import recorders
 
 c10d: Any = distributed_c10d

@@ -19,14 +19,12 @@ import torch.distributed as torch_distributed
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.cores import has_free_cores
 from asyncdist.base.deadline import Deadline, Timeout, seconds
-from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
 from asyncdist.devices.work import DeviceWork
 from asyncdist.elastic.reconfiguration import Reconfiguration, completed_group
 from asyncdist.engine import work as started
 from asyncdist.errors import (
     GroupAbortedError,
     GroupError,
-    NotInitializedError,
     OperationTimeoutError,
     PeerLostError,
     SharedMemoryError,
@@ -38,6 +36,8 @@ from asyncdist.groups.world import World
 from asyncdist.memory.torch_compile import excluded_from_compile
 from asyncdist.torch_backend import gloo_words
 from asyncdist.torch_backend.memory_pool import MemoryPool
+from asyncdist.torch_backend.no_group_yet import NoGroupYet
+from asyncdist.torch_backend.reduce_ops import reduction_of
 from asyncdist.torch_backend.torch_work import DONE, Work
 from asyncdist.tracing.hooks import Hook
 
@@ -473,49 +473,6 @@ class TorchGroup:
         return f"<asyncdist {self.group!r}>"
 
 
-class NoGroupYet:
-    """Takes the place of the group before the first call of `TorchGroup.reconfigure`. Its operations raise.
-
-    Args:
-        rank: The rank that torch was given.
-        size: The number of ranks that torch was given.
-        timeout: Default limit of the operations of the group to come, in seconds.
-    """
-
-    error = None
-    aborted = shares_memory = False
-
-    def __init__(self, rank: int, size: int, timeout: float) -> None:
-        self._rank, self._size = rank, size
-        self.timeout = timeout
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-    def set_timeout(self, timeout: Timeout) -> None:
-        self.timeout = seconds(timeout)
-
-    def register_hook(self, **functions: Any) -> Hook:
-        return Hook(None, None, None, lambda _: None)
-
-    def abort(self, reason: str) -> None:
-        """Do nothing: no operation is pending."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise NotInitializedError(
-            "the process group was made with enable_reconfigure=True and has no members yet: exchange the handles of "
-            "torch.distributed._get_reconfigure_handle(), then call torch.distributed._reconfigure() on every member"
-        )
-
-
 def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
     # DDP's join passes a single tensor.
     return tensors if isinstance(tensors, list) else [tensors]
@@ -533,24 +490,3 @@ def _together(start: Callable[..., started.Work], calls: Sequence[tuple[Any, ...
         return started.joined([start(*call, background=background, timeout=timeout) for call in calls])
 
     return start_all
-
-
-# -- reductions -------------------------------------------------------------------------------------
-
-_TorchOp: Any = torch_distributed.ReduceOp
-
-# By hash, which is the operation's number: reading the name of torch's objects, or comparing them, takes a microsecond.
-_BY_HASH: dict[int, ReduceOp] = {
-    hash(_TorchOp(getattr(_TorchOp, op.name))): op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM
-}
-
-
-def reduction_of(torch_op: Any) -> Reduction:
-    """Return the reduction for one of torch's; an unknown one is returned unchanged, and the operation refuses it."""
-    op = _BY_HASH.get(hash(torch_op))
-    if op is not None:
-        return op
-    kind, factor = torch_op.__getstate__() if hasattr(torch_op, "__getstate__") else (torch_op, None)
-    if kind == _TorchOp.PREMUL_SUM and factor is not None:
-        return premul_sum(float(factor))
-    return cast(Reduction, torch_op)

@@ -1,6 +1,6 @@
 """An asyncdist store as a `torch.distributed.Store`, for ``init_process_group(store=...)`` and torch's C++ code.
 
-`url_handler` and `rendezvous_handler` create it.
+The modules of `rendezvous` create it.
 """
 
 from __future__ import annotations

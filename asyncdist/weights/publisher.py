@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Self
 
 from asyncdist.base.background_loop import run_in_background
@@ -54,7 +55,12 @@ class Publisher:
             StoreConnectionError: No store answers.
             AuthenticationError: The tokens differ, or a token is missing where other hosts can connect.
         """
-        await run_in_background(self._publishing.open())
+        try:
+            await run_in_background(self._publishing.open())
+        except asyncio.CancelledError:
+            # It may have opened before it was cancelled.
+            await run_in_background(self._publishing.close())
+            raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -97,7 +103,7 @@ class Publisher:
             timeout: Seconds or a timedelta; None means no limit.
 
         Returns:
-            The interface for the subscribers.
+            What each subscriber uses.
 
         Raises:
             TimeoutError: Some still use an older version; the message names them.

@@ -66,7 +66,7 @@ class Publishing:
             self.incarnation = await self._exchange.table.become_publisher()
             self._watching = asyncio.create_task(self._watch())
         except BaseException:
-            await self._exchange.close()
+            await self.close()
             raise
 
     async def close(self) -> None:
@@ -74,15 +74,17 @@ class Publishing:
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
-        await self._cleaned()
-        with contextlib.suppress(StoreError):
-            for held, _ in self._kept:
-                await exchange.drop(held)
-        self._kept.clear()
-        await exchange.close()
+        try:
+            if self._watching is not None:
+                self._watching.cancel()
+                await asyncio.wait([self._watching])
+            await self._cleaned()
+            with contextlib.suppress(StoreError):
+                for held, _ in self._kept:
+                    await exchange.drop(held)
+            self._kept.clear()
+        finally:
+            await exchange.close()
 
     # -- publishing ----------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
@@ -75,7 +76,12 @@ class Subscriber:
             StoreConnectionError: No store answers.
             AuthenticationError: The tokens differ, or a token is missing where other hosts can connect.
         """
-        await run_in_background(self._subscribing.open())
+        try:
+            await run_in_background(self._subscribing.open())
+        except asyncio.CancelledError:
+            # It may have opened before it was cancelled.
+            await run_in_background(self._subscribing.close())
+            raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -120,7 +126,7 @@ class Subscriber:
         Raises:
             UsageError: It is not that version, or it was swapped in before.
         """
-        shown = await run_in_background(self._subscribing.show(version))
+        shown = await run_in_background(self._subscribing.show(version), undo=self._subscribing.withdraw)
         try:
             yield shown.model
         except BaseException:

@@ -97,11 +97,13 @@ class Subscribing:
         tasks = {task for task in (self._watching, self._fetching, *self._dropping) if task is not None}
         for task in tasks - self._dropping:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        with contextlib.suppress(StoreError):
-            await exchange.table.leave(exchange.port.address.id)
-        await exchange.close()
+        try:
+            if tasks:
+                await asyncio.wait(tasks)
+            with contextlib.suppress(StoreError):
+                await exchange.table.leave(exchange.port.address.id)
+        finally:
+            await exchange.close()
 
     def _opened(self) -> WeightsExchange:
         if self._exchange is None:

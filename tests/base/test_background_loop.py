@@ -263,3 +263,23 @@ async def test_cancelled_caller_waits_for_the_end_of_its_background_coroutine(tu
     # A coroutine that had not begun has nothing to end.
     assert said == ["ended"] or turns < 5
     assert not [task for task in asyncio.all_tasks(background_loop().loop) if "work" in repr(task)]
+
+
+async def test_result_that_a_cancelled_caller_does_not_get_is_undone():
+    has_ended = threading.Event()
+
+    async def work():
+        has_ended.set()
+        return "result"
+
+    undone = []
+    calling = asyncio.create_task(run_in_background(work(), undo=undone.append))
+    await asyncio.sleep(0)
+    # The coroutine ends while this loop is busy, and then the caller is cancelled.
+    has_ended.wait()
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert undone == ["result"]
+    assert await run_in_background(work(), undo=undone.append) == "result"
+    assert undone == ["result"]

@@ -322,6 +322,47 @@ def _staging_descriptors() -> int:
     return found
 
 
+@pytest.mark.each_loop
+@pytest.mark.parametrize("turns", range(4))
+async def test_cancelled_close_of_a_port_leaves_nothing_open(turns):
+    """The close waits at each turn of the loop for something else: tasks, then channels whose peers do not read."""
+    ours, theirs = Recorder(), Recorder()
+    async with port_of(theirs, host="there") as accepting:
+        dialling = port_of(ours, host="here")
+        channel = await dialling.connect(accepting.address)
+        channel.send(b"head", [memoryview(bytearray(64 << 20))])
+        closing = asyncio.create_task(dialling.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        if turns:  # else the task has not begun
+            assert not channel.is_open
+            await theirs.when(lambda: theirs.errors)
+        await dialling.close()
+        assert channel._sock.fileno() == -1
+
+
+@pytest.mark.each_loop
+async def test_end_of_a_port_before_a_handshake_has_begun_leaves_no_socket(monkeypatch):
+    accepting = port_of(Recorder(), host="here")
+    receive, accepted, closing = accepting._receive, [], []
+
+    def close_before(sock):
+        accepted.append(sock)
+        closing.append(asyncio.create_task(accepting.close()))
+        return receive(sock)
+
+    monkeypatch.setattr(accepting, "_receive", close_before)
+    reader, writer = await asyncio.open_connection(*accepting.address.tcp)
+    async with asyncio.timeout(60):
+        assert await reader.read() == b""
+    writer.close()
+    await closing[0]
+    assert accepted[0].fileno() == -1
+
+
 async def test_address_of_an_ended_port_that_another_has_now_is_refused():
     async with port_of(Recorder()) as dialling, port_of(Recorder()) as accepting:
         stale = type(accepting.address)(**{**as_fields(accepting.address), "id": "another"})
@@ -392,6 +433,26 @@ async def test_returned_slots_that_the_peer_does_not_have_end_the_channel():
         await theirs.until(1)
         far._outbox._sock.send(frames.frame(frames.SLOTS_FREE, b"\xff"))
         await ours.when(lambda: ours.errors)
+
+
+@pytest.mark.parametrize(
+    "error", [ProtocolError("it speaks another version"), ZeroDivisionError()], ids=["refuses", "fails"]
+)
+@pytest.mark.parametrize("is_dialling", [True, False], ids=["dialling", "accepting"])
+async def test_handler_that_refuses_a_peer_ends_its_channel(error, is_dialling, eventually):
+    ours, theirs = Recorder(), Recorder()
+
+    def refuse(channel):
+        raise error
+
+    (ours if is_dialling else theirs).connected = refuse
+    async with port_of(ours) as dialling, port_of(theirs) as accepting:
+        for number in (1, 2):
+            with pytest.raises(PeerLostError) if is_dialling else contextlib.suppress(PeerLostError):
+                await dialling.connect(accepting.address)
+            await eventually(lambda number=number: len(ours.errors) == len(theirs.errors) == number)
+        assert all(error.args[0] in str(each) if error.args else "Zero" in str(each) for each in ours.errors)
+        assert not dialling.channels + accepting.channels
 
 
 async def test_failing_handler_ends_its_channel(caplog):

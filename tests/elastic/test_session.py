@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import torch
 
+from asyncdist.elastic import session as session_module
 from asyncdist.elastic.job import GenerationRecord, Job
 from asyncdist.elastic.session import JobSession, join
 from asyncdist.errors import GroupError, UsageError
 from asyncdist.groups.member_watch import MemberChange, MemberWatch
 from asyncdist.groups.training_state import State
+from asyncdist.groups.world import World
 from asyncdist.store import AsyncStore, StoreServer
 
 
@@ -267,6 +270,59 @@ async def test_record_of_an_earlier_first_member_that_was_lost_is_replaced(
     await asyncio.gather(member(), member())
     assert records == [1, 2, 3]
     assert "joins the job again" not in caplog.text
+
+
+async def test_member_that_is_cancelled_between_two_worlds_leaves_neither_open(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first: list[World] = []
+    opened: list[World] = []
+    closed: list[World] = []
+    has_begun, is_leaving, close, open_world = asyncio.Event(), asyncio.Event(), World.close, session_module.open_world
+
+    async def open_and_note(**options: Any) -> World:
+        world = await open_world(**options)
+        opened.append(world)
+        return world
+
+    async def close_first_slowly(self: World) -> None:
+        await close(self)
+        closed.append(self)
+        if self in first:
+            is_leaving.set()
+            await asyncio.Event().wait()
+
+    async def founder() -> None:
+        state = new_state()
+        async with join(job, state=state, backend="inproc", timeout=20.0) as session:
+            async for group in session.generations():
+                await group.adopt(state)
+                first.append(group.world)
+                has_begun.set()
+                async for _ in group.watch_members():
+                    break
+                async with group.step():
+                    pass
+
+    async def newcomer() -> None:
+        state = new_state()
+        async with join(job, state=state, backend="inproc", timeout=20.0) as session:
+            async for group in session.generations():
+                await group.adopt(state)
+                break
+
+    monkeypatch.setattr(World, "close", close_first_slowly)
+    monkeypatch.setattr(session_module, "open_world", open_and_note)
+    founding = asyncio.create_task(founder())
+    await has_begun.wait()
+    joining = asyncio.create_task(newcomer())
+    await is_leaving.wait()
+    founding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await founding
+    await joining
+    assert set(map(id, opened)) == set(map(id, closed))
+    assert len(opened) >= 3
 
 
 async def test_group_without_change_ends_the_iteration(job: str) -> None:

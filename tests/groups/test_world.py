@@ -12,6 +12,7 @@ import torch
 
 import asyncdist
 from asyncdist.config import Config
+from asyncdist.engine.work import Work
 from asyncdist.errors import OperationTimeoutError, RendezvousError, TransportUnavailableError, UsageError
 from asyncdist.groups.world import open_world
 from asyncdist.store import HashStore
@@ -48,6 +49,18 @@ async def test_world_drops_destroyed_groups(transport):
             for group in groups:
                 group.close()
         assert [group.world.groups for group in worlds] == [[group] for group in worlds]
+
+
+async def test_cancelled_close_of_a_world_closes_its_store_too(tmp_path, monkeypatch):
+    """A notice that has not been sent delays the close. The fixtures look for the sockets of the store."""
+    world = await open_world(backend="inproc", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=60)
+    monkeypatch.setattr(world.mesh, "notices_flushed", lambda: Work(world.mesh.progress))
+    closing = asyncio.create_task(world.close())
+    await asyncio.sleep(0)
+    assert closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert world.meeting.server.num_connections == 0
 
 
 @pytest.mark.parametrize(

@@ -462,6 +462,21 @@ async def test_long_arguments_are_sent_within_the_window(serving, monkeypatch):
         await asyncio.gather(*waiting)
 
 
+async def test_call_behind_a_cancelled_one_that_did_not_fit_is_sent(serving, monkeypatch):
+    monkeypatch.setattr("asyncdist.rpc.session.WINDOW_NBYTES", 5_000_000)
+    echo = Echo()
+    async with serving(echo) as it:
+        running = it.wait(torch.ones(1_000_000))
+        await echo.begun.wait()
+        large, small = it.echo(torch.ones(1_000_000)), it.echo("small", timeout=20.0)
+        await asyncio.sleep(0)
+        large.cancel()
+        assert await small == "small"
+        assert not running.done()
+        echo.go_on.set()
+        await running
+
+
 async def test_damaged_call_ends_the_channel_of_its_caller_only(serving, job):
     async with serving(Echo()) as it, rpc.connect(job) as other:
         friend = await other.find("it")

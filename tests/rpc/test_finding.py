@@ -49,6 +49,16 @@ async def test_find_waits_until_somebody_serves(job):
             assert await (await finding).who() == 1
 
 
+async def test_process_that_calls_by_another_version_is_not_found(job, monkeypatch):
+    monkeypatch.setattr("asyncdist.rpc.session.VERSION", 2)
+    async with rpc.serve({"it": Member(0)}, job, config=QUICK):
+        monkeypatch.undo()
+        async with rpc.connect(job, config=QUICK):
+            for _ in range(2):
+                with pytest.raises(rpc.NameNotFoundError, match="makes calls of version 2, and this process of 1"):
+                    await rpc.find("it", timeout=0.1)
+
+
 async def test_find_that_finds_nobody_says_what_it_saw(job):
     async with (
         rpc.serve({"it": Member(0)}, job, rank=0, config=QUICK),

@@ -28,7 +28,7 @@ PRELOAD = (
     "torch.distributed.tensor.parallel", "torch._inductor.compile_fx",
 )  # fmt: skip
 LIGHT_PRELOAD = (
-    "asyncdist.torch_backend.rendezvous_handler", "asyncdist_transports.shm", "asyncdist_transports.tcp",
+    "asyncdist.torch_backend.rendezvous.rendezvous_handler", "asyncdist_transports.shm", "asyncdist_transports.tcp",
     "torch.distributed.fsdp",
 )  # fmt: skip
 PATIENCE = 40.0

@@ -12,7 +12,7 @@ from asyncdist.base.background_loop import background_loop
 from asyncdist.store import StoreServer, TCPStore
 from asyncdist.store.protocol import operations
 from asyncdist.testing.faults import Proxy
-from asyncdist.torch_backend.url_handler import rendezvous
+from asyncdist.torch_backend.rendezvous.url_handler import rendezvous
 from asyncdist.torchrun import handler
 from tests.support.daemon import started
 

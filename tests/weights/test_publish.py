@@ -8,9 +8,12 @@ import threading
 import pytest
 import torch
 
-from asyncdist.errors import PublisherReplacedError, UnsupportedError, UsageError, WeightsError
+from asyncdist.errors import PublisherReplacedError, SharedMemoryError, UnsupportedError, UsageError, WeightsError
+from asyncdist.memory import shared_segment
 from asyncdist.sync import weights as blocking
 from asyncdist.weights import Publisher, Subscriber
+from asyncdist.weights.publishing import Publishing
+from asyncdist.weights.subscribing import Subscribing
 from tests.weights.conftest import fill, network, values
 
 LIMIT = 30.0
@@ -107,6 +110,65 @@ async def test_swap_whose_block_fails_leaves_the_current_version(job):
             assert values(current) == {0.0}
         await publisher.publish(int(fill(model, 2)[2].bias[0]))
         assert await take(subscriber) == (2, {2.0})
+
+
+async def test_swap_that_is_cancelled_when_its_copy_is_ready_frees_the_copy(job, monkeypatch):
+    """The caller's loop is busy until the copy shows the version; it learns of its cancellation first."""
+    model, is_shown = network(), threading.Event()
+    async with Publisher(model, job=job) as publisher, Subscriber(like=network(), job=job) as subscriber:
+        await publisher.publish(0)
+        show = Subscribing.show
+
+        async def show_and_tell(self, version):
+            shown = await show(self, version)
+            is_shown.set()
+            return shown
+
+        monkeypatch.setattr(Subscribing, "show", show_and_tell)
+        swapping = asyncio.create_task(subscriber.swap(await subscriber.next(LIMIT)).__aenter__())
+        await asyncio.sleep(0)
+        is_shown.wait()
+        swapping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await swapping
+        for step in (1, 2):
+            await publisher.publish(int(fill(model, step)[2].bias[0]))
+            assert await take(subscriber) == (step, {float(step)})
+
+
+@pytest.mark.parametrize("kind", [Publisher, Subscriber])
+async def test_entry_that_is_cancelled_when_it_is_complete_leaves_nothing_open(job, kind, monkeypatch):
+    """The fixtures look for tasks and sockets."""
+    work = Publishing if kind is Publisher else Subscribing
+    open_it, is_open = work.open, threading.Event()
+
+    async def open_and_tell(self):
+        await open_it(self)
+        is_open.set()
+
+    monkeypatch.setattr(work, "open", open_and_tell)
+    entering = asyncio.create_task(kind(network(), job=job).__aenter__())
+    await asyncio.sleep(0)
+    is_open.wait()
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+
+
+async def test_reader_that_cannot_map_the_memory_of_its_host_copies_it(job, monkeypatch, caplog):
+    mapping = shared_segment.ArenaMapping
+
+    def map_own_only(*arguments, private=False):
+        if private:
+            raise SharedMemoryError("cannot map a segment: no address space is left")
+        return mapping(*arguments)
+
+    monkeypatch.setattr(shared_segment, "ArenaMapping", map_own_only)
+    model = network(3.0)
+    async with Publisher(model, job=job) as publisher, Subscriber(like=network(), job=job) as subscriber:
+        await publisher.publish(1)
+        assert await take(subscriber) == (1, {3.0})
+    assert "is copied, because it cannot be mapped: cannot map a segment" in caplog.text
 
 
 async def test_only_the_version_yielded_last_can_be_swapped_in_once(job):
@@ -270,6 +332,24 @@ async def test_cancelled_publication_leaves_the_version_before_or_a_whole_one(jo
         while seen != 10:
             seen, found = await take(subscriber)
             assert found == {float(seen)}
+
+
+@pytest.mark.parametrize("turns", [1, 2, 4, 8])
+async def test_cancelled_end_of_a_publisher_and_a_subscriber_leaves_nothing_open(job, turns):
+    """The fixtures look for tasks and sockets. Each end is cancelled at another place."""
+    publishing = Publishing(network(), job, "weights", 2, None)
+    await publishing.open()
+    await publishing.publish(1)
+    subscribing = Subscribing(None, job, "weights", None, 2, None)
+    await subscribing.open()
+    await subscribing.next(LIMIT)
+    for end in (subscribing, publishing):
+        closing = asyncio.create_task(end.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        assert closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
 
 
 async def test_tensor_that_cannot_be_published_leaves_the_version_before(job):

@@ -63,10 +63,12 @@ class WeightsExchange:
 
     async def close(self) -> None:
         """Close the channels and the connection to the store. What this process has mapped stays readable."""
-        await self.port.close()
-        with contextlib.suppress(StoreError):
-            await self.table.close()
-        await self._directory.close()
+        try:
+            await self.port.close()
+            with contextlib.suppress(StoreError):
+                await self.table.close()
+        finally:
+            await self._directory.close()
 
     # -- versions that this process has --------------------------------------------------------
 

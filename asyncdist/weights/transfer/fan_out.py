@@ -68,9 +68,11 @@ def ranked_sources(
 
     Args:
         order: The entries of all that have begun to read the version, the publisher's first; also of those that have
-        ended. holders: The records of the living ones, by entry. own: The reader's own record, whose entry is in
-        ``order``. num_blocks: The number of blocks of the version. avoided: Entries of sources that have failed this
-        reader.
+            ended.
+        holders: The records of the living ones, by entry.
+        own: The reader's own record, whose entry is in ``order``.
+        num_blocks: The number of blocks of the version.
+        avoided: Entries of sources that have failed this reader.
     """
     position = {entry: number for number, entry in enumerate(order)}
     present = [holders[entry] for entry in order if entry in holders]

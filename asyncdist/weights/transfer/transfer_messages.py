@@ -4,7 +4,7 @@ A message is the head of a message of a channel: msgpack, the kind first and the
 request.
 
     reader                                              source
-    ASK version, selection, first block, maps, known →
+    ASK entry, selection, first block, maps, known   →
                                                      ←  BLOCKS first block, digests; the blocks are its buffers
                                                      ←  MAPPED segment, bytes; with a descriptor unless it is known
                                                      ←  ALIVE: nothing is here yet

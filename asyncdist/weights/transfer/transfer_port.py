@@ -6,6 +6,7 @@ All methods are called on the loop on which the port was made. Bytes are copied 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -75,12 +76,14 @@ class TransferPort:
 
     async def close(self) -> None:
         """Close the channels. What this process has mapped stays readable."""
-        if self._renewing:
-            await asyncio.wait(self._renewing)
-        await self._server.close()
-        await self.channels.close()
-        self.pool.close()
-        self.threads.shutdown(wait=False)
+        # A caller that is cancelled leaves nothing open either.
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self.threads.shutdown, wait=False)
+            stack.callback(self.pool.close)
+            stack.push_async_callback(self.channels.close)
+            if self._renewing:
+                await asyncio.wait(self._renewing)
+            await self._server.close()
 
     @property
     def address(self) -> ChannelAddress:
@@ -153,29 +156,29 @@ class TransferPort:
         """
         channel = await self.channels.connect(address, _CONNECT, token=token)
         if held.memory is None and channel.is_local and can_share_segments():
-            mapped = await self._puller.pull(channel, entry, held, maps=True)
-            assert mapped is not None
             try:
-                await self._use_mapping(held, manifest, mapped)
+                await self._map(channel, held, manifest, entry)
                 return
             except SharedMemoryError as error:
-                mapped.end()
                 log.warning("%s is copied, because it cannot be mapped: %s", held.version, error.message)
-            except BaseException:
-                mapped.end()
-                raise
         if held.memory is None:
             held.place(await self.pool.take(held.selection.layout.nbytes))
         if not held.is_complete:
             await self._puller.pull(channel, entry, held, maps=False)
 
-    async def _use_mapping(self, held: HeldVersion, manifest: Manifest, mapped: MappedSource) -> None:
-        if not mapped.mapping.is_renewed:
-            await asyncio.wrap_future(self.threads.submit(mapped.mapping.renew))
-        mapped.mapping.is_renewed = False
-        if held.selection.key and not mapped.selection:
-            held.widen(whole_selection(manifest.layout), manifest.digests)
-        held.place(mapped.mapping)
+    async def _map(self, channel: PeerChannel, held: HeldVersion, manifest: Manifest, entry: str) -> None:
+        mapped = await self._puller.pull(channel, entry, held, maps=True)
+        assert mapped is not None
+        try:
+            if not mapped.mapping.is_renewed:
+                await asyncio.wrap_future(self.threads.submit(mapped.mapping.renew))
+            mapped.mapping.is_renewed = False
+            if held.selection.key and not mapped.selection:
+                held.widen(whole_selection(manifest.layout), manifest.digests)
+            held.place(mapped.mapping)
+        except BaseException:
+            mapped.end()
+            raise
         self._mapped[held] = mapped
         held.advance(len(held.blocks))
 

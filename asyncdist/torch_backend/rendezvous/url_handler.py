@@ -17,7 +17,7 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config
 from asyncdist.rendezvous import meet
 from asyncdist.store import PrefixStore
-from asyncdist.torch_backend.lease_keep_alive import LeaseKeepAlive, connect_with_long_lease
+from asyncdist.torch_backend.rendezvous.lease_keep_alive import LeaseKeepAlive, connect_with_long_lease
 from asyncdist.torch_backend.torch_store import Store
 
 SCHEME = "asyncdist"

@@ -1,0 +1,52 @@
+"""What takes the place of the group of a process group that torch has made with ``enable_reconfigure=True``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.errors import NotInitializedError
+from asyncdist.tracing.hooks import Hook
+
+
+class NoGroupYet:
+    """Takes the place of the group before the first call of `TorchGroup.reconfigure`. Its operations raise.
+
+    Args:
+        rank: The rank that torch was given.
+        size: The number of ranks that torch was given.
+        timeout: Default limit of the operations of the group to come, in seconds.
+    """
+
+    error = None
+    aborted = shares_memory = False
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self._rank, self._size = rank, size
+        self.timeout = timeout
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        self.timeout = seconds(timeout)
+
+    def register_hook(self, **functions: Any) -> Hook:
+        return Hook(None, None, None, lambda _: None)
+
+    def abort(self, reason: str) -> None:
+        """Do nothing: no operation is pending."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise NotInitializedError(
+            "the process group was made with enable_reconfigure=True and has no members yet: exchange the handles of "
+            "torch.distributed._get_reconfigure_handle(), then call torch.distributed._reconfigure() on every member"
+        )
