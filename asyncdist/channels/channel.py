@@ -131,7 +131,7 @@ class PeerChannel:
         try:
             self._owner.handler.connected(self)
         except Exception as error:
-            self._refuse(error)
+            self.fail_by(error)
         if not self.is_open:
             return
         self._loop.add_reader(self._sock.fileno(), self._on_readable)
@@ -265,20 +265,11 @@ class PeerChannel:
         except StreamEnded as end:
             self._ended(str(end))
         except Exception as error:
-            self._refuse(error)
+            self.fail_by(error)
         finally:
             self._is_reading = False
             if self._flush_scheduled:
                 self._flush()
-
-    def _refuse(self, error: Exception) -> None:
-        """End the channel, because the handler, or the inbox, has raised an error about the peer or a message of it."""
-        if isinstance(error, ProtocolError):
-            log.error("the channel to %s ends: %s", self.peer.name, error.message)
-            self.fail(error.message)
-        else:
-            log.error("the handler of the channel to %s failed", self.peer.name, exc_info=error)
-            self.fail(f"this process could not handle a message of it: {type(error).__name__}: {error}")
 
     def on_short(self, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]) -> None:
         self._owner.handler.received(self, head, buffers, descriptors)
@@ -348,6 +339,15 @@ class PeerChannel:
             self._outbox.add_frame(GOODBYE, f"this peer was given up: {reason}".encode()[:_MOST_REASON_NBYTES])
             self._outbox.flush()
             self._end(reason, last_heard=last_heard)
+
+    def fail_by(self, error: Exception) -> None:
+        """End the channel, because a message of the peer could not be handled. Called while the error is handled."""
+        if isinstance(error, ProtocolError):
+            log.error("the channel to %s ends: %s", self.peer.name, error.message)
+            self.fail(error.message)
+        else:
+            log.exception("the handler of the channel to %s failed", self.peer.name)
+            self.fail(f"this process could not handle a message of it: {type(error).__name__}: {error}")
 
     def end_with_process(self) -> None:
         """Tell the peer that this process ends. Must not wait, and may be called by any thread."""

@@ -309,10 +309,12 @@ class Outbox:
 
     def staging_answered(self, *, is_ready: bool) -> None:
         """Note whether the receiver has mapped the staging area."""
-        if is_ready and self._staging is not None:
-            self._staging_is_ready = True
-        else:
+        self._staging_is_ready = is_ready and self._staging is not None
+        if not self._staging_is_ready:
             self._stages = False
+            staging, self._staging = self._staging, None
+            if staging is not None:
+                staging.close()
 
     def slots_returned(self, slots: bytes) -> None:
         """Note that the receiver has returned slots. Raises ProtocolError."""

@@ -24,7 +24,7 @@ from asyncdist.base.error_text import describe_error
 from asyncdist.base.tls import rank_contexts
 from asyncdist.config import Config
 from asyncdist.engine.endpoint import Endpoint
-from asyncdist.errors import AddressError, AsyncdistError
+from asyncdist.errors import AddressError, AsyncdistError, ProtocolError
 from asyncdist.status.connection import MAX_QUESTION, StatusConnection, accept
 from asyncdist.status.gathering import Address, StatusGathering
 
@@ -126,9 +126,14 @@ class StatusPort:
             log.warning("rank %d: the status port refused a connection: %s", self._mesh.rank, describe_error(error))
             return
         gathering = StatusGathering(self._mesh, self._addresses, self._config.token, self._dialling)
-        # The other side hangs up when it needs no further answer.
-        with contextlib.suppress(OSError, EOFError), contextlib.closing(connection), contextlib.closing(gathering):
-            await self._converse(connection, gathering)
+        with contextlib.closing(connection), contextlib.closing(gathering):
+            try:
+                await self._converse(connection, gathering)
+            # The other side hangs up when it needs no further answer.
+            except (OSError, EOFError):
+                pass
+            except ProtocolError as error:
+                log.warning("rank %d: the status port ended a connection: %s", self._mesh.rank, error.message)
 
     async def _converse(self, connection: StatusConnection, gathering: StatusGathering) -> None:
         while True:

@@ -196,15 +196,18 @@ class Subscribing:
         self._copies.reserve(spare)
         showing = asyncio.wrap_future(exchange.port.threads.submit(spare.show, held, selection))
         try:
-            await asyncio.wait([showing])
-        except asyncio.CancelledError:
-            await asyncio.wait([showing])
-            self._copies.end_reading(spare)
-            raise
-        if (error := showing.exception()) is not None:
+            try:
+                await asyncio.wait([showing])
+            except asyncio.CancelledError:
+                await asyncio.wait([showing])
+                showing.exception()
+                raise
+            showing.result()
+        except BaseException:
+            # Even if it shows only a part, so that the version is dropped.
             spare.held = held
             self._copies.end_reading(spare)
-            raise error
+            raise
         return spare
 
     async def commit(self, shown: ModelCopy) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from asyncdist.channels import frames
-from asyncdist.errors import AuthenticationError, PeerLostError, ProtocolError, UsageError
+from asyncdist.errors import AuthenticationError, PeerLostError, ProtocolError, SharedMemoryError, UsageError
 from tests.support.channels import Recorder, channel_pair, port_of
 
 LONG = 3 * frames.CHUNK_NBYTES + 17
@@ -289,6 +289,19 @@ async def test_connection_that_fails_when_nobody_waits_for_it_any_more_is_not_lo
         await eventually(lambda: all(task.get_name() != "asyncdist-dial" for task in asyncio.all_tasks()))
         gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+async def test_receiver_that_cannot_map_shared_memory_gets_messages_and_the_sender_keeps_none(monkeypatch, eventually):
+    def fail(*arguments):
+        raise SharedMemoryError("no address space is left")
+
+    monkeypatch.setattr("asyncdist.channels.inbox.StagedParts", fail)
+    async with channel_pair() as (near, _, _, theirs):
+        data = random_bytes(4 << 20)
+        for count in (1, 2):
+            await near.deliver(b"head", [memoryview(data)])
+            assert (await theirs.until(count))[-1] == (b"head", [data])
+        await eventually(lambda: _staging_descriptors() == 0)
 
 
 async def test_end_of_a_channel_in_the_middle_of_a_message_leaves_no_shared_memory(monkeypatch, eventually):

@@ -16,6 +16,7 @@ from asyncdist.config import Config
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UnsupportedError, UsageError
 from asyncdist.rpc import blocking as rpc
 from asyncdist.rpc.errors import CallTimeoutError, RemoteError
+from asyncdist.rpc.references import RemoteReference
 from tests.support.ports import free_port
 
 PROGRAM = Path(__file__).parent / "program_torch_names.py"
@@ -113,6 +114,20 @@ def test_module_of_a_worker_is_trained_without_distributed_autograd(alone):
     assert torch.equal(passed_on(inputs), first(inputs))
     dropout = rpc.RemoteModule("alone", nn.Dropout, args=(0.9,)).eval()
     assert torch.equal(dropout(inputs), inputs)
+
+
+def test_module_whose_first_call_fails_can_be_called_again(alone, monkeypatch):
+    module = rpc.RemoteModule("alone", nn.Identity)
+    call = RemoteReference.call
+
+    async def fail(reference, method, *args, **kwargs):
+        raise CallTimeoutError("module", method, "alone", 0.1)
+
+    monkeypatch.setattr(RemoteReference, "call", fail)
+    with pytest.raises(CallTimeoutError):
+        module(torch.ones(2))
+    monkeypatch.setattr(RemoteReference, "call", call)
+    assert module(torch.ones(2)).tolist() == [1.0, 1.0]
 
 
 def test_names_of_distributed_autograd_say_what_takes_their_place(alone):

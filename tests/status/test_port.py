@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 
 import pytest
 import torch
 
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError
-from asyncdist.status.connection import StatusConnection, connect
+from asyncdist.status.connection import MAX_QUESTION, StatusConnection, connect
 from asyncdist.testing.cluster import world_of
 from asyncdist.tracing.job_status import job_status
 
@@ -74,6 +75,19 @@ async def test_illegible_question_is_answered_with_an_error(question):
         assert "the question is not legible" in (await connection.ask(question))["error"]
         assert (await connection.ask(QUESTION))["answered_by"] == 0
         connection.close()
+
+
+async def test_question_that_is_too_long_ends_its_connection_and_no_other(caplog):
+    async with world_of(1) as groups:
+        connection, other = [await connected(groups[0]) for _ in range(2)]
+        with pytest.raises((EOFError, OSError)):
+            await connection.ask({"calls": "x" * MAX_QUESTION})
+        assert (await other.ask(QUESTION))["answered_by"] == 0
+        connection.close()
+        other.close()
+    gc.collect()
+    assert "rank 0: the status port ended a connection" in caplog.text
+    assert "never retrieved" not in caplog.text
 
 
 async def test_port_ends_with_its_world():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from asyncdist.errors import PublisherReplacedError, SharedMemoryError, Unsuppor
 from asyncdist.memory import shared_segment
 from asyncdist.sync import weights as blocking
 from asyncdist.weights import Publisher, Subscriber
+from asyncdist.weights.model_copies import ModelCopy
 from asyncdist.weights.publishing import Publishing
 from asyncdist.weights.subscribing import Subscribing
 from tests.weights.conftest import fill, network, values
@@ -24,6 +27,16 @@ async def take(subscriber: Subscriber) -> tuple[int, set[float]]:
     version = await subscriber.next(LIMIT)
     async with subscriber.swap(version) as model:
         return version.step, values(model)
+
+
+@contextlib.asynccontextmanager
+async def opened(work: Publishing | Subscribing) -> AsyncIterator[None]:
+    """Open the part of a publisher or a subscriber that works on the background loop, on this loop."""
+    await work.open()
+    try:
+        yield
+    finally:
+        await work.close()
 
 
 @pytest.mark.parametrize("host", ["trainer", "server"])
@@ -169,6 +182,44 @@ async def test_reader_that_cannot_map_the_memory_of_its_host_copies_it(job, monk
         await publisher.publish(1)
         assert await take(subscriber) == (1, {3.0})
     assert "is copied, because it cannot be mapped: cannot map a segment" in caplog.text
+
+
+async def test_version_that_cannot_be_shown_is_dropped_although_its_swap_is_cancelled(job, monkeypatch, eventually):
+    has_begun, may_fail = threading.Event(), threading.Event()
+
+    def fail(self, held, selection):
+        has_begun.set()
+        may_fail.wait()
+        raise MemoryError
+
+    publishing = Publishing(network(), job, "weights", 2, None)
+    subscribing = Subscribing(None, job, "weights", None, 2, None)
+    async with opened(publishing), opened(subscribing):
+        await publishing.publish(1)
+        version = await subscribing.next(LIMIT)
+        monkeypatch.setattr(ModelCopy, "show", fail)
+        showing = asyncio.create_task(subscribing.show(version))
+        await eventually(has_begun.is_set)
+        showing.cancel()
+        may_fail.set()
+        with pytest.raises(asyncio.CancelledError):
+            await showing
+        async with publishing._opened().table.holders(version) as holders:
+            await eventually(lambda: len(holders.present) == 1)
+
+
+async def test_cancelled_look_at_the_holders_leaves_no_task(job):
+    publishing = Publishing(network(), job, "weights", 2, None)
+    async with opened(publishing):
+        version = await publishing.publish(1)
+        view = publishing._opened().table.holders(version)
+        looking = asyncio.create_task(view.__aenter__())
+        while not hasattr(view, "_following"):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        looking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+        assert view._following.done()
 
 
 async def test_only_the_version_yielded_last_can_be_swapped_in_once(job):

@@ -85,9 +85,11 @@ class BlockingRemoteModule(Referring, nn.Module, kind=ServedModule.__qualname__)
 
     async def attached(self) -> RemoteModule:
         """Return the awaited module, on the background loop."""
-        if self._attaching is None:
-            self._attaching = asyncio.ensure_future(RemoteModule.attach(self._reference.result()))
-        return await asyncio.shield(self._attaching)
+        attaching = self._attaching
+        # A call after one that failed, for example because its time was up, tries again.
+        if attaching is None or (attaching.done() and (attaching.cancelled() or attaching.exception() is not None)):
+            attaching = self._attaching = asyncio.ensure_future(RemoteModule.attach(self._reference.result()))
+        return await asyncio.shield(attaching)
 
     def train(self, mode: bool = True) -> BlockingRemoteModule:
         """Set the mode of the module, for all trainers."""

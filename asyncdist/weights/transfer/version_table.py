@@ -261,8 +261,12 @@ class HoldersView:
     async def __aenter__(self) -> Self:
         await self._stream.__aenter__()
         self._following = asyncio.create_task(self._follow())
-        # Until the holders that are there now have been read, which are in the buffer of the stream.
-        await asyncio.sleep(0)
+        try:
+            # Until the holders that are there now have been read, which are in the buffer of the stream.
+            await asyncio.sleep(0)
+        except BaseException as error:
+            await self.__aexit__(error)
+            raise
         return self
 
     async def _follow(self) -> None:
@@ -276,8 +280,10 @@ class HoldersView:
 
     async def __aexit__(self, *error: object) -> None:
         self._following.cancel()
-        await asyncio.gather(self._following, return_exceptions=True)
-        await self._stream.__aexit__(*error)
+        try:
+            await asyncio.gather(self._following, return_exceptions=True)
+        finally:
+            await self._stream.__aexit__(*error)
 
 
 def new_version(incarnation: int, serial: int, step: int | None, nbytes: int, at_least: int) -> Version:
