@@ -31,6 +31,7 @@ from asyncdist.transport.device_p2p import TransferRefused
 
 log = logging.getLogger("asyncdist")
 
+_channel_numbers = itertools.count(1)
 _MOST_REASON = 500
 """The most characters of the reason of a refusal."""
 
@@ -144,8 +145,11 @@ class ChannelLoans:
     def __init__(self, channel: PeerChannel, lending: DeviceLending) -> None:
         self._channel, self._lending = channel, lending
         self._loop = asyncio.get_running_loop()
+        self._owner = f"{channel.peer.id}, channel {next(_channel_numbers)}"
+        """The peer, for the devices of this process: another channel to it has mappings of its own."""
         self._numbers = itertools.count(1)
         self._offers: dict[torch.device, _Offer] = {}
+        """What the peer has answered. A thread that packs a result may add an offer at any time."""
         self._lent: dict[int, MessageLoan] = {}
         self._returned: asyncio.Future[None] | None = None
         self._accepted: set[str] = set()
@@ -218,7 +222,7 @@ class ChannelLoans:
         """Add tensors of one device to a loan; return the place, kind, bytes and location of each that is lent."""
         parts = [part for _, part in group]
         loans = parts[0].loans
-        offer = next((each for each in self._offers.values() if each.loans is loans), None)
+        offer = next((each for each in list(self._offers.values()) if each.loans is loans), None)
         # Other receivers of the same call accept them, and this one does not.
         if offer is None:
             return []
@@ -258,7 +262,7 @@ class ChannelLoans:
             self._returned = None
 
     def _answered(self, number: int, reason: str) -> None:
-        offer = next((each for each in self._offers.values() if each.number == number), None)
+        offer = next((each for each in list(self._offers.values()) if each.number == number), None)
         if offer is None:
             raise ProtocolError(f"an answer to offer {number}, which was not made")
         if reason:
@@ -272,7 +276,7 @@ class ChannelLoans:
         loan = self._lent.get(number)
         if loan is None:
             raise ProtocolError(f"loan {number} was declined, which was not made")
-        for offer in self._offers.values():
+        for offer in list(self._offers.values()):
             if offer.loans is not None and any(offer.loans is part.loans for part in loan.parts):
                 self._refuse(offer, reason)
         try:
@@ -296,7 +300,7 @@ class ChannelLoans:
     async def _answer(self, number: int, kind: str, name: str, probe: bytes) -> None:
         reason = ""
         try:
-            await self._lending.verify(kind, name, self._channel.peer.id, probe)
+            await self._lending.verify(kind, name, self._owner, probe)
             self._accepted.add(kind)
         # Drivers raise errors of any type.
         except Exception as cause:
@@ -309,7 +313,7 @@ class ChannelLoans:
         Args:
             number: The number of the loan.
             buffers: All buffers of the message.
-            borrower: Is told the outcome, unless the channel ends before.
+            borrower: Is told the outcome.
         """
         self._lending.spawn(self._borrow(number, buffers, borrower))
 
@@ -365,7 +369,7 @@ class ChannelLoans:
         if any(each != kind or each not in self._accepted for _, each, *_ in places):
             raise TransferRefused(f"this process has not accepted tensors on {kind}")
         lent = [(nbytes, location) for _, _, nbytes, location in places]
-        return await self._lending.read(self._channel.peer.id, kind, lent, is_wanted)
+        return await self._lending.read(self._owner, kind, lent, is_wanted)
 
     async def _decline(self, number: int, reason: str) -> Sequence[Buffer]:
         """Ask for the content of a loan in host memory."""
@@ -410,14 +414,14 @@ class ChannelLoans:
 
     def closed(self, error: PeerLostError) -> None:
         """End all loans: the channel has ended."""
-        for offer in self._offers.values():
+        for offer in list(self._offers.values()):
             offer.loans = None
         for number in list(self._lent):
             self._end(number)
         for content in self._awaited.values():
             content.set_exception(error)
         self._awaited.clear()
-        self._lending.abandon(self._channel.peer.id)
+        self._lending.abandon(self._owner)
 
 
 class Borrower(Protocol):
