@@ -15,9 +15,11 @@ import torch
 from asyncdist import rpc
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
+from asyncdist.rpc import blocking
 from asyncdist.rpc import session as session_module
 from tests.support.device_tensors import CUDA, OnDevice, PretendLending, on_device
 from tests.support.devices import PretendStaged
+from tests.support.ports import free_port
 
 LARGE = 40_000
 """Elements of float32 of a tensor that is lent."""
@@ -423,6 +425,7 @@ async def test_no_memory_for_the_copy_of_a_result_lets_it_go_through_the_host(jo
 # -- streams, many receivers, references ------------------------------------------------------------------
 
 
+@pytest.mark.each_loop
 async def test_items_of_a_stream_keep_their_order_and_content(job, eventually):
     echo = Echo()
     async with acquainted(job, echo, eventually) as (it, _far, _near):
@@ -550,3 +553,20 @@ async def test_call_whose_owner_closes_before_the_copy_ends_with_an_error(job, e
             await call
         assert isinstance(caught.value, PeerLostError)
         await eventually(lambda: not calling.lending._tasks)
+
+
+def test_blocking_calls_under_torchs_names_use_the_same_path(until):
+    options = blocking.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=60.0)
+    blocking.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        tensor = on_device(torch.randn(LARGE))
+
+        def call():
+            before = passed_the_host()
+            assert torch.equal(blocking.rpc_sync("alone", torch.mul, args=(tensor, 2)), tensor * 2)
+            assert blocking.rpc_async("alone", torch.add, args=(tensor, 1)).wait().device == CUDA
+            return passed_the_host() == before
+
+        until(call)
+    finally:
+        blocking.shutdown()
