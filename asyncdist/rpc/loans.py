@@ -28,6 +28,7 @@ from asyncdist.memory.buffers import input_memory, tensor_of
 from asyncdist.rpc.wire import ANSWER, DECLINED, LENT_BYTES, OFFER, RETURNED, pack_plain
 from asyncdist.transport.device_loans import DeviceLoan, DeviceLoans
 from asyncdist.transport.device_p2p import TransferRefused
+from asyncdist.transport.device_streams import DeviceEvent
 
 log = logging.getLogger("asyncdist")
 
@@ -52,8 +53,8 @@ class DevicePart:
 
     def __init__(self, tensor: torch.Tensor, loans: DeviceLoans) -> None:
         self.raw, self.loans = tensor.view(torch.uint8), loans
-        self.ready = loans.streams.record_event()
-        """The event after which the calling thread's current stream has computed it."""
+        self.ready: DeviceEvent | None = None
+        """The event after which its device has computed it; `mark_ready` sets it."""
         self._in_host_memory: memoryview | None = None
 
     @classmethod
@@ -71,9 +72,19 @@ class DevicePart:
     def in_host_memory(self) -> memoryview:
         """Return a copy in host memory, made on first use. Blocks until the device has made it."""
         if self._in_host_memory is None:
+            assert self.ready is not None
             with self.loans.streams.ordered_after(self.ready):
                 self._in_host_memory = input_memory(self.raw.cpu()).view
         return self._in_host_memory
+
+
+def mark_ready(parts: Iterable[DevicePart]) -> None:
+    """Record an event on each device for the parts of a message, which the calling thread has just made."""
+    events: dict[int, DeviceEvent] = {}
+    for part in parts:
+        if id(part.loans) not in events:
+            events[id(part.loans)] = part.loans.streams.record_event()
+        part.ready = events[id(part.loans)]
 
 
 class TensorLender(Protocol):
@@ -221,15 +232,14 @@ class ChannelLoans:
     def _lend(self, loan: MessageLoan, group: Sequence[tuple[int, DevicePart]]) -> list[list[Any]]:
         """Add tensors of one device to a loan; return the place, kind, bytes and location of each that is lent."""
         parts = [part for _, part in group]
-        loans = parts[0].loans
+        loans, ready = parts[0].loans, parts[0].ready
+        assert ready is not None
         offer = next((each for each in list(self._offers.values()) if each.loans is loans), None)
         # Other receivers of the same call accept them, and this one does not.
         if offer is None:
             return []
         try:
-            lent = loans.lend(
-                [part.raw for part in parts], list({id(part.ready): part.ready for part in parts}.values())
-            )
+            lent = loans.lend([part.raw for part in parts], ready)
         # Drivers raise errors of any type.
         except Exception as cause:
             self._refuse(offer, f"this process cannot lend them: {describe_error(cause)}")
@@ -280,12 +290,10 @@ class ChannelLoans:
             if offer.loans is not None and any(offer.loans is part.loans for part in loan.parts):
                 self._refuse(offer, reason)
         try:
-            content = [part.in_host_memory() for part in loan.parts]
+            self._send([LENT_BYTES, number, ""], [part.in_host_memory() for part in loan.parts])
         # A device that has failed raises errors of any type.
         except Exception as cause:
-            self._send([LENT_BYTES, number, f"they cannot be copied to host memory: {describe_error(cause)}"])
-        else:
-            self._send([LENT_BYTES, number, ""], content)
+            self._send([LENT_BYTES, number, f"they cannot be sent from host memory: {describe_error(cause)}"])
 
     def _refuse(self, offer: _Offer, reason: str) -> None:
         if offer.loans is not None:

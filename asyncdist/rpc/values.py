@@ -19,7 +19,7 @@ from asyncdist.channels.frames import SHORT_NBYTES
 from asyncdist.errors import ProtocolError
 from asyncdist.memory.buffers import DTYPE_NUMBERS, DTYPES, input_memory
 from asyncdist.memory.serialization import EXTENDED, Extension, pack, unpack
-from asyncdist.rpc.loans import Buffer, DevicePart, TensorLender
+from asyncdist.rpc.loans import Buffer, DevicePart, TensorLender, mark_ready
 from asyncdist.rpc.wire import HasExtensions, refuse_extension
 
 HEAD_NBYTES = SHORT_NBYTES - 2048
@@ -216,6 +216,7 @@ class Carrier:
         except (TypeError, ValueError, OverflowError, RuntimeError):
             writing = _Writing(self._references, lender, snapshot=snapshot)
             data = pack(value, allow_pickle=self._allow_pickle, extension=writing)
+            mark_ready(each for each in writing.buffers if isinstance(each, DevicePart))
             return PackedValue(data, writing.buffers, writing.references)
 
     def unpack(self, data: bytes | memoryview, buffers: Sequence[Buffer]) -> Any:

@@ -60,12 +60,12 @@ class DeviceLoans(ABC):
         """Return whether other processes can map the memory of a tensor. Must not block. Thread-safe."""
 
     @abstractmethod
-    def lend(self, tensors: Sequence[torch.Tensor], after: Sequence[DeviceEvent]) -> DeviceLoan:
+    def lend(self, tensors: Sequence[torch.Tensor], ready: DeviceEvent) -> DeviceLoan:
         """Lend tensors for which `can_lend` holds. Must not block.
 
         Args:
             tensors: Contiguous, flat tensors, which the caller keeps alive until `end`.
-            after: The events after which they are ready.
+            ready: The event after which they are ready.
 
         Raises:
             TransferRefused: The memory of one cannot be mapped after all.

@@ -275,7 +275,7 @@ def test_lent_tensors_are_copied_when_they_are_ready_and_unmapped_when_their_own
     reader.verify("owner", owner.probe)
     tensors = [torch.arange(100, dtype=torch.uint8), torch.full((50,), 7, dtype=torch.uint8)]
     drivers[0].holds = True
-    loan = owner.lend(tensors, [owner.streams.record_event()])
+    loan = owner.lend(tensors, owner.streams.record_event())
     event = reader.ready("owner", loan.locations[0])
     assert event is reader.ready("owner", loan.locations[1]), "one event for the tensors of a loan"
     assert not event.query()
@@ -285,7 +285,7 @@ def test_lent_tensors_are_copied_when_they_are_ready_and_unmapped_when_their_own
     assert reader.read("owner", loan.locations, targets, reader.streams.record_event()).query()
     assert all(torch.equal(target, tensor) for target, tensor in zip(targets, tensors, strict=True))
     owner.end(loan)
-    again = owner.lend(tensors[:1], [owner.streams.record_event()])
+    again = owner.lend(tensors[:1], owner.streams.record_event())
     assert again.held == loan.held, "the event is recorded again"
     reader.forget("owner")
     assert not drivers[1].mapped
@@ -298,7 +298,7 @@ def test_mapping_that_fails_in_the_middle_of_a_copy_leaves_no_queued_work():
     owner, reader, drivers = loans_pair()
     reader.verify("owner", owner.probe)
     tensors = [torch.arange(100, dtype=torch.uint8) for _ in range(2)]
-    loan = owner.lend(tensors, [owner.streams.record_event()])
+    loan = owner.lend(tensors, owner.streams.record_event())
     opened = drivers[1].map
 
     def opens_one(handle):
@@ -319,4 +319,4 @@ def test_memory_that_cannot_be_mapped_is_not_lent():
     drivers[0].shareable = False
     assert not owner.can_lend(torch.ones(4))
     with pytest.raises(TransferRefused, match="cannot be mapped by other processes"):
-        owner.lend([torch.ones(4)], [owner.streams.record_event()])
+        owner.lend([torch.ones(4)], owner.streams.record_event())

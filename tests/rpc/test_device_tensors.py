@@ -269,7 +269,7 @@ async def test_owner_that_cannot_copy_to_the_host_either_ends_the_call(job, even
         far.driver.refuses = RuntimeError("out of mappings")
         with monkeypatch.context() as context:
             context.setattr(OnDevice, "cpu", fails)
-            with pytest.raises(rpc.CallRefusedError, match=r"cannot be copied to host memory: .*the device has failed"):
+            with pytest.raises(rpc.CallRefusedError, match=r"cannot be sent from host memory: .*the device has failed"):
                 await it.note(on_device(torch.ones(LARGE)))
         assert await it.echo(1) == 1
 

@@ -49,12 +49,10 @@ class CudaIpcLoans(DeviceLoans):
         except TransportUnavailableError:
             return False
 
-    def lend(self, tensors: Sequence[torch.Tensor], after: Sequence[DeviceEvent]) -> DeviceLoan:
+    def lend(self, tensors: Sequence[torch.Tensor], ready: DeviceEvent) -> DeviceLoan:
         exported = [self._locate(tensor) for tensor in tensors]
         event, handle = own = self._events.acquire(_ANY_BORROWER)
-        with self.streams.ordered_after(after[0]):
-            for each in after[1:]:
-                self.streams.wait_event(each)
+        with self.streams.ordered_after(ready):
             event.record()
         return DeviceLoan([_LOCATION.pack(each, handle) for each in exported], own)
 
