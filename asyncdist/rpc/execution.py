@@ -387,14 +387,12 @@ class Callee:
         for reference in packed.references:
             self._on_reference(reference, self._channel)
         value, buffers = packed.for_head()
-        head = pack_plain(kind) + pack_plain(number)
-        if not buffers:
-            return self._send(b"\x93" + head + value), None
         plain, loan = self._loans.attach(buffers)
         if loan is None:
-            return self._send(b"\x93" + head + value, plain), None
+            return self._send(b"".join((b"\x93", pack_plain(kind), pack_plain(number), value)), plain), None
         try:
-            return self._send(b"".join((b"\x94", head, value, pack_plain(loan.number))), plain), loan
+            head = (b"\x94", pack_plain(kind), pack_plain(number), value, pack_plain(loan.number))
+            return self._send(b"".join(head), plain), loan
         except BaseException:
             self._loans.end(loan)
             raise

@@ -210,7 +210,10 @@ class ChannelLoans:
 
         The message must be sent with the number of the loan, or the loan be ended.
         """
-        if not any(isinstance(each, DevicePart) for each in buffers):
+        for each in buffers:
+            if type(each) is DevicePart:
+                break
+        else:
             return buffers, None  # type: ignore[return-value]
         loan, places = MessageLoan(next(self._numbers)), []
         groups: dict[int, list[tuple[int, DevicePart]]] = {}
