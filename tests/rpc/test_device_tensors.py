@@ -7,15 +7,17 @@ import contextlib
 import functools
 import gc
 import logging
+import re
 import weakref
 
+import msgpack
 import pytest
 import torch
 
 from asyncdist import rpc
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
-from asyncdist.rpc import blocking
+from asyncdist.rpc import blocking, wire
 from asyncdist.rpc import session as session_module
 from tests.support.device_tensors import CUDA, OnDevice, PretendLending, on_device
 from tests.support.devices import PretendStaged
@@ -272,6 +274,53 @@ async def test_owner_that_cannot_copy_to_the_host_either_ends_the_call(job, even
             with pytest.raises(rpc.CallRefusedError, match=r"cannot be sent from host memory: .*the device has failed"):
                 await it.note(on_device(torch.ones(LARGE)))
         assert await it.echo(1) == 1
+
+
+def _damaged(places):
+    """Return descriptions of a loan that no sender makes, and whether the call can run all the same."""
+    ((place, kind, nbytes, location),) = places
+    yield b"", False
+    yield b"\xff\xff", False
+    yield msgpack.packb([]), False
+    yield msgpack.packb([[9, kind, nbytes, location]]), False
+    # These the receiver declines, and gets the content.
+    yield msgpack.packb([[place, kind, nbytes - 1, location]]), True
+    yield msgpack.packb([[place, "xpu", nbytes, location]]), True
+    yield msgpack.packb([[place, kind, nbytes, location[:10]]]), True
+    yield msgpack.packb([[place, kind, 1 << 60, location]]), True
+
+
+@pytest.mark.parametrize("number", range(8))
+async def test_damaged_loan_ends_at_most_its_call(job, eventually, monkeypatch, number):
+    async with acquainted(job, Echo(), eventually) as (it, _far, near):
+        attach, expected = near.loans.attach, None
+
+        def damaged(buffers):
+            nonlocal expected
+            plain, loan = attach(buffers)
+            description, expected = list(_damaged(msgpack.unpackb(plain[-1])))[number]
+            return [*plain[:-1], memoryview(description)], loan
+
+        tensor = on_device(torch.randn(LARGE))
+        with monkeypatch.context() as context:
+            context.setattr(near.loans, "attach", damaged)
+            call = it.echo(tensor)
+        (outcome,) = await asyncio.gather(call, return_exceptions=True)
+        if expected:
+            assert torch.equal(outcome, tensor)
+        else:
+            assert isinstance(outcome, rpc.CallRefusedError), outcome
+        assert await it.echo(1) == 1
+        assert not near.loans._lent
+
+
+@pytest.mark.parametrize("message", [[wire.ANSWER, 77, ""], [wire.DECLINED, 77, "no"], [wire.LENT_BYTES, 77, ""]])
+async def test_message_about_a_loan_that_was_not_made_ends_the_channel(job, eventually, message, caplog):
+    async with acquainted(job, Echo(), eventually) as (_it, _far, near):
+        channel, loans = near.loans._channel, near.loans
+        loans._send(message)
+        await eventually(lambda: not channel.is_open)
+        assert re.search("77, which was not|loan 77 was declined", caplog.text)
 
 
 # -- how long a tensor is kept, and what may happen meanwhile ---------------------------------------------
