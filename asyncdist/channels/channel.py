@@ -256,12 +256,8 @@ class PeerChannel:
             self._owner.heard(self)
         except StreamEnded as end:
             self._ended(str(end))
-        except ProtocolError as error:
-            log.error("the channel to %s ends: %s", self.peer.name, error.message)
-            self.fail(error.message)
         except Exception as error:
-            log.exception("the handler of the channel to %s failed", self.peer.name)
-            self.fail(f"this process could not handle a message of it: {type(error).__name__}: {error}")
+            self.fail_by(error)
         finally:
             self._is_reading = False
             if self._flush_scheduled:
@@ -324,6 +320,15 @@ class PeerChannel:
             self._outbox.add_frame(GOODBYE, f"this peer was given up: {reason}".encode()[:_MOST_REASON_NBYTES])
             self._outbox.flush()
             self._end(reason, last_heard=last_heard)
+
+    def fail_by(self, error: Exception) -> None:
+        """End the channel, because a message of the peer could not be handled. Called while the error is handled."""
+        if isinstance(error, ProtocolError):
+            log.error("the channel to %s ends: %s", self.peer.name, error.message)
+            self.fail(error.message)
+        else:
+            log.exception("the handler of the channel to %s failed", self.peer.name)
+            self.fail(f"this process could not handle a message of it: {type(error).__name__}: {error}")
 
     def end_with_process(self) -> None:
         """Tell the peer that this process ends. Must not wait, and may be called by any thread."""

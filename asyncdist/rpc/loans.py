@@ -223,10 +223,14 @@ class ChannelLoans:
         for group in groups.values():
             places += self._lend(loan, group)
         lent = {place for place, *_ in places}
-        plain = [
-            each if not isinstance(each, DevicePart) else _LENT if place in lent else each.in_host_memory()
-            for place, each in enumerate(buffers)
-        ]
+        try:
+            plain = [
+                each if not isinstance(each, DevicePart) else _LENT if place in lent else each.in_host_memory()
+                for place, each in enumerate(buffers)
+            ]
+        except BaseException:
+            loan.end()
+            raise
         if not places:
             return plain, None
         self._lent[loan.number] = loan
@@ -351,8 +355,8 @@ class ChannelLoans:
                 borrower.failed(reason)
             else:
                 borrower.dropped()
-        except ProtocolError as error:
-            self._channel.fail(error.message)
+        except Exception as error:
+            self._channel.fail_by(error)
 
     async def _filled(
         self, number: int, buffers: Sequence[memoryview], is_wanted: Callable[[], bool]
@@ -370,6 +374,8 @@ class ChannelLoans:
         if copies is None:
             return None
         for (place, *_), copy in zip(places, copies, strict=True):
+            if filled[place].nbytes:
+                raise ValueError(f"buffer {place} is not that of a lent tensor")
             filled[place] = copy
         return filled
 
