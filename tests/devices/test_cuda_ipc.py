@@ -230,6 +230,10 @@ def test_mapping_is_kept_until_its_address_is_reused():
     assert wait_until_idle == [True], "unmapped while the queue may have used it"
     imports.open(0, before)
     assert driver.mapped == {base: 2}, "two ranks may use the same address"
+    imports.forget(1)
+    imports.forget(7)
+    assert driver.mapped == {base: 1}
+    assert len(wait_until_idle) == 2
     imports.close()
     assert not driver.mapped
 

@@ -132,13 +132,14 @@ class Imports:
 
     def forget(self, peer: Peer) -> None:
         """Unmap the memory of a peer."""
-        for key in [key for key in self._mapped if key[0] == peer]:
-            self._unmap(key)
+        self._unmap(*[key for key in self._mapped if key[0] == peer])
 
-    def _unmap(self, key: tuple[Peer, int]) -> None:
-        self._wait_until_idle()
-        _, address = self._mapped.pop(key)
-        self._driver.unmap(address)
+    def _unmap(self, *keys: tuple[Peer, int]) -> None:
+        if keys:
+            self._wait_until_idle()
+        for key in keys:
+            _, address = self._mapped.pop(key)
+            self._driver.unmap(address)
 
     def close(self) -> None:
         """Unmap everything; no queued work may use it."""
