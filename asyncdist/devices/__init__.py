@@ -21,8 +21,9 @@ desync_detector      cross-rank check of operations that take long
 negotiate            agreement of all ranks on one backend
 p2p                  send and receive, over the best backend that both ranks support
 side_group           lazily created CPU group for control traffic
+lending              tensors that processes in no common group read where they lie
 group                the device group
 
-The backend contract is in `asyncdist.transport.device_collectives`, `device_p2p` and `device_streams`; the
+The backend contract is in `asyncdist.transport.device_collectives`, `device_p2p`, `device_loans` and `device_streams`; the
 implementations are `asyncdist_transports.cuda_ipc`, ``nccl`` and ``staged``.
 """

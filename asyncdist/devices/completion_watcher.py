@@ -1,6 +1,7 @@
-"""The thread that polls for completion, timeout and failure of pending device operations.
+"""The thread that polls for completion, timeout and failure of pending device operations, and polls single events.
 
-`DeviceGroup` adds each operation when it is issued. The callbacks that it passes decide what a failure means.
+`DeviceGroup` adds each operation when it is issued. The callbacks that it passes decide what a failure means. Who waits for
+events alone, as `DeviceLending` does, passes no callbacks.
 """
 
 from __future__ import annotations
@@ -59,8 +60,12 @@ class Pending:
         self.event = event
 
 
+def _nothing(*told: Any) -> None:
+    """Do nothing."""
+
+
 class CompletionWatcher:
-    """Poll pending operations, in a daemon thread that ends some seconds after the last one.
+    """Poll pending operations and events, in a daemon thread that ends some seconds after the last one.
 
     Args:
         name: Name of the thread.
@@ -72,9 +77,9 @@ class CompletionWatcher:
     def __init__(
         self,
         name: str,
-        slow: Callable[[Pending], None],
-        late: Callable[[Pending], None],
-        broken: Callable[[Pending, Exception], None],
+        slow: Callable[[Pending], None] = _nothing,
+        late: Callable[[Pending], None] = _nothing,
+        broken: Callable[[Pending, Exception], None] = _nothing,
     ) -> None:
         self._thread = DaemonThreadPool(name, max_threads=1, idle_timeout=_IDLE_TIMEOUT)
         self._slow, self._late, self._broken = slow, late, broken
@@ -88,25 +93,31 @@ class CompletionWatcher:
         """Watch an operation until it completes or is removed."""
         with self._changed:
             self._pending.append(pending)
-            self._pause = _SHORTEST
-            if self._polling:
-                self._changed.notify()
-            else:
-                self._polling = True
-                self._thread.submit(self._run)
+            self._wake()
 
     def entries(self) -> list[Entry]:
         """Return the flight-recorder entries of all pending operations. Thread-safe."""
         return [one.entry for one in list(self._pending)]
 
     def when_passed(self, event: DeviceEvent) -> Work:
-        """Return a work that completes when the device has passed ``event``, an intermediate step."""
+        """Return a work that completes when the device has passed ``event``.
+
+        A caller that does not want to wait any more finishes the work.
+        """
         step = Work()
         with self._changed:
             self._steps.append((event, step))
-            self._pause = _SHORTEST
-            self._changed.notify()
+            self._wake()
         return step
+
+    def _wake(self) -> None:
+        """Let the thread poll at once. The caller holds the lock."""
+        self._pause = _SHORTEST
+        if self._polling:
+            self._changed.notify()
+        else:
+            self._polling = True
+            self._thread.submit(self._run)
 
     def remove_unfinished(self) -> list[Pending]:
         """Stop watching; return the operations that the device has not completed, and finish the others."""
@@ -120,17 +131,17 @@ class CompletionWatcher:
         self._thread.shutdown(wait=False)
 
     def _run(self) -> None:
-        while pending := self._still_pending():
+        while (pending := self._still_pending()) is not None:
             try:
                 self._poll(pending)
             except Exception:
-                log.exception("polling %r failed", pending[0].entry.op)
+                log.exception("polling %r failed", pending[0].entry.op if pending else "an event")
 
-    def _still_pending(self) -> list[Pending]:
-        """Return the pending operations. If there are none, the thread stops, and the next `add` starts it again."""
+    def _still_pending(self) -> list[Pending] | None:
+        """Return the pending operations. Without any, and without events, the thread stops, and the next one starts it."""
         with self._changed:
-            self._polling = bool(self._pending)
-            return list(self._pending)
+            self._polling = bool(self._pending or self._steps)
+            return list(self._pending) if self._polling else None
 
     def _poll(self, pending: list[Pending]) -> None:
         have_ended = [self._poll_one(one) for one in pending]
@@ -187,6 +198,8 @@ def _ended_well(pending: Pending) -> bool:
 
 
 def _step_ended(event: DeviceEvent, step: Work) -> bool:
+    if step.is_completed():
+        return True
     try:
         if not event.query():
             return False

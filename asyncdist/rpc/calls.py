@@ -19,6 +19,7 @@ from asyncdist.errors import AsyncdistError, PeerLostError, ProtocolError, Usage
 from asyncdist.memory.buffers import input_memory
 from asyncdist.rpc.errors import CalleeLostError, CallError, CallTimeoutError, OverloadedError, ResultError
 from asyncdist.rpc.failures import failure_of
+from asyncdist.rpc.loans import ChannelLoans, MessageLoan
 from asyncdist.rpc.streams import CallStream, ItemQueue
 from asyncdist.rpc.values import Carrier, PackedValue
 from asyncdist.rpc.wire import CANCEL, CREDIT, END, FAILED, ITEM, RESULT, pack_plain
@@ -46,6 +47,7 @@ class RemoteCall(asyncio.Future[Any]):
         "incoming",
         "is_sent",
         "limits_stream",
+        "loan",
         "method",
         "nbytes",
         "number",
@@ -67,6 +69,8 @@ class RemoteCall(asyncio.Future[Any]):
         self.head = b""
         self.buffers: Sequence[memoryview] = ()
         self.references: Sequence[Any] = ()
+        self.loan: MessageLoan | None = None
+        """The device tensors that the callee reads where they lie, until it has been sent."""
         self.outgoing: OutgoingMessage | None = None
         self.destination: torch.Tensor | None = None
         """A contiguous tensor in host memory, into which the result is received."""
@@ -104,6 +108,7 @@ class Caller:
     Args:
         channel: The channel.
         carrier: Carries the arguments and results.
+        loans: The loans over the channel.
         credits: The calls that the callee accepts at a time.
         window_nbytes: The bytes of arguments in buffers that the callee accepts at a time; one call may have more.
         timeout: Seconds of a call without a timeout of its own.
@@ -114,6 +119,7 @@ class Caller:
         self,
         channel: PeerChannel,
         carrier: Carrier,
+        loans: ChannelLoans,
         *,
         credits: int,
         window_nbytes: int,
@@ -122,7 +128,7 @@ class Caller:
     ) -> None:
         self.peer, self.peer_id = channel.peer.name, channel.peer.id
         self.loop = asyncio.get_running_loop()
-        self._channel, self._carrier = channel, carrier
+        self._channel, self._carrier, self.loans = channel, carrier, loans
         self._credits, self._window = credits, window_nbytes
         self._timeout = timeout
         self._on_reference = on_reference
@@ -167,18 +173,12 @@ class Caller:
         limit, deadline, told = self._limits(timeout)
         try:
             if packed is None:
-                packed = self._carrier.pack([list(args), kwargs])
+                packed = self._carrier.pack([list(args), kwargs], lender=self.loans)
         except UsageError as error:
             raise UsageError(f"{target}.{method}() at {self.peer}: {error.message}") from error
         self._number = number = self._number + 1
         call = RemoteCall(self, number, target, method, limit, deadline)
         call.limits_stream = told is not None
-        value, buffers = packed.for_head()
-        call.head = b"".join((b"\x97\x00", pack_plain(number), key, pack_plain(told), value))
-        if buffers:
-            call.buffers = buffers
-            call.nbytes = sum(buffer.nbytes for buffer in buffers)
-        call.references = packed.references
         if not self._channel.is_open:
             call.set_exception(self._lost(call, self._channel.error))
             return call
@@ -186,6 +186,17 @@ class Caller:
             reason = f"{MOST_WAITING} calls of this process already wait for it"
             call.set_exception(OverloadedError(target, method, self.peer, reason))
             return call
+        value, buffers = packed.for_head()
+        if buffers:
+            call.buffers, call.loan = self.loans.attach(buffers)
+            call.nbytes = sum(buffer.nbytes for buffer in call.buffers)
+        call.references = packed.references
+        if call.loan is None:
+            call.head = b"".join((b"\x97\x00", pack_plain(number), key, pack_plain(told), value))
+        else:
+            call.nbytes += call.loan.nbytes
+            loan = pack_plain(call.loan.number)
+            call.head = b"".join((b"\x98\x00", pack_plain(number), key, pack_plain(told), value, loan))
         self._open[number] = call
         if deadline < inf:
             self._timer.note(deadline)
@@ -216,14 +227,21 @@ class Caller:
             call.outgoing = self._channel.send(call.head, call.buffers)
         except AsyncdistError as error:
             del self._open[call.number]
+            self._end_loan(call)
             call.fail(self._lost(call, error) if isinstance(error, PeerLostError) else error)
             return
         call.is_sent = True
         for reference in call.references:
             self._on_reference(reference, self._channel)
-        call.head, call.buffers, call.references = b"", (), ()
+        call.head, call.buffers, call.references, call.loan = b"", (), (), None
         self._num_sent += 1
         self._sent_nbytes += call.nbytes
+
+    def _end_loan(self, call: RemoteCall) -> None:
+        """End the loan of a call that is not sent."""
+        if call.loan is not None:
+            self.loans.end(call.loan)
+            call.loan = None
 
     def _ended(self, call: RemoteCall | ItemQueue) -> None:
         """Note that a call has ended at the callee, or was never sent, and send the calls that have waited for it."""
@@ -267,6 +285,7 @@ class Caller:
             self._channel.send(pack_plain([CANCEL, call.number]))
         call.head, call.buffers = b"", ()
         if isinstance(call, RemoteCall):
+            self._end_loan(call)
             call.references = ()
             if call.incoming is not None:
                 # The memory of the caller is written no more.

@@ -17,13 +17,17 @@ from asyncdist.channels.messages import IncomingMessage
 from asyncdist.errors import PeerLostError, ProtocolError
 from asyncdist.rpc.calls import Caller
 from asyncdist.rpc.execution import CallBudget, Callee, Execution
+from asyncdist.rpc.loans import Buffer, ChannelLoans
 from asyncdist.rpc.references import ReferenceTable
-from asyncdist.rpc.wire import CALL, CANCEL, CREDIT, GRANT, ITEM, RELEASE, RESULT, VERSION
+from asyncdist.rpc.wire import CALL, CANCEL, CREDIT, GRANT, ITEM, LENT_BYTES, OFFER, RELEASE, RESULT, VERSION
 
 CREDITS = 1024
 """The calls of one caller that a callee accepts at a time. Further ones wait at the caller."""
 WINDOW_NBYTES = 256 << 20
 """The bytes of long arguments of one caller that a callee accepts at a time; a single call may have more."""
+
+_LENGTHS = {CALL: 7, RESULT: 3, ITEM: 3, LENT_BYTES: 3}
+"""The fields of the messages that may have buffers, up to the value."""
 
 
 class Conversation:
@@ -33,15 +37,17 @@ class Conversation:
         about = channel.peer.about
         if about["version"] != VERSION:
             raise ProtocolError(f"it makes calls of version {about['version']}, and this process of {VERSION}")
+        self.loans = ChannelLoans(channel, budget.lending)
         self.caller = Caller(
             channel,
             budget.carrier,
+            self.loans,
             credits=about["credits"],
             window_nbytes=about["window"],
             timeout=timeout,
             on_reference=references.sent,
         )
-        self.callee = Callee(channel, budget, CREDITS, references.sent)
+        self.callee = Callee(channel, budget, self.loans, CREDITS, references.sent)
 
 
 class ConversationHandler:
@@ -71,7 +77,8 @@ class ConversationHandler:
         # Values that are not plain are read below, and damaged ones fail again.
         except Exception:
             message = None
-        if message is None or (buffers and message[-1] is None):
+        # The value is None if it is the first buffer, and a loan has a number behind it.
+        if message is None or (buffers and (message[-1] is None or type(message[-1]) is int)):
             context = self._begin(conversation, head)
             if context is not None:
                 self._complete(conversation, context, head, buffers)
@@ -91,6 +98,8 @@ class ConversationHandler:
             self._references.released(channel, message[1], message[2])
         elif kind == GRANT:
             self._references.granted(channel, message[1], message[2])
+        elif kind >= OFFER:
+            conversation.loans.received(message, buffers)
         else:
             conversation.caller.answered(message)
 
@@ -112,10 +121,14 @@ class ConversationHandler:
             self._complete(channel.context, message.context, message.head, message.buffers)
         else:
             reason = f"{message.nbytes} bytes cannot be received: {message.error or type(message.error).__name__}"
+            self._give_back(channel.context, message.context.loan)
             self._unreadable(channel.context, message.context, reason)
 
     def withdrawn(self, channel: PeerChannel, message: IncomingMessage) -> None:
-        if message.context is not None and isinstance(message.context.call, Execution):
+        if message.context is None:
+            return
+        self._give_back(channel.context, message.context.loan)
+        if isinstance(message.context.call, Execution):
             channel.context.callee.cancel(message.context.number)
 
     def closed(self, channel: PeerChannel, error: PeerLostError, messages: Sequence[IncomingMessage]) -> None:
@@ -124,6 +137,7 @@ class ConversationHandler:
             return
         conversation.caller.closed(error)
         conversation.callee.closed()
+        conversation.loans.closed(error)
         self._references.departed(channel)
 
     # -- messages with buffers ---------------------------------------------------------------------
@@ -135,29 +149,55 @@ class ConversationHandler:
         except ValueError as cause:
             raise ProtocolError(f"a message that is not legible: {cause}") from cause
         kind, number = envelope[:2]
-        if kind == CALL:
-            execution = conversation.callee.called(envelope[1:6], is_ready=is_ready)
-            return None if execution is None else ValueContext(kind, number, execution, envelope[6] is None)
-        if kind not in (RESULT, ITEM):
+        if kind not in _LENGTHS:
             raise ProtocolError(f"a message of kind {kind!r} with buffers")
-        if not conversation.caller.expects(number):
-            return None
-        return ValueContext(kind, number, None, envelope[2] is None)
+        if kind == LENT_BYTES:
+            return ValueContext(kind, number) if conversation.loans.awaits(number) else None
+        length = _LENGTHS[kind]
+        loan = envelope[length] if len(envelope) > length else 0
+        is_outside = envelope[length - 1] is None
+        if kind == CALL:
+            execution = conversation.callee.called(envelope[1:6], is_ready=is_ready and not loan)
+            if execution is not None:
+                return ValueContext(kind, number, execution, is_outside, loan)
+        elif conversation.caller.expects(number):
+            return ValueContext(kind, number, None, is_outside, loan)
+        self._give_back(conversation, loan)
+        return None
+
+    def _give_back(self, conversation: Conversation, loan: int) -> None:
+        """Return the loan of a message whose tensors nobody reads, if it has one."""
+        if loan:
+            conversation.loans.give_back(loan)
 
     def _discard(self, head: bytes, buffers: Sequence[memoryview]) -> None:
         """Take the references out of a message that no call wants, and drop them, so that their holds are returned."""
+        carrier = self._budget.carrier
         with contextlib.suppress(ProtocolError):
-            self._budget.carrier.unpack(head, buffers)
+            envelope = carrier.unpack_references(head)
+            if buffers and envelope[_LENGTHS[envelope[0]] - 1] is None:
+                carrier.unpack_references(buffers[0])
 
     def _complete(
         self, conversation: Conversation, context: ValueContext, head: bytes, buffers: Sequence[memoryview]
     ) -> None:
+        if context.kind == LENT_BYTES:
+            conversation.loans.content_arrived(context.number, buffers, msgpack.unpackb(head)[2])
+        elif context.loan:
+            conversation.loans.borrow(context.loan, buffers, _LentMessage(self, conversation, context, head, buffers))
+        else:
+            self._unpack(conversation, context, head, buffers)
+
+    def _unpack(
+        self, conversation: Conversation, context: ValueContext, head: bytes, buffers: Sequence[Buffer]
+    ) -> None:
         carrier = self._budget.carrier
         try:
             if context.is_outside and buffers:
+                assert isinstance(buffers[0], memoryview)
                 value = carrier.unpack(buffers[0], buffers[1:])
             else:
-                value = carrier.unpack(head, buffers)[-1]
+                value = carrier.unpack(head, buffers)[_LENGTHS[context.kind] - 1]
         except ProtocolError as error:
             self._unreadable(conversation, context, error.message)
             return
@@ -167,26 +207,59 @@ class ConversationHandler:
             conversation.caller.answered((context.kind, context.number, value))
 
     def _unreadable(self, conversation: Conversation, context: ValueContext, reason: str) -> None:
-        if context.call is not None:
+        if context.kind == LENT_BYTES:
+            conversation.loans.content_arrived(context.number, (), reason)
+        elif context.call is not None:
             conversation.callee.refuse(context.call, f"its arguments cannot be read: {reason}")
         else:
             conversation.caller.unreadable(context.number, f"its result cannot be read: {reason}")
 
 
+class _LentMessage:
+    """A message with lent tensors, which are being read: the `Borrower` of its loan."""
+
+    def __init__(
+        self,
+        handler: ConversationHandler,
+        conversation: Conversation,
+        context: ValueContext,
+        head: bytes,
+        buffers: Sequence[memoryview],
+    ) -> None:
+        self._handler, self._conversation, self._context = handler, conversation, context
+        self._head, self._buffers = head, buffers
+
+    def is_wanted(self) -> bool:
+        call = self._context.call
+        return self._conversation.caller.expects(self._context.number) if call is None else not call.is_cancelled
+
+    def arrived(self, buffers: Sequence[Buffer]) -> None:
+        self._handler._unpack(self._conversation, self._context, self._head, buffers)
+
+    def failed(self, reason: str) -> None:
+        self._handler._discard(self._head, self._buffers)
+        self._handler._unreadable(self._conversation, self._context, reason)
+
+    def dropped(self) -> None:
+        self._handler._discard(self._head, self._buffers)
+
+
 class ValueContext(NamedTuple):
-    """A call or an answer whose value arrives in buffers.
+    """A call or an answer whose value arrives in buffers, or the content of a loan.
 
     Attributes:
-        kind: CALL, RESULT or ITEM.
-        number: The number of the call.
+        kind: CALL, RESULT, ITEM or LENT_BYTES.
+        number: The number of the call, or of the loan.
         call: The call, if this process runs it.
         is_outside: Whether the value is the first buffer instead of a part of the head.
+        loan: The number of the loan of its tensors; 0 for none.
     """
 
     kind: int
     number: int
-    call: Execution | None
-    is_outside: bool
+    call: Execution | None = None
+    is_outside: bool = False
+    loan: int = 0
 
 
 class CancelledMessage(Exception):

@@ -21,9 +21,11 @@ from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.timers import DeadlineTimer
 from asyncdist.channels.channel import PeerChannel
 from asyncdist.channels.messages import OutgoingMessage
+from asyncdist.devices.lending import DeviceLending
 from asyncdist.errors import PeerLostError, ProtocolError, UsageError
 from asyncdist.rpc.calls import current_deadline
 from asyncdist.rpc.failures import describe
+from asyncdist.rpc.loans import ChannelLoans, MessageLoan
 from asyncdist.rpc.objects import MethodKind, NoSuchObject, ServedMethod, ServedObjects
 from asyncdist.rpc.streams import WINDOW
 from asyncdist.rpc.values import Carrier, PackedValue
@@ -42,6 +44,7 @@ class CallBudget(Protocol):
 
     objects: ServedObjects
     carrier: Carrier
+    lending: DeviceLending
     threads: DaemonThreadPool
     num_calls: int
     most_calls: int
@@ -102,6 +105,7 @@ class Callee:
     Args:
         channel: The channel to the caller.
         budget: The objects, and what all callers share.
+        loans: The loans over the channel.
         credits: The calls that the caller may have at a time.
         on_reference: Called with each reference that is sent, and the channel.
     """
@@ -110,10 +114,11 @@ class Callee:
         self,
         channel: PeerChannel,
         budget: CallBudget,
+        loans: ChannelLoans,
         credits: int,
         on_reference: Callable[[Any, PeerChannel], None],
     ) -> None:
-        self._channel, self._budget, self._credits = channel, budget, credits
+        self._channel, self._budget, self._loans, self._credits = channel, budget, loans, credits
         self._on_reference = on_reference
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, Execution] = {}
@@ -331,7 +336,7 @@ class Callee:
             await execution.taken.wait()
         execution.credits -= 1
         # The generator may change the item when it continues.
-        outgoing = self._send_value(ITEM, execution.number, self._pack(item, snapshot=False))
+        outgoing, loan = self._send_value(ITEM, execution.number, self._pack(item, snapshot=False))
         if outgoing is not None and not outgoing.done:
             sent: asyncio.Future[None] = self._loop.create_future()
             outgoing.on_done = lambda _: None if sent.done() else sent.set_result(None)
@@ -340,12 +345,16 @@ class Callee:
             except asyncio.CancelledError:
                 self._channel.withdraw(outgoing)
                 raise
+        if loan is not None and not loan.ended:
+            returned: asyncio.Future[None] = self._loop.create_future()
+            loan.on_end = lambda: None if returned.done() else returned.set_result(None)
+            await returned
 
     # -- answering ---------------------------------------------------------------------------------
 
     def _pack(self, value: Any, *, snapshot: bool) -> PackedValue:
         try:
-            return self._budget.carrier.pack(value, snapshot=snapshot)
+            return self._budget.carrier.pack(value, snapshot=snapshot, lender=self._loans)
         except UsageError as error:
             raise ResultNotCarried(error.message) from error
 
@@ -355,7 +364,7 @@ class Callee:
         self._forget(execution)
         number = execution.number
         try:
-            outgoing = self._send_value(RESULT, number, packed)
+            outgoing, _ = self._send_value(RESULT, number, packed)
         except Exception as error:
             log.exception("the result of call %d of %s cannot be sent", number, self._channel.peer.name)
             self._fail(
@@ -369,12 +378,24 @@ class Callee:
     def _has_left(self, number: int, _: OutgoingMessage) -> None:
         self._sending.pop(number, None)
 
-    def _send_value(self, kind: int, number: int, packed: PackedValue) -> OutgoingMessage | None:
+    def _send_value(
+        self, kind: int, number: int, packed: PackedValue
+    ) -> tuple[OutgoingMessage | None, MessageLoan | None]:
+        """Send a value; return the message if it is long, and the loan of its device tensors if they are lent."""
+        if not self._channel.is_open:
+            return None, None
+        for reference in packed.references:
+            self._on_reference(reference, self._channel)
         value, buffers = packed.for_head()
-        if self._channel.is_open:
-            for reference in packed.references:
-                self._on_reference(reference, self._channel)
-        return self._send(b"".join((b"\x93", pack_plain(kind), pack_plain(number), value)), buffers)
+        plain, loan = self._loans.attach(buffers)
+        if loan is None:
+            return self._send(b"".join((b"\x93", pack_plain(kind), pack_plain(number), value)), plain), None
+        try:
+            head = (b"\x94", pack_plain(kind), pack_plain(number), value, pack_plain(loan.number))
+            return self._send(b"".join(head), plain), loan
+        except BaseException:
+            self._loans.end(loan)
+            raise
 
     def _raised(self, execution: Execution, error: BaseException) -> None:
         if execution.is_cancelled:

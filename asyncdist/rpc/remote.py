@@ -10,6 +10,7 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.errors import UsageError
 from asyncdist.rpc.calls import Caller, RemoteCall
 from asyncdist.rpc.errors import PartialError
+from asyncdist.rpc.loans import AnyLender
 from asyncdist.rpc.objects import CALL_METHOD
 from asyncdist.rpc.references import RemoteReference, service_key
 from asyncdist.rpc.values import Carrier
@@ -194,7 +195,8 @@ class RemoteObjects(Sequence[RemoteObject]):
         key = pack_plain(method)
         loop = asyncio.get_running_loop()
         try:
-            packed = self._carrier.pack([list(args), keywords])
+            lender = AnyLender(each._caller.loans for each in self._objects)
+            packed = self._carrier.pack([list(args), keywords], lender=lender)
         except UsageError as error:
             raise UsageError(f"{self._name}.{method}() at {len(self)} objects: {error.message}") from error
         calls = [

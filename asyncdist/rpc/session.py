@@ -17,6 +17,7 @@ from asyncdist.channels.channel import PeerChannel
 from asyncdist.channels.directory import JobDirectory, PeerRecord, RecordChange
 from asyncdist.channels.port import ChannelPort
 from asyncdist.config import Config, Launch
+from asyncdist.devices.lending import DeviceLending
 from asyncdist.errors import AsyncdistError, PeerLostError, UsageError
 from asyncdist.rpc.calls import current_deadline
 from asyncdist.rpc.conversation import CREDITS, WINDOW_NBYTES, Conversation, ConversationHandler
@@ -30,6 +31,7 @@ from asyncdist.store.base import AsyncStoreBase
 
 SERVICE = "rpc"
 _IDLE_THREAD = 5.0
+_RETURNED_WITHIN = 2.0
 
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[RpcSession]] = weakref.WeakKeyDictionary()
 _session_of_context: ContextVar[RpcSession | None] = ContextVar("session_of_context", default=None)
@@ -74,7 +76,10 @@ class RpcSession:
             raise UsageError("a session is entered once: make another one")
         self._loop = asyncio.get_running_loop()
         self.references = ReferenceTable(self.objects)
-        self.carrier = Carrier(allow_pickle=self._config.allow_pickle, references=self.references)
+        self.lending = DeviceLending(self._config.transport)
+        self.carrier = Carrier(
+            allow_pickle=self._config.allow_pickle, references=self.references, place=self.lending.place
+        )
         self.objects.add_service(REFERENCES, ReferenceService(self.references))
         async with contextlib.AsyncExitStack() as stack:
             config = self._config
@@ -82,9 +87,11 @@ class RpcSession:
                 self._job, SERVICE, config=config, timeout=self._timeout
             )
             stack.push_async_callback(directory.close)
+            stack.push_async_callback(self.lending.close)
             handler = ConversationHandler(self, self._timeout, self.references)
             self._port = contextvars.copy_context().run(self._open_port, handler)
             stack.push_async_callback(self._port.close, "its session has ended")
+            stack.push_async_callback(self._await_returns)
             self.references.open(self._port)
             stack.push_async_callback(self.references.close)
             stack.callback(self.threads.shutdown, wait=False, cancel_futures=True)
@@ -117,6 +124,15 @@ class RpcSession:
             label="" if self._rank is None else f"rank {self._rank}",
             about={"version": VERSION, "credits": CREDITS, "window": WINDOW_NBYTES},
         )
+
+    async def _await_returns(self) -> None:
+        """Wait for peers that read device tensors of results: the end of the channels would end their calls."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_RETURNED_WITHIN):
+                for channel in self._port.channels:
+                    # A channel to a process of another version has no conversation.
+                    if channel.context is not None:
+                        await _conversation(channel).loans.all_returned()
 
     async def _withdraw(self) -> None:
         # Without the store the records end with the lease.

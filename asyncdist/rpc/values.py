@@ -1,14 +1,14 @@
 """Values on their way: plain data as msgpack, tensors as buffers of the message, the rest as object collectives carry it.
 
-No pickle is read or written unless ASYNCDIST_ALLOW_PICKLE is set. A tensor of another device passes through host memory,
-and arrives on a device of the same kind, where there is one.
+No pickle is read or written unless ASYNCDIST_ALLOW_PICKLE is set. A tensor of another device is lent to its receiver
+(see `asyncdist.rpc.loans`) or passes through host memory, and arrives on a device of the same kind, where there is one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
@@ -19,6 +19,7 @@ from asyncdist.channels.frames import SHORT_NBYTES
 from asyncdist.errors import ProtocolError
 from asyncdist.memory.buffers import DTYPE_NUMBERS, DTYPES, input_memory
 from asyncdist.memory.serialization import EXTENDED, Extension, pack, unpack
+from asyncdist.rpc.loans import Buffer, DevicePart, TensorLender, mark_ready
 from asyncdist.rpc.wire import HasExtensions, refuse_extension
 
 HEAD_NBYTES = SHORT_NBYTES - 2048
@@ -27,15 +28,18 @@ _INLINE_ARRAY_NBYTES = 1024
 """The most bytes of an array of numpy that travels inside the head."""
 _TENSOR, _ARRAY, _OTHER = range(3)
 
+Placing = Callable[[torch.Tensor, str], torch.Tensor]
+"""Returns a copy of a tensor of host memory on the current device of a kind."""
+
 
 class PackedValue(NamedTuple):
     """A value as msgpack, the buffers of its tensors, and the references in it."""
 
     data: bytes
-    buffers: Sequence[memoryview]
+    buffers: Sequence[memoryview | DevicePart]
     references: Sequence[Any]
 
-    def for_head(self) -> tuple[bytes, Sequence[memoryview]]:
+    def for_head(self) -> tuple[bytes, Sequence[memoryview | DevicePart]]:
         """Return what stands in the head of the message, and its buffers: a long value is the first of them."""
         if len(self.data) <= HEAD_NBYTES:
             return self.data, self.buffers
@@ -77,10 +81,10 @@ _fast = _FastPacker()
 class _Writing:
     """Collects the tensors and arrays of one message as buffers."""
 
-    def __init__(self, references: Extension | None, *, snapshot: bool) -> None:
-        self.buffers: list[memoryview] = []
+    def __init__(self, references: Extension | None, lender: TensorLender | None, *, snapshot: bool) -> None:
+        self.buffers: list[memoryview | DevicePart] = []
         self.references: list[Any] = []
-        self._references, self._snapshot = references, snapshot
+        self._references, self._lender, self._snapshot = references, lender, snapshot
 
     def encode(self, part: Any) -> Any:
         if isinstance(part, torch.Tensor):
@@ -102,17 +106,19 @@ class _Writing:
         if part.layout is not torch.strided or part.dtype not in DTYPE_NUMBERS or part.is_meta or part.is_nested:
             return None
         device = part.device.type
+        head = [DTYPE_NUMBERS[part.dtype], list(part.shape), bool(part.requires_grad), device]
         tensor = part.detach()
         if device != "cpu":
+            lent = None if self._lender is None else self._lender.part(tensor, snapshot=self._snapshot)
+            if lent is not None:
+                return [_TENSOR, self._add(lent), *head]
             tensor = tensor.cpu()
         elif self._snapshot and part.nbytes > SHORT_NBYTES:
             # The method may keep the tensor and change it while it is sent.
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        memory = input_memory(tensor)
-        requires_grad = bool(part.requires_grad)
-        return [_TENSOR, self._add(memory.view), DTYPE_NUMBERS[part.dtype], list(part.shape), requires_grad, device]
+        return [_TENSOR, self._add(input_memory(tensor).view), *head]
 
-    def _add(self, buffer: memoryview) -> int:
+    def _add(self, buffer: memoryview | DevicePart) -> int:
         self.buffers.append(buffer)
         return len(self.buffers) - 1
 
@@ -120,8 +126,8 @@ class _Writing:
 class _Reading:
     """Makes the tensors and arrays of one message from its buffers."""
 
-    def __init__(self, buffers: Sequence[memoryview], references: Extension | None) -> None:
-        self._buffers, self._references = buffers, references
+    def __init__(self, buffers: Sequence[Buffer], references: Extension | None, place: Placing) -> None:
+        self._buffers, self._references, self._place = buffers, references, place
 
     def encode(self, part: Any) -> Any:
         return None
@@ -129,9 +135,10 @@ class _Reading:
     def restore_fast(self, code: int, body: bytes) -> Any:
         """Restore a value of `_FastPacker`. Raises any error for other values."""
         kind, index, number, shape, requires_grad, device = msgpack.unpackb(body)
-        if code != EXTENDED or kind != _TENSOR:
+        # If another part of the value fails here, it is restored again: that must not copy to a device twice.
+        if code != EXTENDED or kind != _TENSOR or device != "cpu":
             raise HasExtensions
-        tensor = _tensor(self._buffers[index], DTYPES[number], shape, device)
+        tensor = self._tensor(self._buffers[index], DTYPES[number], shape, device)
         return tensor.requires_grad_() if requires_grad else tensor
 
     def decode(self, stand_in: Any) -> Any:
@@ -143,19 +150,38 @@ class _Reading:
             dtype = np.dtype(str(name))
             if dtype.hasobject:
                 raise ValueError("an array of objects")
-            return np.frombuffer(_writable(self._buffers[index]), dtype).reshape(shape)
+            buffer = self._buffers[index]
+            if isinstance(buffer, torch.Tensor):
+                raise ValueError("an array on a device")
+            return np.frombuffer(_writable(buffer), dtype).reshape(shape)
         number, shape, requires_grad, device = rest
-        return _tensor(self._buffers[index], DTYPES[number], shape, device).requires_grad_(bool(requires_grad))
+        return self._tensor(self._buffers[index], DTYPES[number], shape, device).requires_grad_(bool(requires_grad))
+
+    def _tensor(self, buffer: Buffer, dtype: torch.dtype, shape: Sequence[int], device: str) -> torch.Tensor:
+        # Looking for the class of a tensor takes longer.
+        if not isinstance(buffer, memoryview):
+            return buffer.view(dtype).view(tuple(shape))
+        if not buffer.nbytes:
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
+            if tensor.numel():
+                raise ValueError("a tensor without its bytes")
+        else:
+            tensor = torch.frombuffer(_writable(buffer), dtype=dtype).view(tuple(shape))
+        return tensor if device == "cpu" else self._place(tensor, str(device))
 
 
-def _tensor(buffer: memoryview, dtype: torch.dtype, shape: Sequence[int], device: str) -> torch.Tensor:
-    if not buffer.nbytes:
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
-        if tensor.numel():
-            raise ValueError("a tensor without its bytes")
-    else:
-        tensor = torch.frombuffer(_writable(buffer), dtype=dtype).view(tuple(shape))
-    return tensor if device == "cpu" else tensor.to(str(device))
+class _Discarding:
+    """Takes the references out of a message whose tensors nobody wants."""
+
+    def __init__(self, references: Extension | None) -> None:
+        self._references = references
+
+    def encode(self, part: Any) -> Any:
+        return None
+
+    def decode(self, stand_in: Any) -> Any:
+        kind, index, *_ = stand_in
+        return self._references.decode(index) if kind == _OTHER and self._references is not None else ...
 
 
 def _writable(buffer: memoryview) -> memoryview | bytearray:
@@ -168,17 +194,19 @@ class Carrier:
     Args:
         allow_pickle: Whether pickles are written and read.
         references: Carries the references of the session; None for none.
+        place: Moves a tensor of host memory to the current device of a kind.
     """
 
-    def __init__(self, *, allow_pickle: bool, references: Extension | None = None) -> None:
-        self._allow_pickle, self._references = allow_pickle, references
+    def __init__(self, *, allow_pickle: bool, references: Extension | None, place: Placing) -> None:
+        self._allow_pickle, self._references, self._place = allow_pickle, references, place
 
-    def pack(self, value: Any, *, snapshot: bool = False) -> PackedValue:
+    def pack(self, value: Any, *, snapshot: bool = False, lender: TensorLender | None = None) -> PackedValue:
         """Pack a value. Each time that it is sent, its references are given to the receiver.
 
         Args:
             value: The value.
             snapshot: Copy tensors that are sent in parts, because their memory may change before they are sent.
+            lender: Decides which device tensors may be lent; None copies all to host memory.
 
         Raises:
             UsageError: It cannot be carried.
@@ -187,20 +215,25 @@ class Carrier:
             return _fast.pack(value)
         # torch raises RuntimeError for properties that a tensor does not have.
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            writing = _Writing(self._references, snapshot=snapshot)
+            writing = _Writing(self._references, lender, snapshot=snapshot)
             data = pack(value, allow_pickle=self._allow_pickle, extension=writing)
+            mark_ready(each for each in writing.buffers if isinstance(each, DevicePart))
             return PackedValue(data, writing.buffers, writing.references)
 
-    def unpack(self, data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
+    def unpack(self, data: bytes | memoryview, buffers: Sequence[Buffer]) -> Any:
         """Return a value. Raises ProtocolError if it is damaged, or a pickle that is not allowed."""
         try:
             return self.unpack_fast(data, buffers)
         # Damaged bytes fail again.
         except Exception:
-            reading = _Reading(buffers, self._references)
+            reading = _Reading(buffers, self._references, self._place)
             return unpack(data, allow_pickle=self._allow_pickle, extension=reading)
 
-    def unpack_fast(self, data: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
+    def unpack_references(self, data: bytes | memoryview) -> Any:
+        """Return a value without its tensors, for its references. Raises ProtocolError if it is damaged."""
+        return unpack(data, allow_pickle=self._allow_pickle, extension=_Discarding(self._references))
+
+    def unpack_fast(self, data: bytes | memoryview, buffers: Sequence[Buffer]) -> Any:
         """Return a value that needs nothing but plain data and tensors. Raises any error for others."""
-        restore = _Reading(buffers, None).restore_fast if buffers else refuse_extension
+        restore = _Reading(buffers, None, self._place).restore_fast if buffers else refuse_extension
         return msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogatepass", ext_hook=restore)

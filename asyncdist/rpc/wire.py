@@ -1,6 +1,6 @@
 """The messages of remote calls: msgpack lists that begin with their kind and the number of the call.
 
-    CALL        number, target, index, method, timeout or None, arguments, keyword arguments
+    CALL        number, target, index, method, timeout or None, [arguments, keyword arguments]
     RESULT      number, value
     ITEM        number, value                        of a stream
     END         number                               of a stream
@@ -9,9 +9,15 @@
     CREDIT      number, count                        of further items that the caller takes
     RELEASE     reference, count                     of holds that the sender returns
     GRANT       reference, port                      to which the sender gives a hold
+    OFFER       offer, kind, back end, probe         to lend tensors of a device (see `asyncdist.rpc.loans`)
+    ANSWER      offer, reason                        of the refusal; empty if the offer is accepted
+    RETURNED    loan
+    DECLINED    loan, reason
+    LENT_BYTES  loan, reason                         why they do not come; empty if they are the buffers
 
 A tensor in a value stands for a buffer of the message. If the arguments or the value are long, they are the first buffer of
-the message, and None stands in their place.
+the message, and None stands in their place. A message with lent tensors ends with the number of their loan, and its last
+buffer has their locations.
 """
 
 from __future__ import annotations
@@ -22,8 +28,9 @@ from typing import Any
 import msgpack
 
 CALL, RESULT, ITEM, END, FAILED, CANCEL, CREDIT, RELEASE, GRANT = range(9)
+OFFER, ANSWER, RETURNED, DECLINED, LENT_BYTES = range(9, 14)
 
-VERSION = 1
+VERSION = 2
 """Of these messages. Processes with different versions do not call each other."""
 
 

@@ -31,6 +31,7 @@ from asyncdist.transport.host_group import HostGroup
 from asyncdist.transport.native import CallSignature, all_gather_rows
 
 if TYPE_CHECKING:
+    from asyncdist.transport.device_loans import DeviceLoans
     from asyncdist.transport.device_p2p import DeviceP2P
 
 Capabilities = Mapping[str, Any]
@@ -116,6 +117,11 @@ class DeviceCollectives(ABC):
     @classmethod
     def make_p2p(cls, context: DeviceContext) -> DeviceP2P | None:
         """Return this rank's point-to-point part, or None if the backend has none. Must not communicate."""
+        return None
+
+    @classmethod
+    def make_loans(cls, streams: Streams) -> DeviceLoans | None:
+        """Return the loans of one device to and from processes in no common group, or None if the backend has none."""
         return None
 
     # -- start -----------------------------------------------------------------------------

@@ -37,7 +37,7 @@ MAX_CONCURRENT_MESSAGES = 1 << 31
 
 
 class TransferRefused(Exception):
-    """The backend cannot carry a message between these two ranks. The text says why."""
+    """The backend cannot carry tensors between these two processes. The text says why."""
 
 
 class ControlMessage(NamedTuple):

@@ -102,3 +102,23 @@ def test_watcher_continues_after_a_callback_raises(until, caplog):
     watch.remove_unfinished()
     watch.close()
     until(lambda: not [each for each in threading.enumerate() if each.name == "watch that goes on"])
+
+
+def test_events_are_polled_without_an_operation(until):
+    watch = CompletionWatcher("watch of events")
+    streams = PretendStreams()
+    streams.hold()
+    held, abandoned = (watch.when_passed(streams.record_event()) for _ in range(2))
+    passed = watch.when_passed(PretendStreams().record_event())
+    until(passed.is_completed)
+    assert not held.is_completed()
+    # A caller that does not want to wait any more finishes the work itself.
+    abandoned.finish()
+    streams.release()
+    until(held.is_completed)
+    streams.broken = RuntimeError("lost")
+    failed = watch.when_passed(streams.record_event())
+    until(failed.is_completed)
+    assert str(failed.exception()) == "lost"
+    watch.close()
+    until(lambda: not [each for each in threading.enumerate() if each.name.startswith("watch of events")])

@@ -10,12 +10,14 @@ import torch
 
 from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import AsyncdistError, GroupError, MismatchError
+from asyncdist.transport.device_p2p import TransferRefused
 from asyncdist.transport.device_streams import cuda_missing
 from asyncdist_transports.cuda_ipc import collectives as module
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import NOTHING, ExportedMemory, Exports, Imports
+from asyncdist_transports.cuda_ipc.loans import CudaIpcLoans
 from tests.support.cuda import HANDLE, PretendDriver, cuda_ipc_over
-from tests.support.devices import device_cases, run_on_devices
+from tests.support.devices import PretendStreams, device_cases, run_on_devices
 
 
 @pytest.fixture
@@ -228,6 +230,10 @@ def test_mapping_is_kept_until_its_address_is_reused():
     assert wait_until_idle == [True], "unmapped while the queue may have used it"
     imports.open(0, before)
     assert driver.mapped == {base: 2}, "two ranks may use the same address"
+    imports.forget(1)
+    imports.forget(7)
+    assert driver.mapped == {base: 1}
+    assert len(wait_until_idle) == 2
     imports.close()
     assert not driver.mapped
 
@@ -256,3 +262,65 @@ def test_event_is_recorded_again_only_after_all_streams_wait_for_it(monkeypatch,
         return tensor.sum().item()
 
     assert run(4, program, transport="shm") == [1000.0] * 4
+
+
+# -- loans ------------------------------------------------------------------------------------------------
+
+
+def loans_pair(**borrower):
+    """Return the loans of an owner and of a borrower with a pretended device each, and the borrower's driver."""
+    drivers = [PretendDriver(), PretendDriver(**borrower)]
+    owner, reader = (CudaIpcLoans(PretendStreams(f"GPU-{rank}"), driver) for rank, driver in enumerate(drivers))
+    return owner, reader, drivers
+
+
+def test_lent_tensors_are_copied_when_they_are_ready_and_unmapped_when_their_owner_has_ended():
+    owner, reader, drivers = loans_pair()
+    reader.verify("owner", owner.probe)
+    tensors = [torch.arange(100, dtype=torch.uint8), torch.full((50,), 7, dtype=torch.uint8)]
+    drivers[0].holds = True
+    loan = owner.lend(tensors, owner.streams.record_event())
+    event = reader.ready("owner", loan.locations[0])
+    assert event is reader.ready("owner", loan.locations[1]), "one event for the tensors of a loan"
+    assert not event.query()
+    drivers[0].go_on()
+    assert event.query()
+    targets = [torch.zeros_like(tensor) for tensor in tensors]
+    assert reader.read("owner", loan.locations, targets, reader.streams.record_event()).query()
+    assert all(torch.equal(target, tensor) for target, tensor in zip(targets, tensors, strict=True))
+    owner.end(loan)
+    again = owner.lend(tensors[:1], owner.streams.record_event())
+    assert again.held == loan.held, "the event is recorded again"
+    reader.forget("owner")
+    assert not drivers[1].mapped
+    for loans in (owner, reader):
+        loans.close()
+    assert not any(driver.mapped or driver.taken for driver in drivers)
+
+
+def test_mapping_that_fails_in_the_middle_of_a_copy_leaves_no_queued_work():
+    owner, reader, drivers = loans_pair()
+    reader.verify("owner", owner.probe)
+    tensors = [torch.arange(100, dtype=torch.uint8) for _ in range(2)]
+    loan = owner.lend(tensors, owner.streams.record_event())
+    opened = drivers[1].map
+
+    def opens_one(handle):
+        address, drivers[1].refuses = opened(handle), RuntimeError("out of mappings")
+        return address
+
+    drivers[1].map = opens_one
+    targets = [torch.zeros_like(tensor) for tensor in tensors]
+    with pytest.raises(TransferRefused, match="cannot be mapped: out of mappings"):
+        reader.read("owner", loan.locations, targets, reader.streams.record_event())
+    assert reader.streams.asked("ours")[-1] == "record_event", "it waits until its copies are complete"
+    reader.close()
+    owner.close()
+
+
+def test_memory_that_cannot_be_mapped_is_not_lent():
+    owner, _, drivers = loans_pair()
+    drivers[0].shareable = False
+    assert not owner.can_lend(torch.ones(4))
+    with pytest.raises(TransferRefused, match="cannot be mapped by other processes"):
+        owner.lend([torch.ones(4)], owner.streams.record_event())

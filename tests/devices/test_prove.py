@@ -151,5 +151,6 @@ def test_dry_run_on_the_cpu(tmp_path):
     assert figures["stock-torch"]["fsdp2"]["largest_difference"] < 1e-4
     assert figures["train-digits"]["largest_difference"] < 1e-5
     assert figures["weight-sync"]["last_parameters"] == "equal"
+    assert figures["remote-calls"]["result, 1048576 bytes, host"] > 0
     assert {row["ranks"] for row in figures["bench-4"]["rows"]} == {4}
     assert all(target["met"] is None for target in report["targets"]), "the targets are those of devices"

@@ -11,8 +11,9 @@ import torch
 from torch.cuda import _sleep as keep_busy
 
 import asyncdist
-from asyncdist import sync
+from asyncdist import rpc, sync
 from asyncdist.errors import PeerLostError
+from asyncdist.store import StoreServer
 from asyncdist.testing.arithmetic import reductions, same
 from asyncdist.testing.collective_cases import collective_cases, reducing
 
@@ -230,6 +231,144 @@ def messages_of_many_kinds(test, where, device):
             group.recv(last := torch.zeros(1, dtype=torch.int64, device=device), 0, 9).wait()
             assert last.item() == count
     test.send("right")
+
+
+class RemoteTensors:
+    """An object whose methods take and return tensors of its device, which it is still computing when they return."""
+
+    def __init__(self, device):
+        self.device = device
+        self.weights = torch.arange(1_000_000.0, device=device)
+        self.lasts = 1
+
+    def _busy(self):
+        if self.device != "cpu":
+            keep_busy(self.lasts * BUSY // 20)
+
+    async def double(self, tensor):
+        self._busy()
+        return tensor * 2
+
+    def add_in_thread(self, tensor):
+        self._busy()
+        return tensor + 1
+
+    async def get(self):
+        self._busy()
+        self.weights += 1
+        asyncio.get_running_loop().call_soon(self.weights.add_, 1)
+        return self.weights
+
+    async def items(self, count):
+        item = torch.zeros(100_000, device=self.device)
+        for number in range(count):
+            self._busy()
+            item.fill_(number)
+            yield item
+
+    async def be_slow(self, lasts):
+        self.lasts = lasts
+
+    async def ping(self):
+        return 1
+
+
+@contextlib.asynccontextmanager
+async def _served(where, device):
+    """Serve an object in each process; yield a function that finds that of a rank, and the group."""
+    server = await StoreServer.start("127.0.0.1", 0) if where["rank"] == 0 else None
+    try:
+        async with asyncdist.process_group(**where) as group:
+            job = [None if server is None else f"asyncdist://127.0.0.1:{server.port}/calls"]
+            await group.broadcast_object_list(job, 0)
+            objects = {"tensors": RemoteTensors(device), "other": RemoteTensors(device)}
+            async with rpc.serve(objects, job[0], rank=where["rank"]):
+                yield rpc.find, group
+    finally:
+        if server is not None:
+            await server.close()
+
+
+async def _is_lent(remote, tensor):
+    """Call until tensors are lent to the object's process and it lends its own; return whether they are."""
+    loans = remote._caller.loans
+    for _ in range(300):
+        await remote.double(tensor)
+        if loans.lends(tensor):
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+def remote_calls(test, where, device, rounds):
+    """Call an object of the next process with tensors in a stream of its own. Sends whether they are lent."""
+    rank, size = where["rank"], where["world_size"]
+
+    async def calls(remote):
+        for number in range(rounds):
+            tensor = torch.zeros(100_000 + number, device=device)
+            if device != "cpu":
+                keep_busy(BUSY // 20)
+            tensor += 10 * number + rank
+            found = await asyncio.gather(remote.double(tensor), remote.add_in_thread(tensor))
+            assert [each.device for each in found] == [tensor.device] * 2
+            assert torch.equal(found[0], tensor * 2)
+            assert torch.equal(found[1], tensor + 1)
+        columns = torch.arange(400_000.0, device=device).view(200_000, 2)[:, 1]
+        assert torch.equal(await remote.double(columns), 2 * columns)
+        for number in range(1, 4):
+            found = await remote.get()
+            assert torch.equal(found, torch.arange(1_000_000.0, device=device) + 2 * number - 1)
+        assert [item.unique().tolist() async for item in remote.items(40)] == [[float(each)] for each in range(40)]
+        ref = await remote.weights.ref()
+        mine = torch.empty(1_000_000, device=device)
+        assert torch.equal(await ref.read_into(mine), mine)
+
+    async def main():
+        async with _served(where, device) as (find, group):
+            remote = await find("tensors", rank=(rank + 1) % size)
+            lent = await _is_lent(remote, torch.ones(100_000, device=device))
+            if device == "cpu":
+                await calls(remote)
+            else:
+                # The methods that this process runs meanwhile use the stream too.
+                usual, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+                side.wait_stream(usual)
+                with torch.cuda.stream(side):
+                    await calls(remote)
+                    await group.barrier()
+                usual.wait_stream(side)
+            await group.barrier()
+            return lent
+
+    test.send(asyncio.run(main()))
+
+
+def left_with_calls(test, where, device):
+    """Lose the process whose result this one waits to read, and whose memory it has mapped."""
+
+    async def main():
+        async with _served(where, device) as (find, group):
+            tensor = torch.ones(1_000_000, device=device)
+            if where["rank"] == 1:
+                await group.barrier()
+                await asyncio.Event().wait()  # until it is killed
+            remote, other = await find("tensors", rank=1), await find("other", rank=1)
+            await _is_lent(remote, tensor)
+            assert torch.equal(await remote.double(tensor), 2 * tensor)
+            await remote.be_slow(10_000)
+            call = remote.double(tensor)
+            await other.ping()
+            await group.barrier()
+            test.send("waiting")
+            try:
+                await call
+            except PeerLostError as error:
+                test.send(str(error))
+            assert tensor.sum().item() == 1_000_000  # the survivor's device is unharmed
+
+    with contextlib.suppress(PeerLostError):
+        asyncio.run(main())
 
 
 def _model(device):

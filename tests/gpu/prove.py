@@ -193,6 +193,7 @@ def parts_for(device: str, folder: Path) -> list[Part]:
     )
     small = () if on_gpu else ("--steps", "4", "--width", "64")
     served = ("--width", "5000") if on_gpu else ("--versions", "6", "--steps", "40", "--width", "400", "--lr", "0.02")
+    called = () if on_gpu else ("--sizes", "131072", "1048576", "--rounds", "3")
     out = ("--out", str(folder / "train_digits.png")), ("--out", str(folder / "weight_sync.png"))
     return [
         Part("facts", [python, "-c", FACTS], 60, json_line),
@@ -201,6 +202,7 @@ def parts_for(device: str, folder: Path) -> list[Part]:
         program("stock-torch", 2, "tests/gpu/stock_torch.py", *small, figures=json_line),
         program("train-digits", 2, "examples/train_digits.py", *out[0], figures=digits),
         program("weight-sync", 3, "examples/weight_sync.py", *served, *out[1], figures=weight_sync_figures),
+        program("remote-calls", 2, "tests/gpu/remote_calls.py", *called, figures=json_line),
         bench("bench-2-large", 50, 2, "1G", "broadcast"),
         bench("bench-1", 50, 1, "4K,1M,100M", "all_reduce", "broadcast"),
         bench("bench-4", 70, 4, "4K,1M,100M", "all_reduce", "broadcast"),

@@ -59,6 +59,19 @@ def test_messages_of_many_kinds(pair):
     assert pair.run("messages_of_many_kinds", CUDA) == ["right"] * 2
 
 
+def test_remote_calls_read_tensors_where_they_lie(pair):
+    for lent in pair.run("remote_calls", CUDA, 30):
+        assert lent or CudaIpc.probe() is not None, "processes on one device can map each other's memory"
+
+
+def test_process_killed_while_its_result_is_awaited_is_named(pair):
+    survivor, victim = pair.start("left_with_calls", CUDA)
+    assert survivor.hear() == "waiting"
+    victim.kill()
+    assert "tensors.double() at rank 1 (process" in survivor.hear()
+    assert survivor.wait() == 0, survivor.output()
+
+
 @pytest.mark.parametrize("message", [False, True], ids=["all_reduce", "recv"])
 @pytest.mark.parametrize("count", [1000, 1_000_000], ids=["staged", "mapped"])
 def test_killed_peer_is_named(pair, count, message):

@@ -19,13 +19,20 @@ HANDLE = struct.Struct("<QQ48x")
 
 
 class PretendEvent:
-    """A shareable event. A wait refers to the last record, and must come after it."""
+    """A shareable event. A wait refers to the last record, and must come after it.
 
-    def __init__(self) -> None:
-        self.records = 0
+    The device passes a record at once, unless ``holds`` of the driver is set: then it does so when the driver's `go_on` is
+    called.
+    """
+
+    def __init__(self, driver: PretendDriver) -> None:
+        self.records = self.passed = 0
+        self._driver = driver
 
     def record(self) -> None:
         self.records += 1
+        if not self._driver.holds:
+            self.passed = self.records
 
 
 class TheirEvent:
@@ -38,6 +45,10 @@ class TheirEvent:
     def wait(self) -> None:
         self.waits += 1
         assert self.event.records == self.waits, "waited for a record that was not there yet, or had been overwritten"
+
+    def query(self) -> bool:
+        assert self.event.records, "asked about a record that was not there yet"
+        return self.event.passed == self.event.records
 
 
 class PretendDriver:
@@ -54,6 +65,7 @@ class PretendDriver:
         self.taken: dict[int, Any] = {}
         self.mapped: dict[int, int] = {}
         self.maps = self.handles = self.made_events = 0
+        self.holds = False
         self.numbers: dict[int, int] = {}  # by address; a test gives another one to what was freed and given out again
 
     def allocation(self, address: int) -> Allocation:
@@ -93,8 +105,15 @@ class PretendDriver:
         self.made_events += 1
         with self.lock:
             number = len(self.events)
-            self.events[number] = event = PretendEvent()
+            self.events[number] = event = PretendEvent(self)
         return event, HANDLE.pack(number, 0)
+
+    def go_on(self) -> None:
+        """Let the device pass the events that it has held."""
+        self.holds = False
+        for event in list(self.events.values()):
+            if event._driver is self:
+                event.passed = event.records
 
     def event_of(self, handle: bytes) -> TheirEvent:
         return TheirEvent(self.events[HANDLE.unpack(handle)[0]])

@@ -25,10 +25,13 @@ from asyncdist.errors import MismatchError, TransportUnavailableError
 from asyncdist.memory.buffers import Memory, TensorBlocks
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
+from asyncdist.transport.device_loans import DeviceLoans
 from asyncdist.transport.device_p2p import DeviceP2P
+from asyncdist.transport.device_streams import Streams
 from asyncdist.transport.native import CallSignature
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory
+from asyncdist_transports.cuda_ipc.loans import CudaIpcLoans
 from asyncdist_transports.cuda_ipc.p2p import CudaIpcP2P
 from asyncdist_transports.cuda_ipc.peer_memory import PeerMemory
 from asyncdist_transports.staged import Staged
@@ -66,6 +69,10 @@ class CudaIpc(DeviceCollectives):
     @classmethod
     def make_p2p(cls, context: DeviceContext) -> DeviceP2P:
         return CudaIpcP2P(context, cls.make_driver(context.streams.device))
+
+    @classmethod
+    def make_loans(cls, streams: Streams) -> DeviceLoans:
+        return CudaIpcLoans(streams, cls.make_driver(streams.device))
 
     # -- negotiation ---------------------------------------------------------------------------
 

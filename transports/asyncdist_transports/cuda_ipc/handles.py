@@ -20,6 +20,9 @@ _KEPT_MAPPINGS = 256
 _KEPT_HANDLES = 4096
 _EXPORTED = struct.Struct(f"<QQQQ{HANDLE_NBYTES}s")
 
+Peer = int | str
+"""Another process: a rank of a group, or the id of a process in no common group."""
+
 
 class ExportedMemory(NamedTuple):
     """Location of a tensor: its allocation (address, unique number, handle), and the offset in it. Sizes in bytes."""
@@ -43,7 +46,7 @@ NOTHING = ExportedMemory(0, 0, 0, 0, bytes(HANDLE_NBYTES))
 
 
 class Exports:
-    """Memory that this rank exports. Memory that cannot be mapped (torch's expandable segments) is copied first."""
+    """Memory that this process exports. Memory that cannot be mapped (torch's expandable segments) is copied first."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -52,6 +55,13 @@ class Exports:
         self._copies: dict[int, tuple[int, int]] = {}
         """Address and size of the copy buffers, by slot."""
 
+    def locate(self, tensor: torch.Tensor) -> ExportedMemory | None:
+        """Return the location of a flat tensor; None if its memory cannot be mapped."""
+        if not tensor.numel():
+            return NOTHING
+        found = self._driver.allocation(tensor.data_ptr())
+        return self._exported(found, tensor) if found.shareable else None
+
     def export(self, tensor: torch.Tensor, slot: int) -> tuple[torch.Tensor, ExportedMemory]:
         """Return a flat tensor, or a copy that can be mapped, and its location.
 
@@ -59,11 +69,9 @@ class Exports:
             tensor: The tensor.
             slot: Number of the copy buffer; two tensors that are in use at the same time need different slots.
         """
-        if not tensor.numel():
-            return tensor, NOTHING
-        found = self._driver.allocation(tensor.data_ptr())
-        if found.shareable:
-            return tensor, self._exported(found, tensor)
+        location = self.locate(tensor)
+        if location is not None:
+            return tensor, location
         copy = self._copy_buffer(slot, tensor.nbytes).view(tensor.dtype)
         copy.copy_(tensor)
         return copy, self._exported(self._driver.allocation(copy.data_ptr()), copy)
@@ -97,20 +105,20 @@ class Exports:
 
 
 class Imports:
-    """Memory of other ranks, mapped here. ``wait_until_idle`` blocks until no queued work uses a mapping.
+    """Memory of other processes, mapped here. ``wait_until_idle`` blocks until no queued work uses a mapping.
 
-    A mapping is kept until its rank exports another allocation at the same address, or until there are too many mappings
+    A mapping is kept until its peer exports another allocation at the same address, or until there are too many mappings
     and it is the least recently used one.
     """
 
     def __init__(self, driver: Driver, wait_until_idle: Callable[[], None]) -> None:
         self._driver = driver
         self._wait_until_idle = wait_until_idle
-        self._mapped: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
+        self._mapped: OrderedDict[tuple[Peer, int], tuple[int, int]] = OrderedDict()
 
-    def open(self, rank: int, exported: ExportedMemory) -> torch.Tensor:
-        """Return the exported memory of a rank as a uint8 tensor. Raises RuntimeError if CUDA cannot map it."""
-        key = rank, exported.base
+    def open(self, peer: Peer, exported: ExportedMemory) -> torch.Tensor:
+        """Return the exported memory of a peer as a uint8 tensor. Raises RuntimeError if CUDA cannot map it."""
+        key = peer, exported.base
         number, address = self._mapped.get(key, (None, 0))
         if number != exported.number:
             if number is not None:
@@ -122,10 +130,16 @@ class Imports:
         self._mapped.move_to_end(key)
         return self._driver.bytes_at(address + exported.offset, exported.nbytes)
 
-    def _unmap(self, key: tuple[int, int]) -> None:
-        self._wait_until_idle()
-        _, address = self._mapped.pop(key)
-        self._driver.unmap(address)
+    def forget(self, peer: Peer) -> None:
+        """Unmap the memory of a peer."""
+        self._unmap(*[key for key in self._mapped if key[0] == peer])
+
+    def _unmap(self, *keys: tuple[Peer, int]) -> None:
+        if keys:
+            self._wait_until_idle()
+        for key in keys:
+            _, address = self._mapped.pop(key)
+            self._driver.unmap(address)
 
     def close(self) -> None:
         """Unmap everything; no queued work may use it."""

@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import struct
 from collections import defaultdict
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -25,44 +25,13 @@ from asyncdist.transport.device_collectives import DeviceContext
 from asyncdist.transport.device_p2p import MAX_PAYLOAD_NBYTES, ControlChannel, DeviceP2P, Transfer, TransferRefused
 from asyncdist.transport.device_streams import DeviceEvent
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Driver
+from asyncdist_transports.cuda_ipc.events import Event, EventPool
 from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory
 from asyncdist_transports.cuda_ipc.peer_memory import PROBE_NBYTES, PeerMemory
 
 _OFFER = struct.Struct(f"<16s{PROBE_NBYTES}s{EXPORTED_NBYTES}s{HANDLE_NBYTES}s")
 _ACKNOWLEDGED = struct.Struct("<I")
 _MAX_ACKNOWLEDGED = (MAX_PAYLOAD_NBYTES - _OFFER.size) // _ACKNOWLEDGED.size
-
-Event = tuple[Any, bytes]
-"""An interprocess event of this rank, and its handle."""
-
-
-class EventPool:
-    """Interprocess events: the free ones of this rank, by peer, and those opened from peers."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._free: dict[int, list[Event]] = defaultdict(list)
-        self.made: list[Event] = []
-        self._peer_events: dict[tuple[int, bytes], Any] = {}
-
-    def acquire(self, peer: int) -> Event:
-        """Return an event whose earlier records the peer's stream waits for already."""
-        free = self._free[peer]
-        if free:
-            return free.pop()
-        self.made.append(made := self._driver.event())
-        return made
-
-    def release(self, peer: int, event: Event) -> None:
-        """Return an event to the pool; the peer's stream waits for its last record."""
-        self._free[peer].append(event)
-
-    def of(self, peer: int, handle: bytes) -> Any:
-        """Return a peer's event, opened on first use."""
-        found = self._peer_events.get((peer, handle))
-        if found is None:
-            found = self._peer_events[peer, handle] = self._driver.event_of(handle)
-        return found
 
 
 class CudaIpcP2P(DeviceP2P):
@@ -75,7 +44,6 @@ class CudaIpcP2P(DeviceP2P):
         self._memory = PeerMemory(driver, context.streams)
         self._events = EventPool(driver)
         self._machine = hashlib.blake2b(context.machine.encode(), digest_size=16).digest()
-        self._verified_peers: set[int] = set()
         self._free_slots: list[int] = []
         self._new_slots = itertools.count()
         self._answered: dict[tuple[int, int], Event] = {}
@@ -112,7 +80,7 @@ class CudaIpcP2P(DeviceP2P):
         if machine != self._machine:
             raise TransferRefused("it is on another host")
         try:
-            self._verify_mapping(peer, probe)
+            self._memory.verify(peer, probe)
             sent = self._memory.imports.open(peer, ExportedMemory.unpack(location))
             offered = self._events.of(peer, handle)
         except RuntimeError as cause:
@@ -127,13 +95,6 @@ class CudaIpcP2P(DeviceP2P):
         event = streams.record_event()
         yield channel.send(payload=handle)
         return event
-
-    def _verify_mapping(self, peer: int, probe: bytes) -> None:
-        """Check once per peer that the mapped memory is the peer's."""
-        if peer not in self._verified_peers:
-            if not self._memory.is_mapped_right(peer, probe):
-                raise TransferRefused("the memory mapped from its device is not the sender's")
-            self._verified_peers.add(peer)
 
     def abort(self) -> None:
         """Do nothing: the stream never waits for a call that a peer has not made."""

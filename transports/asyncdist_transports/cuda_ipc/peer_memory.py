@@ -1,4 +1,4 @@
-"""The memory that one rank shares with its peers for the work of one stream, and its release.
+"""The memory that one process shares with its peers for the work of one stream, and its release.
 
 The release waits until the device has completed the work that uses the memory. A stream that waits for an event of a
 killed process never completes. The memory that its work may use then stays mapped until this process ends.
@@ -15,34 +15,36 @@ from typing import Any
 import torch
 
 from asyncdist.errors import TransportUnavailableError
+from asyncdist.transport.device_p2p import TransferRefused
 from asyncdist.transport.device_streams import Streams, becomes_idle
 from asyncdist_transports.cuda_ipc.driver import Driver
-from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory, Exports, Imports
+from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory, Exports, Imports, Peer
 
 log = logging.getLogger("asyncdist")
 
 _RANDOM_NBYTES = 16
 PROBE_NBYTES = EXPORTED_NBYTES + _RANDOM_NBYTES
-# Seconds in which the device may complete queued work.
-_IDLE_TIMEOUT = 30.0
+IDLE_TIMEOUT = 30.0
+"""Seconds in which the device may complete queued work."""
 _CLOSE_TIMEOUT = 5.0
 _kept_events: deque[Any] = deque(maxlen=4096)
 """Events of closed backends: a peer may still open them or wait for them."""
 
 
 class PeerMemory:
-    """The exports and imports of one rank.
+    """The exports and imports of one process.
 
     Attributes:
-        exports: Memory of this rank.
-        imports: Mapped memory of other ranks.
-        probe: Location of some bytes of this rank's device, and these bytes; `is_mapped_right` checks it on other ranks.
+        exports: Memory of this process.
+        imports: Mapped memory of its peers.
+        probe: Location of some bytes of this process's device, and these bytes; `is_mapped_right` checks it on peers.
     """
 
     def __init__(self, driver: Driver, streams: Streams) -> None:
         self._driver, self._streams = driver, streams
         self.exports = Exports(driver)
         self.imports = Imports(driver, self._wait_until_idle)
+        self._verified: set[Peer] = set()
         # A stream of its own does not wait for peers. The copies from and to pageable memory block until they are done.
         self._probe_streams = streams.with_new_stream()
         self._probe_address = driver.allocate(_RANDOM_NBYTES)
@@ -52,33 +54,50 @@ class PeerMemory:
             memory.copy_(torch.frombuffer(bytearray(random), dtype=torch.uint8))
         self.probe = self.exports.export(memory, 0)[1].pack() + random
 
-    def is_mapped_right(self, rank: int, probe: bytes) -> bool:
-        """Map the probe of a rank; return whether the mapped memory is that rank's.
+    def verify(self, peer: Peer, probe: bytes) -> None:
+        """Check once per peer that the memory mapped from it is its own. Raises TransferRefused."""
+        if peer in self._verified:
+            return
+        try:
+            is_mapped_right = self.is_mapped_right(peer, probe)
+        except RuntimeError as cause:
+            raise TransferRefused(f"its device's memory cannot be mapped: {cause}") from cause
+        if not is_mapped_right:
+            raise TransferRefused("the memory mapped from its device is not the sender's")
+        self._verified.add(peer)
+
+    def forget(self, peer: Peer) -> None:
+        """Unmap the memory of a peer that has ended."""
+        self._verified.discard(peer)
+        self.imports.forget(peer)
+
+    def is_mapped_right(self, peer: Peer, probe: bytes) -> bool:
+        """Map the probe of a peer; return whether the mapped memory is that peer's.
 
         A handle may refer to other memory, as between containers that number their processes alike. Raises RuntimeError
         if CUDA cannot map the memory.
         """
         location, random = ExportedMemory.unpack(probe[:EXPORTED_NBYTES]), probe[EXPORTED_NBYTES:]
         with self._probe_streams.on_comm_stream():
-            return bytes(self.imports.open(rank, location).cpu().numpy()) == random
+            return bytes(self.imports.open(peer, location).cpu().numpy()) == random
 
     def _wait_until_idle(self) -> None:
-        if not becomes_idle(self._streams, _IDLE_TIMEOUT):
+        if not becomes_idle(self._streams, IDLE_TIMEOUT):
             raise TransportUnavailableError(
-                f"{self._streams.device} has failed, or has not completed its queued work within {_IDLE_TIMEOUT:.0f} s"
+                f"{self._streams.device} has failed, or has not completed its queued work within {IDLE_TIMEOUT:.0f} s"
             )
 
     def close(self, events: Iterable[Any]) -> None:
         """Unmap and free all memory if the device becomes idle within 5 s; else keep it until the process ends.
 
         Args:
-            events: Interprocess events of this rank, which peers may still use.
+            events: Interprocess events of this process, which peers may still use.
         """
         _kept_events.extend(events)
         if not becomes_idle(self._streams, _CLOSE_TIMEOUT):
             log.warning(
-                "%s has failed, or has not completed the work that uses other ranks' memory: the memory stays mapped until "
-                "this process ends",
+                "%s has failed, or has not completed the work that uses other processes' memory: the memory stays mapped "
+                "until this process ends",
                 self._streams.device,
             )
             return
