@@ -12,12 +12,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from asyncdist.ddp import model_sync, timeline
+from asyncdist.ddp import timeline
 from asyncdist.ddp.backward.bucket_set import ReducerOptions
 from asyncdist.ddp.backward.bucket_tuning import BucketTuning
 from asyncdist.ddp.backward.step_times import StepTimes
 from asyncdist.ddp.direct_gradients import DirectGradients
 from asyncdist.ddp.hooks.running import AwaitedHook, AwaitedHookCaller, TorchHookCaller
+from asyncdist.ddp.model_sync import Verification, broadcast_buffers, broadcast_values
 from asyncdist.ddp.model_watch import ModelWatch
 from asyncdist.ddp.reducer import Reducer
 from asyncdist.ddp.torch_class import arguments, names
@@ -27,7 +28,8 @@ from asyncdist.ddp.uneven_inputs import Joining, refuse_collectives
 from asyncdist.errors import UsageError
 from asyncdist.groups.group import Group
 
-_NOT_COPIED = ("process_group", "device_mesh", "_torch_group", "_reducer", "_watch", "_direct_gradients")
+_NOT_COPIED = ("process_group", "device_mesh", "_torch_group", "_verification", "_reducer", "_watch",
+               "_direct_gradients")  # fmt: skip
 
 
 def _option(name: str) -> property:
@@ -59,7 +61,8 @@ class DistributedDataParallel(nn.Module):
         output_device: Only checked: the module decides where outputs are.
         dim: Used by `scatter` and `gather` only.
         broadcast_buffers: Torch's older form of ``forward_sync_buffers``; False also leaves buffers out of ``init_sync``.
-        init_sync: Compare the models of all ranks and broadcast rank 0's values at construction.
+        init_sync: Compare the models of all ranks and broadcast rank 0's values at construction. If False, nothing is
+            exchanged then, and the models are compared in the first step; equal values are up to the caller.
         process_group: The group to average over, or a process group of torch on the back end "asyncdist"; None is the
             default group, or torch's default group in a process that has only that.
         bucket_cap_mb: MiB of gradients after which a bucket is complete; None means 25, and 1 for the first bucket. "auto"
@@ -88,7 +91,7 @@ class DistributedDataParallel(nn.Module):
         lazy_bucket_allocation: With ``gradient_as_bucket_view=False``, free the buckets after each backward.
 
     Raises:
-        MismatchError: The models of the ranks differ. Every rank raises it.
+        MismatchError: The models of the ranks differ. Every rank raises it, with ``init_sync=False`` in the first step.
         UnsupportedError: ``mixed_precision`` is set, the model has a `torch.nn.SyncBatchNorm` (convert it with
             `SyncBatchNorm`) or an embedding with sparse gradients, or ``device_mesh`` belongs to a larger mesh.
         UsageError: No parameter requires a gradient, or an argument does not fit the model or another argument.
@@ -157,25 +160,30 @@ class DistributedDataParallel(nn.Module):
         group, torch_group = arguments.group_of(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        if init_sync:
-            self._sync_initially(group, buffers=forward_sync_buffers is not None or self.forward_sync_buffers)
-        self._average_over(group, torch_group)
+        has_buffers = forward_sync_buffers is not None or self.forward_sync_buffers
+        self._average_over(group, torch_group, self._synchronised(group, buffers=has_buffers) if init_sync else None)
 
-    def _sync_initially(self, group: Group, *, buffers: bool) -> None:
-        parameters, shared = self._parameters_to_sync(), list(self.module.named_buffers()) if buffers else []
-        shared = [item for item in shared if item[0] not in self.parameters_to_ignore]
-        model_sync.verify(group, parameters, shared)
-        model_sync.broadcast_values(group, [tensor for _, tensor in [*parameters, *shared]])
+    def _synchronised(self, group: Group, *, buffers: bool) -> Verification:
+        """Compare the models of all ranks, and overwrite their values by those of rank 0; return the comparison."""
+        parameters, named = self._parameters_to_sync(), self.module.named_buffers() if buffers else ()
+        shared = [each for each in named if each[0] not in self.parameters_to_ignore]
+        verification = Verification(group, parameters, shared, self._options.common)
+        verification.once()
+        broadcast_values(group, [tensor for _, tensor in [*parameters, *shared]])
+        return verification
 
-    def _average_over(self, group: Group, torch_group: Any) -> None:
+    def _average_over(self, group: Group, torch_group: Any, verification: Verification | None = None) -> None:
         """Set the attributes that a copy gets anew: the group and the reducer."""
         self.process_group, self._torch_group = group, torch_group
-        trained = [(name, parameter) for name, parameter in self._parameters_to_sync() if parameter.requires_grad]
-        self._reducer = Reducer(group, trained, dataclasses.replace(self._options))
         self._watch = ModelWatch(self.module, self.parameters_to_ignore)
-        self._direct_gradients = DirectGradients(
-            self.module if self.gradient_as_bucket_view else nn.Identity(), self._reducer
+        parameters = self._parameters_to_sync()
+        self._verification = verification or Verification(
+            group, parameters, self._buffers_to_sync() if self.forward_sync_buffers else [], self._options.common
         )
+        trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        self._reducer = Reducer(group, trained, dataclasses.replace(self._options), self._verification)
+        writing = self.module if self.gradient_as_bucket_view else nn.Identity()
+        self._direct_gradients = DirectGradients(writing, self._reducer)
 
     # -- copies -----------------------------------------------------------------------------------
 
@@ -304,8 +312,8 @@ class DistributedDataParallel(nn.Module):
             self._refresh(0 if joining is None else joining.source())
 
     def _refresh(self, src: int) -> None:
-        # `data` has a version counter of its own, so that the backward of an earlier forward does not raise.
-        model_sync.broadcast_values(self.process_group, (buffer.data for _, buffer in self._buffers_to_sync()), src)
+        self._verification.once()
+        broadcast_buffers(self.process_group, self._buffers_to_sync(), self._watch.added_buffers(), src)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -376,7 +384,7 @@ class DistributedDataParallel(nn.Module):
         """Receive the model of the highest rank among the last ones, as in torch."""
         if not joining.is_even:
             shared = [*self._parameters_to_sync(), *(self._buffers_to_sync() if self.forward_sync_buffers else ())]
-            model_sync.broadcast_values(self.process_group, [tensor for _, tensor in shared], joining.active[-1])
+            broadcast_values(self.process_group, [tensor for _, tensor in shared], joining.active[-1])
 
     def _stop_joining(self) -> None:
         self._reducer.joining = None

@@ -34,10 +34,17 @@ from asyncdist.ddp.backward.bucket_tuning import BucketTuning
 from asyncdist.ddp.backward.faults import Faults
 from asyncdist.ddp.backward.gradient_hooks import GradientHooks
 from asyncdist.ddp.backward.gradient_record import GradientRecord
-from asyncdist.ddp.backward.graph import accumulates, first_leaf, refuse_returned_gradients, tensors_in
+from asyncdist.ddp.backward.graph import (
+    accumulates,
+    first_leaf,
+    refuse_distributed_autograd,
+    refuse_returned_gradients,
+    tensors_in,
+)
 from asyncdist.ddp.backward.optimizers import step_in_backward, take_over
 from asyncdist.ddp.backward.step_times import BucketTimes, StepTimes
 from asyncdist.ddp.hooks.running import HookCaller
+from asyncdist.ddp.model_sync import Verification
 from asyncdist.ddp.uneven_inputs import Joining
 from asyncdist.errors import GradientError, UsageError
 from asyncdist.groups.group import Group
@@ -52,7 +59,13 @@ class Reducer:
     A forward arms it for the next backward, as in torch, because a forward may return objects in which no tensor is found.
     """
 
-    def __init__(self, group: Group, named: Sequence[tuple[str, torch.nn.Parameter]], options: ReducerOptions) -> None:
+    def __init__(
+        self,
+        group: Group,
+        named: Sequence[tuple[str, torch.nn.Parameter]],
+        options: ReducerOptions,
+        verification: Verification,
+    ) -> None:
         self.armed = False
         self.joining: Joining | None = None
         self.last_step: StepTimes | None = None
@@ -68,7 +81,7 @@ class Reducer:
         count, total = len(named), sum(parameter.nbytes for parameter in self._parameters)
         self._set = BucketSet(named, options, shares_memory=group.shares_memory, is_alone=group.size() == 1)
         self._record = GradientRecord(self._set, options, Faults(group, self._names), count)
-        self._exchange = BucketExchange(group, self._set, self._record, self._parameters)
+        self._exchange = BucketExchange(group, self._set, self._record, self._parameters, verification)
         self._assignment = BucketAssignment(group, self._set, options, total, count)
         # A model on several devices has one backward thread per device.
         self._lock = threading.Lock()
@@ -184,6 +197,7 @@ class Reducer:
                 "buckets, and other ranks may wait for the rest; find what it raised, destroy the process group and start "
                 "again from a checkpoint"
             )
+        refuse_distributed_autograd(self._names)
         self._step = None
         # Those of backwards that average nothing.
         self._arrivals.clear()
@@ -256,9 +270,12 @@ class Reducer:
                 return None
             if not self.armed and not self._has_begun():
                 return None
+            view = self._set.view(index)
+            if view.shape != parameter.shape:
+                return None
             self._placed.add(index)
             # A new tensor object: autograd copies a gradient to which there are other references.
-            return self._set.view(index).detach()
+            return view.detach()
 
     # -- the end of a backward ----------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from asyncdist.ddp.backward.gradient_record import GradientRecord
 from asyncdist.ddp.backward.step_times import BucketTimes
 from asyncdist.ddp.hooks.bucket import GradientBucket
 from asyncdist.ddp.hooks.running import HookCaller, HookResult
+from asyncdist.ddp.model_sync import Verification
 from asyncdist.ddp.uneven_inputs import Joining
 from asyncdist.engine.work import Work
 from asyncdist.groups.group import Group
@@ -33,9 +34,15 @@ class BucketExchange:
     """
 
     def __init__(
-        self, group: Group, buckets: BucketSet, record: GradientRecord, parameters: Sequence[torch.nn.Parameter]
+        self,
+        group: Group,
+        buckets: BucketSet,
+        record: GradientRecord,
+        parameters: Sequence[torch.nn.Parameter],
+        verification: Verification,
     ) -> None:
         self.hook: HookCaller | None = None
+        self._verification = verification
         self._group, self._set, self._record, self._parameters = group, buckets, record, parameters
         self._overlaps = not group.shares_memory or has_free_cores(group.size(), torch.get_num_threads())
         self._works: list[Work | HookResult] = []
@@ -77,6 +84,7 @@ class BucketExchange:
     def _start(self, *, background: bool) -> None:
         if not self._works:
             self._reduction = ReduceOp.AVG if self._joining is None else self._joining.reduction()
+            self._verification.once()
         bucket = self._set.buckets[len(self._works)]
         flat = torch.empty(0) if self._set.is_alone else self._set.flat(bucket)
         if not self._set.is_alone and (bucket.pending or self._set.is_special):
@@ -109,6 +117,7 @@ class BucketExchange:
 
     def average_zeros(self, reduction: Reduction) -> torch.Tensor:
         """Contribute zeros to one backward of the other ranks; return the sums of the ranks' flags."""
+        self._verification.once()
         results = []
         for bucket in self._set.buckets:
             flat = bucket.zeros(self._parameters)

@@ -35,6 +35,17 @@ class ReducerOptions:
     tunes_buckets: bool = False
 
     @property
+    def common(self) -> dict[str, object]:
+        """The arguments that must be equal on all ranks, by name."""
+        return {
+            "bucket_cap_mb": "auto" if self.tunes_buckets else [each / (1 << 20) for each in self.limits],
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "delay_all_reduce_named_params": sorted(self.delayed),
+        }
+
+    @property
     def allows_unused(self) -> bool:
         """Whether a parameter may get no gradient in a backward."""
         return self.find_unused_parameters or self.static_graph or self.skip_all_reduce_unused_params
@@ -144,6 +155,9 @@ class BucketSet:
                 faults.add(index, Fault.cleared if gradient is None else Fault.sparse)
                 if view is not None:
                     view.zero_()
+            elif view is not None and gradient.shape != view.shape:
+                faults.add(index, Fault.resized)
+                view.zero_()
             elif not (view is None or gradient is view or gradient.data_ptr() == view.data_ptr()):
                 gradients.append(gradient)
                 views.append(view)
@@ -181,6 +195,9 @@ class BucketSet:
 
     def _copy_back(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
         assert parameter.grad is not None
+        if parameter.grad.shape != view.shape:
+            # A fault, which all ranks raise afterwards.
+            return
         if self._options.gradient_as_bucket_view:
             parameter.grad = view
         else:
