@@ -20,7 +20,7 @@ from torch import nn
 import asyncdist.torch_backend  # noqa: F401 - registers the back end
 from asyncdist import sync
 from asyncdist.bench.ddp.models import WORKLOADS
-from asyncdist.bench.ddp.plan import ALONE, LOSSY, WITH_TORCH
+from asyncdist.bench.ddp.plan import ALONE, KEPT, LOSSY, WITH_TORCH
 from asyncdist.bench.plan import in_turns
 from asyncdist.bench.workloads.training import Trainer, compare_weights
 from asyncdist.ddp import DistributedDataParallel, hooks
@@ -79,7 +79,7 @@ def use_memory(
 ) -> None:
     """Train, and send ("begin", bytes of the largest bucket) and "end" around the steps whose memory `benchmark` reads."""
     with _worlds(where, rank, size, namespace, [contender]) as groups:
-        trainer = Trainer(_wrapped(contender, WORKLOADS[model].model, groups))
+        trainer = Trainer(_wrapped(contender, WORKLOADS[model].model, groups), keeps_gradients=contender == KEPT)
         trainer.model.zero_grad()
         test.send("ready")
         test.recv()
@@ -163,7 +163,7 @@ def _wrapped(who: str, make: Any, groups: Mapping[str, Any]) -> nn.Module:
     """Return a model for a contender. All have the same weights."""
     torch.manual_seed(0)
     module: nn.Module = make()
-    if who == ALONE:
+    if who in (ALONE, KEPT):
         return module
     if who in WITH_TORCH:
         return nn.parallel.DistributedDataParallel(module, process_group=groups[who])
