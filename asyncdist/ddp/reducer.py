@@ -187,7 +187,8 @@ class Reducer:
             return
         self._forward_started = perf_counter()
         self._placed.clear()
-        if self._step is not None and self._has_gradients():
+        # Not those in `_arrivals`: no other rank waits for them.
+        if self._step is not None and self._record.seen:
             if self.manual and self._step.backward_finished:
                 raise UsageError(
                     "the last backward was not finalized: call finalize_backward() before the next forward"
