@@ -119,7 +119,8 @@ class BucketSet:
 
     def follow_casts(self) -> None:
         """Assign buckets again if parameters have been cast or moved: gradients must not be converted in between."""
-        if self._kinds != self._kinds_now():
+        # Gradients that stay where they are need no bucket.
+        if not self.is_alone and self._kinds != self._kinds_now():
             self.assign()
 
     def flat(self, bucket: Bucket) -> torch.Tensor:
@@ -143,7 +144,8 @@ class BucketSet:
 
     def fill(self, bucket: Bucket, faults: Faults) -> None:
         """Copy the gradients that have arrived since the last call into ``bucket``, all at once."""
-        if not bucket.unfilled:
+        if not bucket.unfilled or (self.is_alone and self._are_dense(bucket.unfilled)):
+            bucket.unfilled.clear()
             return
         if not self.is_alone:
             self.flat(bucket)
@@ -169,6 +171,15 @@ class BucketSet:
         elif gradients:
             with torch.no_grad():
                 torch._foreach_copy_(views, gradients)
+
+    def _are_dense(self, members: Sequence[int]) -> bool:
+        """Return whether all parameters have gradients that could be averaged."""
+        parameters, strided = self._parameters, torch.strided
+        for member in members:
+            gradient = parameters[member].grad
+            if gradient is None or gradient.layout is not strided:
+                return False
+        return True
 
     def fill_unused(self, index: int) -> None:
         """Put what a parameter without a new gradient has accumulated, or zeros, into its bucket."""
