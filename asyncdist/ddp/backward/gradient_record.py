@@ -50,30 +50,8 @@ class GradientRecord:
         """Count a gradient of a parameter, and return its bucket if that is full now."""
         if index not in self.seen and not self._set.is_special:
             self.seen[index] = 1
-            return self._count(index)
-        count = self.seen[index] = self.seen.get(index, 0) + 1
-        return self._add_specially(index, count)
-
-    def _add_specially(self, index: int, count: int) -> Bucket | None:
-        """Treat a gradient of a static graph, of a skipped parameter, or after the first one."""
-        if index in self._set.skipped:
-            self.faults.add(index, Fault.skipped)
-        elif not self._options.static_graph:
-            if count == 1:
-                return self._count_last(index)
-            self.faults.add(index, Fault.repeated)
-        elif self._expected is not None:
-            if count == self._expected.get(index, 0):
-                return self._count_last(index)
-            if count > self._expected.get(index, 0):
-                self.faults.add(index, Fault.changed)
-        return None
-
-    def _count_last(self, index: int) -> Bucket | None:
-        self._filled.add(index)
-        return self._count(index)
-
-    def _count(self, index: int) -> Bucket | None:
+        elif not self._is_complete(index):
+            return None
         bucket = self._set.bucket_of[index]
         bucket.pending -= 1
         bucket.unfilled.append(index)
@@ -81,6 +59,21 @@ class GradientRecord:
         if not bucket.pending or index in self._set.large:
             self._set.fill(bucket, self.faults)
         return None if bucket.pending else bucket
+
+    def _is_complete(self, index: int) -> bool:
+        """Count a gradient of a static graph, of a skipped parameter, or after the first one; return if it is the last."""
+        count = self.seen[index] = self.seen.get(index, 0) + 1
+        expected = 1 if not self._options.static_graph else (self._expected or {}).get(index, 0)
+        if index in self._set.skipped:
+            self.faults.add(index, Fault.skipped)
+        elif not self._options.static_graph and count > 1:
+            self.faults.add(index, Fault.repeated)
+        elif self._expected is not None and count > expected:
+            self.faults.add(index, Fault.changed)
+        elif count == expected:
+            self._filled.add(index)
+            return True
+        return False
 
     def add_all(self, arrived: Sequence[int]) -> bool:
         """Count the gradients of a whole backward at once; return False if they must be counted one by one."""
@@ -102,8 +95,14 @@ class GradientRecord:
         """
         full: list[Bucket] = []
         if self._options.static_graph and self._expected is None:
-            full = [bucket for index in self.seen if (bucket := self._count_last(index)) is not None]
             self._expected = dict(self.seen)
+            self._filled.update(self.seen)
+            for index in self.seen:
+                bucket = self._set.bucket_of[index]
+                bucket.pending -= 1
+                bucket.unfilled.append(index)
+                if not bucket.pending:
+                    full.append(bucket)
         elif self._expected is not None:
             for index, count in self._expected.items():
                 if self.seen.get(index, 0) < count:
