@@ -188,6 +188,16 @@ def test_rank_that_runs_backward_more_often_is_told_which_rank_did_not_come(toge
 
 @pytest.mark.processes
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_forked_loaders_disturb_no_step_and_a_forked_child_cannot_take_one(nursery, tmp_path, transport):
+    program = Path(__file__).parent / "program_forked_loader.py"
+    ranks = [nursery.start(program, "train", rank, f"file://{tmp_path}/world", transport) for rank in range(2)]
+    assert [rank.hear() for rank in ranks] == [([[0.5, 0.5]], True)] * 2
+    assert [rank.wait() for rank in ranks] == [0, 0]
+
+
+@pytest.mark.processes
+@pytest.mark.exhaustive
 def test_gradients_inside_distributed_autograd_are_refused(nursery, tmp_path):
     """Torch calls remote calls beside a wrapped model experimental. Their backward accumulates no gradients."""
     rank = nursery.start(PROGRAM, "differentiate", f"file://{tmp_path}/world")
