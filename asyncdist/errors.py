@@ -429,7 +429,8 @@ class CertificateError(AuthenticationError):
 class GradientError(AsyncdistError):
     """Backward did not compute exactly one gradient for each parameter of a DistributedDataParallel.
 
-    Also raised if `torch.autograd.grad` computed gradients of parameters, which are not averaged.
+    Also raised if `torch.autograd.grad` or torch's distributed autograd computes gradients of parameters, which are not
+    averaged.
 
     ``parameters`` are the names of the parameters concerned.
     """

@@ -9,7 +9,7 @@ hooks              communication hooks, which replace the all-reduces
 direct_gradients   linear layers whose gradients are computed directly in the buckets
 compression        values as fewer bytes, and what that loses (pure)
 uneven_inputs      training steps of ranks that have run out of inputs before others
-torch_arguments    arguments and further names of torch's class
+torch_class        arguments, methods and attributes of torch's class
 module             the public wrapper of a model
 sync_batchnorm     `SyncBatchNorm`
 sampler            `DistributedSampler`

@@ -1,10 +1,10 @@
-"""Verify before the first step that all ranks hold the same model, and broadcast rank 0's values. Called by `module`."""
+"""Verify that all ranks hold the same model before they exchange anything, and broadcast values. Used by `module`."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,31 +16,58 @@ from asyncdist.memory.buffers import flat_memory
 PACK_NBYTES = 1 << 20
 
 
-def verify(
-    group: Group, parameters: Sequence[tuple[str, torch.Tensor]], buffers: Sequence[tuple[str, torch.Tensor]] = ()
-) -> None:
-    """Raise `MismatchError` on every rank, naming parameter and rank, unless all ranks hold the model of rank 0.
+class Verification:
+    """Compares the model of this rank with those of the others, once, before values or gradients are first exchanged.
 
-    Compares names, shapes, dtypes, strides and ``requires_grad``. Cost: a broadcast of 16 bytes and an all-reduce of 8
-    bytes per rank; whole descriptions are sent only on a mismatch.
+    Compares names, their order, shapes, dtypes, strides and ``requires_grad``. Cost: a broadcast of 16 bytes and an
+    all-reduce of 8 bytes per rank; whole descriptions are sent only on a mismatch.
+
+    Args:
+        group: The ranks.
+        parameters: The parameters with their names, in order.
+        buffers: The buffers whose values the ranks exchange, with their names.
+        arguments: What the ranks must have passed alike, by name.
     """
-    own = describe_model("parameter", parameters) + describe_model("buffer", buffers)
-    text = json.dumps(own).encode()
-    digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
-    root = torch.tensor([digest, len(text)], device="cpu")
-    group.broadcast(root, 0, background=False).wait()
-    # For each rank whose model differs from rank 0's, the bytes of its description.
-    differing = torch.zeros(group.size(), dtype=torch.int64, device="cpu")
-    if root.tolist() != [digest, len(text)]:
-        differing[group.rank()] = len(text)
-    group.all_reduce(differing, ReduceOp.SUM, background=False).wait()
-    for rank, nbytes in enumerate(differing.tolist()):
-        if nbytes:
-            expected = json.loads(_broadcast_text(group, text, int(root[1]), 0))
-            found = json.loads(_broadcast_text(group, text, nbytes, rank))
-            peer = group.ranks[rank]
-            reason = f"the ranks hold different models: {difference(expected, found, group.ranks[0], peer)}"
-            raise MismatchError(peer, reason, group=group.name, rank=group.ranks[group.rank()])
+
+    def __init__(
+        self,
+        group: Group,
+        parameters: Sequence[tuple[str, torch.Tensor]],
+        buffers: Sequence[tuple[str, torch.Tensor]],
+        arguments: Mapping[str, object],
+    ) -> None:
+        own: Description = [(f"argument {name!r}", {"value": value}) for name, value in arguments.items()]
+        own += describe_tensors("parameter", parameters) + describe_tensors("buffer", buffers)
+        self._group = group
+        self._text = json.dumps(own).encode()
+        self._is_done = group.size() == 1
+
+    def once(self) -> None:
+        """Compare, unless that was done; all ranks call it.
+
+        Raises:
+            MismatchError: A rank has another model than rank 0. Every rank raises it; it names the first parameter that
+                differs, and the rank.
+        """
+        if self._is_done:
+            return
+        self._is_done = True
+        group, text = self._group, self._text
+        digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+        root = torch.tensor([digest, len(text)], device="cpu")
+        group.broadcast(root, 0, background=False).wait()
+        # For each rank whose model differs from rank 0's, the bytes of its description.
+        differing = torch.zeros(group.size(), dtype=torch.int64, device="cpu")
+        if root.tolist() != [digest, len(text)]:
+            differing[group.rank()] = len(text)
+        group.all_reduce(differing, ReduceOp.SUM, background=False).wait()
+        for rank, nbytes in enumerate(differing.tolist()):
+            if nbytes:
+                expected = json.loads(_broadcast_text(group, text, int(root[1]), 0))
+                found = json.loads(_broadcast_text(group, text, nbytes, rank))
+                peer = group.ranks[rank]
+                reason = f"the ranks hold different models: {difference(expected, found, group.ranks[0], peer)}"
+                raise MismatchError(peer, reason, group=group.name, rank=group.ranks[group.rank()])
 
 
 def _broadcast_text(group: Group, own: bytes, nbytes: int, src: int) -> bytes:
@@ -49,32 +76,41 @@ def _broadcast_text(group: Group, own: bytes, nbytes: int, src: int) -> bytes:
     return bytes(text.tolist())
 
 
-Description = list[list[object]]
+Description = list[tuple[str, dict[str, object]]]
+"""Tensors and arguments in order, each with the properties that must be equal on all ranks."""
 
 
-def describe_model(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> Description:
+def describe_tensors(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> Description:
     """Return the properties that must be equal on all ranks, one entry per tensor."""
     return [
-        [f"{kind} {name!r}", list(tensor.shape), str(tensor.dtype), list(tensor.stride()), tensor.requires_grad]
+        (
+            f"{kind} {name!r}",
+            {
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "strides": list(tensor.stride()),
+                "requires_grad": tensor.requires_grad,
+            },
+        )
         for name, tensor in named
     ]
 
 
 def difference(expected: Description, found: Description, root: int, peer: int) -> str:
     """Return a sentence on the first difference between the descriptions of ranks ``root`` and ``peer``."""
-    properties = ("shape", "dtype", "strides", "requires_grad")
-    for at_root, at_peer in zip(expected, found, strict=False):
-        if at_root[0] != at_peer[0]:
-            return f"where rank {root} has {at_root[0]}, rank {peer} has {at_peer[0]}"
-        for name, one, other in zip(properties, at_root[1:], at_peer[1:], strict=True):
-            if one != other:
-                return f"{at_root[0]} has {name} {_show(one)} on rank {root}, but {_show(other)} on rank {peer}"
+    for (name, at_root), (other_name, at_peer) in zip(expected, found, strict=False):
+        if name != other_name:
+            return f"where rank {root} has {name}, rank {peer} has {other_name}"
+        for property_name, one in at_root.items():
+            if one != at_peer[property_name]:
+                shown = _show(one), _show(at_peer[property_name])
+                return f"{name} has {property_name} {shown[0]} on rank {root}, but {shown[1]} on rank {peer}"
     longer, owner = (found, peer) if len(found) > len(expected) else (expected, root)
     return f"{longer[min(len(found), len(expected))][0]} exists on rank {owner} only"
 
 
 def _show(value: object) -> str:
-    return str(tuple(value)) if isinstance(value, list) else str(value).removeprefix("torch.")
+    return str(tuple(value)) if isinstance(value, list) else str(value)
 
 
 def broadcast_values(group: Group, tensors: Iterable[torch.Tensor], src: int = 0) -> None:
@@ -97,6 +133,32 @@ def broadcast_values(group: Group, tensors: Iterable[torch.Tensor], src: int = 0
                 for tensor, part in zip(pack, parts, strict=True):
                     # Viewing bytes as a dtype requires its alignment. A part of a pack may lack it.
                     tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def broadcast_buffers(group: Group, named: Sequence[tuple[str, torch.Tensor]], added: Sequence[str], src: int) -> None:
+    """Overwrite buffers by those of the group's rank ``src`` before or after a forward.
+
+    Args:
+        group: The ranks.
+        named: The buffers with their names.
+        added: Names of the buffers that this rank has registered since the model was wrapped.
+        src: The rank whose values are sent.
+
+    Raises:
+        MismatchError: The ranks have different buffers; it names those in ``added``.
+    """
+    try:
+        # `data` has a version counter of its own, so that the backward of an earlier forward does not raise.
+        broadcast_values(group, (buffer.data for _, buffer in named), src)
+    except MismatchError as error:
+        names = ", ".join(map(repr, added)) or "no buffer"
+        reason = (
+            f"the ranks hold different buffers: this rank has registered {names} since the model was wrapped, which every "
+            f"rank must do alike: {error.reason}"
+        )
+        raise MismatchError(
+            error.peer, reason, group=error.group, rank=error.rank, op=error.op, seq=error.seq
+        ) from error
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

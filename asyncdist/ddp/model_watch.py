@@ -33,11 +33,17 @@ class ModelWatch:
         self._frozen = [
             item for item in module.named_parameters() if not item[1].requires_grad and item[0] not in ignored
         ]
-        self._may_have_changed = False
+        self._first_buffers = {name for name, _ in module.named_buffers()}
         self._buffers: list[tuple[str, nn.Module, str]] | None = None
         """The name of each buffer in the model, its module, and its name there; None if they may have changed."""
+        self._watch(module)
+        self._may_have_changed = False
+
+    def _watch(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
         for each in module.modules():
             _watches.setdefault(each, weakref.WeakSet()).add(self)
+        self.note()
 
     def note(self) -> None:
         """Record that a module of the model has registered a parameter or a submodule."""
@@ -58,6 +64,10 @@ class ModelWatch:
         present = [(name, owner._buffers.get(own)) for name, owner, own in self._buffers]
         return [(name, buffer) for name, buffer in present if buffer is not None]
 
+    def added_buffers(self) -> list[str]:
+        """Return the names of the buffers that the model did not have when it was wrapped."""
+        return [name for name, _, _ in self._buffers or () if name not in self._first_buffers]
+
     def check(self, module: nn.Module) -> None:
         """Raise UsageError, naming the parameter, if ``module`` trains parameters that are not averaged."""
         for name, parameter in self._frozen:
@@ -66,6 +76,8 @@ class ModelWatch:
                     f"parameter {name!r} required no gradient when the model was wrapped, so ranks do not average it: "
                     "set requires_grad before wrapping the model"
                 )
+        if module is not self._module():
+            self._watch(module)
         if not self._may_have_changed:
             return
         for name, parameter in module.named_parameters():

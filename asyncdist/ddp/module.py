@@ -5,30 +5,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from asyncdist.ddp import model_sync, timeline, torch_arguments
+from asyncdist.ddp import timeline
 from asyncdist.ddp.backward.bucket_set import ReducerOptions
 from asyncdist.ddp.backward.bucket_tuning import BucketTuning
-from asyncdist.ddp.backward.graph import first_leaf, tensors_in
 from asyncdist.ddp.backward.step_times import StepTimes
 from asyncdist.ddp.direct_gradients import DirectGradients
 from asyncdist.ddp.hooks.running import AwaitedHook, AwaitedHookCaller, TorchHookCaller
+from asyncdist.ddp.model_sync import Verification, broadcast_buffers, broadcast_values
 from asyncdist.ddp.model_watch import ModelWatch
 from asyncdist.ddp.reducer import Reducer
-from asyncdist.ddp.uneven_inputs import Joining, TorchJoinHook
+from asyncdist.ddp.torch_class import arguments, names
+from asyncdist.ddp.torch_class import join as torch_join
+from asyncdist.ddp.torch_class.hooks import BufferHook
+from asyncdist.ddp.uneven_inputs import Joining, refuse_collectives
 from asyncdist.errors import UsageError
 from asyncdist.groups.group import Group
 
-_NOT_COPIED = ("process_group", "device_mesh", "_torch_group", "_reducer", "_watch", "_direct_gradients")
+_NOT_COPIED = ("process_group", "device_mesh", "_torch_group", "_verification", "_reducer", "_watch",
+               "_direct_gradients")  # fmt: skip
 
 
 def _option(name: str) -> property:
@@ -60,7 +61,8 @@ class DistributedDataParallel(nn.Module):
         output_device: Only checked: the module decides where outputs are.
         dim: Used by `scatter` and `gather` only.
         broadcast_buffers: Torch's older form of ``forward_sync_buffers``; False also leaves buffers out of ``init_sync``.
-        init_sync: Compare the models of all ranks and broadcast rank 0's values at construction.
+        init_sync: Compare the models of all ranks and broadcast rank 0's values at construction. If False, nothing is
+            exchanged then, and the models are compared in the first step; equal values are up to the caller.
         process_group: The group to average over, or a process group of torch on the back end "asyncdist"; None is the
             default group, or torch's default group in a process that has only that.
         bucket_cap_mb: MiB of gradients after which a bucket is complete; None means 25, and 1 for the first bucket. "auto"
@@ -89,7 +91,7 @@ class DistributedDataParallel(nn.Module):
         lazy_bucket_allocation: With ``gradient_as_bucket_view=False``, free the buckets after each backward.
 
     Raises:
-        MismatchError: The models of the ranks differ. Every rank raises it.
+        MismatchError: The models of the ranks differ. Every rank raises it, with ``init_sync=False`` in the first step.
         UnsupportedError: ``mixed_precision`` is set, the model has a `torch.nn.SyncBatchNorm` (convert it with
             `SyncBatchNorm`) or an embedding with sparse gradients, or ``device_mesh`` belongs to a larger mesh.
         UsageError: No parameter requires a gradient, or an argument does not fit the model or another argument.
@@ -128,13 +130,13 @@ class DistributedDataParallel(nn.Module):
         lazy_bucket_allocation: bool = False,
     ) -> None:
         super().__init__()
-        torch_arguments.refuse(module, mixed_precision)
-        delayed = torch_arguments.delayed_names(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        arguments.refuse(module, mixed_precision)
+        delayed = arguments.delayed_names(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.parameters_to_ignore = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
         parameters = self._parameters_to_sync()
-        torch_arguments.check_model(module, parameters)
-        self.device_ids, self.output_device = torch_arguments.devices(device_ids, output_device, parameters)
+        arguments.check_model(module, parameters)
+        self.device_ids, self.output_device = arguments.devices(device_ids, output_device, parameters)
         self.dim = dim
         self.forward_sync_buffers = (
             broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
@@ -142,11 +144,11 @@ class DistributedDataParallel(nn.Module):
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = None
         self._torch_joining: Joining | None = None
-        self.buffer_hook: torch_arguments.BufferHook | None = None
+        self.buffer_hook: BufferHook | None = None
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._options = ReducerOptions(
-            torch_arguments.bucket_limits(bucket_cap_mb, bucket_cap_mb_list),
+            arguments.bucket_limits(bucket_cap_mb, bucket_cap_mb_list),
             tunes_buckets=bucket_cap_mb == "auto",
             gradient_as_bucket_view=gradient_as_bucket_view,
             find_unused_parameters=find_unused_parameters,
@@ -155,28 +157,33 @@ class DistributedDataParallel(nn.Module):
             lazy_bucket_allocation=lazy_bucket_allocation,
             delayed=delayed,
         )
-        group, torch_group = torch_arguments.group_of(process_group, device_mesh)
+        group, torch_group = arguments.group_of(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        if init_sync:
-            self._sync_initially(group, buffers=forward_sync_buffers is not None or self.forward_sync_buffers)
-        self._average_over(group, torch_group)
+        has_buffers = forward_sync_buffers is not None or self.forward_sync_buffers
+        self._average_over(group, torch_group, self._synchronised(group, buffers=has_buffers) if init_sync else None)
 
-    def _sync_initially(self, group: Group, *, buffers: bool) -> None:
-        parameters, shared = self._parameters_to_sync(), list(self.module.named_buffers()) if buffers else []
-        shared = [item for item in shared if item[0] not in self.parameters_to_ignore]
-        model_sync.verify(group, parameters, shared)
-        model_sync.broadcast_values(group, [tensor for _, tensor in [*parameters, *shared]])
+    def _synchronised(self, group: Group, *, buffers: bool) -> Verification:
+        """Compare the models of all ranks, and overwrite their values by those of rank 0; return the comparison."""
+        parameters, named = self._parameters_to_sync(), self.module.named_buffers() if buffers else ()
+        shared = [each for each in named if each[0] not in self.parameters_to_ignore]
+        verification = Verification(group, parameters, shared, self._options.common)
+        verification.once()
+        broadcast_values(group, [tensor for _, tensor in [*parameters, *shared]])
+        return verification
 
-    def _average_over(self, group: Group, torch_group: Any) -> None:
+    def _average_over(self, group: Group, torch_group: Any, verification: Verification | None = None) -> None:
         """Set the attributes that a copy gets anew: the group and the reducer."""
         self.process_group, self._torch_group = group, torch_group
-        trained = [(name, parameter) for name, parameter in self._parameters_to_sync() if parameter.requires_grad]
-        self._reducer = Reducer(group, trained, dataclasses.replace(self._options))
         self._watch = ModelWatch(self.module, self.parameters_to_ignore)
-        self._direct_gradients = DirectGradients(
-            self.module if self.gradient_as_bucket_view else nn.Identity(), self._reducer
+        parameters = self._parameters_to_sync()
+        self._verification = verification or Verification(
+            group, parameters, self._buffers_to_sync() if self.forward_sync_buffers else [], self._options.common
         )
+        trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        self._reducer = Reducer(group, trained, dataclasses.replace(self._options), self._verification)
+        writing = self.module if self.gradient_as_bucket_view else nn.Identity()
+        self._direct_gradients = DirectGradients(writing, self._reducer)
 
     # -- copies -----------------------------------------------------------------------------------
 
@@ -190,7 +197,7 @@ class DistributedDataParallel(nn.Module):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not torch_arguments.default_group_if_any():
+        if self.process_group is not arguments.default_group_if_any():
             raise UsageError(
                 "cannot pickle a DistributedDataParallel whose group is not the default group, because a pickle does not "
                 "contain the group: pickle its attribute `module`, and wrap that after loading"
@@ -198,13 +205,13 @@ class DistributedDataParallel(nn.Module):
         return self._copied_attributes()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if torch_arguments.default_group_if_any() is None:
+        if arguments.default_group_if_any() is None:
             raise UsageError(
                 "cannot load a pickled DistributedDataParallel without a default process group: call "
                 "init_process_group() first, or pickle its attribute `module` instead"
             )
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._average_over(*torch_arguments.group_of(None, None))
+        self._average_over(*arguments.group_of(None, None))
 
     @property
     def last_step(self) -> StepTimes | None:
@@ -243,24 +250,20 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module. The backward after a forward with gradients averages them."""
-        training, joining = torch.is_grad_enabled(), self._reducer.joining
+        training = torch.is_grad_enabled()
         synchronises = training and self.require_backward_grad_sync
         if training:
             self._watch.check(self.module)
             self._reducer.check()
-            if joining is not None:
-                joining.check()
-        in_torch_join = torch_arguments.notify_join(self)
-        if in_torch_join:
-            joining = self._reducer.joining = self._torch_joining
+            if self._reducer.joining is not None:
+                self._reducer.joining.check()
+        in_torch_join = torch_join.notify(self)
         if self._syncs_buffers("PRE_FORWARD"):
             self._sync_buffers()
-        if in_torch_join and joining is not None and not synchronises:
-            joining.skip()
+        if in_torch_join and not synchronises:
+            in_torch_join.skip()
         if self.device_ids:
-            (inputs, kwargs) = torch_arguments.moved(
-                (inputs, kwargs), torch.device(self.device_type, self.device_ids[0])
-            )
+            (inputs, kwargs) = arguments.moved((inputs, kwargs), torch.device(self.device_type, self.device_ids[0]))
         if synchronises:
             with self._direct_gradients:
                 output = self.module(*inputs, **kwargs)
@@ -272,20 +275,8 @@ class DistributedDataParallel(nn.Module):
         if training:
             self._reducer.armed = synchronises
         if synchronises:
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(self._on_entry(tensor))
+            self._reducer.expect_backward_of(output)
         return output
-
-    def _on_entry(self, tensor: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """Return the hook that starts a backward of an output of the module."""
-        if not self._reducer.may_lack_gradients:
-            return self._entered
-        # Without a reference to a node of this graph, which the graph would refer to.
-        return functools.partial(self._entered, leaf=first_leaf(tensor.grad_fn))
-
-    def _entered(self, _: torch.Tensor, leaf: Any = None) -> None:
-        self._reducer.begin(leaf)
 
     def _parameters_to_sync(self) -> list[tuple[str, nn.Parameter]]:
         ignored = self.parameters_to_ignore
@@ -321,19 +312,8 @@ class DistributedDataParallel(nn.Module):
             self._refresh(0 if joining is None else joining.source())
 
     def _refresh(self, src: int) -> None:
-        # `data` has a version counter of its own, so that the backward of an earlier forward does not raise.
-        model_sync.broadcast_values(self.process_group, (buffer.data for _, buffer in self._buffers_to_sync()), src)
-
-    def _register_buffer_comm_hook(self, state: object, hook: Any, comm_hook_location: Any = "POST_FORWARD") -> None:
-        """Call ``hook(state, buffers)`` in each forward that follows a forward with gradients, instead of a broadcast.
-
-        Args:
-            state: The first argument of the hook.
-            hook: Changes the tensors of a dictionary of buffers by name. It may return futures of torch, for which the
-                end of backward waits.
-            comm_hook_location: "PRE_FORWARD" or "POST_FORWARD", or torch's constants of these names.
-        """
-        self.buffer_hook = torch_arguments.BufferHook(state, hook, comm_hook_location)
+        self._verification.once()
+        broadcast_buffers(self.process_group, self._buffers_to_sync(), self._watch.added_buffers(), src)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -389,7 +369,7 @@ class DistributedDataParallel(nn.Module):
         if self._reducer.joining is not None:
             raise UsageError("this model is inside join() already: leave that block first")
         if not throw_on_early_termination:
-            torch_arguments.refuse_collectives(self.module)
+            refuse_collectives(self.module)
         joining = self._reducer.joining = Joining(
             self.process_group, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination
         )
@@ -404,54 +384,17 @@ class DistributedDataParallel(nn.Module):
         """Receive the model of the highest rank among the last ones, as in torch."""
         if not joining.is_even:
             shared = [*self._parameters_to_sync(), *(self._buffers_to_sync() if self.forward_sync_buffers else ())]
-            model_sync.broadcast_values(self.process_group, [tensor for _, tensor in shared], joining.active[-1])
+            broadcast_values(self.process_group, [tensor for _, tensor in shared], joining.active[-1])
 
     def _stop_joining(self) -> None:
         self._reducer.joining = None
         # Ranks may have left after different forwards.
         self.require_forward_param_sync = True
 
-    def join_hook(self, **kwargs: Any) -> TorchJoinHook:
-        """Return the hook with which torch's context `torch.distributed.algorithms.Join` includes this model.
-
-        The group must be one of torch.distributed on the back end "asyncdist". In a world of `init_process_group`, use
-        `join`.
-
-        Args:
-            kwargs: ``divide_by_initial_world_size``, as in `join`; other names are ignored.
-        """
-        _ = self.join_process_group
-        divides_by_all = kwargs.get("divide_by_initial_world_size", True)
-        joining = self._torch_joining = Joining(self.process_group, divides_by_all=divides_by_all, throws=False)
-
-        def leave() -> None:
-            try:
-                self._sync_last(joining)
-            finally:
-                # torch's context leaves its configuration behind.
-                vars(self).pop("_join_config", None)
-                self._stop_joining()
-
-        return TorchJoinHook(joining, self._refresh, self._reducer.stand_in, leave)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device of the tensors with which torch's `Join` counts ranks."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The process group of torch whose ranks torch's `Join` counts.
-
-        Raises:
-            UsageError: The group of this model is not one of torch.distributed.
-        """
-        if self._torch_group is None:
-            raise UsageError(
-                "torch's Join needs a process group of torch.distributed: use `with model.join():`, or call "
-                'torch.distributed.init_process_group("asyncdist") and pass its group as process_group'
-            )
-        return self._torch_group
+    # What torch's context `torch.distributed.algorithms.Join` uses.
+    join_hook = torch_join.join_hook
+    join_device = property(torch_join.device)
+    join_process_group = property(torch_join.process_group)
 
     # -- communication hooks ----------------------------------------------------------------------
 
@@ -499,15 +442,6 @@ class DistributedDataParallel(nn.Module):
         """
         self._reducer.set_hook(AwaitedHookCaller(hook, self.process_group))
 
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Register torch's ``BuiltinCommHookType``: ALLREDUCE or FP16_COMPRESS."""
-        self.register_async_comm_hook(torch_arguments.builtin_hook(comm_hook_type))
-
-    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        """Step an optimizer for each bucket when its gradients have been averaged; see torch's method."""
-        step = torch_arguments.fused_step(optim, optim_params, args, kwargs)
-        self.register_async_comm_hook(step)
-
     # -- when backward ends -----------------------------------------------------------------------
 
     @property
@@ -534,98 +468,33 @@ class DistributedDataParallel(nn.Module):
 
     # -- further names of torch's class -----------------------------------------------------------
 
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Torch's older name of ``forward_sync_buffers``."""
-        return bool(self.forward_sync_buffers)
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the first parameter."""
-        return self._parameters_to_sync()[0][1].device
-
-    @property
-    def device_type(self) -> str:
-        """The type of `device`."""
-        return self.device.type
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        """Divide inputs over devices, as torch's method does; `forward` does not call it."""
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Join outputs of several devices, as torch's method does; `forward` does not call it."""
-        return gather(outputs, output_device, dim=self.dim)
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """Return ``([inputs], [kwargs])`` on a device, as torch's method does."""
-        moved = torch_arguments.moved((inputs, kwargs), torch.device(self.device_type, device_id))
-        return (moved[0],), (moved[1],)
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
-        """Exclude parameters and buffers of ``module`` by name, before it is wrapped."""
-        torch_arguments.ignore(module, params_and_buffers_to_ignore)
-
-    @staticmethod
-    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        """Return the parameters of ``module`` that are not excluded."""
-        for name, parameter in module.named_parameters():
-            if not hasattr(parameter, "_ddp_ignored"):
-                yield (name, parameter) if named_params else parameter
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return a description of the model, its arguments and its last step, under torch's names."""
-        return torch_arguments.logging_data(self, self._reducer)
-
-    def _set_static_graph(self) -> None:
-        """Set ``static_graph`` after the construction; the argument is the better way."""
-        if self.static_graph:
-            warnings.warn("static_graph is True already: leave _set_static_graph() out", stacklevel=2)
-            return
-        self._options.static_graph = True
-        self._reducer.set_static_graph()
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Check the rate and do nothing: `last_step` holds the times of every step."""
-        if sample_rate < 1:
-            raise UsageError(f"the sample rate of the logging data is 1 or more, not {sample_rate}")
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Do nothing: outputs are never copied."""
-
-    def _remove_autograd_hooks(self) -> None:
-        """Remove the hooks of the parameters: later backwards average nothing."""
-        self._reducer.remove_hooks()
-
-    def _check_reducer_finalized(self) -> None:
-        """Raise GradientError if the last backward ended before all gradients were averaged."""
-        self._reducer.check()
-
-    def _update_process_group(self, new_process_group: Any) -> None:
-        """Average over another group from the next forward on; a communication hook must be registered again."""
-        self._reducer.remove_hooks()
-        self._average_over(*torch_arguments.group_of(new_process_group, None))
-
-    @property
-    def _has_rebuilt_buckets(self) -> bool:
-        return self._reducer.has_rebuilt_buckets
-
-    @classmethod
-    def _get_active_ddp_module(cls) -> None:
-        """Return None: torch.compile need not split the model for this class."""
+    broadcast_buffers = property(names.broadcasts_buffers, names.set_broadcasts_buffers)
+    device = property(names.device)
+    device_type = property(names.device_type)
+    scatter = names.scatter_inputs
+    gather = names.gather_outputs
+    to_kwargs = names.inputs_on
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(names.ignore)
+    _get_data_parallel_params = staticmethod(names.parameters_of)
+    _get_active_ddp_module: Any = classmethod(names.active_module)
+    _get_ddp_logging_data = names.logging_data
+    _register_buffer_comm_hook = names.register_buffer_hook
+    _register_builtin_comm_hook = names.register_builtin_hook
+    _register_fused_optim = names.register_fused_optimizer
+    _set_static_graph = names.set_static_graph
+    _set_ddp_runtime_logging_sample_rate = names.set_sample_rate
+    _set_ddp_sink_clone = names.set_sink_clone
+    _remove_autograd_hooks = names.remove_hooks
+    _check_reducer_finalized = names.check_finalized
+    _update_process_group = names.update_group
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in torch_arguments.COMPUTED:
-                return torch_arguments.COMPUTED[name](self, self._reducer)
-            explained = torch_arguments.explain_missing(name)
+            if name in names.COMPUTED:
+                return names.COMPUTED[name](self, self._reducer)
+            explained = names.explain_missing(name)
             if explained is None:
                 raise
         raise AttributeError(explained, name=name, obj=self)

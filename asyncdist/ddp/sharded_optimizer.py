@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from asyncdist.collectives.arguments import whole_number_of
-from asyncdist.ddp import torch_arguments
+from asyncdist.ddp.torch_class.arguments import group_of
 from asyncdist.engine.work import Work
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.groups.default_world import AnyGroup
@@ -116,7 +116,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         params = list(params)
         if not params:
             raise UsageError("ZeroRedundancyOptimizer got no parameters")
-        self._group, self._torch_group = torch_arguments.group_of(process_group, None)
+        self._group, self._torch_group = group_of(process_group, None)
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self._consolidated: dict[str, Any] | None = None
         self.optim: Optimizer | None = None
@@ -344,7 +344,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         """
         old, owned = self._group, self._owned_by_rank()
         places = {parameter: place for place, parameter in enumerate(self._everything())}
-        self._group, self._torch_group = torch_arguments.group_of(group, None)
+        self._group, self._torch_group = group_of(group, None)
         states: list[Any] = [None] * self._group.size()
         self._group.all_gather_object(states, self._local_state(), weights_only=True, background=False).wait()
         kept = {place: each for state in states for place, each in state.items()}

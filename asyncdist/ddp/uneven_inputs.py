@@ -18,9 +18,11 @@ from collections.abc import Callable
 from enum import IntEnum
 
 import torch
+from torch import nn
 
 from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
-from asyncdist.errors import MismatchError, UnevenInputsError
+from asyncdist.ddp.sync_batchnorm import SyncBatchNorm
+from asyncdist.errors import MismatchError, UnevenInputsError, UsageError
 from asyncdist.groups.group import Group
 
 
@@ -133,24 +135,11 @@ _WORDS = {
 }
 
 
-class TorchJoinHook:
-    """What torch's `torch.distributed.algorithms.Join` calls on ranks that have run out of inputs.
-
-    Torch's context counts the ranks with inputs once for each forward, and calls `main_hook` once for each forward of
-    these ranks.
-    """
-
-    def __init__(
-        self, joining: Joining, refresh: Callable[[int], None], average: Callable[[Reduction], None],
-        leave: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self._joining, self._refresh, self._average, self._leave = joining, refresh, average, leave
-
-    def main_hook(self) -> None:
-        """Follow the other ranks through one forward and its backward."""
-        while self._joining.stand_in_once(self._refresh, self._average) is StepKind.refresh:
-            pass
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Receive the model of the last ranks, when all ranks have run out."""
-        self._leave()
+def refuse_collectives(module: nn.Module) -> None:
+    """Raise UsageError if the forward of a layer needs all ranks, also those that have run out of inputs."""
+    for name, each in module.named_modules():
+        if isinstance(each, SyncBatchNorm):
+            raise UsageError(
+                f"module {name!r} is a SyncBatchNorm, whose forward needs all ranks: pass "
+                "throw_on_early_termination=True to join()"
+            )

@@ -82,7 +82,8 @@ def loss_of(module, inputs, targets):
 @pytest.fixture(scope="session")
 def shared_nursery():
     # The first optimizer of a process imports torch._dynamo, which takes seconds.
-    preload = ("asyncdist.sync", "asyncdist.ddp", "asyncdist_transports.shm", "torch.nn.parallel", "torch._dynamo")
+    preload = ("asyncdist.sync", "asyncdist.ddp", "asyncdist_transports.shm", "torch.nn.parallel", "torch._dynamo",
+               "asyncdist.torch_backend")  # fmt: skip
     with Nursery(preload) as nursery:
         yield nursery
 

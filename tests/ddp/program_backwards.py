@@ -1,6 +1,7 @@
-"""Run by test_backwards.py on two ranks: which backwards average, in torch's DDP over gloo and in asyncdist's."""
+"""Run by test_backwards.py: which backwards average, in torch's DDP over gloo and over asyncdist, and in asyncdist's."""
 
 import inspect
+from datetime import timedelta
 
 import torch
 import torch.distributed
@@ -8,12 +9,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
-import asyncdist.sync as dist
+import asyncdist.torch_backend  # noqa: F401 - registers the back end
 from asyncdist.ddp import DistributedDataParallel, direct_gradients
 
 
 class Layers(nn.Module):
-    """Two layers of one weight each, both 1: every gradient is the input, here the rank plus 1, and 1.5 on average."""
+    """Two layers of one weight each, both 1: every gradient is the input, here the rank plus 1."""
 
     def __init__(self):
         super().__init__()
@@ -260,16 +261,17 @@ CASES = [
 ]
 
 
-def compare(test, rank, where):
-    """Send the gradients that both recorded in each case."""
+def compare(test, rank, world_size, where):
+    """Send the gradients that all three recorded in each case."""
     torch.set_num_threads(1)
     direct_gradients.LEAST_NBYTES = 0
-    torch.distributed.init_process_group("gloo", init_method=f"{where}-gloo", rank=rank, world_size=2)
-    with dist.process_group(init_method=where, rank=rank, world_size=2, timeout=30) as group:
-        for name in test.recv():
-            theirs = Case(rank, TorchDDP, gradient_as_bucket_view=True)
-            ours = Case(rank, DistributedDataParallel, process_group=group)
-            for case in (theirs, ours):
-                globals()[name](case)
-            test.send((theirs.seen, ours.seen))
+    torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size)
+    group = torch.distributed.new_group(backend="asyncdist", timeout=timedelta(seconds=60))
+    for name in test.recv():
+        over_gloo = Case(rank, TorchDDP, gradient_as_bucket_view=True)
+        over_asyncdist = Case(rank, TorchDDP, gradient_as_bucket_view=True, process_group=group)
+        ours = Case(rank, DistributedDataParallel, process_group=group)
+        for case in (over_gloo, over_asyncdist, ours):
+            globals()[name](case)
+        test.send((over_gloo.seen, over_asyncdist.seen, ours.seen))
     torch.distributed.destroy_process_group()

@@ -4,6 +4,7 @@
 package. A case records tensors after each step; the test compares what the contenders have recorded.
 """
 
+import contextlib
 import copy
 import inspect
 import io
@@ -321,6 +322,47 @@ def zero_redundancy_optimizer(case):
     case.train(module, optimizer=optimizer)
 
 
+def sharded_optimizer(case):
+    """Torch's class with torch's ZeRO, the class of this package with that of this package."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
+
+    from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer
+
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        module = network()
+        optimizer = (ZeroRedundancyOptimizer if case.is_ours else TorchZero)(module.parameters(), kind, lr=0.1)
+        case.train(module, optimizer=optimizer)
+
+
+def periodic_model_averager(case):
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    _averaged(case, PeriodicModelAverager(period=2, warmup_steps=1))
+
+
+def hierarchical_model_averager(case):
+    from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+
+    sizes = {2: 2, 4: 4} if case.size == 4 else {2: 1, 4: case.size}
+    _averaged(case, HierarchicalModelAverager(period_group_size_dict=sizes, warmup_steps=1))
+
+
+def _averaged(case, averager):
+    """Let each rank train alone, as post-local SGD does after its first steps, and average parameters now and then."""
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    module = network()
+    inner = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = case.wrap(module)
+    optimizer = PostLocalSGDOptimizer(inner, averager)
+    for step in range(5):
+        optimizer.zero_grad()
+        with model.no_sync() if step else contextlib.nullcontext():
+            model(case.data(4, 6)).square().mean().backward()
+        optimizer.step()
+        case.see(model)
+
+
 def optimizer_in_backward(case):
     from torch.distributed.optim import _apply_optimizer_in_backward
 
@@ -338,6 +380,21 @@ def fused_optimizer(case):
         model(case.data(4, 6)).square().mean().backward()
         torch.distributed.barrier()
         case.seen += [(name, parameter.detach().clone(), None) for name, parameter in model.named_parameters()]
+
+
+def fused_optimizer_of_some_parameters(case):
+    """Steps that accumulate come before; torch's documentation does not support them, and both compute the same."""
+    for kind, arguments in ((torch.optim.Adam, {"lr": 0.1}), (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.1})):
+        module = network()
+        model = case.wrap(module)
+        model._register_fused_optim(kind, optim_params=list(module[2].parameters()), **arguments)
+        for _ in range(3):
+            model.zero_grad()
+            with model.no_sync():
+                model(case.data(4, 6)).square().mean().backward()
+            model(case.data(4, 6)).square().mean().backward()
+            torch.distributed.barrier()
+            case.see(model)
 
 
 def triple(parameter):
@@ -468,6 +525,20 @@ def bf16_compress_hook(case):
     _hooked(case, None, bf16_compress_hook)
 
 
+def bf16_compress_wrapper(case):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_wrapper
+
+    _hooked(case, None, bf16_compress_wrapper(allreduce_hook))
+
+
+def fp16_compress_wrapper_of_powerSGD(case):
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
+
+    state = hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    _hooked(case, state, fp16_compress_wrapper(hooks.powerSGD_hook))
+
+
 def powerSGD_hook(case):
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
 
@@ -521,6 +592,42 @@ def optimizer_overlap_hook(case):
         model(case.data(4, 6)).square().mean().backward()
         torch.distributed.barrier()
         case.seen += [(name, parameter.detach().clone(), None) for name, parameter in model.named_parameters()]
+
+
+def hook_with_zero_step(case):
+    """Gloo is refused, so the steps are compared with those of an optimizer after backward.
+
+    The interleaved hook is no case: it broadcasts in callbacks of futures, whose order on processors differs by rank.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    for shards in (False, True):
+        module, expected = network(), case.wrap(network())
+        zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+        model = case.wrap(module, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=True)
+        model.register_comm_hook(None, hook_with_zero_step(allreduce_hook, model, zero, shard_buckets=shards))
+        optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+        for step in range(5):
+            batch = case.data(4, 6)
+            for each in (model, expected):
+                each.zero_grad()
+                each(batch).square().mean().backward()
+            zero.step()
+            # The first two steps only find the buckets.
+            if step > 1:
+                optimizer.step()
+            for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+                torch.testing.assert_close(parameter, other)
+            case.seen += [(name, parameter.detach().clone(), None) for name, parameter in model.named_parameters()]
+
+
+def hooks_by_name(case):
+    from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+
+    for kind in (DDPCommHookType.ALLREDUCE, DDPCommHookType.FP16_COMPRESS, DDPCommHookType.NOOP):
+        case.train(register=lambda model, kind=kind: register_ddp_comm_hook(kind, model))
 
 
 def noop_hook(case):

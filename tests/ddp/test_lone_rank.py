@@ -128,3 +128,22 @@ def test_backwards_that_average_nothing_leave_nothing_behind(together):
         return parameter()
 
     assert together(1, rank) == [None]
+
+
+def test_step_follows_a_backward_that_raised(together):
+    def fail(_):
+        raise ArithmeticError
+
+    def rank(group):
+        module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        model = DistributedDataParallel(module, process_group=group)
+        handle = module[0].weight.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            model(torch.ones(1, 1)).sum().backward()
+        handle.remove()
+        model.module(torch.ones(1, 1)).sum().backward()
+        model.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        return model.last_step is not None, module[1].bias.grad.item()
+
+    assert together(1, rank) == [(True, 1.0)]

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from asyncdist.ddp import DistributedDataParallel
+from asyncdist.ddp import DistributedDataParallel, hooks
 from asyncdist.errors import MismatchError
 
 
@@ -160,7 +162,7 @@ def test_ignored_parameters_are_left_alone(together, toy):
     toy.assert_equal(ours[1:], theirs[1:])
 
 
-@pytest.mark.parametrize(
+DIFFERENT = pytest.mark.parametrize(
     ("odd", "sentence"),
     [
         (lambda: nn.Linear(4, 3), r"parameter 'weight' has shape \(2, 3\) on rank 0, but \(3, 4\) on rank 2"),
@@ -172,6 +174,9 @@ def test_ignored_parameters_are_left_alone(together, toy):
         ),
     ],
 )
+
+
+@DIFFERENT
 def test_different_models_raise_on_every_rank(together, odd, sentence):
     def rank(group):
         with pytest.raises(MismatchError, match=sentence) as caught:
@@ -179,3 +184,63 @@ def test_different_models_raise_on_every_rank(together, odd, sentence):
         return caught.value.peer
 
     assert together(3, rank) == [2, 2, 2]
+
+
+@DIFFERENT
+@pytest.mark.parametrize("hook", [None, hooks.average])
+def test_different_models_raise_in_the_first_step_on_every_rank_without_init_sync(together, odd, sentence, hook):
+    def rank(group):
+        module = odd() if group.rank() == 2 else nn.Linear(3, 2)
+        model = DistributedDataParallel(module, process_group=group, init_sync=False)
+        if hook is not None:
+            model.register_async_comm_hook(hook)
+        # Each parameter gets a gradient, whatever the module computes.
+        model.module.forward = lambda: sum(parameter.sum() for parameter in module.parameters())
+        with pytest.raises(MismatchError, match=sentence) as caught:
+            model().backward()
+        return caught.value.peer
+
+    assert together(3, rank) == [2, 2, 2]
+
+
+def test_models_are_compared_once_without_init_sync(together, toy):
+    def rank(group):
+        counting = toy.Counting(group)
+        model = DistributedDataParallel(nn.Linear(3, 2), process_group=counting, init_sync=False)
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+        copied = copy.deepcopy(model)
+        first = counting.issued[:]
+        counting.issued.clear()
+        copied(torch.ones(1, 3)).sum().backward()
+        return first, counting.issued
+
+    # The digest of rank 0 and how many ranks differ, the bucket with its flags, and the order of the gradients.
+    first_step = [("broadcast", 2), ("all_reduce", 2), ("all_reduce", 48), ("broadcast", 2)]
+    assert together(2, rank) == [([*first_step, ("all_reduce", 48)], first_step)] * 2
+
+
+def test_buffers_that_differ_raise_in_the_first_step_on_every_rank_without_init_sync(together):
+    def rank(group):
+        module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=group.rank() == 0))
+        model = DistributedDataParallel(module, process_group=group, init_sync=False)
+        with pytest.raises(MismatchError, match=r"buffer '1.running_mean' exists on rank 0 only"):
+            model(torch.eye(3)).sum().backward()
+
+    together(2, rank)
+
+
+def test_models_that_differ_raise_in_the_first_step_of_ranks_with_and_without_inputs(together):
+    def rank(group):
+        module = nn.Linear(3, 2 + group.rank())
+        model = DistributedDataParallel(module, process_group=group, init_sync=False)
+
+        def train():
+            with model.join():
+                for _ in range(1 - group.rank()):
+                    model(torch.ones(1, 3)).sum().backward()
+
+        with pytest.raises(MismatchError, match=r"'weight' has shape \(2, 3\) on rank 0, but \(3, 3\) on rank 1"):
+            train()
+
+    together(2, rank)

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from asyncdist.bench.ddp.plan import ALONE, CONTENDERS, MODELS, ON_TWO_HOSTS, PARTS, STEPS, DdpPlan
+from asyncdist.bench.ddp.plan import ALONE, CONTENDERS, KEPT, MODELS, ON_TWO_HOSTS, PARTS, STEPS, DdpPlan
 from asyncdist.bench.ddp.result import DdpReport, MemoryCase, StepCase, StepFigures, TrainingCase
 from asyncdist.bench.machine import machine
 from asyncdist.errors import BenchmarkError
@@ -23,8 +23,8 @@ _RANKS = Path(__file__).with_name("ranks.py")
 _PATIENCE = 3600.0
 _SAMPLE = 0.01
 """Seconds between two looks at the memory of the ranks."""
-_MEMORY_MODELS = ("large", "convolutions")
-_MEMORY_CONTENDERS = ("asyncdist", "gloo", ALONE)
+_MEMORY_MODELS = ("large", "convolutions", "transformer")
+_MEMORY_CONTENDERS = ("asyncdist", "gloo", ALONE, KEPT)
 _TRAINED = (ALONE, "data parallel", "diloco")
 
 Progress = Callable[[str], None]

@@ -42,6 +42,8 @@ MODELS = {
 
 ALONE = "alone"
 """The contender that trains without communication, on all ranks at the same time. The others are compared with it."""
+KEPT = "kept"
+"""The contender that trains without communication and keeps its gradients from step to step, as buckets do."""
 CONTENDERS = {
     "asyncdist": "asyncdist's `DistributedDataParallel`",
     "auto": '... with `bucket_cap_mb="auto"`',
@@ -51,6 +53,7 @@ CONTENDERS = {
     "torch": "stock DDP on asyncdist",
     "gloo": "stock DDP on gloo",
     ALONE: "without communication",
+    KEPT: "... with gradients that are kept from step to step",
 }
 """The contenders, with what they are."""
 WITH_TORCH = {"torch": "asyncdist", "gloo": "gloo"}

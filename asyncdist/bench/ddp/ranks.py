@@ -6,6 +6,7 @@ A rank is forked by a nursery, and paced by `benchmark` over a pipe.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -20,7 +21,7 @@ from torch import nn
 import asyncdist.torch_backend  # noqa: F401 - registers the back end
 from asyncdist import sync
 from asyncdist.bench.ddp.models import WORKLOADS
-from asyncdist.bench.ddp.plan import ALONE, LOSSY, WITH_TORCH
+from asyncdist.bench.ddp.plan import ALONE, KEPT, LOSSY, WITH_TORCH
 from asyncdist.bench.plan import in_turns
 from asyncdist.bench.workloads.training import Trainer, compare_weights
 from asyncdist.ddp import DistributedDataParallel, hooks
@@ -33,6 +34,8 @@ _WARM_UPS = 3
 _TUNING = 66
 """The most steps in which ``bucket_cap_mb="auto"`` chooses, and two."""
 _MEMORY_STEPS = 40
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of ``mallopt`` of the GNU C library."""
 _SAMPLES = 16
 """The samples of an inner step of `train_with_few_exchanges`."""
 
@@ -79,7 +82,7 @@ def use_memory(
 ) -> None:
     """Train, and send ("begin", bytes of the largest bucket) and "end" around the steps whose memory `benchmark` reads."""
     with _worlds(where, rank, size, namespace, [contender]) as groups:
-        trainer = Trainer(_wrapped(contender, WORKLOADS[model].model, groups))
+        trainer = Trainer(_wrapped(contender, WORKLOADS[model].model, groups), keeps_gradients=contender == KEPT)
         trainer.model.zero_grad()
         test.send("ready")
         test.recv()
@@ -94,6 +97,7 @@ def train_with_few_exchanges(
     test: Connection, where: str, rank: int, size: int, namespace: str | None, who: str, every: int, outer_steps: int
 ) -> None:
     """Train a network on a teacher's labels; send (seconds, loss on held-out samples, bytes sent, seconds waited)."""
+    _keep_freed_memory()
     with _worlds(where, rank, size, namespace, [ALONE]):
         torch.manual_seed(0)
         teacher = nn.Sequential(nn.Linear(1024, 64), nn.Tanh(), nn.Linear(64, 10))
@@ -115,12 +119,25 @@ def train_with_few_exchanges(
                 (diloco or inner).step()
             seconds = perf_counter() - began
             sent = _sent_nbytes(namespace) - before
+            waited = diloco.savings.waited if diloco is not None else 0.0
             if diloco is not None:
                 diloco.synchronize()
         with torch.no_grad():
             loss = nn.functional.cross_entropy(student(held_out), _labels(teacher, held_out)).item()
-        test.send((seconds, loss, sent, diloco.savings.waited if diloco is not None else 0.0))
+        test.send((seconds, loss, sent, waited))
         test.recv()
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep the memory that a step frees for the next one, whatever else a contender allocates.
+
+    Otherwise a rank that trains alone gives back its gradients in each step, and touches 67 MiB of new pages in the next,
+    which takes 30 of 107 ms. The exchanges of the other contenders happen to prevent that.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
 def _labels(teacher: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
@@ -163,7 +180,7 @@ def _wrapped(who: str, make: Any, groups: Mapping[str, Any]) -> nn.Module:
     """Return a model for a contender. All have the same weights."""
     torch.manual_seed(0)
     module: nn.Module = make()
-    if who == ALONE:
+    if who in (ALONE, KEPT):
         return module
     if who in WITH_TORCH:
         return nn.parallel.DistributedDataParallel(module, process_group=groups[who])

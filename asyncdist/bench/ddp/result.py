@@ -91,7 +91,7 @@ class TrainingCase:
         seconds: For each round the time of all inner steps, outer steps included.
         losses: For each round the loss on held-out samples at the end.
         sent: For each round the bytes that a member has sent.
-        waited: For each round the seconds for which inner steps waited for outer steps.
+        waited: For each round the seconds of these for which inner steps waited for outer steps.
     """
 
     who: str

@@ -52,7 +52,7 @@ def _explained(report: DdpReport) -> list[str]:
     if report.memory:
         lines.append(
             "peak: memory of a rank above that before the first step; shared memory counts once. above alone: more than "
-            "without communication"
+            "without communication, which frees all gradients between two steps"
         )
     if report.training:
         lines.append(

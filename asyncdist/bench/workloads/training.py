@@ -26,14 +26,20 @@ _TOLERANCE = 1e-4  # difference of weights between contenders, which add in diff
 
 
 class Trainer:
-    """One model with its optimizer. `step` is timed."""
+    """One model with its optimizer. `step` is timed.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: The model, wrapped or not.
+        keeps_gradients: Whether each step sets the gradients of the last one to zero, instead of freeing them.
+    """
+
+    def __init__(self, model: nn.Module, *, keeps_gradients: bool = False) -> None:
         self.model = model
+        self._frees_gradients = not keeps_gradients
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step(self, batch: Batch) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self._frees_gradients)
         loss_of(self.model, batch).backward()
         self.optimizer.step()
 

@@ -1,11 +1,15 @@
 """What the reducer keeps and finds during one backward.
 
-arrivals        records gradients of a world of one rank
-bucket_memory   the memory of a bucket
-bucket_set      the buckets of all parameters
-bucket_tuning   finds the best bucket size in the first steps (pure)
-faults          gradients that a rank lacks or got twice, and the error that all ranks raise for them
-graph           questions about tensors and nodes of autograd
-optimizers      optimizers that torch attaches to parameters, to step in backward
-step_times      times of one backward
+arrivals            records gradients of a world of one rank
+bucket_assignment   which parameters the buckets of the next step hold
+bucket_exchange     starts the all-reduces, or the hooks in their place, and waits for them
+bucket_memory       the memory of a bucket
+bucket_set          the buckets of all parameters
+bucket_tuning       finds the best bucket size in the first steps (pure)
+faults              gradients that a rank lacks or got twice, and the error that all ranks raise for them
+gradient_hooks      the hooks by which autograd tells the reducer of gradients
+gradient_record     counts the gradients of one backward, and finds faults
+graph               questions about tensors and nodes of autograd
+optimizers          optimizers that torch attaches to parameters, to step in backward
+step_times          times of one backward
 """

@@ -35,6 +35,6 @@ class Arrivals:
 
     def take(self) -> list[int]:
         """Return the numbers of the recorded parameters, and forget them."""
-        numbers = [self._numbers[number] for number in map(id, self._recorded)]
+        numbers = list(map(self._numbers.__getitem__, map(id, self._recorded)))
         self._recorded.clear()
         return numbers

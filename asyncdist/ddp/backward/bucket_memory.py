@@ -49,6 +49,8 @@ class Bucket:
         line = LINE_NBYTES // parameters[members[0]].itemsize
         self._offsets, self._end, self._flags = [0, *ends[:-1]], ends[-1], flags
         self._count = self._end + -(-flags // line) * line
+        # Those of now: a parameter that is resized later must not get the memory of the next one.
+        self._forms = [_form_of(parameters[member]) for member in members]
 
     def allocate(self, parameters: Sequence[torch.Tensor], *, shared: bool) -> None:
         """Allocate the memory; called late, so that buckets of an earlier layout are freed first.
@@ -61,8 +63,7 @@ class Bucket:
                 self.flat = empty(self._count, dtype=like.dtype).zero_()
         if self.flat is None:
             self.flat = self.zeros(parameters)
-        for member, offset in zip(self.members, self._offsets, strict=True):
-            self.views[member] = view_of(self.flat, offset, parameters[member])
+        self.views = dict(zip(self.members, self.gradients_in(self.flat), strict=True))
 
     def release(self) -> None:
         """Free the memory until the next backward."""
@@ -84,15 +85,19 @@ class Bucket:
         like = parameters[self.members[0]]
         return torch.zeros(self._count, dtype=like.dtype, device=like.device)
 
-    def gradients_in(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def gradients_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradients, in the order of `members`, as views of a tensor like `flat`."""
-        return [view_of(flat, at, parameters[each]) for each, at in zip(self.members, self._offsets, strict=True)]
+        return [_view_of(flat, *at) for at in zip(self._offsets, self._forms, strict=True)]
 
 
-def view_of(flat: torch.Tensor, offset: int, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of ``flat`` that holds a gradient, with the strides of its parameter if these leave no gaps."""
-    part = flat[offset : offset + parameter.numel()]
+def _form_of(parameter: torch.Tensor) -> tuple[torch.Size, tuple[int, ...] | None]:
+    """Return the shape of a gradient, and its strides if they are those of its parameter; None if it is contiguous."""
     dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format).stride()
-    if dense == parameter.stride() and not parameter.is_contiguous():
-        return part.as_strided(parameter.shape, parameter.stride())
-    return part.view(parameter.shape)
+    follows = dense == parameter.stride() and not parameter.is_contiguous()
+    return parameter.shape, dense if follows else None
+
+
+def _view_of(flat: torch.Tensor, offset: int, form: tuple[torch.Size, tuple[int, ...] | None]) -> torch.Tensor:
+    shape, strides = form
+    part = flat[offset : offset + shape.numel()]
+    return part.view(shape) if strides is None else part.as_strided(shape, strides)

@@ -35,6 +35,17 @@ class ReducerOptions:
     tunes_buckets: bool = False
 
     @property
+    def common(self) -> dict[str, object]:
+        """The arguments that must be equal on all ranks, by name."""
+        return {
+            "bucket_cap_mb": "auto" if self.tunes_buckets else [each / (1 << 20) for each in self.limits],
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "delay_all_reduce_named_params": sorted(self.delayed),
+        }
+
+    @property
     def allows_unused(self) -> bool:
         """Whether a parameter may get no gradient in a backward."""
         return self.find_unused_parameters or self.static_graph or self.skip_all_reduce_unused_params
@@ -108,7 +119,8 @@ class BucketSet:
 
     def follow_casts(self) -> None:
         """Assign buckets again if parameters have been cast or moved: gradients must not be converted in between."""
-        if self._kinds != self._kinds_now():
+        # Gradients that stay where they are need no bucket.
+        if not self.is_alone and self._kinds != self._kinds_now():
             self.assign()
 
     def flat(self, bucket: Bucket) -> torch.Tensor:
@@ -132,7 +144,8 @@ class BucketSet:
 
     def fill(self, bucket: Bucket, faults: Faults) -> None:
         """Copy the gradients that have arrived since the last call into ``bucket``, all at once."""
-        if not bucket.unfilled:
+        if not bucket.unfilled or (self.is_alone and self._are_dense(bucket.unfilled)):
+            bucket.unfilled.clear()
             return
         if not self.is_alone:
             self.flat(bucket)
@@ -144,6 +157,9 @@ class BucketSet:
                 faults.add(index, Fault.cleared if gradient is None else Fault.sparse)
                 if view is not None:
                     view.zero_()
+            elif view is not None and gradient.shape != view.shape:
+                faults.add(index, Fault.resized)
+                view.zero_()
             elif not (view is None or gradient is view or gradient.data_ptr() == view.data_ptr()):
                 gradients.append(gradient)
                 views.append(view)
@@ -155,6 +171,15 @@ class BucketSet:
         elif gradients:
             with torch.no_grad():
                 torch._foreach_copy_(views, gradients)
+
+    def _are_dense(self, members: Sequence[int]) -> bool:
+        """Return whether all parameters have gradients that could be averaged."""
+        parameters, strided = self._parameters, torch.strided
+        for member in members:
+            gradient = parameters[member].grad
+            if gradient is None or gradient.layout is not strided:
+                return False
+        return True
 
     def fill_unused(self, index: int) -> None:
         """Put what a parameter without a new gradient has accumulated, or zeros, into its bucket."""
@@ -181,6 +206,9 @@ class BucketSet:
 
     def _copy_back(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
         assert parameter.grad is not None
+        if parameter.grad.shape != view.shape:
+            # A fault, which all ranks raise afterwards.
+            return
         if self._options.gradient_as_bucket_view:
             parameter.grad = view
         else:

@@ -21,6 +21,7 @@ class Fault(IntEnum):
     skipped = 4
     cleared = 5
     sparse = 6
+    resized = 7
 
 
 class Faults:
@@ -80,6 +81,10 @@ _SENTENCES = {
         "a hook set the gradient of {parameters} to None on {where} before it was averaged, as an optimizer does that "
         "steps in backward: call the optimizer's step() after backward(), or use torch.distributed.optim."
         "_apply_optimizer_in_backward, whose steps then follow the averages"
+    ),
+    Fault.resized: (
+        "the gradient of {parameters} on {where} has not the shape that the parameter had when the model was wrapped: wrap "
+        "the model after all changes"
     ),
     Fault.sparse: (
         "the gradient of {parameters} on {where} is not a dense tensor, and sparse gradients are not averaged; build its "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,6 +59,25 @@ def _is_returned(parameter: torch.nn.Parameter) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def refuse_distributed_autograd(names: Sequence[str]) -> None:
+    """Raise GradientError inside a context of `torch.distributed.autograd`, whose backward accumulates no gradients."""
+    rpc = sys.modules.get("torch.distributed.rpc")
+    # Without remote calls of torch there is no context.
+    if rpc is None or not rpc.is_available() or not rpc._is_current_rpc_agent_set():
+        return
+    # torch raises RuntimeError outside a context.
+    try:
+        sys.modules["torch.distributed.autograd"]._current_context()
+    except RuntimeError:
+        return
+    raise GradientError(
+        "this forward runs inside torch.distributed.autograd.context(), whose backward returns the gradients of "
+        "{parameters} instead of accumulating them, so the ranks would not average them: run it outside the context and "
+        "call backward(), or use torch's DistributedDataParallel on the back end of asyncdist.torch_backend",
+        names,
+    )
 
 
 def first_leaf(node: Any) -> Any:

@@ -37,7 +37,7 @@ class GradientBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """Return views of `buffer`, one for each parameter, with the parameter's shape."""
-        return self._bucket.gradients_in(self._flat, self._all)
+        return self._bucket.gradients_in(self._flat)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters, in the order of `gradients`."""

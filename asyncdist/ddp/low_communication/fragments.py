@@ -70,7 +70,8 @@ class Fragment:
 
     def pseudo_gradient(self) -> torch.Tensor:
         """Return the outer values minus the parameters, in a new tensor."""
-        return torch.sub(self.outer, self._flat())
+        own = self._flat()
+        return torch.sub(self.outer, own, out=own)
 
     def take_outer_step(self, optimizer: Optimizer, average: torch.Tensor, keep: float) -> None:
         """Step the outer values by the average of the pseudo-gradients, and set the parameters to them.

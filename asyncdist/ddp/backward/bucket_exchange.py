@@ -1,0 +1,154 @@
+"""Averages buckets over the ranks: all-reduces, or communication hooks in their place. Used by `reducer`.
+
+The all-reduces start in the order of the buckets, whatever the order of the gradients, so that all ranks start the same
+ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from asyncdist.base.cores import has_free_cores
+from asyncdist.base.ops import ReduceOp, Reduction
+from asyncdist.ddp.backward.bucket_memory import Bucket
+from asyncdist.ddp.backward.bucket_set import BucketSet
+from asyncdist.ddp.backward.gradient_record import GradientRecord
+from asyncdist.ddp.backward.step_times import BucketTimes
+from asyncdist.ddp.hooks.bucket import GradientBucket
+from asyncdist.ddp.hooks.running import HookCaller, HookResult
+from asyncdist.ddp.model_sync import Verification
+from asyncdist.ddp.uneven_inputs import Joining
+from asyncdist.engine.work import Work
+from asyncdist.groups.group import Group
+
+
+class BucketExchange:
+    """The all-reduces of one backward, or the calls of `hook` in their place.
+
+    Attributes:
+        hook: The communication hook; None without one.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        buckets: BucketSet,
+        record: GradientRecord,
+        parameters: Sequence[torch.nn.Parameter],
+        verification: Verification,
+    ) -> None:
+        self.hook: HookCaller | None = None
+        self._verification = verification
+        self._group, self._set, self._record, self._parameters = group, buckets, record, parameters
+        self._overlaps = not group.shares_memory or has_free_cores(group.size(), torch.get_num_threads())
+        self._works: list[Work | HookResult] = []
+        self._times: Sequence[BucketTimes] = ()
+        self._joining: Joining | None = None
+        self._reduction: Reduction = ReduceOp.AVG
+
+    @property
+    def started(self) -> int:
+        """The number of buckets whose all-reduces this backward has started."""
+        return len(self._works)
+
+    def begin(self, times: Sequence[BucketTimes], joining: Joining | None) -> None:
+        """Forget the last backward.
+
+        Args:
+            times: Receives the times of the buckets of the next one.
+            joining: The ``join()`` in which it runs; None outside.
+        """
+        self._works, self._times, self._joining = [], times, joining
+
+    def start_full(self, bucket: Bucket) -> None:
+        """Start the all-reduces of full buckets, in order; ``bucket`` has become full."""
+        self._times[bucket.index].ready = perf_counter()
+        if self._overlaps or self.hook is not None:
+            buckets = self._set.buckets
+            # `start_rest` starts the last one: nothing is computed after it, so no background thread needs to drive it.
+            while len(self._works) < len(buckets) - 1 and not buckets[len(self._works)].pending:
+                self._start(background=True)
+
+    def start_rest(self, *, background: bool) -> None:
+        """Start the remaining all-reduces at the end of backward."""
+        with _RetrievedErrors(self._works):
+            if not self._set.flags_apart:
+                self._record.write_flags(self._set.flags())
+            while len(self._works) < len(self._set.buckets):
+                self._start(background=background)
+
+    def _start(self, *, background: bool) -> None:
+        if not self._works:
+            self._reduction = ReduceOp.AVG if self._joining is None else self._joining.reduction()
+            self._verification.once()
+        bucket = self._set.buckets[len(self._works)]
+        flat = torch.empty(0) if self._set.is_alone else self._set.flat(bucket)
+        if not self._set.is_alone and (bucket.pending or self._set.is_special):
+            arrived = self._record.arrived
+            for member in bucket.members:
+                if member not in arrived:
+                    self._set.fill_unused(member)
+        times = self._times[bucket.index]
+        times.started = perf_counter()
+        if self.hook is not None:
+            self._works.append(self.hook.start(self._bucket_for_hook(bucket, flat)))
+            return
+        work = self._group.all_reduce(flat, self._reduction, background=background)
+        self._works.append(work)
+        work.add_done_callback(times.stop)
+
+    def _bucket_for_hook(self, bucket: Bucket, flat: torch.Tensor) -> GradientBucket:
+        return GradientBucket(bucket, flat, self._parameters, is_last=bucket is self._set.buckets[-1])
+
+    def wait(self, futures: Iterable[Any]) -> torch.Tensor:
+        """Wait for all averages and then for ``futures``; return the sums of the ranks' flags."""
+        with _RetrievedErrors(self._works):
+            for work, times in zip(self._works, self._times, strict=True):
+                work.wait()
+                times.finished = times.finished or perf_counter()
+            flags = self._reduced_flags()
+            for future in futures:
+                future.wait()
+        return flags
+
+    def average_zeros(self, reduction: Reduction) -> torch.Tensor:
+        """Contribute zeros to one backward of the other ranks; return the sums of the ranks' flags."""
+        self._verification.once()
+        results = []
+        for bucket in self._set.buckets:
+            flat = bucket.zeros(self._parameters)
+            if self.hook is None:
+                self._group.all_reduce(flat, reduction, background=False).wait()
+            else:
+                results.append(self.hook.start(self._bucket_for_hook(bucket, flat)))
+        for result in results:
+            result.wait()
+        return self._reduced_flags() if self._set.flags_apart else self._set.buckets[-1].flags_of(flat)
+
+    def _reduced_flags(self) -> torch.Tensor:
+        if not self._set.flags_apart:
+            return self._set.flags()
+        flags = torch.zeros(self._set.flags_count, dtype=torch.float32, device="cpu")
+        self._record.write_flags(flags)
+        # After the results of the hooks, which may issue collectives of this group from other threads.
+        self._group.all_reduce(flags, ReduceOp.SUM, background=False).wait()
+        return flags
+
+
+class _RetrievedErrors:
+    """A context that, if it raises, retrieves the exceptions of all works, so that none is logged."""
+
+    def __init__(self, works: Sequence[Work | HookResult]) -> None:
+        self._works = works
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            for work in self._works:
+                work.exception()

@@ -1,0 +1,124 @@
+"""Which gradients one backward has given this rank, and what is wrong with them. Used by `reducer`."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+
+import torch
+
+from asyncdist.ddp.backward.bucket_memory import Bucket
+from asyncdist.ddp.backward.bucket_set import BucketSet, ReducerOptions
+from asyncdist.ddp.backward.faults import Fault, Faults
+
+
+class GradientRecord:
+    """Counts the gradients of one backward, and copies them into their buckets. Parameters are known by their numbers.
+
+    Attributes:
+        seen: How many gradients each parameter got in this backward, in the order in which the first ones arrived.
+        used: Parameters that got a gradient since the last averages; kept only where parameters may be unused.
+        faults: What this rank has found wrong in this backward.
+    """
+
+    def __init__(self, buckets: BucketSet, options: ReducerOptions, faults: Faults, count: int) -> None:
+        self.seen: dict[int, int] = {}
+        self.used: set[int] = set()
+        self.faults = faults
+        self._set, self._options, self._parameter_count = buckets, options, count
+        # With a static graph or skipped parameters: those whose last gradient has arrived.
+        self._filled: set[int] = set()
+        # With a static graph, what `seen` was in the first backward.
+        self._expected: dict[int, int] | None = None
+
+    @property
+    def arrived(self) -> Container[int]:
+        """The parameters whose gradients are complete."""
+        return self._filled if self._set.is_special else self.seen
+
+    def begin(self) -> None:
+        """Forget the last backward, except for `used`."""
+        self.seen = {}
+        self._filled.clear()
+        self.faults.clear()
+        expected = self._expected
+        for bucket in self._set.buckets:
+            members = bucket.members
+            bucket.pending = len(members) if expected is None else sum(member in expected for member in members)
+            bucket.unfilled.clear()
+
+    def add(self, index: int) -> Bucket | None:
+        """Count a gradient of a parameter, and return its bucket if that is full now."""
+        if index not in self.seen and not self._set.is_special:
+            self.seen[index] = 1
+        elif not self._is_complete(index):
+            return None
+        bucket = self._set.bucket_of[index]
+        bucket.pending -= 1
+        bucket.unfilled.append(index)
+        # A large gradient is copied while it is in the cache, small ones together.
+        if not bucket.pending or index in self._set.large:
+            self._set.fill(bucket, self.faults)
+        return None if bucket.pending else bucket
+
+    def _is_complete(self, index: int) -> bool:
+        """Count a gradient of a static graph, of a skipped parameter, or after the first one; return if it is the last."""
+        count = self.seen[index] = self.seen.get(index, 0) + 1
+        expected = 1 if not self._options.static_graph else (self._expected or {}).get(index, 0)
+        if index in self._set.skipped:
+            self.faults.add(index, Fault.skipped)
+        elif not self._options.static_graph and count > 1:
+            self.faults.add(index, Fault.repeated)
+        elif self._expected is not None and count > expected:
+            self.faults.add(index, Fault.changed)
+        elif count == expected:
+            self._filled.add(index)
+            return True
+        return False
+
+    def add_all(self, arrived: Sequence[int]) -> bool:
+        """Count the gradients of a whole backward at once; return False if they must be counted one by one."""
+        counts = dict.fromkeys(arrived, 1)
+        if len(counts) < len(arrived) or self.seen:
+            return False
+        self.seen, is_complete = counts, len(counts) == self._parameter_count
+        for bucket in self._set.buckets:
+            bucket.unfilled = (
+                [*bucket.members] if is_complete else [member for member in bucket.members if member in counts]
+            )
+            bucket.pending -= len(bucket.unfilled)
+        return True
+
+    def end(self) -> list[Bucket]:
+        """Look for faults after a backward, and copy what is left; return the buckets that became full by this.
+
+        These are the buckets of a static graph in the first backward.
+        """
+        full: list[Bucket] = []
+        if self._options.static_graph and self._expected is None:
+            self._expected = dict(self.seen)
+            self._filled.update(self.seen)
+            for index in self.seen:
+                bucket = self._set.bucket_of[index]
+                bucket.pending -= 1
+                bucket.unfilled.append(index)
+                if not bucket.pending:
+                    full.append(bucket)
+        elif self._expected is not None:
+            for index, count in self._expected.items():
+                if self.seen.get(index, 0) < count:
+                    self.faults.add(index, Fault.changed)
+        elif not self._set.allows_unused and len(self.seen) < self._parameter_count:
+            for index in range(self._parameter_count):
+                if index not in self.seen:
+                    self.faults.add(index, Fault.missing)
+        for bucket in self._set.buckets:
+            self._set.fill(bucket, self.faults)
+        return full
+
+    def write_flags(self, flags: torch.Tensor) -> None:
+        """Write what the other ranks must know: whether there are faults, and which parameters were used."""
+        flags.zero_()
+        if self.faults:
+            flags[0] = 1
+        if self._set.allows_unused and self.used:
+            flags[[1 + index for index in self.used]] = 1

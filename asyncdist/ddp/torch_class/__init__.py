@@ -1,0 +1,7 @@
+"""What `torch.nn.parallel.DistributedDataParallel` accepts and has, for `module`.
+
+arguments   which arguments are accepted, and what they mean
+hooks       hooks that torch's class takes by private methods
+join        how a model takes part in torch's context `Join`
+names       further methods and attributes
+"""

@@ -1,0 +1,98 @@
+"""How a wrapped model takes part in torch's context `torch.distributed.algorithms.Join`. Used by `module`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from asyncdist.base.ops import Reduction
+from asyncdist.ddp.uneven_inputs import Joining, StepKind
+from asyncdist.errors import UsageError
+
+
+class TorchJoinHook:
+    """What torch's `torch.distributed.algorithms.Join` calls on ranks that have run out of inputs.
+
+    Torch's context counts the ranks with inputs once for each forward, and calls `main_hook` once for each forward of
+    these ranks.
+    """
+
+    def __init__(
+        self, joining: Joining, refresh: Callable[[int], None], average: Callable[[Reduction], None],
+        leave: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._joining, self._refresh, self._average, self._leave = joining, refresh, average, leave
+
+    def main_hook(self) -> None:
+        """Follow the other ranks through one forward and its backward."""
+        while self._joining.stand_in_once(self._refresh, self._average) is StepKind.refresh:
+            pass
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Receive the model of the last ranks, when all ranks have run out."""
+        self._leave()
+
+
+def notify(model: Any) -> Joining | None:
+    """Tell torch's context that a forward begins; return what it does, or None outside such a context."""
+    config = vars(model).get("_join_config")
+    if config is None or not config.enable:
+        return None
+    from torch.distributed.algorithms.join import Join
+
+    work: Any = Join.notify_join_context(model)
+    if work is not None:
+        work.wait()
+    joining: Joining | None = model._torch_joining
+    model._reducer.joining = joining
+    return joining
+
+
+def join_hook(model: Any, **kwargs: Any) -> TorchJoinHook:
+    """Return the hook with which torch's context includes a model.
+
+    The group must be one of torch.distributed on the back end "asyncdist". In a world of `init_process_group`, use
+    `DistributedDataParallel.join`.
+
+    Args:
+        model: The wrapped model.
+        kwargs: ``divide_by_initial_world_size``, as in `DistributedDataParallel.join`; other names are ignored.
+
+    Raises:
+        UsageError: The group of the model is not one of torch.distributed.
+    """
+    process_group(model)
+    divides_by_all = kwargs.get("divide_by_initial_world_size", True)
+    joining = model._torch_joining = Joining(model.process_group, divides_by_all=divides_by_all, throws=False)
+
+    def leave() -> None:
+        try:
+            model._sync_last(joining)
+        finally:
+            # torch's context leaves its configuration behind.
+            vars(model).pop("_join_config", None)
+            model._stop_joining()
+
+    return TorchJoinHook(joining, model._refresh, model._reducer.stand_in, leave)
+
+
+def device(model: Any) -> torch.device:
+    """Return the device of the tensors with which torch's context counts ranks."""
+    found: torch.device = model.device
+    return found
+
+
+def process_group(model: Any) -> Any:
+    """Return the process group of torch whose ranks torch's context counts.
+
+    Raises:
+        UsageError: The group of the model is not one of torch.distributed.
+    """
+    if model._torch_group is None:
+        raise UsageError(
+            "torch's Join needs a process group of torch.distributed: use `with model.join():`, or call "
+            'torch.distributed.init_process_group("asyncdist") and pass its group as process_group'
+        )
+    return model._torch_group

@@ -1,0 +1,221 @@
+"""Further names of torch's class, most of them private. Used by `module`.
+
+Functions whose first argument is ``model`` are methods of `DistributedDataParallel`, which lists them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+
+from asyncdist.ddp import buckets, model_sync
+from asyncdist.ddp.reducer import Reducer
+from asyncdist.ddp.torch_class import hooks
+from asyncdist.ddp.torch_class.arguments import WITH_TORCH, group_of, moved
+from asyncdist.errors import UsageError
+
+# -- public -----------------------------------------------------------------------------------------
+
+
+def device(model: Any) -> torch.device:
+    """Return the device of the first parameter."""
+    found: torch.device = model._parameters_to_sync()[0][1].device
+    return found
+
+
+def device_type(model: Any) -> str:
+    """Return the type of `device`."""
+    return device(model).type
+
+
+def broadcasts_buffers(model: Any) -> bool:
+    """Return ``forward_sync_buffers``, of which this is torch's older name."""
+    return bool(model.forward_sync_buffers)
+
+
+def set_broadcasts_buffers(model: Any, value: bool) -> None:
+    """Set ``forward_sync_buffers``."""
+    model.forward_sync_buffers = value
+
+
+def scatter_inputs(model: Any, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+    """Divide inputs over devices, as torch's method does; `forward` does not call it."""
+    return scatter_kwargs(inputs, kwargs, device_ids, dim=model.dim)
+
+
+def gather_outputs(model: Any, outputs: Any, output_device: Any) -> Any:
+    """Join outputs of several devices, as torch's method does; `forward` does not call it."""
+    return gather(outputs, output_device, dim=model.dim)
+
+
+def inputs_on(model: Any, inputs: Any, kwargs: Any, device_id: int) -> Any:
+    """Return ``([inputs], [kwargs])`` on a device, as torch's method does."""
+    found = moved((inputs, kwargs), torch.device(model.device_type, device_id))
+    return (found[0],), (found[1],)
+
+
+# -- private ----------------------------------------------------------------------------------------
+
+
+def ignore(module: nn.Module, params_and_buffers_to_ignore: Any) -> None:
+    """Exclude parameters and buffers of ``module`` by name, before it is wrapped."""
+    module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name in params_and_buffers_to_ignore:
+            tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+
+def parameters_of(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+    """Return the parameters of ``module`` that are not excluded."""
+    for name, parameter in module.named_parameters():
+        if not hasattr(parameter, "_ddp_ignored"):
+            yield (name, parameter) if named_params else parameter
+
+
+def active_module(_: type) -> None:
+    """Return None: torch.compile need not split the model for this class."""
+
+
+def register_buffer_hook(model: Any, state: object, hook: Any, comm_hook_location: Any = "POST_FORWARD") -> None:
+    """Call ``hook(state, buffers)`` in each forward that follows a forward with gradients, instead of a broadcast.
+
+    Args:
+        model: The wrapped model.
+        state: The first argument of the hook.
+        hook: Changes the tensors of a dictionary of buffers by name. It may return futures of torch, for which the end of
+            backward waits.
+        comm_hook_location: "PRE_FORWARD" or "POST_FORWARD", or torch's constants of these names.
+    """
+    model.buffer_hook = hooks.BufferHook(state, hook, comm_hook_location)
+
+
+def register_builtin_hook(model: Any, comm_hook_type: Any) -> None:
+    """Register torch's ``BuiltinCommHookType``: ALLREDUCE or FP16_COMPRESS."""
+    model.register_async_comm_hook(hooks.builtin_hook(comm_hook_type))
+
+
+def register_fused_optimizer(model: Any, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+    """Step an optimizer for each bucket when its gradients have been averaged; see torch's method."""
+    model.register_async_comm_hook(hooks.fused_step(optim, optim_params, args, kwargs))
+
+
+def set_static_graph(model: Any) -> None:
+    """Set ``static_graph`` after the construction; the argument is the better way."""
+    if model.static_graph:
+        warnings.warn("static_graph is True already: leave _set_static_graph() out", stacklevel=2)
+        return
+    model._options.static_graph = True
+    model._reducer.set_static_graph()
+
+
+def set_sample_rate(_: Any, sample_rate: int) -> None:
+    """Check the rate and do nothing: `last_step` holds the times of every step."""
+    if sample_rate < 1:
+        raise UsageError(f"the sample rate of the logging data is 1 or more, not {sample_rate}")
+
+
+def set_sink_clone(_: Any, val: bool) -> None:
+    """Do nothing: outputs are never copied."""
+
+
+def remove_hooks(model: Any) -> None:
+    """Remove the hooks of the parameters: later backwards average nothing."""
+    model._reducer.remove_hooks()
+
+
+def check_finalized(model: Any) -> None:
+    """Raise GradientError if the last backward ended before all gradients were averaged."""
+    model._reducer.check()
+
+
+def update_group(model: Any, new_process_group: Any) -> None:
+    """Average over another group from the next forward on; a communication hook must be registered again."""
+    model._reducer.remove_hooks()
+    model._average_over(*group_of(new_process_group, None))
+
+
+def logging_data(model: Any) -> dict[str, Any]:
+    """Return a description of the model, its arguments and its last step: strings, and times in nanoseconds."""
+    reducer = model._reducer
+    trained = [parameter for _, parameter in model._parameters_to_sync() if parameter.requires_grad]
+    sizes = [sum(model.module.get_parameter(name).nbytes for name in names) for names in reducer.layout]
+    data: dict[str, Any] = {
+        "module_name": type(model.module).__name__,
+        "backend_name": "asyncdist",
+        "world_size": model.process_group.size(),
+        "rank": model.process_group.rank(),
+        "device_ids": ", ".join(map(str, model.device_ids or ())),
+        "output_device": -1 if model.output_device is None else model.output_device,
+        "broadcast_buffers": int(bool(model.forward_sync_buffers)),
+        "bucket_cap_bytes": model.bucket_bytes_cap,
+        "find_unused_parameters": int(model.find_unused_parameters),
+        "gradient_as_bucket_view": int(model.gradient_as_bucket_view),
+        "static_graph": int(model.static_graph),
+        "is_multi_device_module": int(model.is_multi_device_module),
+        "has_sync_bn": int(any(type(each).__name__ == "SyncBatchNorm" for each in model.module.modules())),
+        "dtypes": ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in trained})),
+        "num_parameter_tensors": len(trained),
+        "total_parameter_size_bytes": sum(each.nbytes for each in trained),
+        "bucket_sizes": ", ".join(map(str, sizes)),
+        "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
+        "can_set_static_graph": int(not reducer.may_lack_gradients),
+    }
+    if reducer.hook_name is not None:
+        data["comm_hook"] = reducer.hook_name
+    if reducer.has_rebuilt_buckets:
+        data["rebuilt_bucket_sizes"] = data["bucket_sizes"]
+    step = reducer.last_step
+    if step is not None:
+        started = min(bucket.started for bucket in step.buckets)
+        overlap = sum(max(0.0, min(each.finished, step.backward_finished) - each.started) for each in step.buckets)
+        data |= {
+            "num_buckets_reduced": len(step.buckets),
+            "backward_compute_time": round((step.backward_finished - step.backward_started) * 1e9),
+            "backward_comm_time": round((step.finished - started) * 1e9),
+            "backward_compute_comm_overlap_time": round(overlap * 1e9),
+        }
+    return data
+
+
+# -- attributes that are computed -------------------------------------------------------------------------------
+
+COMPUTED: dict[str, Callable[[Any, Reducer], Any]] = {
+    "_has_rebuilt_buckets": lambda model, reducer: reducer.has_rebuilt_buckets,
+    "broadcast_bucket_size": lambda model, reducer: model_sync.PACK_NBYTES,
+    "bucket_bytes_cap": lambda model, reducer: reducer.limits[-1],
+    "bucket_bytes_cap_default": lambda model, reducer: tuple(reducer.limits) == buckets.caps(),
+    "bucket_bytes_cap_list": lambda model, reducer: list(reducer.limits),
+    "is_multi_device_module": lambda model, reducer: len(_devices_of(model)) > 1,
+    "modules_buffers": lambda model, reducer: [buffer for _, buffer in model._buffers_to_sync()],
+    "named_module_buffers": lambda model, reducer: dict(model._buffers_to_sync()),
+    "use_side_stream_for_tensor_copies": lambda model, reducer: False,
+}
+"""Attributes of torch's class that describe a model, with functions of the model and its reducer that return them."""
+
+
+def _devices_of(model: Any) -> set[torch.device]:
+    return {parameter.device for _, parameter in model._parameters_to_sync()}
+
+
+_INSTEAD = {
+    "reducer": "the averages of the last step are described by last_step, bucket_parameters and _get_ddp_logging_data()",
+    "logger": "last_step and _get_ddp_logging_data() describe the steps",
+}
+
+
+def explain_missing(name: str) -> str | None:
+    """Return the text of an AttributeError for a name that only torch's class has; None for other names."""
+    if name in _INSTEAD:
+        return f"asyncdist's DistributedDataParallel has no {name!r}: {_INSTEAD[name]}"
+    if name.startswith("__") or not hasattr(TorchDistributedDataParallel, name):
+        return None
+    return (
+        f"asyncdist's DistributedDataParallel has no {name!r}, only torch's has: docs/ddp.md lists what both have; a "
+        f"program that needs it uses {WITH_TORCH}"
+    )
