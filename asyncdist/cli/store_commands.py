@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Coroutine
@@ -70,6 +71,9 @@ def _print(text: str | bytes, *, nl: bool = True) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
+        # From Python 3.13 on, what is left in the buffer decides the exit code, because it fails again at the end.
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
         raise click.ClickException(f"cannot write to the standard output: {error.strerror}") from error
 
 

@@ -10,6 +10,7 @@ import torch
 from asyncdist import rpc
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, PeerLostError, UsageError
+from asyncdist.rpc.wire import VERSION
 
 QUICK = Config(timeout=60.0)
 
@@ -50,12 +51,14 @@ async def test_find_waits_until_somebody_serves(job):
 
 
 async def test_process_that_calls_by_another_version_is_not_found(job, monkeypatch):
-    monkeypatch.setattr("asyncdist.rpc.session.VERSION", 2)
+    monkeypatch.setattr("asyncdist.rpc.session.VERSION", VERSION + 1)
     async with rpc.serve({"it": Member(0)}, job, config=QUICK):
         monkeypatch.undo()
         async with rpc.connect(job, config=QUICK):
             for _ in range(2):
-                with pytest.raises(rpc.NameNotFoundError, match="makes calls of version 2, and this process of 1"):
+                with pytest.raises(
+                    rpc.NameNotFoundError, match=f"makes calls of version {VERSION + 1}, and this process of {VERSION}"
+                ):
                     await rpc.find("it", timeout=0.1)
 
 
