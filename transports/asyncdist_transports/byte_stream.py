@@ -220,7 +220,7 @@ class Reader:
                 if self._receive is not None:
                     budget -= self._read_body()
                     # The next large message, of the same task, would arrive before the driver has posted its receive.
-                    if self._receive is None and budget <= QUANTUM - _MOST_AHEAD_NBYTES:
+                    if not self._body_left and budget <= QUANTUM - _MOST_AHEAD_NBYTES:
                         break
                 elif ready or self._backlog is not None or (self._inbox is not None and self._inbox.posted):
                     ready = False
