@@ -19,7 +19,7 @@ QUANTUM = 1 << 20
 # A body up to this size is faster copied behind its header than passed beside it.
 _JOINED_NBYTES = 1 << 10
 # Most bytes that one read takes together with a header. They are copied if the message belongs to another receive.
-_MOST_AHEAD_NBYTES = 64 << 10
+_MOST_AHEAD_NBYTES = 256 << 10
 # Most bytes in the body of a control message.
 _MAX_CONTROL_NBYTES = 1 << 16
 

@@ -85,7 +85,7 @@ class ThreadedSend:
                 self._returned(self)
 
     def _send_some(self) -> bool:
-        """Send until the kernel takes no more; return whether more is to be sent."""
+        """Send until the kernel takes no more; return whether bytes are left."""
         message, whole = self.message, HEADER_NBYTES + len(self.message.body)
         while True:
             with self._lock:
