@@ -17,10 +17,20 @@ class Owner(Protocol):
     def transferred(self) -> None: ...
 
 
-class Outgoing:
-    """An outgoing message: header, body, and the number of bytes already sent."""
+class Sender(Protocol):
+    """A thread that sends a message."""
 
-    __slots__ = ("body", "done", "header", "owner", "peer", "sent")
+    def stop(self) -> None:
+        """Return when the thread does not read the message any more. The bytes that it has sent are counted."""
+
+
+class Outgoing:
+    """An outgoing message: header, body, and the number of bytes already sent.
+
+    ``sender`` is the thread that sends it at the moment; None if the driver of the world does.
+    """
+
+    __slots__ = ("body", "done", "header", "owner", "peer", "sender", "sent")
 
     def __init__(
         self, peer: int, key: bytes, fingerprint: int, body: memoryview, owner: Owner | None, kind: int = 1
@@ -29,6 +39,7 @@ class Outgoing:
         self.header = key + pack_tail(fingerprint, len(body), kind)
         self.body = body
         self.owner = owner
+        self.sender: Sender | None = None
         self.sent = 0
         self.done = False
 
@@ -37,7 +48,7 @@ class Outgoing:
         """Return a message that owns its body, without an owner."""
         message = cls.__new__(cls)
         message.peer, message.header, message.body = peer, header, memoryview(bytes(body))
-        message.owner, message.sent, message.done = None, sent, False
+        message.owner, message.sender, message.sent, message.done = None, None, sent, False
         return message
 
     def finish(self) -> None:
@@ -50,6 +61,8 @@ class Outgoing:
 
         The receiver may succeed with it, so it must not get what the owner of the memory writes next.
         """
+        if self.sender is not None:
+            self.sender.stop()
         if self.sent and not self.done:
             self.body = memoryview(bytes(self.body[max(0, self.sent - HEADER_NBYTES) :]))
             self.sent = min(self.sent, HEADER_NBYTES)

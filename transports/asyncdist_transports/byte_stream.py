@@ -18,6 +18,8 @@ from asyncdist.transport.wire_format import BEAT, DATA, HEADER_NBYTES, KEY_NBYTE
 QUANTUM = 1 << 20
 # A body up to this size is faster copied behind its header than passed beside it.
 _JOINED_NBYTES = 1 << 10
+# Most bytes that one read takes together with a header. They are copied if the message belongs to another receive.
+_MOST_AHEAD_NBYTES = 256 << 10
 # Most bytes in the body of a control message.
 _MAX_CONTROL_NBYTES = 1 << 16
 
@@ -114,8 +116,11 @@ class Writer:
                 if message.done and not message.sent:
                     queue.popleft()
                     continue
-                budget -= self._send_some(message)
-                if message.sent == HEADER_NBYTES + len(message.body):
+                whole = HEADER_NBYTES + len(message.body)
+                # A thread may have sent the last bytes.
+                if message.sent < whole:
+                    budget -= self.send_some(message)
+                if message.sent == whole:
                     queue.popleft()
                     if not message.done:
                         message.finish()
@@ -125,7 +130,8 @@ class Writer:
             raise Ended(str(cause)) from cause
         return budget < QUANTUM
 
-    def _send_some(self, message: Outgoing) -> int:
+    def send_some(self, message: Outgoing) -> int:
+        """Send the next bytes of a message, and count them. Raises BlockingIOError and OSError."""
         body_sent = message.sent - HEADER_NBYTES
         if body_sent < 0:
             sent = self._sock.sendmsg((message.header[message.sent :], message.body[:QUANTUM]))
@@ -214,6 +220,9 @@ class Reader:
             while budget > 0 and not self._blocked:
                 if self._receive is not None:
                     budget -= self._read_body()
+                    # The next large message, of the same task, would arrive before the driver has posted its receive.
+                    if not self._body_left and budget <= QUANTUM - _MOST_AHEAD_NBYTES:
+                        break
                 elif ready or self._backlog is not None or (self._inbox is not None and self._inbox.posted):
                     ready = False
                     budget -= self._read_header()
@@ -282,7 +291,7 @@ class Reader:
         if expected is None:
             count = self._read_into(self._header_view[self._header_received :])
         else:
-            count = self._sock.recvmsg_into((self._header, expected.room))[0]
+            count = self._sock.recvmsg_into((self._header, expected.room[:_MOST_AHEAD_NBYTES]))[0]
             if count == 0:
                 raise Ended("connection closed")
         self._header_received += count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import select
@@ -23,6 +24,7 @@ from asyncdist.errors import UNREACHED, ProtocolError
 from asyncdist.transport.base import Host, Outgoing
 from asyncdist.transport.wire_format import HEADER_NBYTES
 from asyncdist_transports.byte_stream import Ended, Reader, Writer
+from asyncdist_transports.tcp.sending_thread import SendingThreads, ThreadedSend
 
 Connected = socket.socket | TlsSocket
 
@@ -63,9 +65,19 @@ class Outbound:
     """A connection that this rank opens to send to a peer."""
 
     def __init__(
-        self, peer: int, lane: int, where: tuple[str, int], host: Host, tls: ssl.SSLContext | None = None
+        self,
+        peer: int,
+        lane: int,
+        where: tuple[str, int],
+        host: Host,
+        threads: SendingThreads,
+        go_on: Callable[[Outbound], object],
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.peer = peer
+        self._threads, self._go_on = threads, functools.partial(go_on, self)
+        # The thread that sends the first message of the queue; None if the driver does.
+        self._sender: ThreadedSend | None = None
         self._tls = tls
         self._lane = lane
         self._where = where
@@ -124,7 +136,7 @@ class Outbound:
 
     def waits(self) -> int:
         if self.established:
-            return READ | WRITE if self.queue or _is_unsent(self._sock) else READ
+            return READ | WRITE if (self.queue and self._sender is None) or _is_unsent(self._sock) else READ
         if self._rests:
             return 0
         if isinstance(self._sock, TlsSocket) and self._securing:
@@ -146,12 +158,35 @@ class Outbound:
         try:
             if isinstance(self._sock, TlsSocket) and not _flushed(self._sock):
                 return self._reader.read() if ready else False
-            moved = self.writer.flush() if self.queue else False
+            moved = self._flush() if self.queue else False
         except Ended:
             # The peer may have sent the reason before.
             self._reader.read()
             raise
         return (self._reader.read() or moved) if ready else moved
+
+    def send(self, message: Outgoing) -> bool:
+        """Send a large message after those in the queue; return whether all of it was sent."""
+        if self.established and not self.queue:
+            self.queue.append(message)
+            if self._lend():
+                return False
+            self.queue.pop()
+        return self.writer.send(message)
+
+    def _flush(self) -> bool:
+        return self._sender is None and (self._lend() or self.writer.flush())
+
+    def _lend(self) -> bool:
+        """Let a thread send the first message of the queue if that gains; return whether."""
+        if isinstance(self._sock, socket.socket):
+            self._sender = self._threads.begin(self.writer, self._sock, self._take_back, self._go_on)
+        return self._sender is not None
+
+    def _take_back(self, sender: ThreadedSend) -> None:
+        """Let the driver send again."""
+        if self._sender is sender:
+            self._sender = None
 
     @property
     def is_watched(self) -> bool:
@@ -237,6 +272,8 @@ class Outbound:
     def close(self, *, say_goodbye: bool) -> None:
         if not self.closed:
             self.closed = True
+            if self._sender is not None:
+                self._sender.stop()
             whole = self.established and not any(message.sent for message in self.queue)
             _end(self._sock, self._host, self.peer if say_goodbye and whole else None)
 

@@ -20,6 +20,7 @@ from asyncdist.transport.wire_format import KEY
 from asyncdist_transports.byte_stream import Ended
 from asyncdist_transports.tcp.connection import READ, Inbound, Outbound, Unreached, prepare
 from asyncdist_transports.tcp.listener import Listener
+from asyncdist_transports.tcp.sending_thread import LEAST_NBYTES, SendingThreads
 
 log = logging.getLogger("asyncdist.tcp")
 
@@ -47,6 +48,7 @@ class TcpTransport(Transport):
         # The oldest first.
         self._unauthenticated: dict[Inbound, None] = {}
         contexts = tls.rank_contexts(host.config)
+        self._threads = SendingThreads(host)
         self._accepting = contexts[0] if contexts else None
         self._dialling = contexts[1] if contexts else None
 
@@ -73,7 +75,8 @@ class TcpTransport(Transport):
 
     def open(self, peer: int, lane: int, where: tuple[str, int]) -> Outbound:
         """Start to open one lane to a peer."""
-        connection = Outbound(peer, lane, where, self.host, self._dialling)
+        go_on = functools.partial(self._pump, ready=True)
+        connection = Outbound(peer, lane, where, self.host, self._threads, go_on, self._dialling)
         self.connections[connection.fileno()] = connection
         return connection
 
@@ -93,6 +96,7 @@ class TcpTransport(Transport):
             self._listener = None
         for connection in list(self.connections.values()):
             self.drop(connection, say_goodbye=True)
+        self._threads.close()
 
     def drop(self, connection: Inbound | Outbound, *, say_goodbye: bool) -> None:
         """Close a connection and remove it."""
@@ -289,6 +293,8 @@ class TcpLink(Link):
     def send(self, message: Outgoing) -> bool:
         lane = KEY.unpack_from(message.header)[2] % self._count if self._count > 1 else 0
         connection = self._lanes[lane] or self._open(lane)
+        if len(message.body) >= LEAST_NBYTES:
+            return connection.send(message)
         return connection.writer.send(message)
 
     def send_now(self, header: bytes, body: memoryview) -> Outgoing | None:
