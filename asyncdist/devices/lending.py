@@ -1,7 +1,7 @@
-"""The devices of one process for loans: device tensors that other processes of the host read, and theirs that it reads.
+"""The devices of one process for loans: the device tensors that it lends to processes of its host, and that it borrows.
 
-A `DeviceLending` makes the `DeviceLoans` of each device on first use. What may block (loading a driver, mapping memory)
-runs in its executor, and a `CompletionWatcher` polls events, so the event loop never waits for a device.
+A `DeviceLending` makes the `DeviceLoans` of each device on first use. Its executor runs the calls that may block (loading a
+driver, mapping memory), and a `CompletionWatcher` polls events, so the event loop never waits for a device.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class DeviceLending:
             owner: The owner, whose memory has been verified.
             kind: The kind of devices.
             lent: The bytes and the location of each tensor.
-            is_wanted: Asked before the copy.
+            is_wanted: Called before the copy, which is not made if it returns False.
 
         Returns:
             The copies, complete, as flat uint8 tensors; None if they were not wanted any more.

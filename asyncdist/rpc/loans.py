@@ -37,7 +37,7 @@ _MOST_REASON = 500
 """The most characters of the reason of a refusal."""
 
 _LENT = memoryview(b"")
-"""What stands in the message in the place of a lent tensor."""
+"""The buffer of a message that takes the place of a lent tensor."""
 
 Buffer = memoryview | torch.Tensor
 """The content of a tensor that has arrived: in host memory, or as a uint8 tensor of a device."""
@@ -134,7 +134,7 @@ class MessageLoan:
 
 
 class _Offer:
-    """What the peer has answered to the offer of a device.
+    """The offer of a device, and the answer of the peer.
 
     Attributes:
         loans: The loans of the device, when the peer has accepted the offer.
@@ -160,7 +160,7 @@ class ChannelLoans:
         """The peer, for the devices of this process: another channel to it has mappings of its own."""
         self._numbers = itertools.count(1)
         self._offers: dict[torch.device, _Offer] = {}
-        """What the peer has answered. A thread that packs a result may add an offer at any time."""
+        """The offers to the peer. A thread that packs a result may add an offer at any time."""
         self._lent: dict[int, MessageLoan] = {}
         self._returned: asyncio.Future[None] | None = None
         self._accepted: set[str] = set()
@@ -333,7 +333,7 @@ class ChannelLoans:
         self._lending.spawn(self._borrow(number, buffers, borrower))
 
     def give_back(self, number: int) -> None:
-        """Return a loan whose message nobody wants."""
+        """Return a loan whose message is not wanted any more."""
         self._send([RETURNED, number])
 
     async def _borrow(self, number: int, buffers: Sequence[memoryview], borrower: Borrower) -> None:
@@ -404,6 +404,9 @@ class ChannelLoans:
         content = self._awaited.pop(number, None)
         if content is None:
             raise ProtocolError(f"the content of loan {number}, which was not declined")
+        # The task that awaited it may have been cancelled.
+        if content.done():
+            return
         if reason:
             content.set_exception(TransferRefused(reason))
         else:
@@ -436,13 +439,14 @@ class ChannelLoans:
         for number in list(self._lent):
             self._end(number)
         for content in self._awaited.values():
-            content.set_exception(error)
+            if not content.done():
+                content.set_exception(error)
         self._awaited.clear()
         self._lending.abandon(self._owner)
 
 
 class Borrower(Protocol):
-    """Who wants the tensors of a message: a call of this process, or the answer to one."""
+    """Receives the tensors of a message: a call of this process, or the answer to one."""
 
     def is_wanted(self) -> bool:
         """Return whether the message is still wanted."""
@@ -468,6 +472,6 @@ class AnyLender:
         self._lenders = list(dict.fromkeys(lenders))
 
     def part(self, tensor: torch.Tensor, *, snapshot: bool) -> DevicePart | None:
-        # Each is asked, so that each learns whether its peer accepts such tensors.
+        # `lends` makes an offer, so that each learns whether its peer accepts such tensors.
         willing = [each for each in self._lenders if each.lends(tensor)]
         return willing[0].part(tensor, snapshot=snapshot) if willing else None

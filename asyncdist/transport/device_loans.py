@@ -27,7 +27,7 @@ class DeviceLoan(NamedTuple):
 
     Attributes:
         locations: For the borrower: one for each tensor.
-        held: What the back end keeps until the end of the loan.
+        held: The objects that the back end keeps until the end of the loan.
     """
 
     locations: Sequence[bytes]

@@ -1,4 +1,4 @@
-"""What the reducer keeps and finds during one backward.
+"""The parts of the reducer: its buckets, its hooks on gradients, and its record of one backward.
 
 arrivals            records gradients of a world of one rank
 bucket_assignment   which parameters the buckets of the next step hold

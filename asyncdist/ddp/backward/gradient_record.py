@@ -17,7 +17,7 @@ class GradientRecord:
     Attributes:
         seen: How many gradients each parameter got in this backward, in the order in which the first ones arrived.
         used: Parameters that got a gradient since the last averages; kept only where parameters may be unused.
-        faults: What this rank has found wrong in this backward.
+        faults: The faults that this rank has found in this backward.
     """
 
     def __init__(self, buckets: BucketSet, options: ReducerOptions, faults: Faults, count: int) -> None:

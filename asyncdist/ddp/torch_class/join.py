@@ -13,7 +13,7 @@ from asyncdist.errors import UsageError
 
 
 class TorchJoinHook:
-    """What torch's `torch.distributed.algorithms.Join` calls on ranks that have run out of inputs.
+    """The hook that torch's `torch.distributed.algorithms.Join` calls on ranks that have run out of inputs.
 
     Torch's context counts the ranks with inputs once for each forward, and calls `main_hook` once for each forward of
     these ranks.
