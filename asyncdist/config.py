@@ -91,12 +91,11 @@ class Config:
         "smallest tensor, in bytes, that is striped over several connections",
         shared=True,
     )
-    send_threads: str = _setting(
-        "auto",
+    send_threads: bool = _setting(
+        False,
         "ASYNCDIST_SEND_THREADS",
-        "whether threads send large messages over TCP, one for each connection, while the calling thread receives and "
-        "reduces: auto (where other processes compete for the cores), always or never",
-        choices=("auto", "always", "never"),
+        "let threads send large messages over TCP, one for each connection, while the calling thread receives and reduces: "
+        "faster where other processes always compete for the cores, slower elsewhere (1 to let them)",
     )
     piece_nbytes: int = _setting(
         256 << 10, "ASYNCDIST_PIECE_NBYTES", "bytes received before they are reduced; should fit in the cache"

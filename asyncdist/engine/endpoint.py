@@ -386,10 +386,6 @@ class Endpoint:
         elif kind == HEARD:
             self._heartbeat.on_answer(peer, body)
 
-    def sends_in_threads(self) -> bool:
-        chosen = self.config.send_threads
-        return chosen == "always" or (chosen == "auto" and self.progress.waiting.is_contended)
-
     def post(self, action: Callable[[], None]) -> None:
         self.progress.post(action)
 

@@ -258,9 +258,6 @@ class Host(MatchingHost, Protocol):
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         """Handle a control message, of any kind but DATA."""
 
-    def sends_in_threads(self) -> bool:
-        """Return whether threads should send large messages, while the driver of the world receives."""
-
     def gone(self, peer: int) -> Exception | None:
         """Return the error of a lost peer, whose connections must be refused; None if the peer is not lost."""
 

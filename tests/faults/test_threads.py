@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, GroupAbortedError, GroupError, NotInitializedError, PeerLostError
 from asyncdist.testing.faults import proxied_world
 from asyncdist.testing.stopwatch import Stopwatch
@@ -101,7 +100,7 @@ def test_abort_from_another_thread_releases_blocked_thread(threads, until):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_exception_in_the_driver_fails_the_rank_and_is_reported(threads, monkeypatch, where, cause):
     """How many bytes were moved is unknown, so the rank closes its connections."""
-    with proxied_world(2, timeout=20, config=Config(token="t", send_threads="never")) as world:
+    with proxied_world(2, timeout=20) as world:
         warmed(world, threads)
         blocked = threads.submit(outcome, world.groups[1].all_reduce, torch.ones(3_000_000))
         thread = threading.get_ident()

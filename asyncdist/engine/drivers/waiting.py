@@ -86,11 +86,6 @@ class Waiting:
         """The mode in which this rank waits. Any thread may ask."""
         return self._policy.mode
 
-    @property
-    def is_contended(self) -> bool:
-        """Whether other processes compete for this rank's core, which it would have for itself otherwise."""
-        return self._policy.mode is WaitMode.SLEEP and self._policy.polling is WaitMode.SPIN
-
     def _apply(self) -> None:
         mode = self._policy.mode
         sleeps = mode is WaitMode.SLEEP

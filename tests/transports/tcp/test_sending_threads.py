@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from asyncdist.config import Config
-from asyncdist.engine.drivers.waiting import Waiting
 from asyncdist.errors import GroupAbortedError, PeerLostError
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.faults import proxied_world
@@ -23,7 +22,7 @@ from asyncdist.transport.wire_format import HEADER_NBYTES, pack_key
 from asyncdist_transports.byte_stream import Ended, Writer
 from asyncdist_transports.tcp.sending_thread import LEAST_NBYTES, SendingThreads
 
-ALWAYS = Config(send_threads="always")
+ALWAYS = Config(send_threads=True)
 COUNT = 3 * LEAST_NBYTES // 4
 
 
@@ -48,7 +47,7 @@ async def test_collectives_whose_messages_threads_send(size, lanes, each):
 
 
 def test_blocking_calls_whose_messages_threads_send(monkeypatch):
-    monkeypatch.setenv("ASYNCDIST_SEND_THREADS", "always")
+    monkeypatch.setenv("ASYNCDIST_SEND_THREADS", "1")
 
     def program(group):
         tensor = torch.full((2 * COUNT,), float(group.rank()))
@@ -71,20 +70,14 @@ async def test_messages_behind_the_one_that_a_thread_sends_keep_their_order():
         assert all(map(torch.equal, received, sent))
 
 
-async def test_large_messages_start_no_thread_where_nothing_competes_for_the_cores(monkeypatch):
-    monkeypatch.setattr(Waiting, "is_contended", False)
-    async with world_of(2, transport="tcp") as groups:
-        await asyncio.gather(*(group.all_reduce(torch.ones(2 * COUNT)) for group in groups))
-        assert not sending()
-
-
-async def test_threads_send_where_other_processes_compete_for_the_cores(monkeypatch):
-    monkeypatch.setattr(Waiting, "is_contended", True)
-    async with world_of(2, transport="tcp") as groups:
-        await asyncio.gather(*(group.all_reduce(torch.ones(LEAST_NBYTES // 8)) for group in groups))
-        assert not sending()
-        await asyncio.gather(*(group.all_reduce(torch.ones(2 * COUNT)) for group in groups))
-        assert sending()
+@pytest.mark.parametrize(
+    ("config", "count", "sends"),
+    [(None, 2 * COUNT, False), (ALWAYS, LEAST_NBYTES // 8, False), (ALWAYS, 2 * COUNT, True)],
+)
+async def test_threads_send_large_messages_if_they_are_turned_on(config, count, sends):
+    async with world_of(2, transport="tcp", config=config) as groups:
+        await asyncio.gather(*(group.all_reduce(torch.ones(count)) for group in groups))
+        assert bool(sending()) is sends
 
 
 async def test_abort_gives_the_memory_back_while_a_thread_sends(eventually):
@@ -127,7 +120,7 @@ class OneSend:
         self.writer = Writer(self.near, self.queue)
         self.posted = deque()
         self.ended = []
-        host = SimpleNamespace(sends_in_threads=lambda: True, post=self.posted.append)
+        host = SimpleNamespace(config=ALWAYS, post=self.posted.append)
         self.threads = SendingThreads(host)
         self.sender = self.threads.begin(self.writer, self.near, lambda sender: None, lambda: self.ended.append(True))
 
@@ -184,7 +177,7 @@ def test_message_of_which_a_thread_has_sent_nothing_need_not_be_sent(until):
         with contextlib.suppress(BlockingIOError):
             while True:
                 near.send(bytes(1 << 16))
-        threads = SendingThreads(SimpleNamespace(sends_in_threads=lambda: True, post=lambda action: sent.set()))
+        threads = SendingThreads(SimpleNamespace(config=ALWAYS, post=lambda action: sent.set()))
         assert threads.begin(Writer(near, deque([message])), near, lambda sender: None, lambda: None)
         message.abandon()
         threads.close()
@@ -206,7 +199,7 @@ def test_driver_sends_messages_that_are_not_worth_a_thread(nbytes, pays):
     message = Outgoing(1, pack_key(1, 2, 0), 7, memoryview(bytearray(nbytes)), None)
     near, far = socket.socketpair()
     with near, far:
-        threads = SendingThreads(SimpleNamespace(sends_in_threads=lambda: pays))
+        threads = SendingThreads(SimpleNamespace(config=Config(send_threads=pays)))
         assert threads.begin(Writer(near, deque([message])), near, lambda sender: None, lambda: None) is None
     assert message.sender is None
     assert not sending()

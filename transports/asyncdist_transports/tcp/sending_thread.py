@@ -1,9 +1,9 @@
 """Sends large messages in threads, one for each connection, while the driver of the world receives and reduces.
 
-The call that sends releases the interpreter, so one rank uses several cores, or keeps a larger share of those for which
-other processes compete. The driver lends the first message of a connection's queue to a thread. Until the thread has sent
-it, the driver neither writes to the connection nor waits for room in it. Then the thread posts to the driver, which
-completes the message and goes on with the queue.
+The setting `send_threads` turns them on. The call that sends releases the interpreter, so one rank keeps a larger share of
+cores for which other processes compete. The driver lends the first message of a connection's queue to a thread. Until the
+thread has sent it, the driver neither writes to the connection nor waits for room in it. Then the thread posts to the
+driver, which completes the message and goes on with the queue.
 
 The thread touches the message only while it holds a lock, for one call that does not block. `ThreadedSend.stop` takes the
 lock, and so gives the memory back at once: the driver then completes the message from a copy.
@@ -128,7 +128,7 @@ class SendingThreads:
         unsent = HEADER_NBYTES + len(message.body) - message.sent
         if unsent < LEAST_NBYTES or message.done or self._at_work >= _MOST_THREADS:
             return None
-        if not self._host.sends_in_threads():
+        if not self._host.config.send_threads:
             return None
 
         def stopped(sender: ThreadedSend) -> None:
