@@ -113,6 +113,26 @@ def test_world_is_freed_when_peers_leave_between_two_checks(monkeypatch, size):
     assert last > 1
 
 
+def test_slots_are_kept_for_an_excluded_process_that_lives():
+    """It may be stopped in a call that this rank has never made, and go on to read the words of this rank."""
+    used = arena().used_nbytes
+    first, other = world(2)
+    excluded = first.local_peers[1]
+    excluded.shut_down()
+    excluded.mark_ended("")
+    deferred_free.release_slots(first.slots, first.control)
+    seen = other.local_peers[0].control
+    assert seen.group_slots(GROUP_NUMBER) is not None
+    other.close_connections()
+    deferred_free.free_unused()
+    assert seen.group_slots(GROUP_NUMBER) is None
+    excluded.release()
+    deferred_free.release_world(first.control, [excluded])
+    other.leave()
+    join_waiting_threads()
+    assert arena().used_nbytes == used
+
+
 def test_world_is_left_when_no_thread_can_be_started(monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")

@@ -360,7 +360,14 @@ class SlotTable:
         """Yield the members that may still read what this member has written."""
         for member in self.others:
             peer = member.local_peer
-            if member.offset < 0 or peer.has_left() or peer.control.group_slots(self.number) is None:
+            # A process that was excluded, perhaps while it was stopped, may begin further calls before it knows.
+            is_excluded = peer.end_reason == ""
+            if (member.offset < 0 and not is_excluded) or peer.has_left():
+                continue
+            if peer.control.group_slots(self.number) is None:
+                continue
+            if is_excluded:
+                yield member
                 continue
             words = member.words
             unseen = any(
