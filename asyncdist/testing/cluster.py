@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from asyncdist.base.background_loop import background_loop
+from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World, open_world
@@ -80,7 +81,7 @@ def run_ranks(
 ) -> list[T]:
     """Run ``program(group)`` in one thread per rank and return the results by rank; ``hosts`` as in `world_of`.
 
-    If programs raise errors, the error of the lowest rank is raised after all programs have ended.
+    If programs raise errors, the error of the lowest rank is raised after all programs have ended. Its notes have the others'.
     """
     store = HashStore()
 
@@ -100,9 +101,12 @@ def run_ranks(
     with ThreadPoolExecutor(size) as threads:
         futures = [threads.submit(rank_main, rank) for rank in range(size)]
         outcomes: list[Any] = [future.exception() for future in futures]
-    for error in outcomes:
-        if error is not None:
-            raise error
+    errors = {rank: error for rank, error in enumerate(outcomes) if error is not None}
+    for lowest, error in errors.items():
+        # The others may have raised it because this one ended, or the other way round.
+        for rank in errors.keys() - {lowest}:
+            error.add_note(f"rank {rank} raised {describe_error(errors[rank])}")
+        raise error
     return [future.result() for future in futures]
 
 
