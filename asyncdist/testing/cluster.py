@@ -81,7 +81,7 @@ def run_ranks(
 ) -> list[T]:
     """Run ``program(group)`` in one thread per rank and return the results by rank; ``hosts`` as in `world_of`.
 
-    If programs raise errors, the error of the lowest rank is raised after all programs have ended. Its notes have the others'.
+    If programs raise errors, the error of the lowest rank is raised after all programs have ended, with notes of the others.
     """
     store = HashStore()
 
@@ -105,7 +105,7 @@ def run_ranks(
     for lowest, error in errors.items():
         # The others may have raised it because this one ended, or the other way round.
         for rank in errors.keys() - {lowest}:
-            error.add_note(f"rank {rank} raised {describe_error(errors[rank])}")
+            error.add_note(f"rank {rank} raised {type(errors[rank]).__name__}: {describe_error(errors[rank])}")
         raise error
     return [future.result() for future in futures]
 
