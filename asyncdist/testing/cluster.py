@@ -81,7 +81,7 @@ def run_ranks(
 ) -> list[T]:
     """Run ``program(group)`` in one thread per rank and return the results by rank; ``hosts`` as in `world_of`.
 
-    If programs raise errors, the error of the lowest rank is raised after all programs have ended; its notes name the others.
+    If programs raise errors, the error of the lowest rank is raised after all programs have ended, with notes of the rest.
     """
     store = HashStore()
 
