@@ -212,7 +212,7 @@ class PeerLostError(GroupError, ConnectionError):
     Attributes:
         peer: Its global rank; the name of a process that is in no common group.
         noticed: ``"connection"`` if the connection to it has ended or cannot be used, ``"heartbeat"`` if it was silent.
-        why: What happened to it, as a clause.
+        why: The event that ended it, as a clause.
         last_heard: The seconds before this error at which the rank that noticed last heard the peer's heartbeat; None if it
             watched none.
     """

@@ -153,7 +153,7 @@ async def act(number: int, job: str) -> None:
 
 @dataclass
 class History:
-    """What happened, by update."""
+    """The events, by update."""
 
     at: list[float] = field(default_factory=list)
     length: list[float] = field(default_factory=list)

@@ -90,7 +90,7 @@ async def work(number: int, job: str) -> None:
 
 
 class ParameterServer:
-    """What the server serves. Methods that are coroutines run on the loop, one after the other unless they await."""
+    """The object on the server. Methods that are coroutines run on the loop, one after the other unless they await."""
 
     def __init__(self) -> None:
         self._model = new_model()

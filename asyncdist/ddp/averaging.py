@@ -31,7 +31,7 @@ class Average(NamedTuple):
 
     Attributes:
         values: The average, in a tensor of its own.
-        lost: What this rank's error feedback is to keep; None without a codec.
+        lost: The loss that this rank's error feedback is to keep; None without a codec.
         sent_nbytes: Bytes that this rank has sent for it, without headers.
     """
 

@@ -193,7 +193,7 @@ def codec_of(compress: Compress) -> VectorCodec | None:
 
 
 class ErrorFeedback:
-    """What has been lost of a vector by encoding it, for the next vector in its place.
+    """The loss of encoding a vector, for the next vector in its place.
 
     Call `add_to` before the vector is encoded, and `keep` after its transfer has succeeded. Without `keep`, as after a
     failed transfer, the next `add_to` adds the same loss again, so a repeated transfer sends the same values.

@@ -26,7 +26,7 @@ class Verification:
         group: The ranks.
         parameters: The parameters with their names, in order.
         buffers: The buffers whose values the ranks exchange, with their names.
-        arguments: What the ranks must have passed alike, by name.
+        arguments: The arguments that all ranks must have passed alike, by name.
     """
 
     def __init__(

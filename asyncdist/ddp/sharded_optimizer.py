@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.ddp.torch_class.arguments import group_of
+from asyncdist.ddp.torch_class.join import counted_group
 from asyncdist.engine.work import Work
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.groups.default_world import AnyGroup
@@ -390,12 +391,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         Raises:
             UsageError: The group of this optimizer is not one of torch.distributed.
         """
-        if self._torch_group is None:
-            raise UsageError(
-                "torch's Join needs a process group of torch.distributed: call torch.distributed.init_process_group("
-                '"asyncdist") and pass its group as process_group'
-            )
-        return self._torch_group
+        return counted_group(self._torch_group)
 
 
 def _on_cpu(value: Any) -> Any:

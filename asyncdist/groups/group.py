@@ -447,7 +447,7 @@ class Group(CollectiveOps):
     # -- membership ----------------------------------------------------------------------------
 
     def agree(self, flag: bool | int = True, *, background: bool = True, timeout: Timeout = None) -> Work[Agreed]:
-        """Agree with all members on the AND of a flag, although members may end meanwhile.
+        """Agree with all members on the AND of a flag, although members may end during the call.
 
         Every member calls it, as often as the others. It also works after the group has failed. All members that get a
         result get the same one. A cancelled waiter has voted nevertheless.
@@ -479,7 +479,7 @@ class Group(CollectiveOps):
         """Make the group of the members that are alive, which replaces this one, and destroy this one.
 
         Every member calls it, usually after an error. If the group has not failed, the first call makes it fail on all
-        members, so that they call it too. Connections and registered tensors are kept. A member that ends meanwhile is left
+        members, so that they call it too. Connections and registered tensors are kept. A member that ends then is left
         out, or is lost in the new group. Repeated calls return the same work: after a cancelled wait, call it again.
 
         The group of a job (`join`) also admits the processes that wait, as `JobSession.generations` does, and waits for

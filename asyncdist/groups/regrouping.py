@@ -21,7 +21,7 @@ from asyncdist.transport.wire_format import generation_of
 
 
 class Agreed(NamedTuple):
-    """What the members of a group have agreed on.
+    """The agreement of the members of a group.
 
     Attributes:
         flag: The bitwise AND of all members' flags: whether all passed True. False, or 0, too if a member that is alive

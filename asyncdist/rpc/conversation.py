@@ -166,7 +166,7 @@ class ConversationHandler:
         return None
 
     def _give_back(self, conversation: Conversation, loan: int) -> None:
-        """Return the loan of a message whose tensors nobody reads, if it has one."""
+        """Return the loan of a message whose tensors are not read, if it has one."""
         if loan:
             conversation.loans.give_back(loan)
 

@@ -78,7 +78,7 @@ class ForwardGraph:
 
 
 class ModuleUse:
-    """What one trainer does with a `ServedModule`, and its gradients.
+    """The work of one trainer with a `ServedModule`, and its gradients.
 
     Args:
         served: The module.

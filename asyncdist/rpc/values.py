@@ -171,7 +171,7 @@ class _Reading:
 
 
 class _Discarding:
-    """Takes the references out of a message whose tensors nobody wants."""
+    """Takes the references out of a message whose tensors are not wanted."""
 
     def __init__(self, references: Extension | None) -> None:
         self._references = references

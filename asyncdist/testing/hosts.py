@@ -32,7 +32,7 @@ LINK = "link0"
 DEAD_LINK = "dead0"
 """The interface of a host that leads nowhere, where there is one."""
 PROGRAMS = ("unshare", "nsenter", "ip", "tc")
-"""What must be installed: Debian's packages util-linux and iproute2 have it."""
+"""The programs that must be installed: Debian's packages util-linux and iproute2 have them."""
 
 _SWITCH = "switch0"
 _RETRY_MS = 20

@@ -48,7 +48,7 @@ class Backend(TorchGroup, _bindings.Backend):  # type: ignore[misc]
 
     @property
     def options(self) -> Any:
-        """What torch passes to `split` and `merge`, with the name and the timeout of the new group."""
+        """The options that torch passes to `split` and `merge`, with the name and the timeout of the new group."""
         return _bindings.Backend.Options(NAME, timeout=timedelta(seconds=self.group.timeout))
 
     def _run(self, start: Callable[..., started.Work], outputs: list[torch.Tensor], opts: Any, *args: Any) -> Work:

@@ -1,4 +1,4 @@
-"""What takes the place of the group of a process group that torch has made with ``enable_reconfigure=True``."""
+"""The stand-in for the group of a process group that torch has made with ``enable_reconfigure=True``."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class TorchGroup:
 
     @property
     def _whole(self) -> TorchGroup:
-        """What owns the world: the process group in which this back end is, or this object."""
+        """The owner of the world: the process group in which this back end is, or this object."""
         return self._whole_of() or self
 
     def _parts(self) -> tuple[TorchGroup, ...]:

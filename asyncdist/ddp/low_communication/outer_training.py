@@ -82,7 +82,7 @@ def blocking(steps: Steps[T]) -> T:
 
 @dataclass
 class CommunicationSavings:
-    """What this rank has sent, and what it would have sent with an all-reduce of the gradients in each inner step.
+    """The bytes that this rank has sent, and those of an all-reduce of the gradients in each inner step instead.
 
     Attributes:
         inner_steps: Steps of the inner optimizer.

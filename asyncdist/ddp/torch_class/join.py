@@ -84,15 +84,24 @@ def device(model: Any) -> torch.device:
     return found
 
 
-def process_group(model: Any) -> Any:
+def counted_group(torch_group: Any, alternative: str = "") -> Any:
     """Return the process group of torch whose ranks torch's context counts.
 
+    Args:
+        torch_group: The group of torch.distributed that a model or an optimizer was given; None without one.
+        alternative: The advice in the error before that to pass such a group.
+
     Raises:
-        UsageError: The group of the model is not one of torch.distributed.
+        UsageError: There is no such group.
     """
-    if model._torch_group is None:
+    if torch_group is None:
         raise UsageError(
-            "torch's Join needs a process group of torch.distributed: use `with model.join():`, or call "
+            f"torch's Join needs a process group of torch.distributed: {alternative}call "
             'torch.distributed.init_process_group("asyncdist") and pass its group as process_group'
         )
-    return model._torch_group
+    return torch_group
+
+
+def process_group(model: Any) -> Any:
+    """Return the process group of torch whose ranks torch's context counts. Raises UsageError as `counted_group` does."""
+    return counted_group(model._torch_group, "use `with model.join():`, or ")

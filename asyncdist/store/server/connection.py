@@ -55,7 +55,7 @@ class ServerConnection(asyncio.Protocol, ABC):
     """The connection of one client. It is hashed by identity, and the state machine identifies the client by it.
 
     Args:
-        server: What the connection needs of its server.
+        server: The part of the server that the connection uses.
         transport: Its transport; None until the event loop has connected it.
         peer: The client's address, for the log.
 

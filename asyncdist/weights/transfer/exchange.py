@@ -62,7 +62,7 @@ class WeightsExchange:
             raise
 
     async def close(self) -> None:
-        """Close the channels and the connection to the store. What this process has mapped stays readable."""
+        """Close the channels and the connection to the store. Mapped memory stays readable."""
         try:
             await self.port.close()
             with contextlib.suppress(StoreError):

@@ -47,7 +47,7 @@ class VersionServer:
     """Answers the questions of readers.
 
     Args:
-        versions: What this process has, by entry.
+        versions: The versions that this process has, by entry.
         threads: Where slices are copied together.
     """
 

@@ -55,7 +55,7 @@ class TransferPort:
         job: The name of the job.
         token: The token of the job.
         config: The settings.
-        label: What this process is, for messages.
+        label: The role of this process, for messages.
 
     Attributes:
         threads: Threads for copies.
@@ -75,7 +75,7 @@ class TransferPort:
         self.channels = ChannelPort(self, host=host, service=service, job=job, token=token, config=config, label=label)
 
     async def close(self) -> None:
-        """Close the channels. What this process has mapped stays readable."""
+        """Close the channels. Mapped memory stays readable."""
         # A caller that is cancelled leaves nothing open either.
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(self.threads.shutdown, wait=False)

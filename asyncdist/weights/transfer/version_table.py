@@ -156,7 +156,7 @@ class VersionTable:
             version: The version.
             manifest: Its manifest.
             record: The record of the publisher as its first holder.
-            before: What the newest version probably is.
+            before: The version that is probably the newest.
 
         Raises:
             PublisherReplacedError: A later incarnation has taken over. The version stays unknown.
