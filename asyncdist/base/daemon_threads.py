@@ -13,13 +13,13 @@ import concurrent.futures
 import functools
 import logging
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
 from asyncdist.base import lifecycle
+from asyncdist.base.weak_registry import WeakRegistry
 
 log = logging.getLogger("asyncdist")
 
@@ -257,18 +257,18 @@ def _run_call(future: Future[Any], call: Callable[[], Any]) -> None:
         future.set_result(value)
 
 
-_pools: weakref.WeakSet[DaemonThreadPool] = weakref.WeakSet()
+_pools: WeakRegistry[DaemonThreadPool] = WeakRegistry()
 
 periodic_calls = PeriodicCalls()
 """The periodic calls of the process."""
 
 
 def _wait_at_exit() -> None:
-    concurrent.futures.wait([future for pool in list(_pools) for future in pool.unfinished], timeout=_AT_EXIT)
+    concurrent.futures.wait([future for pool in _pools.living() for future in pool.unfinished], timeout=_AT_EXIT)
 
 
 def _after_fork() -> None:
-    for pool in list(_pools):
+    for pool in _pools.living():
         pool.after_fork_in_child()
     periodic_calls.after_fork_in_child()
 

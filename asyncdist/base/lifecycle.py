@@ -12,10 +12,11 @@ import atexit
 import contextlib
 import multiprocessing.util  # noqa: F401 - its exit handler, which joins children, must run after this module's
 import os
-import weakref
 from collections.abc import Callable
 from enum import IntEnum, auto
 from typing import Protocol
+
+from asyncdist.base.weak_registry import WeakRegistry
 
 
 class Stage(IntEnum):
@@ -55,8 +56,8 @@ class Descriptor(Protocol):
 
 _at_exit: list[tuple[Stage, Callable[[], object]]] = []
 _after_fork: list[Callable[[], object]] = []
-_hooked: weakref.WeakSet[ProcessHooks] = weakref.WeakSet()
-_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
+_hooked: WeakRegistry[ProcessHooks] = WeakRegistry()
+_descriptors: WeakRegistry[Descriptor] = WeakRegistry()
 _ending = False
 
 
@@ -96,7 +97,7 @@ def close_in_children(descriptor: Descriptor) -> None:
 
 
 def _close_descriptors() -> None:
-    numbers = {number for each in list(_descriptors) if (number := each.fileno()) >= 0}
+    numbers = {number for each in _descriptors.living() if (number := each.fileno()) >= 0}
     _descriptors.clear()
     if not numbers:
         return
@@ -113,12 +114,12 @@ def _close_descriptors() -> None:
 
 
 def _end_with_process() -> None:
-    for hooked in list(_hooked):
+    for hooked in _hooked.living():
         hooked.end_with_process()
 
 
 def _after_fork_in_child() -> None:
-    for hooked in list(_hooked):
+    for hooked in _hooked.living():
         hooked.after_fork_in_child()
     _hooked.clear()
 

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
+from asyncdist.base.weak_registry import WeakRegistry
 from asyncdist.errors import UsageError
 
-_watches: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[ModelWatch]] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[nn.Module, WeakRegistry[ModelWatch]] = weakref.WeakKeyDictionary()
 
 
 class ModelWatch:
@@ -42,7 +43,7 @@ class ModelWatch:
     def _watch(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         for each in module.modules():
-            _watches.setdefault(each, weakref.WeakSet()).add(self)
+            _watches.setdefault(each, WeakRegistry()).add(self)
         self.note()
 
     def note(self) -> None:
@@ -89,15 +90,20 @@ class ModelWatch:
         self._may_have_changed = False
 
 
+def _of(module: nn.Module) -> list[ModelWatch]:
+    watches = _watches.get(module)
+    return [] if watches is None else watches.living()
+
+
 @functools.cache
 def _install() -> None:
     def note(module: nn.Module, _name: str, _registered: object) -> None:
-        for watch in _watches.get(module, ()):
+        for watch in _of(module):
             watch.note()
 
     def note_buffer(module: nn.Module, name: str, _registered: object) -> None:
         if name not in module._buffers:
-            for watch in _watches.get(module, ()):
+            for watch in _of(module):
                 watch.note_buffer()
 
     torch_modules.register_module_parameter_registration_hook(note)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from asyncdist.base.ops import Reduction
+from asyncdist.base.weak_registry import WeakRegistry
 from asyncdist.ddp.backward.arrivals import Arrivals
 from asyncdist.ddp.backward.bucket_assignment import BucketAssignment
 from asyncdist.ddp.backward.bucket_exchange import BucketExchange
@@ -49,7 +50,7 @@ from asyncdist.ddp.uneven_inputs import Joining
 from asyncdist.errors import GradientError, UsageError
 from asyncdist.groups.group import Group
 
-_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_reducers: WeakRegistry[Reducer] = WeakRegistry()
 """All reducers. One whose group has ended in the middle of a backward would see the gradients of later ones."""
 
 
@@ -92,10 +93,9 @@ class Reducer:
         self._uses_leaves = False
         # Parameters for which `bucket_memory` has returned memory in this backward.
         self._placed: set[int] = set()
-        for other in [
-            each for each in _reducers if each.has_ended and not each._numbers.keys().isdisjoint(self._numbers)
-        ]:
-            other.remove_hooks()
+        for other in _reducers.living():
+            if other.has_ended and not other._numbers.keys().isdisjoint(self._numbers):
+                other.remove_hooks()
         _reducers.add(self)
         self._arrivals = Arrivals(self._parameters)
         # autograd refers to the recorded parameters in a way that the garbage collector does not see.

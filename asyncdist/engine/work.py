@@ -17,10 +17,10 @@ from collections.abc import Callable, Generator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic
 
-from asyncdist.base import trio_tasks
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.error_text import describe_error
+from asyncdist.engine import trio_tasks
 from asyncdist.errors import UsageError, WaitTimeoutError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from asyncdist.base import trio_tasks
 from asyncdist.base.deadline import Timeout
+from asyncdist.engine import trio_tasks
 from asyncdist.groups import default_world
 from asyncdist.groups.call_site import calling_line
 from asyncdist.groups.collectives_api import CollectivesApi

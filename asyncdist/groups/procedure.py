@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
-from asyncdist.base import trio_tasks
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.engine import trio_tasks
 from asyncdist.engine.work import Work
 from asyncdist.errors import LoopThreadError, WaitTimeoutError
 

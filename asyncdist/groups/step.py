@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.error_text import describe_error
-from asyncdist.base.trio_tasks import run_on_background_loop
+from asyncdist.engine.trio_tasks import run_on_background_loop
 from asyncdist.engine.work import Work
 from asyncdist.errors import ExcludedError, GroupError, NoQuorumError
 from asyncdist.groups.member_watch import MemberWatches

@@ -14,7 +14,6 @@ import os
 import platform
 import secrets
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from torch.autograd import profiler
 
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.ops import is_message
+from asyncdist.base.weak_registry import WeakRegistry
 from asyncdist.tracing import profiler as spans
 from asyncdist.tracing import stacks, torch_format
 from asyncdist.tracing.call_text import call_in_words
@@ -127,7 +127,7 @@ class Recorder:
         self._groups: dict[str, _RecordedGroup] = {}
         self._entries: deque[Entry] = deque(maxlen=max(1, size))
         self.add = self._entries.append
-        _recorders.append(weakref.ref(self, _recorders.remove))
+        _recorders.add(self)
 
     @property
     def last(self) -> Entry | None:
@@ -239,12 +239,12 @@ def _rates(entries: Sequence[Entry], now: float, window: float) -> dict[str, flo
     return {"calls": len(ended) / elapsed, "nbytes": sum(ended) / elapsed}
 
 
-_recorders: list[weakref.ref[Recorder]] = []
+_recorders: WeakRegistry[Recorder] = WeakRegistry()
 
 
 def recorders() -> list[Recorder]:
     """Return the recorders of this process that are referenced, one for each rank of each world. Any thread may call it."""
-    return [recorder for reference in list(_recorders) if (recorder := reference()) is not None]
+    return _recorders.living()
 
 
 def _write(path: str, content: bytes) -> bool:

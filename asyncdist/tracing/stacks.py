@@ -11,12 +11,13 @@ import gc
 import linecache
 import sys
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+
+from asyncdist.base.weak_registry import WeakRegistry
 
 _MOST_FRAMES = 64
 """The frames of one stack, the innermost ones."""
@@ -25,7 +26,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 _STANDARD = (threading.__file__, str(Path(asyncio.__file__).parent))
 _WRAPPERS = ("coroutine_wrapper", "async_generator_asend", "async_generator_athrow")
 """Types of the interpreter that await a coroutine or generator without naming it."""
-_loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
+_loops: WeakRegistry[asyncio.AbstractEventLoop] = WeakRegistry()
 
 
 class StackFrame(NamedTuple):
@@ -87,7 +88,7 @@ def collect() -> list[dict[str, Any]]:
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
     found = [_plain("thread", names.get(ident, f"thread {ident}"), _of_frame(frame)) for ident, frame in frames]
-    for loop in list(_loops):
+    for loop in _loops.living():
         if not loop.is_closed():
             tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
             found += [_plain("task", task.get_name(), _of_task(task)) for task in tasks[:_MOST_TASKS]]

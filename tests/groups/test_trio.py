@@ -17,7 +17,7 @@ import trio
 import trio.testing
 
 import asyncdist
-from asyncdist.base.trio_tasks import run_on_background_loop
+from asyncdist.engine.trio_tasks import run_on_background_loop
 from asyncdist.engine.work import completed, joined
 from asyncdist.errors import GroupAbortedError, MismatchError, NotInitializedError, OperationTimeoutError
 from asyncdist.store import HashStore

@@ -116,19 +116,25 @@ class Writer:
                 if message.done and not message.sent:
                     queue.popleft()
                     continue
-                whole = HEADER_NBYTES + len(message.body)
                 # A thread may have sent the last bytes.
-                if message.sent < whole:
+                if not self.complete_sent():
                     budget -= self.send_some(message)
-                if message.sent == whole:
-                    queue.popleft()
-                    if not message.done:
-                        message.finish()
+                    self.complete_sent()
         except BlockingIOError:
             pass
         except OSError as cause:
             raise Ended(str(cause)) from cause
         return budget < QUANTUM
+
+    def complete_sent(self) -> bool:
+        """Complete the first message of the queue if all of it has been sent; return whether."""
+        message = self.queue[0]
+        if message.sent < HEADER_NBYTES + len(message.body):
+            return False
+        self.queue.popleft()
+        if not message.done:
+            message.finish()
+        return True
 
     def send_some(self, message: Outgoing) -> int:
         """Send the next bytes of a message, and count them. Raises BlockingIOError and OSError."""

@@ -12,6 +12,7 @@ import weakref
 from asyncdist.base import lifecycle
 from asyncdist.base.background_loop import BackgroundLoop, background_loop
 from asyncdist.base.network import is_loopback
+from asyncdist.base.weak_registry import WeakRegistry
 from asyncdist.config import Config
 from asyncdist.store.c10d_policy import for_ranks
 from asyncdist.store.server import listener
@@ -50,11 +51,11 @@ class EmbeddedServer:
                 self._running.run(self.server.close(), timeout)
 
 
-_open: weakref.WeakSet[EmbeddedServer] = weakref.WeakSet()
+_open: WeakRegistry[EmbeddedServer] = WeakRegistry()
 
 
 def _close_all() -> None:
-    for embedded in list(_open):
+    for embedded in _open.living():
         embedded.close(_AT_EXIT)
 
 

@@ -20,7 +20,7 @@ from asyncdist.testing.faults import proxied_world
 from asyncdist.transport.base import Outgoing
 from asyncdist.transport.wire_format import HEADER_NBYTES, pack_key
 from asyncdist_transports.byte_stream import Ended, Writer
-from asyncdist_transports.tcp.sending_thread import LEAST_NBYTES, SendingThreads
+from asyncdist_transports.tcp.sending_thread import LEAST_NBYTES, SendingThreads, ThreadedSend
 
 ALWAYS = Config(send_threads=True)
 COUNT = 3 * LEAST_NBYTES // 4
@@ -102,6 +102,25 @@ def test_peer_that_vanishes_is_lost_to_a_rank_whose_thread_sends_to_it():
         for work in works:
             with pytest.raises(PeerLostError):
                 work.wait()
+
+
+def test_send_succeeds_if_the_peer_leaves_before_the_driver_knows_that_the_thread_has_sent_it(monkeypatch):
+    monkeypatch.setenv("ASYNCDIST_SEND_THREADS", "1")
+    run = ThreadedSend.run
+
+    def run_silently(self):
+        self._returned = lambda sender: None
+        run(self)
+
+    monkeypatch.setattr(ThreadedSend, "run", run_silently)
+
+    def program(group):
+        tensor = torch.full((COUNT,), float(group.rank()))
+        (group.send(tensor, 0) if group.rank() else group.recv(tensor, 1)).wait()
+        return tensor
+
+    received, _ = run_ranks(2, program, transport="tcp")
+    assert received.eq(1).all()
 
 
 # -- one message ------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.daemon_threads import start_daemon_thread
+from asyncdist.base.weak_registry import WeakRegistry
 from asyncdist.engine.work import Work
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.transport.device_streams import Streams, becomes_idle
@@ -34,7 +34,7 @@ _CLOSE_TIMEOUT = 10.0
 # Seconds for which an exiting process waits for NCCL.
 _EXIT_TIMEOUT = 5.0
 
-communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+communicators: WeakRegistry[Communicator] = WeakRegistry()
 """The communicators of this process. Their threads hold references to those that have not ended."""
 
 
@@ -194,7 +194,7 @@ class Communicator:
 
 def abort_all() -> None:
     """Abort all communicators of a process that exits, so that it does not wait for a peer."""
-    still_open = list(communicators)
+    still_open = communicators.living()
     for communicator in still_open:
         communicator.abort()
     # A creation that has not returned cannot be cancelled.

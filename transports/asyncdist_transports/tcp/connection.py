@@ -274,6 +274,8 @@ class Outbound:
             self.closed = True
             if self._sender is not None:
                 self._sender.stop()
+                # The peer may have left as soon as it had the last bytes, before the driver knew that they were sent.
+                self.writer.complete_sent()
             whole = self.established and not any(message.sent for message in self.queue)
             _end(self._sock, self._host, self.peer if say_goodbye and whole else None)
 
