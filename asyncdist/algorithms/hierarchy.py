@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from asyncdist.algorithms import recursive_doubling, ring
 from asyncdist.algorithms.schedule import Action, Combine, Place, Recv, Schedule, Send, Step
-from asyncdist.algorithms.selection import Model
+from asyncdist.algorithms.selection import Model, candidates
 
 # Data is cut into this many parts, unless the slices or their blocks for the hosts would be smaller than the minimum.
 _MIN_PARTS = 8
@@ -144,15 +143,14 @@ def part_count(nbytes: int, rails: int, hosts: int, segment_nbytes: int) -> int:
     return max(1, segments, min(_MIN_PARTS, nbytes // (rails * max(_MIN_SLICE_NBYTES, blocks))))
 
 
-def slices_pay(nbytes: int, layout: NodeLayout, model: Model) -> bool:
-    """Return whether an all-reduce is faster with one slice per rail than with the whole tensor on the first rail.
+def rails_pay(collective: str, nbytes: int, layout: NodeLayout, model: Model) -> bool:
+    """Return whether a collective is faster with a part of the data on each rail than with all of it on the first rail.
 
-    Slices save bytes of each rail. The whole tensor saves the messages of all other rails, which the processors and the
-    link of a host share. The arguments must be equal on every rank.
+    Parts save bytes of each rail. A single rail saves the messages of all others, which the processors and the link of a
+    host share. The arguments must be equal on every rank.
     """
     hosts, others = len(layout.nodes), layout.rails - 1
-    costs = recursive_doubling.all_reduce_cost, recursive_doubling.halving_all_reduce_cost, ring.all_reduce_cost
-    whole = min(model.seconds(cost(hosts, nbytes)) for cost in costs)
-    slices = [cost(hosts, nbytes // layout.rails) for cost in costs]
-    sliced = min(model.seconds(each) + others * model.overhead * each.messages for each in slices)
-    return sliced < whole
+    usable = [each for each in candidates(collective) if each.applies(hosts, contiguous=True)]
+    whole = min(model.seconds(each.cost(hosts, nbytes, model)) for each in usable)
+    parts = [each.cost(hosts, nbytes // layout.rails, model) for each in usable]
+    return min(model.seconds(cost) + others * model.overhead * cost.messages for cost in parts) < whole

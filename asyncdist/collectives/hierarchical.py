@@ -11,6 +11,7 @@ all_reduce, small     reduce to first member     all-reduce on the first rail   
 reduce_scatter        reduce-scatter of the      partial results to their
                       blocks of each node        destination ranks
 all_gather            (all-gather, if uneven)    all-gather of its blocks        all-gather of the rest
+all_gather, small     gather to first member     all-gather on the first rail    broadcast
 broadcast             broadcast (root's node)    broadcast of a slice            all-gather of slices
 reduce                reduce to one member       tree among these members
 barrier               as a small all_reduce
@@ -34,12 +35,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
-from asyncdist.algorithms.hierarchy import NodeLayout, among, gather_runs, part_count, slices_pay
+from asyncdist.algorithms.hierarchy import NodeLayout, among, gather_runs, part_count, rails_pay
 from asyncdist.algorithms.schedule import Reduce, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Collective, ReduceOp
@@ -59,11 +61,34 @@ Part = Callable[[int], Schedule]
 
 Sources = Sequence[Memory] | TensorBlocks
 
+_GATHERS: dict[str, Callable[[int, int, TensorBlocks], Schedule]] = {
+    "direct": pairwise.all_gather,
+    "ring": ring.all_gather,
+    "doubling": recursive_doubling.all_gather,
+}
+"""The schedules of an all-gather of blocks in one memory, by name."""
+
 
 class _SmallAllReduce(NamedTuple):
     """The prepared steps of a small all-reduce: two native calls, and the exchange of the first members."""
 
     reduce: PreparedCall | None
+    exchange: Callable[[torch.Tensor], Schedule]
+    broadcast: PreparedCall | None
+
+
+class _SmallAllGather(NamedTuple):
+    """The prepared steps of a small all-gather, in which all blocks lie in one memory, node after node.
+
+    Attributes:
+        gather: Gathers the blocks of the node at its first member; None if this rank is alone on its node.
+        own: The range of the node's blocks in the memory of all.
+        exchange: The exchange of the first members.
+        broadcast: Copies all blocks from the first member to the node.
+    """
+
+    gather: PreparedCall | None
+    own: slice
     exchange: Callable[[torch.Tensor], Schedule]
     broadcast: PreparedCall | None
 
@@ -98,10 +123,12 @@ class HierarchicalCollectives:
         self._hosts = hosts = len(layout.nodes)
         # The model takes longer than a small call over shared memory.
         self._small_calls: BoundedCache[tuple[int, int], _SmallAllReduce] = BoundedCache(_CACHED_CALLS)
+        self._small_gathers: BoundedCache[tuple[int, int], _SmallAllGather | bool] = BoundedCache(_CACHED_CALLS)
+        self._order = [rank for members in layout.nodes for rank in members]
         remembering = lru_cache(_CACHED_CALLS)
         self._choose = remembering(lambda collective, nbytes: choose(collective, nbytes, hosts, model=model))
         self._is_small = remembering(
-            lambda nbytes: nbytes <= MAX_DIRECT_NBYTES and not slices_pay(nbytes, layout, model)
+            lambda collective, nbytes: nbytes <= MAX_DIRECT_NBYTES and not rails_pay(collective, nbytes, layout, model)
         )
 
     def open(self) -> None:
@@ -133,7 +160,7 @@ class HierarchicalCollectives:
 
         def parts() -> Iterator[tuple[int, Part]]:
             for memory in memories:
-                if self._is_small(memory.nbytes):
+                if self._is_small("all_reduce", memory.nbytes):
                     yield 2, partial(self._all_reduce_small, call, memory, kernels)
                     continue
                 blocks = TensorBlocks.split(memory, self._cut(memory.nbytes))
@@ -274,6 +301,8 @@ class HierarchicalCollectives:
 
     def all_gather(self, rows: Sequence[Sources], call: int) -> Iterator[Schedule]:
         """Copy, for each row, each rank's ``row[rank]`` to all ranks."""
+        if len(rows) == 1 and (small := self._small_gather(rows[0], call)):
+            return self._numbered([(2, partial(self._gather_small_row, small, rows[0]))])
         natives = 1 if len(self._layout.members) == self._layout.rails else 2
 
         def parts() -> Iterator[tuple[int, Part]]:
@@ -284,6 +313,49 @@ class HierarchicalCollectives:
                     yield natives, partial(self._gather_row, call, [blocks[which] for blocks in cut])
 
         return self._numbered(parts())
+
+    def _small_gather(self, row: Sources, call: int) -> _SmallAllGather | bool:
+        """Return the prepared steps of an all-gather of small blocks of equal size; False for other blocks."""
+        key = call, row[self._layout.rank].count
+        found = self._small_gathers.get(key)
+        return self._small_gathers.add(key, self._prepare_small_gather(row, call)) if found is None else found
+
+    def _prepare_small_gather(self, row: Sources, call: int) -> _SmallAllGather | bool:
+        layout, hosts, own = self._layout, self._hosts, row[self._layout.rank]
+        count, nbytes = own.count, self._size * own.nbytes
+        equal = all(row[rank].count == count for rank in range(self._size))
+        if not (equal and count and self._is_small("all_gather", nbytes)):
+            return False
+        bounds = [0, *(count * total for total in accumulate(map(len, layout.nodes)))]
+        run = _GATHERS[self._choose("all_gather", nbytes)]
+
+        def exchange(whole: Memory) -> Schedule:
+            return among(layout.rail(0), run(layout.node, hosts, TensorBlocks(whole, bounds)))
+
+        gather = broadcast = None
+        if self._native is not None:
+            gather = self._prepared(Collective.gather, call, own, root=0)
+            broadcast = self._prepared(Collective.broadcast, call, Memory.unbound(bounds[-1], own.dtype), root=0)
+        recorded = RecordedCall(exchange if layout.place == 0 else _nothing, [(bounds[-1], own.dtype)])
+        within = slice(bounds[layout.node], bounds[layout.node + 1])
+        return _SmallAllGather(gather, within, recorded.schedule, broadcast)
+
+    def _gather_small_row(self, steps: _SmallAllGather, row: Sources, number: int) -> Schedule:
+        layout, own, is_first = self._layout, row[self._layout.rank], self._layout.place == 0
+        whole = self._scratch.take(self._size * own.count, own.dtype)
+        blocks = whole.tensor
+        if steps.gather is None:
+            blocks[steps.own].copy_(own.tensor)
+        else:
+            of_node = blocks[steps.own] if is_first else None
+            yield from among(layout.members, steps.gather(number, of_node, own.tensor))
+        if is_first:
+            yield from steps.exchange(blocks)
+        if steps.broadcast is not None:
+            yield from among(layout.members, steps.broadcast(number + 1, blocks))
+        for rank, block in zip(self._order, blocks.split(own.count), strict=True):
+            row[rank].tensor.copy_(block)
+        self._scratch.give(whole)
 
     def _gather_row(self, call: int, row: Sequence[Memory], number: int) -> Schedule:
         layout = self._layout

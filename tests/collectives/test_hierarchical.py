@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import asyncdist
-from asyncdist.algorithms.hierarchy import gather_runs, layout, part_count, slices_pay
+from asyncdist.algorithms.hierarchy import gather_runs, layout, part_count, rails_pay
 from asyncdist.algorithms.schedule import Recv, Send
 from asyncdist.algorithms.selection import DEFAULT
 from asyncdist.base.ops import PremulSum, ReduceOp
@@ -114,11 +114,17 @@ def test_part_count():
     assert part_count(100 << 20, 2, 8, 1 << 20) == 25
 
 
-def test_only_small_tensors_are_reduced_whole_on_the_first_rail():
+def test_only_small_tensors_travel_whole_on_the_first_rail():
     sizes = 4, 4096, 1 << 20, 25 << 20
-    assert [slices_pay(nbytes, layout_of("aabb"), DEFAULT) for nbytes in sizes] == [False, False, True, True]
-    # A single rail has no slices.
-    assert not any(slices_pay(nbytes, layout_of("aab"), DEFAULT) for nbytes in sizes)
+    for collective in ("all_reduce", "all_gather"):
+        assert [rails_pay(collective, nbytes, layout_of("aabb"), DEFAULT) for nbytes in sizes] == [
+            False,
+            False,
+            True,
+            True,
+        ]
+        # A single rail has no slices.
+        assert not any(rails_pay(collective, nbytes, layout_of("aab"), DEFAULT) for nbytes in sizes)
 
 
 async def test_small_calls_of_one_signature_may_overlap():
