@@ -264,7 +264,7 @@ class Group(CollectiveOps):
     def _run(
         self, name: str, prepared: PreparedCollective, tensors: Sequence[Any], result: Result, options: CallOptions
     ) -> Work:
-        fingerprint, nbytes, native, _, fold, window = prepared
+        fingerprint, nbytes, native, recorded, _, fold, window = prepared
         value, outputs, writes = result
         mesh, channel = self.mesh, self.channel
         background, timeout, limit = options.get("background", True), options.get("timeout"), self.timeout
@@ -285,7 +285,10 @@ class Group(CollectiveOps):
                 if observed is not None:
                     schedule = observed.watch(schedule)
             else:
-                schedules = schedules_over_links(prepared, tensors, number, self._native)
+                if recorded is not None and self._native is None:
+                    schedules = (recorded(*tensors),)
+                else:
+                    schedules = schedules_over_links(prepared, tensors, number, self._native)
                 if observed is not None:
                     schedules = observed.watch_all(schedules)
                 spins = wait and mesh.progress.waiting.spin > 0

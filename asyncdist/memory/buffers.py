@@ -57,7 +57,7 @@ class Memory:
 
     @classmethod
     def unbound(cls, count: int, dtype: torch.dtype) -> Memory:
-        """Return memory of ``count`` elements that has a tensor only between `bind` and `unbind`."""
+        """Return memory of ``count`` elements for the tensors of several calls in turn; see `place_at` and `bind`."""
         memory = cls.__new__(cls)
         memory._base, memory._tensor, memory._view, memory.wire = None, None, None, None
         memory.dtype, memory.itemsize = dtype, dtype.itemsize
@@ -65,18 +65,27 @@ class Memory:
         memory.nbytes = count * memory.itemsize
         return memory
 
+    def located(self) -> tuple[Memory, int]:
+        """Return the memory of the whole tensor of which this is a range, and the offset in it in bytes."""
+        memory, offset = self, 0
+        while memory._base is not None:
+            offset += memory.start * memory.itemsize
+            memory = memory._base
+        return memory, offset
+
+    def place_at(self, address: int) -> None:
+        """Let ``view`` be the bytes at an address, which the caller keeps alive while anything uses the view."""
+        self._view = _view_at(address, self.nbytes)
+
     def bind(self, tensor: torch.Tensor) -> None:
-        """Let this be the memory of a contiguous tensor, which the caller keeps alive until `unbind`."""
+        """Let ``tensor`` be a contiguous tensor, as one dimension, until `unbind`."""
         if tensor.is_inference():
             tensor = _outside_inference_mode(tensor)
-        if tensor.dim() != 1 or tensor.stride(0) != 1:
-            tensor = tensor.as_strided((tensor.numel(),), (1,))
-        self._tensor = tensor
-        self._view = _view_at(tensor.data_ptr(), self.nbytes)
+        self._tensor = tensor if tensor.dim() == 1 and tensor.stride(0) == 1 else tensor.as_strided((self.count,), (1,))
 
     def unbind(self) -> None:
         """Forget the tensor."""
-        self._tensor = self._view = None
+        self._tensor = None
 
     def slice(self, start: int, stop: int) -> Memory:
         """Return the elements ``start`` to ``stop`` of this memory."""
@@ -192,28 +201,38 @@ Places = TypeVar("Places", bound=Sequence[Memory] | TensorBlocks)
 def copy_overlapping_inputs(
     read: Places, written: Sequence[Memory] | TensorBlocks, own: Mapping[int, int]
 ) -> Places | list[Memory]:
-    """Return the inputs of an operation, with a copy of each that overlaps an output.
+    """Return the inputs of an operation, with a copy of each that overlaps an output; see `overlapping_inputs`."""
+    inputs = [read[number] for number in range(len(read))]
+    outputs = [written[number] for number in range(len(written))]
+    overlapping = overlapping_inputs([_range_of(each) for each in inputs], [_range_of(each) for each in outputs], own)
+    if not overlapping:
+        return read
+    for number in overlapping:
+        inputs[number] = Memory(inputs[number].tensor.clone(), wire=inputs[number].wire)
+    return inputs
+
+
+def _range_of(memory: Memory) -> tuple[int, int]:
+    start = memory.address
+    return start, start + memory.nbytes
+
+
+def overlapping_inputs(
+    read: Sequence[tuple[int, int]], written: Sequence[tuple[int, int]], own: Mapping[int, int]
+) -> list[int]:
+    """Return the numbers of the inputs that overlap outputs, from the addresses at which each begins and ends.
 
     Transports read and write blocks in different orders, and peers may read inputs in place. Every transport supports one
     overlap, a rank's own block: if ``own[i] = j``, ``read[i]`` may be ``written[j]``, but not a part of it.
     """
-    outputs = []
-    for number in range(len(written)):
-        place = written[number]
-        if place.count:
-            start = place.address
-            outputs.append((start, start + place.nbytes, number))
-    outputs.sort()
+    outputs = sorted((start, stop, number) for number, (start, stop) in enumerate(written) if start < stop)
     starts, stops = [output[0] for output in outputs], [output[1] for output in outputs]
-    copies: dict[int, Memory] = {}
-    for number in range(len(read)):
-        place = read[number]
-        start = place.address
-        stop = start + place.nbytes
+    overlapping = []
+    for number, (start, stop) in enumerate(read):
         hit = outputs[bisect_right(stops, start) : bisect_left(starts, stop)]
-        if hit and place.count and hit != [(start, stop, own.get(number))]:
-            copies[number] = Memory(place.tensor.clone(), wire=place.wire)
-    return [copies.get(number) or read[number] for number in range(len(read))] if copies else read
+        if hit and start < stop and hit != [(start, stop, own.get(number))]:
+            overlapping.append(number)
+    return overlapping
 
 
 def copy_overlapping_rows(rows: Sequence[tuple[Places, Memory]], size: int, rank: int) -> list[tuple[Places, Memory]]:
