@@ -14,7 +14,7 @@ import torch
 
 from asyncdist.algorithms.schedule import Combine, Reduce, Schedule, Send, Step, Wait
 from asyncdist.engine.direct_calls import RecordedStep
-from asyncdist.memory.buffers import Memory, flat_memory, overlapping_inputs
+from asyncdist.memory.buffers import Memory, flat_memory, overlapping_inputs, view_at
 from asyncdist.memory.reduce_kernels import Fold, divide
 
 
@@ -111,10 +111,7 @@ class RecordedCall:
             if self._read and overlapping_inputs(_at(addresses, self._read), _at(addresses, self._written), self._own):
                 return False
             for place, number, start in self._places:
-                place.place_at(addresses[number] + start)
-            for item in self._items:
-                if isinstance(item, RecordedStep) and item.direct is not None:
-                    item.direct.refresh()
+                place.view = view_at(addresses[number] + start, place.nbytes)
             self._addresses = addresses
         for number in self._bound:
             self._memories[number].bind(tensors[number])

@@ -41,11 +41,10 @@ class _Message:
     A message that is reduced arrives in scratch first; ``place`` is then the scratch.
     """
 
-    __slots__ = ("action", "fingerprint", "is_reduced", "peer", "place", "tail", "view")
+    __slots__ = ("action", "fingerprint", "is_reduced", "peer", "place", "tail")
 
     def __init__(self, action: Send | Recv | Reduce, peer: int, place: Memory, fingerprint: int) -> None:
         self.action, self.peer, self.place, self.fingerprint = action, peer, place, fingerprint
-        self.view = place.view
         self.is_reduced = isinstance(action, Reduce)
         self.tail = _FIRST_PART + pack_tail(fingerprint, place.nbytes, DATA)
 
@@ -74,11 +73,6 @@ class DirectStep:
                 place = scratch.take(place.count, place.wire or place.dtype)
             messages = self.sends if isinstance(action, Send) else self.receives
             messages.append(_Message(action, members[action.peer], place, fingerprint))
-
-    def refresh(self) -> None:
-        """Take account of places that have moved to other addresses."""
-        for message in (*self.sends, *self.receives):
-            message.view = message.place.view
 
     def give_scratch(self, scratch: Scratch) -> None:
         """Return the scratch of a step that is complete."""
@@ -166,7 +160,7 @@ class DirectCalls:
             link = self._links.get(message.peer)
             if link is None or not link.is_direct:
                 rest.append(message.action)
-            elif (unsent := link.send_now(key + message.tail, message.view)) is not None:
+            elif (unsent := link.send_now(key + message.tail, message.place.view)) is not None:
                 rest.append(Begun(unsent))
         for action in step.combines:
             assert fold is not None
@@ -183,7 +177,7 @@ class DirectCalls:
             if rest or (waiting and any(message.peer == other.peer for other in waiting)):
                 waiting.append(message)
                 continue
-            inbox, room = self._inboxes.get(message.peer), message.view
+            inbox, room = self._inboxes.get(message.peer), message.place.view
             if inbox is None or inbox.source is None:
                 taken: bool | None = False
             elif inbox.aside and (early := key + _FIRST_PART) in inbox.aside:

@@ -275,7 +275,6 @@ class Group(CollectiveOps):
         entry = self.hooks.new_entry(self.name, name, number, fingerprint, nbytes)
         observed = self.hooks.record(entry)
         wait = not background or (self.patient and _get_running_loop() is None)
-        call = channel, number, fingerprint, fold
         schedules: Iterable[Schedule]
         schedule: Schedule | None = None
         polls = LINK_POLLS
@@ -295,15 +294,14 @@ class Group(CollectiveOps):
                 if nbytes <= (MAX_WAITING_NBYTES if spins else MAX_DIRECT_NBYTES):
                     schedules = listed = list(schedules)
                     if len(listed) == 1:
-                        schedule = mesh.direct_calls.run(listed[0], *call, spins=spins)
+                        schedule = mesh.direct_calls.run(listed[0], channel, number, fingerprint, fold, spins=spins)
             if schedule is not None:
-                schedules = (schedule,)
-                block = not background
-                if mesh.progress.attempt(schedule, channel, number, wait=wait, polls=polls, block=block):
+                if mesh.progress.attempt(schedule, channel, number, wait, polls, not background):
                     value = finish_call(value, outputs, writes)
                     if entry.finish():
                         entry.run_hooks()
                     return completed(value)
+                schedules = (schedule,)
         # An operation that raises the error makes the group fail and notifies the peers.
         except Exception as cause:
             schedules = (raising(cause),)
