@@ -17,6 +17,8 @@ from asyncdist.engine.direct_calls import RecordedStep
 from asyncdist.memory.buffers import Memory, flat_memory, overlapping_inputs, view_at
 from asyncdist.memory.reduce_kernels import Fold, divide
 
+_address_of = torch.Tensor.data_ptr
+
 
 class Copy(NamedTuple):
     """Copy ``other`` to ``place``, both local, which may be the same memory but must not overlap otherwise."""
@@ -70,12 +72,12 @@ class RecordedCall:
         self._record = record
         self._is_used = False
         made = [_each(lambda tensor: Memory.unbound(tensor.numel(), tensor.dtype), argument) for argument in arguments]
-        self._memories = [memory for argument in made for memory in _listed(argument)]
+        memories = [memory for argument in made for memory in _listed(argument)]
         self._items = [_prepared(item, fold) for item in record(*made)]
-        places = _Places(self._memories, self._items)
+        places = _Places(memories, self._items)
         self._places = places.places
         self._read, self._written, self._own = places.read, places.written, places.own
-        self._computed, self._bound = places.computed, places.bound
+        self._computed = places.computed
         self._reads_only = [places.reads_only(_listed(argument)) for argument in made]
         self._addresses: list[int] = []
         """The addresses of the tensors to which the places belong, or have belonged in the last call."""
@@ -86,8 +88,8 @@ class RecordedCall:
         for argument in arguments:
             if type(argument) is list:
                 tensors += argument
-            else:
-                tensors += _listed(argument)
+            elif argument is not None:
+                tensors.append(argument)
         if self._is_used or not self._bind(tensors):
             yield from self._anew(arguments)
             return
@@ -99,13 +101,13 @@ class RecordedCall:
                 else:
                     item.run()
         finally:
-            for place in self._computed:
-                place.unbind()
+            for memory, _ in self._computed:
+                memory.unbind()
             self._is_used = False
 
     def _bind(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Let the places belong to the tensors of a call; return False if its inputs overlap its outputs."""
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = list(map(_address_of, tensors))
         if addresses != self._addresses:
             self._addresses = []
             if self._read and overlapping_inputs(_at(addresses, self._read), _at(addresses, self._written), self._own):
@@ -113,8 +115,8 @@ class RecordedCall:
             for place, number, start in self._places:
                 place.view = view_at(addresses[number] + start, place.nbytes)
             self._addresses = addresses
-        for number in self._bound:
-            self._memories[number].bind(tensors[number])
+        for memory, number in self._computed:
+            memory.bind(tensors[number])
         return True
 
     def _anew(self, arguments: Sequence[Any]) -> Schedule:
@@ -165,8 +167,7 @@ class _Places:
         read: The ranges that are read, of tensors that are not written.
         written: The ranges that are written.
         own: The inputs that may be outputs: numbers of ranges in ``read`` and ``written``.
-        computed: The places that the arithmetic needs as tensors.
-        bound: The numbers of their tensors.
+        computed: The memories that the arithmetic needs as tensors, each whole, and the numbers of the tensors.
     """
 
     def __init__(self, memories: Sequence[Memory], items: Sequence[Any]) -> None:
@@ -183,12 +184,9 @@ class _Places:
             for other, place in copies
             if other in self.read and place in self.written
         }
-        self.bound = sorted({number for use, (number, _, _) in uses if use.is_computed})
-        roots = [memories[number] for number in self.bound]
-        self.computed = [
-            *roots,
-            *(use.place for use, _ in uses if use.is_computed and id(use.place) not in self._number_of),
-        ]
+        computed = {number for use, (number, _, _) in uses if use.is_computed}
+        assert all(id(use.place) in self._number_of for use, _ in uses if use.is_computed), "a range has no tensor"
+        self.computed = [(memories[number], number) for number in sorted(computed)]
 
     def _range_of(self, place: Memory) -> _Range | None:
         memory, start = place.located()

@@ -8,7 +8,6 @@ arithmetic; both are created on first use. `TensorBlocks` splits a memory into n
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -81,8 +80,7 @@ class Memory:
 
     def unbind(self) -> None:
         """Forget the tensor."""
-        with contextlib.suppress(AttributeError):
-            del self.tensor
+        del self.tensor
 
     def located(self) -> tuple[Memory, int]:
         """Return the memory of the whole tensor of which this is a range, and the offset in it in bytes."""
