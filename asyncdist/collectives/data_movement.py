@@ -23,8 +23,9 @@ from asyncdist.collectives import validation
 from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.collectives.hierarchical import BARRIER_KERNELS, HierarchicalCollectives
 from asyncdist.collectives.prepared import PreparedCollective
+from asyncdist.collectives.recorded import Copy, RecordedCall, Recording
 from asyncdist.config import Config
-from asyncdist.engine.direct_calls import RecordedCall
+from asyncdist.engine.direct_calls import MAX_DIRECT_NBYTES
 from asyncdist.engine.operation import Plan
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import (
@@ -91,6 +92,10 @@ class GroupContext:
         """Return whether a tensor is large enough to be cut into one part for each lane."""
         return self.config.lanes > 1 and nbytes >= self.config.stripe_nbytes
 
+    def is_recorded(self, nbytes: int) -> bool:
+        """Return whether the steps of a call over links are recorded: it is small, and has one part."""
+        return nbytes <= MAX_DIRECT_NBYTES and not self.is_striped(nbytes)
+
     def blocks(self, value: Any) -> list[Memory]:
         """Return the memory of one block for each rank: a list of tensors, a tensor in equal parts, or None."""
         return block_memories(value, self.size)
@@ -126,6 +131,11 @@ def fingerprint(
         count=count & 0xFFFFFF,
         shape=0 if form is None else shape_checksum(form),
     ).pack()
+
+
+def recorded_blocks(argument: Any, counts: Sequence[int]) -> list[Memory] | TensorBlocks:
+    """Return the blocks of an argument of a `RecordedCall`: a list of memories, or one memory with blocks of ``counts``."""
+    return argument if isinstance(argument, list) else TensorBlocks(argument, [0, *itertools.accumulate(counts)])
 
 
 def stripes(group: GroupContext, memory: Memory) -> Iterable[Memory]:
@@ -182,6 +192,10 @@ def broadcast(group: GroupContext, tensor: Any, root: int) -> PreparedCollective
         )
     in_tree = group.choose("broadcast", nbytes) == "tree"
     segment_count = max(1, group.config.segment_nbytes // tensor.itemsize)
+    if group.is_recorded(nbytes) and (in_tree or count <= segment_count):
+        run = tree.broadcast if in_tree else tree.chain_broadcast
+        recorded = RecordedCall(lambda memory: run(group.rank, group.size, root, memory), [tensor])
+        return PreparedCollective(call, nbytes, recorded=recorded.schedule)
 
     def parts(tensor: torch.Tensor) -> Iterable[Schedule]:
         memory = flat_memory(tensor)
@@ -197,7 +211,10 @@ def all_gather_list(group: GroupContext, outputs: Any, tensor: Any) -> PreparedC
     """Gather every rank's tensor into a list."""
     blocks = validation.listed(outputs, group.size, "tensor_list")
     return _all_gather(
-        group, [(blocks, tensor)], lambda outputs, tensor: [(group.blocks(outputs), flat_memory(tensor))]
+        group,
+        [(blocks, tensor)],
+        lambda outputs, tensor: [(group.blocks(outputs), flat_memory(tensor))],
+        arguments=(outputs, tensor),
     )
 
 
@@ -233,6 +250,7 @@ def all_gather_single(group: GroupContext, output: Any, tensor: Any) -> Prepared
         group,
         [(blocks, tensor)],
         lambda output, tensor: [(group.equal_blocks(output), flat_memory(tensor))],
+        arguments=(output, tensor),
         contiguous=True,
     )
 
@@ -242,9 +260,13 @@ def _all_gather(
     rows: Sequence[tuple[Sequence[torch.Tensor], Any]],
     rows_of: Callable[[Any, Any], list[tuple[Any, Memory]]],
     *,
+    arguments: tuple[Any, ...] = (),
     contiguous: bool = False,
 ) -> PreparedCollective:
-    """Gather every rank's input into the blocks of every rank, for each row (blocks, own input)."""
+    """Gather every rank's input into the blocks of every rank, for each row (blocks, own input).
+
+    ``arguments`` are those of a call with one row: the blocks, and the own input.
+    """
     counts: list[list[int]] = []
     layout: list[int] = []
     for blocks, own in rows:
@@ -265,6 +287,9 @@ def _all_gather(
         signature = CallSignature(collective, call, dtype, (counts[0][group.rank],), sizes=sizes)
         return PreparedCollective(call, nbytes, native.prepare(signature))
     hierarchical = group.hierarchical_for("all_gather")
+    if hierarchical is None and arguments and group.is_recorded(nbytes):
+        recorded = RecordedCall(_recorded_all_gather(group, nbytes, counts[0], contiguous), arguments)
+        return PreparedCollective(call, nbytes, recorded=recorded.schedule)
     row_parts = [
         _all_gather_row(group, sum(row) * own.itemsize, contiguous) for row, (_, own) in zip(counts, rows, strict=True)
     ]
@@ -283,9 +308,28 @@ def _all_gather(
 
 def _all_gather_row(group: GroupContext, nbytes: int, contiguous: bool) -> Callable[[Any], Iterator[Schedule]]:
     """Return a function that gathers the blocks of one row over links, in one part for each lane."""
-    algorithm = group.choose("all_gather", nbytes, contiguous=contiguous and not group.is_striped(nbytes))
-    run = {"ring": ring.all_gather, "doubling": recursive_doubling.all_gather, "direct": pairwise.all_gather}[algorithm]
+    run = _all_gather_schedule(group, nbytes, contiguous=contiguous and not group.is_striped(nbytes))
     return lambda blocks: (run(group.rank, group.size, stripe) for stripe in striped_blocks(group, blocks))
+
+
+def _all_gather_schedule(group: GroupContext, nbytes: int, *, contiguous: bool) -> Callable[..., Schedule]:
+    algorithm = group.choose("all_gather", nbytes, contiguous=contiguous)
+    return {"ring": ring.all_gather, "doubling": recursive_doubling.all_gather, "direct": pairwise.all_gather}[
+        algorithm
+    ]
+
+
+def _recorded_all_gather(
+    group: GroupContext, nbytes: int, counts: Sequence[int], contiguous: bool
+) -> Callable[..., Recording]:
+    rank, size, run = group.rank, group.size, _all_gather_schedule(group, nbytes, contiguous=contiguous)
+
+    def record(output: Memory | list[Memory], own: Memory) -> Recording:
+        blocks = recorded_blocks(output, counts)
+        yield Copy(blocks[rank], own)
+        yield from run(rank, size, blocks)
+
+    return record
 
 
 def gather(group: GroupContext, gather_list: Any, tensor: Any, root: int) -> PreparedCollective:
@@ -296,7 +340,7 @@ def gather(group: GroupContext, gather_list: Any, tensor: Any, root: int) -> Pre
         validation.same_sizes(blocks, tensor, "gather_list")
     elif gather_list:
         raise UsageError(f"gather_list belongs to the destination, rank {root} of the group: pass None elsewhere")
-    return _gather(group, validation.single(tensor), root, group.blocks)
+    return _gather(group, gather_list, validation.single(tensor), root, group.blocks)
 
 
 def gather_single(group: GroupContext, output: Any, tensor: Any, root: int) -> PreparedCollective:
@@ -306,16 +350,25 @@ def gather_single(group: GroupContext, output: Any, tensor: Any, root: int) -> P
         if output is None:
             raise UsageError("gather_tensor on the destination rank is missing")
         validation.same_sizes(validation.even(output, group.size, "gather_tensor"), tensor, "gather_tensor")
-    return _gather(group, validation.single(tensor), root, group.equal_blocks)
+    return _gather(group, output, validation.single(tensor), root, group.equal_blocks)
 
 
-def _gather(group: GroupContext, tensor: torch.Tensor, root: int, cut: Cut) -> PreparedCollective:
+def _gather(group: GroupContext, output: Any, tensor: torch.Tensor, root: int, cut: Cut) -> PreparedCollective:
     count, nbytes = tensor.numel(), tensor.nbytes * group.size
     call = fingerprint(Collective.gather, tensor.dtype, (count,), None, root)
     native = group.native_for("gather")
     if native is not None:
         signature = CallSignature(Collective.gather, call, tensor.dtype, (count,), root=root)
         return PreparedCollective(call, nbytes, native.prepare(signature))
+    if group.is_recorded(nbytes):
+
+        def record(output: Any, own: Memory) -> Recording:
+            blocks = recorded_blocks(output, [count] * group.size) if group.rank == root else []
+            if group.rank == root:
+                yield Copy(blocks[root], own)
+            yield from pairwise.gather(group.rank, group.size, root, own, blocks)
+
+        return PreparedCollective(call, nbytes, recorded=RecordedCall(record, [output, tensor]).schedule)
 
     def parts(output: Any, tensor: torch.Tensor) -> Iterable[Schedule]:
         own, blocks = flat_memory(tensor), cut(output) if group.rank == root else []
@@ -344,6 +397,16 @@ def scatter(group: GroupContext, tensor: Any, scatter_list: Any, root: int) -> P
         signature = CallSignature(Collective.scatter, call, tensor.dtype, (count,), root=root)
         return PreparedCollective(call, nbytes, native.prepare(signature))
 
+    if group.is_recorded(nbytes):
+
+        def record(memory: Memory, scatter_list: Any) -> Recording:
+            blocks = recorded_blocks(scatter_list, [count] * group.size) if group.rank == root else []
+            if group.rank == root:
+                yield Copy(memory, blocks[root])
+            yield from pairwise.scatter(group.rank, group.size, root, memory, blocks)
+
+        return PreparedCollective(call, nbytes, recorded=RecordedCall(record, [tensor, scatter_list]).schedule)
+
     def parts(tensor: torch.Tensor, scatter_list: Any) -> Iterable[Schedule]:
         memory, blocks = flat_memory(tensor), group.blocks(scatter_list)
         if group.rank == root:
@@ -359,7 +422,7 @@ def all_to_all_lists(group: GroupContext, output_list: Any, input_list: Any) -> 
     incoming = validation.listed(output_list, group.size, "output_tensor_list")
     outgoing = validation.listed(input_list, group.size, "input_tensor_list")
     counts = [block.numel() for block in incoming], [block.numel() for block in outgoing]
-    return _all_to_all(group, incoming[0].dtype, outgoing[0].dtype, *counts, group.blocks, group.blocks)
+    return _all_to_all(group, output_list, input_list, *counts, group.blocks, group.blocks)
 
 
 def all_to_all_single(
@@ -369,7 +432,7 @@ def all_to_all_single(
     incoming = validation.split_counts(output, output_sizes, group.size, "output")
     outgoing = validation.split_counts(tensor, input_sizes, group.size, "input")
     cuts = _cut_by(incoming), _cut_by(outgoing)
-    prepared = _all_to_all(group, output.dtype, tensor.dtype, incoming, outgoing, *cuts)
+    prepared = _all_to_all(group, output, tensor, incoming, outgoing, *cuts)
     call = prepared.native
     if call is None or len({*incoming, *outgoing}) == 1:
         return prepared
@@ -387,8 +450,8 @@ def _cut_by(counts: Sequence[int]) -> Cut:
 
 def _all_to_all(
     group: GroupContext,
-    incoming_dtype: torch.dtype,
-    dtype: torch.dtype,
+    output: Any,
+    tensor: Any,
     incoming_counts: Sequence[int],
     outgoing_counts: Sequence[int],
     cut_incoming: Cut,
@@ -396,6 +459,7 @@ def _all_to_all(
 ) -> PreparedCollective:
     """Send block ``i`` of the input to rank ``i``, and receive its block for this rank into block ``i`` of the output."""
     own_in, own_out = incoming_counts[group.rank], outgoing_counts[group.rank]
+    incoming_dtype, dtype = ((each if isinstance(each, torch.Tensor) else each[0]).dtype for each in (output, tensor))
     if own_in != own_out or incoming_dtype is not dtype:
         raise UsageError(
             f"this rank sends itself {own_out} x {dtype}, but its block of the output has {own_in} x {incoming_dtype}"
@@ -408,6 +472,17 @@ def _all_to_all(
         sizes = () if equal else (*incoming_counts, *outgoing_counts)
         signature = CallSignature(Collective.all_to_all, call, dtype, (own_out,), sizes=sizes)
         return PreparedCollective(call, nbytes, native.prepare(signature))
+
+    # Sizes differ between ranks, and each message may have another lane.
+    if max(nbytes, sum(incoming_counts) * dtype.itemsize) <= MAX_DIRECT_NBYTES and group.config.lanes == 1:
+
+        def record(output: Any, tensor: Any) -> Recording:
+            incoming = recorded_blocks(output, incoming_counts)
+            outgoing = recorded_blocks(tensor, outgoing_counts)
+            yield Copy(incoming[group.rank], outgoing[group.rank])
+            yield from pairwise.all_to_all(group.rank, group.size, outgoing, incoming)
+
+        return PreparedCollective(call, nbytes, recorded=RecordedCall(record, [output, tensor]).schedule)
 
     def parts(output: Any, tensor: Any) -> Iterable[Schedule]:
         incoming, own = cut_incoming(output), {group.rank: group.rank}
@@ -431,7 +506,7 @@ def barrier(group: GroupContext) -> PreparedCollective:
     if hierarchical is not None:
         return PreparedCollective(call, 0, parts=lambda: hierarchical.barrier(call), fold=BARRIER_KERNELS.fold)
     recorded = RecordedCall(lambda: recursive_doubling.barrier(group.rank, group.size, NOTHING, NOTHING), [])
-    return PreparedCollective(call, 0, parts=lambda: (recorded.schedule(),))
+    return PreparedCollective(call, 0, recorded=recorded.schedule)
 
 
 def monitored_barrier(group: GroupContext) -> Plan:

@@ -45,7 +45,8 @@ from asyncdist.algorithms.hierarchy import NodeLayout, among, gather_runs, part_
 from asyncdist.algorithms.schedule import Reduce, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Collective, ReduceOp
-from asyncdist.engine.direct_calls import MAX_DIRECT_NBYTES, RecordedCall
+from asyncdist.collectives.recorded import RecordedCall
+from asyncdist.engine.direct_calls import MAX_DIRECT_NBYTES
 from asyncdist.memory.bounded_cache import BoundedCache
 from asyncdist.memory.buffers import Memory, Scratch, TensorBlocks
 from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
@@ -201,7 +202,7 @@ class HierarchicalCollectives:
             scratch = Memory(torch.empty(data.count, dtype=data.dtype, device="cpu"))
             return among(layout.rail(0), recursive_doubling.all_reduce(layout.node, hosts, data, scratch))
 
-        recorded = RecordedCall(doubling if layout.place == 0 else _nothing, [(own.count, own.dtype)])
+        recorded = RecordedCall(doubling if layout.place == 0 else _nothing, [own.tensor])
         return self._small_calls.add((call, own.count), _SmallAllReduce(reduce, recorded.schedule, broadcast))
 
     def _reduce_along(self, own: Memory, result: Memory, kernels: Arithmetic) -> Schedule:

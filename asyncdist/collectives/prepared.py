@@ -28,7 +28,8 @@ class PreparedCollective(NamedTuple):
         fingerprint: Fingerprint of the call.
         nbytes: Number of bytes that the call moves.
         native: Makes the schedule of a native collective; None if the call uses links.
-        parts: ``parts(*tensors)`` are the schedules of a call over links.
+        recorded: ``recorded(*tensors)`` is the only schedule of a small call over links; None for any other call.
+        parts: ``parts(*tensors)`` are the schedules of any other call over links.
         fold: Arithmetic of the actions Reduce and Combine.
         window: Largest number of parts that run at once.
     """
@@ -36,6 +37,7 @@ class PreparedCollective(NamedTuple):
     fingerprint: int
     nbytes: int
     native: PreparedCall | None = None
+    recorded: Callable[..., Schedule] | None = None
     parts: Callable[..., Iterable[Schedule]] | None = None
     fold: Fold | None = None
     window: int = 4
@@ -45,7 +47,8 @@ def schedules_over_links(
     prepared: PreparedCollective, tensors: Sequence[Any], number: int, native: Native | None
 ) -> Iterable[Schedule]:
     """Return the schedules of a call over links; the first also publishes the call to a group that has a ``native``."""
-    schedules: Iterable[Schedule] = prepared.parts(*tensors) if prepared.parts else ()
+    recorded, parts = prepared.recorded, prepared.parts
+    schedules = parts(*tensors) if parts else () if recorded is None else (recorded(*tensors),)
     return schedules if native is None else preceded(native.publish(number, prepared.fingerprint), schedules)
 
 

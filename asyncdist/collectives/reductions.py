@@ -7,7 +7,7 @@ the arguments and results of these functions; `sparse` plans the all-reduce of s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,14 @@ from asyncdist.collectives.data_movement import (
     Cut,
     GroupContext,
     fingerprint,
+    recorded_blocks,
     segments,
     striped_blocks,
     stripes,
 )
 from asyncdist.collectives.prepared import PreparedCollective
+from asyncdist.collectives.recorded import Copy, Divide, RecordedCall, Recording
 from asyncdist.collectives.validation import reduction
-from asyncdist.engine.direct_calls import MAX_DIRECT_NBYTES, RecordedCall
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import Memory, TensorBlocks, copy_overlapping_inputs, flat_memory
 from asyncdist.memory.reduce_kernels import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
@@ -87,10 +88,11 @@ def all_reduce(group: GroupContext, tensor: Any, op: Any) -> PreparedCollective:
             return hierarchical.all_reduce([memory], kernels, call)
 
         return PreparedCollective(call, nbytes, parts=parts, fold=kernels.fold, window=hierarchical.window)
-    over_links = _recorded_all_reduce(group, tensor, op, kernels)
-    if over_links is None:
-        over_links = _all_reduce_over_links(group, nbytes, dtype, op, kernels)
-    return PreparedCollective(call, nbytes, None, over_links, kernels.fold, group.window)
+    if _is_recorded(group, nbytes, op, kernels) and group.choose("all_reduce", nbytes) == "doubling":
+        recorded = RecordedCall(_recorded_all_reduce(group, kernels), [tensor], kernels.fold)
+        return PreparedCollective(call, nbytes, recorded=recorded.schedule, fold=kernels.fold)
+    over_links = _all_reduce_over_links(group, nbytes, dtype, op, kernels)
+    return PreparedCollective(call, nbytes, parts=over_links, fold=kernels.fold, window=group.window)
 
 
 def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> PreparedCollective:
@@ -169,28 +171,21 @@ def _all_reduce_over_links(
     return wide if kernels.widens else narrow
 
 
-def _recorded_all_reduce(
-    group: GroupContext, tensor: torch.Tensor, op: Reduction, kernels: Arithmetic
-) -> OverLinks | None:
-    """Return a function that repeats the steps of a small all-reduce by recursive doubling; None for any other one."""
-    count, nbytes, rank, size = tensor.numel(), tensor.nbytes, group.rank, group.size
-    if nbytes > MAX_DIRECT_NBYTES or group.choose("all_reduce", nbytes) != "doubling":
-        return None
-    if kernels.widens or type(op) is PremulSum or group.is_striped(nbytes):
-        return None
+def _is_recorded(group: GroupContext, nbytes: int, op: Reduction, kernels: Arithmetic) -> bool:
+    """Return whether the steps of a reduction over links are recorded: it is small, and needs no copy of its input."""
+    return group.is_recorded(nbytes) and not kernels.widens and type(op) is not PremulSum
 
-    def doubling(memory: Memory) -> Schedule:
+
+def _recorded_all_reduce(group: GroupContext, kernels: Arithmetic) -> Callable[..., Recording]:
+    rank, size = group.rank, group.size
+
+    def record(memory: Memory) -> Recording:
         scratch = Memory(torch.empty(memory.count, dtype=memory.dtype, device="cpu"))
-        return recursive_doubling.all_reduce(rank, size, memory, scratch)
+        yield from recursive_doubling.all_reduce(rank, size, memory, scratch)
+        if kernels.averages:
+            yield Divide(memory, size)
 
-    recorded = RecordedCall(doubling, [(count, tensor.dtype)])
-
-    def averaged(tensor: torch.Tensor) -> Schedule:
-        yield from recorded.schedule(tensor)
-        divide(flat_memory(tensor).tensor, size)
-
-    run = averaged if kernels.averages else recorded.schedule
-    return lambda tensor: (run(tensor),)
+    return record
 
 
 def _all_reduce_doubling(group: GroupContext, memory: Memory, kernels: Arithmetic) -> Schedule:
@@ -263,13 +258,32 @@ def reduce(group: GroupContext, tensor: Any, root: int, op: Any) -> PreparedColl
             return hierarchical.reduce(memory, root, kernels, call)
 
         return PreparedCollective(call, nbytes, parts=parts, fold=kernels.fold, window=hierarchical.window)
-    run = _reduce_tree if group.choose("reduce", nbytes) == "tree" else _reduce_scattered
+    in_tree = group.choose("reduce", nbytes) == "tree"
+    if in_tree and _is_recorded(group, nbytes, op, kernels):
+        recorded = RecordedCall(_recorded_reduce(group, root, kernels), [tensor])
+        return PreparedCollective(call, nbytes, recorded=recorded.schedule, fold=kernels.fold)
+    run = _reduce_tree if in_tree else _reduce_scattered
 
     def segment_parts(tensor: torch.Tensor) -> Iterable[Schedule]:
         memory = flat_memory(tensor)
         return (run(group, segment, root, op, kernels) for segment in segments(memory, _SEGMENT_COUNT))
 
     return PreparedCollective(call, nbytes, parts=segment_parts, fold=kernels.fold, window=group.window)
+
+
+def _recorded_reduce(group: GroupContext, root: int, kernels: Arithmetic) -> Callable[..., Recording]:
+    rank, size = group.rank, group.size
+
+    def record(memory: Memory) -> Recording:
+        own = memory
+        if rank != root:
+            own = Memory(torch.empty(memory.count, dtype=memory.dtype, device="cpu"))
+            yield Copy(own, memory)
+        yield from tree.reduce(rank, size, root, own)
+        if rank == root and kernels.averages:
+            yield Divide(own, size)
+
+    return record
 
 
 def _reduce_tree(group: GroupContext, memory: Memory, root: int, op: Reduction, kernels: Arithmetic) -> Schedule:
@@ -304,16 +318,18 @@ def _reduce_scattered(group: GroupContext, memory: Memory, root: int, op: Reduct
 def reduce_scatter_list(group: GroupContext, output: Any, input_list: Any, op: Any) -> PreparedCollective:
     """Reduce ``input_list[i]`` over the ranks into rank ``i``'s output."""
     blocks = validation.listed(input_list, group.size, "input_list")
-    return _reduce_scatter(group, output, blocks, reduction(op), group.blocks)
+    return _reduce_scatter(group, output, input_list, blocks, reduction(op), group.blocks)
 
 
 def reduce_scatter_single(group: GroupContext, output: Any, tensor: Any, op: Any) -> PreparedCollective:
     """Reduce the ``i``-th equal part of a tensor over the ranks into rank ``i``'s output."""
     blocks = validation.even(tensor, group.size, "input")
-    return _reduce_scatter(group, output, blocks, reduction(op), group.equal_blocks)
+    return _reduce_scatter(group, output, tensor, blocks, reduction(op), group.equal_blocks)
 
 
-def _reduce_scatter(group: GroupContext, output: Any, blocks: Any, op: Reduction, cut: Cut) -> PreparedCollective:
+def _reduce_scatter(
+    group: GroupContext, output: Any, inputs: Any, blocks: Any, op: Reduction, cut: Cut
+) -> PreparedCollective:
     """Reduce block ``i`` of the inputs to rank ``i``'s output; inputs keep their content."""
     output, mine = validation.single(output), blocks[group.rank]
     count, dtype = output.numel(), output.dtype
@@ -339,6 +355,10 @@ def _reduce_scatter(group: GroupContext, output: Any, blocks: Any, op: Reduction
 
         return PreparedCollective(call, nbytes, scale_and_call)
 
+    if hierarchical is None and _is_recorded(group, nbytes, op, kernels):
+        recorded = RecordedCall(_recorded_reduce_scatter(group, counts, kernels), [output, inputs])
+        return PreparedCollective(call, nbytes, recorded=recorded.schedule, fold=kernels.fold)
+
     def parts(output: torch.Tensor, inputs: Any) -> Iterable[Schedule]:
         memory, blocks = flat_memory(output), cut(inputs)
         if isinstance(op, PremulSum):
@@ -352,6 +372,21 @@ def _reduce_scatter(group: GroupContext, output: Any, blocks: Any, op: Reduction
 
     window = group.window if hierarchical is None else hierarchical.window
     return PreparedCollective(call, nbytes, parts=parts, fold=kernels.fold, window=window)
+
+
+def _recorded_reduce_scatter(
+    group: GroupContext, counts: Sequence[int], kernels: Arithmetic
+) -> Callable[..., Recording]:
+    rank, size = group.rank, group.size
+
+    def record(result: Memory, inputs: Memory | list[Memory]) -> Recording:
+        blocks = recorded_blocks(inputs, counts)
+        yield Copy(result, blocks[rank])
+        yield from pairwise.reduce_scatter(rank, size, blocks, result)
+        if kernels.averages:
+            yield Divide(result, size)
+
+    return record
 
 
 def _reduce_scatter_part(

@@ -13,15 +13,13 @@ then: bytes that were read are read again, and a message that has left in part i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from asyncdist.algorithms.schedule import END_ATTEMPT, Action, Combine, Recv, Reduce, Schedule, Send, Step
 from asyncdist.engine.call_checker import CollectiveChecker
 from asyncdist.engine.operation import Begun, Channel, Operation
-from asyncdist.memory.buffers import Memory, Scratch, flat_memory
+from asyncdist.memory.buffers import Memory, Scratch
 from asyncdist.memory.reduce_kernels import Fold
 from asyncdist.transport.base import Link, MatchingQueue
 from asyncdist.transport.wire_format import DATA, pack_tail
@@ -84,42 +82,9 @@ class DirectStep:
 
 
 class RecordedStep(tuple[Action, ...]):
-    """A step that `RecordedCall` yields in each call. Its direct form is made once, and keeps its scratch."""
+    """A step that is yielded in many calls, in turn. Its direct form is made once, and keeps its scratch."""
 
     direct: DirectStep | None = None
-
-
-class RecordedCall:
-    """The steps of a schedule, recorded once for all calls with tensors of the same dtypes and shapes.
-
-    Their places are memories that belong to the tensors of one call at a time. The schedule must do nothing but yield
-    steps, and these must depend on nothing but its arguments.
-
-    Args:
-        schedule: Makes the schedule, with scratch of its own, from one memory for each tensor.
-        tensors: A number of elements and a dtype for each tensor.
-    """
-
-    def __init__(self, schedule: Callable[..., Iterable[Any]], tensors: Sequence[tuple[int, torch.dtype]]) -> None:
-        self._make = schedule
-        self._memories = [Memory.unbound(count, dtype) for count, dtype in tensors]
-        self._steps = [RecordedStep(step) for step in schedule(*self._memories)]
-        self._is_used = False
-
-    def schedule(self, *tensors: torch.Tensor) -> Schedule:
-        """Return the schedule of a call with contiguous tensors. A call that begins during another makes its own steps."""
-        if self._is_used:
-            yield from self._make(*map(flat_memory, tensors))
-            return
-        self._is_used = True
-        try:
-            for memory, tensor in zip(self._memories, tensors, strict=True):
-                memory.bind(tensor)
-            yield from self._steps
-        finally:
-            for memory in self._memories:
-                memory.unbind()
-            self._is_used = False
 
 
 class DirectCalls:
@@ -158,7 +123,9 @@ class DirectCalls:
             spins: Whether the attempt waits for peers without sleeping.
         """
         operations, early_calls, scratch = self._operations, self._checker.early_calls, self._scratch
-        key, tries = _key(channel, number), _TRIES if spins else 1
+        # The first 12 bytes of the keys of the messages.
+        key = channel.prefix + (number & _NUMBERS).to_bytes(4, "little")
+        tries = _TRIES if spins else 1
         if early_calls and self._differs(channel, key, fingerprint):
             yield END_ATTEMPT
         for step in schedule:
@@ -248,8 +215,3 @@ class DirectCalls:
             return 0
         sources = [inbox.source for each in messages if (inbox := self._inboxes.get(each.peer)) is not None]
         return sum(source.taken for source in sources if source is not None)
-
-
-def _key(channel: Channel, number: int) -> bytes:
-    """Return the first 12 bytes of the keys of a collective's messages."""
-    return channel.prefix + (number & _NUMBERS).to_bytes(4, "little")

@@ -40,6 +40,7 @@ import functools
 import math
 import socket
 import threading
+from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
@@ -200,11 +201,11 @@ class Progress:
 
     def refuse_loop_thread(self, what: str) -> None:
         """Raise LoopThreadError if a blocking wait in this thread would stop the very loop that it waits for."""
-        if (running := asyncio._get_running_loop()) is not None and running is self.loop:
+        if (running := _get_running_loop()) is not None and running is self.loop:
             raise LoopThreadError(what)
 
     def attempt(
-        self, schedule: Schedule, group: Calls, number: int, *, wait: bool, polls: int = MOST_POLLS, block: bool = False
+        self, schedule: Schedule, group: Calls, number: int, wait: bool, polls: int = MOST_POLLS, block: bool = False
     ) -> bool:
         """Run a native schedule, or a direct one over links, inline and without an operation object.
 
@@ -235,6 +236,7 @@ class Progress:
                         group.started += 1
                         if number > group.highest:
                             group.highest = number
+                        return True
                 except BaseException as cause:
                     if not isinstance(cause, Exception):
                         self._machine.interrupted(cause)
@@ -242,8 +244,8 @@ class Progress:
                     raise
                 finally:
                     self.lock.release()
-                if type(outcome) is bool:
-                    return outcome
+                if outcome is False:
+                    return False
                 asleep_until = asleep_until or monotonic() + _LONGEST_ATTEMPT
                 if monotonic() >= asleep_until:
                     return False
@@ -262,22 +264,25 @@ class Progress:
         """Run a schedule; return whether it is complete or an operation continues it, or how to sleep for its peers."""
         if group.error is not None or self._inbox or self._machine.operations:
             return False
-        waiting = self.waiting
-        until, polls, enough = 0.0, 0, min(most, waiting.polls if wait else waiting.attempts)
+        inbox, waiting = self._inbox, self.waiting
+        until, polls, enough = 0.0, 0, waiting.polls if wait else waiting.attempts
+        if enough > most:
+            enough = most
         # In an event loop the loop's other callbacks must run after each time slice.
-        in_loop = asyncio._get_running_loop() or self._in_trio
-        end = 0.0 if wait or not in_loop else monotonic() + _SLICE
+        end = 0.0 if wait or not (_get_running_loop() or self._in_trio) else monotonic() + _SLICE
         sleep: _Sleep | None = None
         for step in schedule:
-            if self._inbox or step is END_ATTEMPT:  # another thread needs the lock, or the schedule an operation
+            if inbox:  # another thread needs the lock
                 return False
-            if step == ():
+            if type(step) is not int:
+                if step is END_ATTEMPT:
+                    return False
+                assert step == ()
                 polls, until = 0, 0.0
                 if end and monotonic() >= end:
                     self._slice_exhausted = True
                     return False
                 continue
-            assert isinstance(step, int)
             polls += 1
             if polls < enough:
                 continue
@@ -421,7 +426,7 @@ class Progress:
         """Let the loop drive the pending operations, unless a blocked thread drives them already."""
         if self._driver_lock.locked() or self.state is _CLOSED:
             return
-        running = asyncio._get_running_loop()
+        running = _get_running_loop()
         if running is not None and running is self.loop and not self._slice_exhausted:
             self.drive_on_loop()
         else:
@@ -453,7 +458,7 @@ class Progress:
                 return
             self.state = _SCHEDULED
             with contextlib.suppress(RuntimeError):  # another thread has closed the loop
-                call_soon = loop.call_soon if asyncio._get_running_loop() is loop else loop.call_soon_threadsafe
+                call_soon = loop.call_soon if _get_running_loop() is loop else loop.call_soon_threadsafe
                 call_soon(self._run_scheduled)
 
     def _existing_loop(self) -> asyncio.AbstractEventLoop | None:
@@ -476,7 +481,7 @@ class Progress:
         if self.state is _RESTING:
             self.state = _IDLE
         # A callback that the home loop had scheduled before it was left.
-        if asyncio._get_running_loop() is not self.loop:
+        if _get_running_loop() is not self.loop:
             return
         if self._driver_lock.locked():
             self.loop_watcher.watch(self.loop, {})
@@ -517,7 +522,7 @@ class Progress:
         if self.state is _CLOSED:
             return
         loop = self.loop
-        if asyncio._get_running_loop() is loop or not loop.is_running():
+        if _get_running_loop() is loop or not loop.is_running():
             self._leave_loop()
         elif self._is_registered_on_loop():
             done = threading.Event()

@@ -264,7 +264,7 @@ class Group(CollectiveOps):
     def _run(
         self, name: str, prepared: PreparedCollective, tensors: Sequence[Any], result: Result, options: CallOptions
     ) -> Work:
-        fingerprint, nbytes, native, _, fold, window = prepared
+        fingerprint, nbytes, native, recorded, _, fold, window = prepared
         value, outputs, writes = result
         mesh, channel = self.mesh, self.channel
         background, timeout, limit = options.get("background", True), options.get("timeout"), self.timeout
@@ -275,7 +275,6 @@ class Group(CollectiveOps):
         entry = self.hooks.new_entry(self.name, name, number, fingerprint, nbytes)
         observed = self.hooks.record(entry)
         wait = not background or (self.patient and _get_running_loop() is None)
-        call = channel, number, fingerprint, fold
         schedules: Iterable[Schedule]
         schedule: Schedule | None = None
         polls = LINK_POLLS
@@ -285,22 +284,24 @@ class Group(CollectiveOps):
                 if observed is not None:
                     schedule = observed.watch(schedule)
             else:
-                schedules = schedules_over_links(prepared, tensors, number, self._native)
+                if recorded is not None and self._native is None:
+                    schedules = (recorded(*tensors),)
+                else:
+                    schedules = schedules_over_links(prepared, tensors, number, self._native)
                 if observed is not None:
                     schedules = observed.watch_all(schedules)
                 spins = wait and mesh.progress.waiting.spin > 0
                 if nbytes <= (MAX_WAITING_NBYTES if spins else MAX_DIRECT_NBYTES):
                     schedules = listed = list(schedules)
                     if len(listed) == 1:
-                        schedule = mesh.direct_calls.run(listed[0], *call, spins=spins)
+                        schedule = mesh.direct_calls.run(listed[0], channel, number, fingerprint, fold, spins=spins)
             if schedule is not None:
-                schedules = (schedule,)
-                block = not background
-                if mesh.progress.attempt(schedule, channel, number, wait=wait, polls=polls, block=block):
+                if mesh.progress.attempt(schedule, channel, number, wait, polls, not background):
                     value = finish_call(value, outputs, writes)
                     if entry.finish():
                         entry.run_hooks()
                     return completed(value)
+                schedules = (schedule,)
         # An operation that raises the error makes the group fail and notifies the peers.
         except Exception as cause:
             schedules = (raising(cause),)

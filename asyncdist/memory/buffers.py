@@ -12,7 +12,7 @@ import ctypes
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,18 +36,22 @@ _SCRATCH_NBYTES = 8 << 20
 class Memory:
     """A range of elements of one flat tensor.
 
-    ``tensor`` is one-dimensional and contiguous, ``view`` the same memory as writable bytes. ``wire`` is the dtype in which
-    peers send contributions to this memory; None means the dtype of the memory.
+    ``wire`` is the dtype in which peers send contributions to this memory; None means the dtype of the memory.
     """
 
-    __slots__ = ("_base", "_tensor", "_view", "count", "dtype", "itemsize", "nbytes", "start", "stop", "wire")
+    __slots__ = ("_base", "count", "dtype", "itemsize", "nbytes", "start", "stop", "tensor", "view", "wire")
+
+    # Slots that are empty until their first use: a property would enter a function in each use.
+    tensor: torch.Tensor
+    """The memory as a tensor, which is one-dimensional and contiguous."""
+    view: memoryview
+    """The memory as writable bytes."""
 
     def __init__(self, tensor: torch.Tensor, *, wire: torch.dtype | None = None) -> None:
         if tensor.is_inference():
             tensor = _outside_inference_mode(tensor)
         self._base: Memory | None = None
-        self._tensor: torch.Tensor | None = tensor
-        self._view: memoryview | None = None
+        self.tensor = tensor
         self.dtype = dtype = tensor.dtype
         self.itemsize = dtype.itemsize
         self.start, self.stop = 0, tensor.numel()
@@ -57,42 +61,55 @@ class Memory:
 
     @classmethod
     def unbound(cls, count: int, dtype: torch.dtype) -> Memory:
-        """Return memory of ``count`` elements that has a tensor only between `bind` and `unbind`."""
+        """Return memory of ``count`` elements for the tensors of several calls in turn.
+
+        The caller sets ``view``, for this memory and each range of it, to what `view_at` returns. `bind` sets ``tensor``.
+        """
         memory = cls.__new__(cls)
-        memory._base, memory._tensor, memory._view, memory.wire = None, None, None, None
+        memory._base, memory.wire = None, None
         memory.dtype, memory.itemsize = dtype, dtype.itemsize
         memory.start, memory.stop, memory.count = 0, count, count
         memory.nbytes = count * memory.itemsize
         return memory
 
     def bind(self, tensor: torch.Tensor) -> None:
-        """Let this be the memory of a contiguous tensor, which the caller keeps alive until `unbind`."""
+        """Let ``tensor`` be a contiguous tensor, as one dimension, until `unbind`."""
         if tensor.is_inference():
             tensor = _outside_inference_mode(tensor)
-        if tensor.dim() != 1 or tensor.stride(0) != 1:
-            tensor = tensor.as_strided((tensor.numel(),), (1,))
-        self._tensor = tensor
-        self._view = _view_at(tensor.data_ptr(), self.nbytes)
+        self.tensor = tensor if tensor.dim() == 1 and tensor.stride(0) == 1 else tensor.as_strided((self.count,), (1,))
 
     def unbind(self) -> None:
         """Forget the tensor."""
-        self._tensor = self._view = None
+        del self.tensor
+
+    def located(self) -> tuple[Memory, int]:
+        """Return the memory of the whole tensor of which this is a range, and the offset in it in bytes."""
+        memory, offset = self, 0
+        while memory._base is not None:
+            offset += memory.start * memory.itemsize
+            memory = memory._base
+        return memory, offset
 
     def slice(self, start: int, stop: int) -> Memory:
         """Return the elements ``start`` to ``stop`` of this memory."""
         part = Memory.__new__(Memory)
-        part._base, part._tensor, part._view = self, None, None
+        part._base = self
         part.dtype, part.itemsize, part.wire = self.dtype, self.itemsize, self.wire
         part.start, part.stop, part.count = start, stop, stop - start
         part.nbytes = part.count * part.itemsize
         return part
 
-    @property
-    def tensor(self) -> torch.Tensor:
-        tensor = self._tensor
-        if tensor is None:
-            tensor = self._tensor = cast(Memory, self._base).tensor[self.start : self.stop]
-        return tensor
+    def __getattr__(self, name: str) -> Any:
+        """Make ``tensor`` or ``view``, whose slot is empty."""
+        if name == "tensor" and self._base is not None:
+            self.tensor = made = self._base.tensor[self.start : self.stop]
+            return made
+        if name != "view":
+            raise AttributeError(name)
+        base, itemsize = self._base, self.itemsize
+        view = _bytes_of(self.tensor) if base is None else base.view[self.start * itemsize : self.stop * itemsize]
+        self.view = view
+        return view
 
     @property
     def raw(self) -> torch.Tensor:
@@ -103,19 +120,6 @@ class Memory:
     def address(self) -> int:
         base = self._base
         return self.tensor.data_ptr() if base is None else base.address + self.start * self.itemsize
-
-    @property
-    def view(self) -> memoryview:
-        view = self._view
-        if view is None:
-            base, tensor, itemsize = self._base, self._tensor, self.itemsize
-            if base is not None:
-                view = base.view[self.start * itemsize : self.stop * itemsize]
-            else:
-                assert tensor is not None
-                view = _bytes_of(tensor)
-            self._view = view
-        return view
 
     def __repr__(self) -> str:
         return f"<Memory {self.count} x {self.dtype}>"
@@ -139,8 +143,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @lru_cache(maxsize=1024)
-def _view_at(address: int, nbytes: int) -> memoryview:
-    """Return memory as bytes, which do not keep it alive."""
+def view_at(address: int, nbytes: int) -> memoryview:
+    """Return memory as bytes, which do not keep it alive: the caller does, while anything uses them."""
     if nbytes == 0:
         return _EMPTY
     shown: Any = (ctypes.c_char * nbytes).from_address(address)
@@ -192,28 +196,38 @@ Places = TypeVar("Places", bound=Sequence[Memory] | TensorBlocks)
 def copy_overlapping_inputs(
     read: Places, written: Sequence[Memory] | TensorBlocks, own: Mapping[int, int]
 ) -> Places | list[Memory]:
-    """Return the inputs of an operation, with a copy of each that overlaps an output.
+    """Return the inputs of an operation, with a copy of each that overlaps an output; see `overlapping_inputs`."""
+    inputs = [read[number] for number in range(len(read))]
+    outputs = [written[number] for number in range(len(written))]
+    overlapping = overlapping_inputs([_range_of(each) for each in inputs], [_range_of(each) for each in outputs], own)
+    if not overlapping:
+        return read
+    for number in overlapping:
+        inputs[number] = Memory(inputs[number].tensor.clone(), wire=inputs[number].wire)
+    return inputs
+
+
+def _range_of(memory: Memory) -> tuple[int, int]:
+    start = memory.address
+    return start, start + memory.nbytes
+
+
+def overlapping_inputs(
+    read: Sequence[tuple[int, int]], written: Sequence[tuple[int, int]], own: Mapping[int, int]
+) -> list[int]:
+    """Return the numbers of the inputs that overlap outputs, from the addresses at which each begins and ends.
 
     Transports read and write blocks in different orders, and peers may read inputs in place. Every transport supports one
     overlap, a rank's own block: if ``own[i] = j``, ``read[i]`` may be ``written[j]``, but not a part of it.
     """
-    outputs = []
-    for number in range(len(written)):
-        place = written[number]
-        if place.count:
-            start = place.address
-            outputs.append((start, start + place.nbytes, number))
-    outputs.sort()
+    outputs = sorted((start, stop, number) for number, (start, stop) in enumerate(written) if start < stop)
     starts, stops = [output[0] for output in outputs], [output[1] for output in outputs]
-    copies: dict[int, Memory] = {}
-    for number in range(len(read)):
-        place = read[number]
-        start = place.address
-        stop = start + place.nbytes
+    overlapping = []
+    for number, (start, stop) in enumerate(read):
         hit = outputs[bisect_right(stops, start) : bisect_left(starts, stop)]
-        if hit and place.count and hit != [(start, stop, own.get(number))]:
-            copies[number] = Memory(place.tensor.clone(), wire=place.wire)
-    return [copies.get(number) or read[number] for number in range(len(read))] if copies else read
+        if hit and start < stop and hit != [(start, stop, own.get(number))]:
+            overlapping.append(number)
+    return overlapping
 
 
 def copy_overlapping_rows(rows: Sequence[tuple[Places, Memory]], size: int, rank: int) -> list[tuple[Places, Memory]]:
