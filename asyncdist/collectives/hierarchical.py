@@ -124,7 +124,7 @@ class HierarchicalCollectives:
         self._hosts = hosts = len(layout.nodes)
         # The model takes longer than a small call over shared memory.
         self._small_calls: BoundedCache[tuple[int, int], _SmallAllReduce] = BoundedCache(_CACHED_CALLS)
-        self._small_gathers: BoundedCache[tuple[int, int], _SmallAllGather | bool] = BoundedCache(_CACHED_CALLS)
+        self._small_gathers: BoundedCache[tuple[int, int], _SmallAllGather | None] = BoundedCache(_CACHED_CALLS)
         self._order = [rank for members in layout.nodes for rank in members]
         remembering = lru_cache(_CACHED_CALLS)
         self._choose = remembering(lambda collective, nbytes: choose(collective, nbytes, hosts, model=model))
@@ -302,7 +302,7 @@ class HierarchicalCollectives:
 
     def all_gather(self, rows: Sequence[Sources], call: int) -> Iterator[Schedule]:
         """Copy, for each row, each rank's ``row[rank]`` to all ranks."""
-        if len(rows) == 1 and (small := self._small_gather(rows[0], call)):
+        if len(rows) == 1 and (small := self._small_gather(rows[0], call)) is not None:
             return self._numbered([(2, partial(self._gather_small_row, small, rows[0]))])
         natives = 1 if len(self._layout.members) == self._layout.rails else 2
 
@@ -315,29 +315,32 @@ class HierarchicalCollectives:
 
         return self._numbered(parts())
 
-    def _small_gather(self, row: Sources, call: int) -> _SmallAllGather | bool:
-        """Return the prepared steps of an all-gather of small blocks of equal size; False for other blocks."""
+    def _small_gather(self, row: Sources, call: int) -> _SmallAllGather | None:
+        """Return the prepared steps of an all-gather of small blocks of equal size; None for other blocks."""
         key = call, row[self._layout.rank].count
-        found = self._small_gathers.get(key)
-        return self._small_gathers.add(key, self._prepare_small_gather(row, call)) if found is None else found
+        try:
+            return self._small_gathers[key]
+        except KeyError:
+            return self._small_gathers.add(key, self._prepare_small_gather(row, call))
 
-    def _prepare_small_gather(self, row: Sources, call: int) -> _SmallAllGather | bool:
+    def _prepare_small_gather(self, row: Sources, call: int) -> _SmallAllGather | None:
         layout, hosts, own = self._layout, self._hosts, row[self._layout.rank]
         count, nbytes = own.count, self._size * own.nbytes
         equal = all(row[rank].count == count for rank in range(self._size))
         if not (equal and count and self._is_small("all_gather", nbytes)):
-            return False
+            return None
         bounds = [0, *(count * total for total in accumulate(map(len, layout.nodes)))]
         run = _GATHERS[self._choose("all_gather", nbytes)]
 
         def exchange(whole: Memory) -> Schedule:
             return among(layout.rail(0), run(layout.node, hosts, TensorBlocks(whole, bounds)))
 
+        whole = torch.empty(bounds[-1], dtype=own.dtype, device="cpu")
         gather = broadcast = None
         if self._native is not None:
             gather = self._prepared(Collective.gather, call, own, root=0)
-            broadcast = self._prepared(Collective.broadcast, call, Memory.unbound(bounds[-1], own.dtype), root=0)
-        recorded = RecordedCall(exchange if layout.place == 0 else _nothing, [(bounds[-1], own.dtype)])
+            broadcast = self._prepared(Collective.broadcast, call, Memory(whole), root=0)
+        recorded = RecordedCall(exchange if layout.place == 0 else _nothing, [whole])
         within = slice(bounds[layout.node], bounds[layout.node + 1])
         return _SmallAllGather(gather, within, recorded.schedule, broadcast)
 
