@@ -209,6 +209,23 @@ async def test_sender_is_congested_while_the_peer_does_not_read(local):
         await theirs.until(count)
 
 
+async def test_short_message_whose_delivery_is_cancelled_in_a_congestion_is_sent():
+    async with channel_pair(local=False) as (near, _, far, theirs):
+        far._loop.remove_reader(far._sock.fileno())
+        count = 0
+        while not near.is_congested:
+            near.send(bytes(frames.SHORT_NBYTES))
+            count += 1
+            await asyncio.sleep(0)
+        delivery = asyncio.create_task(near.deliver(b"short"))
+        await asyncio.sleep(0)
+        delivery.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await delivery
+        far._loop.add_reader(far._sock.fileno(), far._on_readable)
+        assert (await theirs.until(count + 1))[-1] == (b"short", [])
+
+
 async def test_end_of_the_channel_ends_waits_and_long_messages():
     async with channel_pair(local=False) as (near, _, far, _):
         far._loop.remove_reader(far._sock.fileno())
