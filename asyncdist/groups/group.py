@@ -572,7 +572,7 @@ class Group(CollectiveOps):
 
         Returns:
             A call to await, or to ``wait()`` for: whether this member has received the state. If a member is lost
-            meanwhile, it returns False, and `changed` is True.
+            during the call, it returns False, and `changed` is True.
 
         Raises:
             UsageError: The parts of the members' states differ, or a value is not plain data.
