@@ -420,7 +420,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What systemd defines for a service: the sockets that it opened, and its socket for notifications."""
+    """The environment of a systemd service: the sockets that systemd opened, and its socket for notifications."""
 
     listen_pid: int | None = None
     listen_fds: int = 0

@@ -3,7 +3,8 @@
 It runs an embedded store, and the collectives that blocking code issues with ``async_op=True``, while the program's own
 threads compute. A program with its own event loop needs it only for the embedded store.
 
-What must answer while that thread is busy, such as a rank's status port, runs on `observing_loop`, another one of its kind.
+A service that must answer while that thread is busy, such as a rank's status port, runs on `observing_loop`, a second
+loop of the same kind.
 
 A process that exits starts no further background loop, and waits at most `_AT_EXIT` seconds for those that it has.
 """

@@ -197,9 +197,14 @@ class PeerChannel:
             raise copy.copy(self.error)
 
     async def deliver(self, head: bytes, buffers: Sequence[memoryview] = (), descriptors: Sequence[int] = ()) -> None:
-        """Send a message, and wait until its memory may change and the channel is not congested.
+        """Send a message. Wait until the memory of a long one may change; after a short one, until there is no congestion.
 
-        A caller that is cancelled withdraws the message. Raises the errors of `send`.
+        Long messages leave after the short ones before them, so a sender that awaits each delivery never has much unsent.
+        If the caller is cancelled, a long message is withdrawn, and a short one is sent nevertheless.
+
+        Raises:
+            PeerLostError: The channel has ended. The peer may have received the message.
+            UsageError: As in `send`.
         """
         message = self.send(head, buffers, descriptors)
         if message is None or message.done:

@@ -86,6 +86,7 @@ class Outbox:
         self._leaving: OutgoingMessage | None = None
         """The message whose last part is in `_partial`."""
         self._finished: list[OutgoingMessage] = []
+        """The messages that have left, and whose senders `flush` tells."""
         self._number = 0
         self._staging: StagingArea | None = None
         self._staging_is_ready = False
@@ -165,7 +166,8 @@ class Outbox:
             self._partial = [memoryview(bytes(view)) for view in self._partial]
             if message is self._leaving:
                 self._leaving = None
-            else:
+            # Else all of it has left, and `flush` has not told its sender yet.
+            elif message in self._long:
                 self._long.remove(message)
                 self._add_frame(frame(WITHDRAWN, NUMBER.pack(message.number)))
         message.finish(error)
@@ -186,9 +188,6 @@ class Outbox:
                 self._drop_frames()
             if self._is_tls_pending:
                 left = Flushed.BLOCKED
-            if not self._partial and self._leaving is not None:
-                self._finished.append(self._leaving)
-                self._leaving = None
             finished, self._finished = self._finished, []
         for message in finished:
             message.finish()
@@ -225,6 +224,9 @@ class Outbox:
             self._sock.flush()
         while self._partial:
             self._sent(self._partial, self._sock.sendmsg(self._partial[:_MOST_VIEWS]))
+        if self._leaving is not None:
+            self._finished.append(self._leaving)
+            self._leaving = None
 
     def _send_bytes(self, data: bytes) -> None:
         try:
@@ -293,9 +295,6 @@ class Outbox:
         head = HEADER.pack(NUMBER.size + nbytes, CHUNK, 0, 0) + NUMBER.pack(message.number)
         self._partial = [memoryview(head), *views]
         self._send_partial()
-        if self._leaving is not None:
-            self._finished.append(self._leaving)
-            self._leaving = None
         return nbytes
 
     def _make_staging(self) -> None:

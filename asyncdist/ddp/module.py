@@ -391,7 +391,7 @@ class DistributedDataParallel(nn.Module):
         # Ranks may have left after different forwards.
         self.require_forward_param_sync = True
 
-    # What torch's context `torch.distributed.algorithms.Join` uses.
+    # The interface that torch's context `torch.distributed.algorithms.Join` uses.
     join_hook = torch_join.join_hook
     join_device = property(torch_join.device)
     join_process_group = property(torch_join.process_group)

@@ -1,7 +1,7 @@
 """The thread that polls for completion, timeout and failure of pending device operations, and polls single events.
 
-`DeviceGroup` adds each operation when it is issued. The callbacks that it passes decide what a failure means. Who waits for
-events alone, as `DeviceLending` does, passes no callbacks.
+`DeviceGroup` adds each operation when it is issued. The callbacks that it passes decide what a failure means. A caller that
+waits for events alone, as `DeviceLending` does, passes no callbacks.
 """
 
 from __future__ import annotations

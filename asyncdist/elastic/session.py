@@ -81,6 +81,8 @@ class JobSession:
         self._home: asyncio.AbstractEventLoop | None = None
         self._moving = asyncio.Lock()
         """Held while this process goes from one generation to the next."""
+        self._next_call: asyncio.Task[Group | None] | None = None
+        """What `next_group` waits for, or has waited for when it was cancelled."""
 
     @property
     def id(self) -> int:
@@ -125,10 +127,13 @@ class JobSession:
         return store, name or "job"
 
     async def _close(self) -> None:
-        try:
-            await self._leave_world()
-        finally:
-            await self._resources.aclose()
+        async with self._resources:
+            try:
+                if self._next_call is not None:
+                    self._next_call.cancel()
+                    await asyncio.gather(self._next_call, return_exceptions=True)
+            finally:
+                await self._leave_world()
 
     async def _leave_world(self) -> None:
         world, self._world, self.group = self._world, None, None
@@ -150,7 +155,19 @@ class JobSession:
         return Generations(self)
 
     async def next_group(self) -> Group | None:
-        """Return the group of the next generation; None if the present one has not changed."""
+        """Return the group of the next generation; None if the present one has not changed.
+
+        If the caller is cancelled, the process goes on to the next generation, whose group the next call returns.
+        """
+        if self._next_call is None:
+            self._next_call = asyncio.create_task(self._advance())
+        call = self._next_call
+        await asyncio.wait([call])
+        if self._next_call is call:
+            self._next_call = None
+        return call.result()
+
+    async def _advance(self) -> Group | None:
         async with self._moving:
             if self.group is None:
                 return await self._join()
@@ -352,8 +369,15 @@ class JobSession:
         self._world, self._names = world, record.members
         group = self._entered(world.group)
         group.generation = record.number
-        await group.barrier()
-        await self._job.become_member(world.status_record())
+        try:
+            await group.barrier()
+            await self._job.become_member(world.status_record())
+        except GroupError:
+            raise
+        except BaseException:
+            # The program has not had this group, which the next call would take for the present one.
+            await self._leave_world()
+            raise
         return group
 
 

@@ -93,8 +93,8 @@ class Agreements:
 
     @property
     def taken_part(self) -> bool:
-        """Whether this rank has decided anything, so that its last messages matter to others."""
-        return any(running.agreement.decision is not None for running in self._running.values())
+        """Whether this rank has decided anything, so that its last messages matter to others. Any thread may ask."""
+        return any(running.agreement.decision is not None for running in list(self._running.values()))
 
     def begin(self, channel: Channel, number: int, what: str, vote: bytes, timeout: float, finish: Finish) -> None:
         """Vote in an agreement of a group. ``finish`` is called once, under the lock; ``what`` names the call."""

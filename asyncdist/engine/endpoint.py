@@ -168,7 +168,7 @@ class Endpoint:
     def end_with_process(self) -> None:
         """Say goodbye for a program that ends without destroying the world."""
         self.failures.end_with_process()
-        for operation in self._executor.operations.values():
+        for operation in list(self._executor.operations.values()):
             operation.work.exception()  # the program ends: do not log the error as never retrieved
         self._flush_notices()
         self._heartbeat.stop()

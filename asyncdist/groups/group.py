@@ -227,7 +227,7 @@ class Group(CollectiveOps):
     def set_timeout(self, timeout: Timeout) -> None:
         """Set the default timeout of later operations on this rank, in seconds or as a timedelta."""
         self.timeout = seconds(timeout)
-        for carried in self._devices.values():
+        for carried in list(self._devices.values()):
             carried.timeout = self.timeout
 
     def _make_device_group(self, device: torch.device) -> DeviceGroup:
@@ -573,7 +573,7 @@ class Group(CollectiveOps):
 
         Returns:
             A call to await, or to ``wait()`` for: whether this member has received the state. If a member is lost
-            meanwhile, it returns False, and `changed` is True.
+            during the call, it returns False, and `changed` is True.
 
         Raises:
             UsageError: The parts of the members' states differ, or a value is not plain data.
@@ -621,7 +621,7 @@ class Group(CollectiveOps):
         """Destroy this group on this rank. Pending operations fail. Idempotent; does not notify the other ranks."""
         if not self._closed:
             self._closed = True
-            for device in self._devices.values():
+            for device in list(self._devices.values()):
                 device.close()
             reason = f"rank {self.mesh.rank} has destroyed the group"
             self.mesh.progress.submit(lambda: self.mesh.agreements.leave(self.channel, reason, entirely=True))

@@ -53,7 +53,7 @@ def unavailable() -> str | None:
 class ArenaMapping:
     """A whole arena, or another segment, of this or another process, mapped into this process.
 
-    What this process writes into a ``private`` mapping changes a copy of the page, and no other process sees it.
+    A write of this process into a ``private`` mapping changes a copy of the page, which no other process sees.
     """
 
     def __init__(self, descriptor: int, nbytes: int, *, private: bool = False) -> None:

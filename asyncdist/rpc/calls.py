@@ -168,7 +168,7 @@ class Caller:
             packed: The arguments, if they have been packed for several calls.
 
         Raises:
-            UsageError: The arguments cannot be carried, or the timeout is none.
+            UsageError: The arguments cannot be carried, or the timeout is not a number of seconds.
         """
         limit, deadline, told = self._limits(timeout)
         try:

@@ -262,7 +262,7 @@ def _conversation(channel: PeerChannel) -> Conversation:
 
 
 def current_session() -> RpcSession:
-    """Return the session that runs this method; outside of one, that which was opened last on the running loop.
+    """Return the session that runs this method; outside of one, the session that was opened last on the running loop.
 
     Raises:
         UsageError: No session is open.

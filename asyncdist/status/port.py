@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -89,6 +90,8 @@ class StatusPort:
     async def _start(self) -> None:
         if not self._closed:
             self._accepts = asyncio.create_task(self._accept(), name="asyncdist-status")
+            # A task that is cancelled before it begins executes no line.
+            self._accepts.add_done_callback(lambda _: self._sock.close())
 
     def _stop(self) -> None:
         tasks = [*self._handlers, *([self._accepts] if self._accepts is not None else ())]
@@ -100,22 +103,27 @@ class StatusPort:
     # -- connections -------------------------------------------------------------------------------
 
     async def _accept(self) -> None:
-        try:
-            while True:
-                try:
-                    sock, _ = await self._loop.sock_accept(self._sock)
-                except OSError as error:
-                    log.error("the status port cannot accept a connection: %s", describe_error(error))
-                    await asyncio.sleep(_ACCEPT_AGAIN)
-                    continue
-                if len(self._handlers) >= _MOST_CONNECTIONS:
-                    sock.close()
-                    continue
-                handler = asyncio.create_task(self._handle(sock))
-                self._handlers.add(handler)
-                handler.add_done_callback(self._handlers.discard)
-        finally:
-            self._sock.close()
+        while True:
+            try:
+                sock, _ = await self._loop.sock_accept(self._sock)
+            except OSError as error:
+                log.error("the status port cannot accept a connection: %s", describe_error(error))
+                await asyncio.sleep(_ACCEPT_AGAIN)
+                continue
+            if len(self._handlers) >= _MOST_CONNECTIONS:
+                sock.close()
+                continue
+            handler = asyncio.create_task(self._handle(sock))
+            self._handlers.add(handler)
+            handler.add_done_callback(functools.partial(self._end_handler, sock))
+
+    def _end_handler(self, sock: socket.socket, handler: asyncio.Task[None]) -> None:
+        self._handlers.discard(handler)
+        # It may not have begun.
+        if handler.cancelled():
+            sock.close()
+        elif (error := handler.exception()) is not None:
+            log.error("the status port failed to answer a viewer", exc_info=error)
 
     async def _handle(self, sock: socket.socket) -> None:
         assert self._mesh is not None

@@ -86,7 +86,7 @@ class ProcessGroup(TorchGroup, torch_distributed.ProcessGroup):  # type: ignore[
         return self.group.size()
 
     if not HAS_PYTHON_BACKENDS:
-        # What later versions ask the back end, or keep themselves.
+        # Later versions ask the back end for these values, or keep them.
 
         @property
         def _device_types(self) -> list[torch.device]:

@@ -104,7 +104,7 @@ class JobStatus:
 
     Attributes:
         generation: The highest generation of the default group that a rank has.
-        answered_by: The rank that has asked the others.
+        answered_by: The rank that has collected the answers of the others.
         rows: Its ranks.
         story: The sentences of `desync_report` about the open groups.
     """

@@ -96,7 +96,7 @@ class Receive:
             self.owner.transferred()
 
     def abandon(self) -> None:
-        """Give the memory back. What arrives for it is discarded."""
+        """Give the memory back. Bytes that arrive for it are discarded."""
         self.done = True
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import PublisherReplacedError, StoreError, UsageError, WeightsError
 from asyncdist.weights.content.layout import layout_of
@@ -144,24 +145,47 @@ class Publishing:
 
     async def _watch(self) -> None:
         """Announce the newest version again if the store has lost it, and note when another publisher takes over."""
-        with contextlib.suppress(StoreError):
+        try:
             async for latest in self._opened().table.watch_latest():
                 self._latest = latest
                 if latest.incarnation > self.incarnation:
-                    self._replaced = PublisherReplacedError(self.incarnation, latest.incarnation)
-                    log.error("%s", self._replaced.message)
+                    self._note_replaced(PublisherReplacedError(self.incarnation, latest.incarnation))
                 elif latest is NO_VERSION:
                     await self._announce_again()
+        except Exception as error:
+            log.error(
+                "publisher %d of %r watches the store no more, and learns at its next call whether it was replaced: %s",
+                self.incarnation,
+                self._name,
+                describe_error(error),
+            )
 
     async def _announce_again(self) -> None:
         async with self._publishing:
             exchange = self._opened()
-            if self._kept and self._latest is NO_VERSION:
-                held, manifest = self._kept[-1]
-                record = exchange.record(held.selection, is_complete=True)
-                exchange.offer(held, record.entry)
+            if not self._kept or self._latest is not NO_VERSION:
+                return
+            held, manifest = self._kept[-1]
+            record = exchange.record(held.selection, is_complete=True)
+            exchange.offer(held, record.entry)
+            try:
                 held.version = await exchange.table.announce(held.version, manifest, record, self._latest)
+            except PublisherReplacedError as error:
+                self._note_replaced(error)
+            except StoreError as error:
+                log.error(
+                    "the store has lost %s of %r, which could not be announced again; publish the next one: %s",
+                    held.version,
+                    self._name,
+                    describe_error(error),
+                )
+            else:
                 log.warning("the store had lost %s of %r, which was announced again", held.version, self._name)
+
+    def _note_replaced(self, error: PublisherReplacedError) -> None:
+        if self._replaced is None:
+            self._replaced = error
+            log.error("%s", error.message)
 
     # -- readers -------------------------------------------------------------------------------
 

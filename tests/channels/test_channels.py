@@ -124,6 +124,21 @@ async def test_sender_withdraws_a_long_message(local):
         assert await theirs.until(1) == [(b"next", [data])]
 
 
+@both_ways
+async def test_all_of_many_messages_of_one_part_are_delivered(local):
+    """The socket is full in the middle of some of them."""
+    async with channel_pair(local=local) as (near, _, far, theirs):
+        data = memoryview(random_bytes(frames.CHUNK_NBYTES))
+        far._loop.remove_reader(far._sock.fileno())
+        deliveries = [asyncio.create_task(near.deliver(b"%d" % number, [data])) for number in range(64)]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not all(each.done() for each in deliveries)
+        far._loop.add_reader(far._sock.fileno(), far._on_readable)
+        await theirs.until(len(deliveries))
+        await asyncio.wait_for(asyncio.gather(*deliveries), 20)
+
+
 async def test_cancelled_delivery_withdraws_its_message():
     async with channel_pair() as (near, _, _, theirs):
         task = asyncio.ensure_future(near.deliver(b"head", [memoryview(bytearray(16 << 20))]))
@@ -192,6 +207,23 @@ async def test_sender_is_congested_while_the_peer_does_not_read(local):
         far._loop.add_reader(far._sock.fileno(), far._on_readable)
         await draining
         await theirs.until(count)
+
+
+async def test_short_message_whose_delivery_is_cancelled_in_a_congestion_is_sent():
+    async with channel_pair(local=False) as (near, _, far, theirs):
+        far._loop.remove_reader(far._sock.fileno())
+        count = 0
+        while not near.is_congested:
+            near.send(bytes(frames.SHORT_NBYTES))
+            count += 1
+            await asyncio.sleep(0)
+        delivery = asyncio.create_task(near.deliver(b"short"))
+        await asyncio.sleep(0)
+        delivery.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await delivery
+        far._loop.add_reader(far._sock.fileno(), far._on_readable)
+        assert (await theirs.until(count + 1))[-1] == (b"short", [])
 
 
 async def test_end_of_the_channel_ends_waits_and_long_messages():

@@ -13,7 +13,8 @@ import torch
 from asyncdist.elastic import session as session_module
 from asyncdist.elastic.job import GenerationRecord, Job
 from asyncdist.elastic.session import JobSession, join
-from asyncdist.errors import GroupError, UsageError
+from asyncdist.errors import GroupError, StoreConnectionError, UsageError
+from asyncdist.groups.group import Group
 from asyncdist.groups.member_watch import MemberChange, MemberWatch
 from asyncdist.groups.training_state import State
 from asyncdist.groups.world import World
@@ -323,6 +324,66 @@ async def test_member_that_is_cancelled_between_two_worlds_leaves_neither_open(
     await joining
     assert set(map(id, opened)) == set(map(id, closed))
     assert len(opened) >= 3
+
+
+@pytest.mark.parametrize("where", ["barrier", "announcement"])
+async def test_member_whose_call_is_cancelled_while_it_enters_a_world_enters_it(
+    job: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next call returns the group in which the others wait."""
+    entering, may_enter, barrier, become_member = asyncio.Event(), asyncio.Event(), Group.barrier, Job.become_member
+
+    async def slow_barrier(group: Group) -> None:
+        entering.set()
+        await may_enter.wait()
+        await barrier(group)
+
+    def first_barrier_slowly(self: Group, **options: Any) -> Any:
+        is_slow = where == "barrier" and self is session.group and not may_enter.is_set()
+        return slow_barrier(self) if is_slow else barrier(self, **options)
+
+    async def become_member_slowly(self: Job, record: bytes = b"") -> None:
+        if where == "announcement" and self.id == session.id:
+            entering.set()
+            await may_enter.wait()
+        await become_member(self, record)
+
+    monkeypatch.setattr(Group, "barrier", first_barrier_slowly)
+    monkeypatch.setattr(Job, "become_member", become_member_slowly)
+    sizes: list[int] = []
+    async with join(job, min_size=2, backend="inproc", timeout=20.0) as session:
+        other = asyncio.create_task(train(job, new_state(), 0, min_size=2, sizes=sizes))
+        first = asyncio.create_task(session.next_group())
+        await entering.wait()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        may_enter.set()
+        group = await session.next_group()
+        assert group is session.group
+        assert group is not None
+        await group.adopt(new_state())
+        await other
+        assert await session.next_group() is None
+    assert sizes == [2]
+
+
+async def test_member_that_cannot_announce_that_it_has_entered_a_world_has_no_group(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become_member, errors = Job.become_member, [StoreConnectionError("the store has gone")]
+
+    async def fail_once(self: Job, record: bytes = b"") -> None:
+        if errors:
+            raise errors.pop()
+        await become_member(self, record)
+
+    monkeypatch.setattr(Job, "become_member", fail_once)
+    async with join(job, backend="inproc", timeout=20.0) as session:
+        with pytest.raises(StoreConnectionError, match="the store has gone"):
+            await session.next_group()
+        assert session.group is None
+        assert await session.next_group() is not None
 
 
 async def test_group_without_change_ends_the_iteration(job: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
+import torch
 
 from asyncdist import rpc
 from asyncdist.config import Config
@@ -34,3 +35,12 @@ def serving(job):
             yield await rpc.find("it")
 
     return serving
+
+
+def assert_equal_and_writable(found: torch.Tensor, sent: torch.Tensor) -> None:
+    """Compare a tensor with the one that was sent, and overwrite it."""
+    assert (found.dtype, found.shape) == (sent.dtype, sent.shape)
+    assert found.requires_grad == sent.requires_grad
+    assert torch.equal(found.resolve_conj(), sent.resolve_conj())
+    with torch.no_grad():
+        found.zero_()

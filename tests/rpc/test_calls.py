@@ -14,6 +14,7 @@ import torch
 from asyncdist import rpc
 from asyncdist.errors import UsageError
 from asyncdist.rpc import conversation
+from tests.rpc.conftest import assert_equal_and_writable
 
 both_ways = pytest.mark.parametrize("local", [True, False], ids=["unix", "tcp"])
 
@@ -106,11 +107,7 @@ async def test_tensors_of_all_sizes_and_layouts_arrive_equal_and_writable(servin
     async with serving(Echo(), local=local) as it:
         for tensor in tensors():
             for found in (await it.echo(tensor), await it.plain(tensor)):
-                assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-                assert found.requires_grad == tensor.requires_grad
-                assert torch.equal(found.resolve_conj(), tensor.resolve_conj())
-                with torch.no_grad():
-                    found.mul_(0)
+                assert_equal_and_writable(found, tensor)
             assert torch.count_nonzero(tensor) or not tensor.numel()
 
 

@@ -19,6 +19,7 @@ from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
 from asyncdist.rpc import blocking, wire
 from asyncdist.rpc import session as session_module
+from tests.rpc.conftest import assert_equal_and_writable
 from tests.support.device_tensors import CUDA, OnDevice, PretendLending, on_device
 from tests.support.devices import PretendStaged
 from tests.support.ports import free_port
@@ -155,11 +156,7 @@ async def test_tensors_of_all_layouts_arrive_equal_and_writable(job, eventually)
     async with acquainted(job, Echo(), eventually) as (it, _far, _near):
         for tensor in tensors():
             for found in (await it.echo(tensor), await it.plain(tensor)):
-                assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-                assert found.requires_grad == tensor.requires_grad
-                assert torch.equal(found.resolve_conj(), tensor.resolve_conj())
-                with torch.no_grad():
-                    found.zero_()
+                assert_equal_and_writable(found, tensor)
             assert torch.count_nonzero(tensor)
         assert not passed_the_host()
 

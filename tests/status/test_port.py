@@ -9,9 +9,11 @@ import gc
 import pytest
 import torch
 
+from asyncdist.base.background_loop import observing_loop
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError
 from asyncdist.status.connection import MAX_QUESTION, StatusConnection, connect
+from asyncdist.status.port import StatusPort
 from asyncdist.testing.cluster import world_of
 from asyncdist.tracing.job_status import job_status
 
@@ -99,6 +101,62 @@ async def test_port_ends_with_its_world():
     connection.close()
     with pytest.raises(OSError):
         await refused(*address)
+
+
+async def on_its_loop(coroutine):
+    """Run a coroutine on the loop of all status ports."""
+    return await asyncio.wrap_future(observing_loop().submit(coroutine))
+
+
+async def test_port_that_is_closed_before_it_accepts_leaves_no_socket(monkeypatch):
+    async with world_of(1) as groups:
+        port = StatusPort("127.0.0.1", Config())
+        accept = port._accept
+
+        def close_before():
+            asyncio.get_running_loop().call_soon(port.close)
+            return accept()
+
+        monkeypatch.setattr(port, "_accept", close_before)
+        await port.serve(groups[0].world.mesh, [], dict)
+        for _ in range(2):
+            await on_its_loop(asyncio.sleep(0))
+        assert port._sock.fileno() == -1
+
+
+async def test_port_that_is_closed_before_a_handshake_has_begun_leaves_no_socket(monkeypatch):
+    async with world_of(1) as groups:
+        port = groups[0].world.status_port
+        handle, accepted = port._handle, []
+
+        def close_before(sock):
+            accepted.append(sock)
+            asyncio.get_running_loop().call_soon(port.close)
+            return handle(sock)
+
+        monkeypatch.setattr(port, "_handle", close_before)
+        reader, writer = await asyncio.open_connection(*port.address)
+        async with asyncio.timeout(60):
+            assert await reader.read() == b""
+        writer.close()
+        await on_its_loop(asyncio.sleep(0))
+        assert accepted[0].fileno() == -1
+
+
+async def test_answer_that_fails_is_logged_and_ends_its_connection_alone(caplog, monkeypatch):
+    async with world_of(1) as groups:
+        connection, other = [await connected(groups[0]) for _ in range(2)]
+        recorder = groups[0].world.mesh.recorder
+        content = recorder.content
+        monkeypatch.setattr(recorder, "content", lambda *_, **__: 1 / 0)
+        with pytest.raises((EOFError, OSError)):
+            await connection.ask(QUESTION)
+        monkeypatch.setattr(recorder, "content", content)
+        assert (await other.ask(QUESTION))["answered_by"] == 0
+        connection.close()
+        other.close()
+    assert "the status port failed to answer a viewer" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
 
 
 async def test_rank_without_a_port_opens_none():

@@ -6,20 +6,35 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator
+from typing import TypeVar
 
 import pytest
 import torch
 
-from asyncdist.errors import PublisherReplacedError, SharedMemoryError, UnsupportedError, UsageError, WeightsError
+from asyncdist.channels import JobDirectory
+from asyncdist.config import Config
+from asyncdist.errors import (
+    ProtocolError,
+    PublisherReplacedError,
+    SharedMemoryError,
+    StoreConnectionError,
+    StoreTimeoutError,
+    UnsupportedError,
+    UsageError,
+    WeightsError,
+)
 from asyncdist.memory import shared_segment
+from asyncdist.store import StoreServer
 from asyncdist.sync import weights as blocking
 from asyncdist.weights import Publisher, Subscriber
 from asyncdist.weights.model_copies import ModelCopy
 from asyncdist.weights.publishing import Publishing
 from asyncdist.weights.subscribing import Subscribing
+from asyncdist.weights.transfer.version_table import VersionTable
 from tests.weights.conftest import fill, network, values
 
 LIMIT = 30.0
+Work = TypeVar("Work", Publishing, Subscribing)
 
 
 async def take(subscriber: Subscriber) -> tuple[int, set[float]]:
@@ -30,11 +45,11 @@ async def take(subscriber: Subscriber) -> tuple[int, set[float]]:
 
 
 @contextlib.asynccontextmanager
-async def opened(work: Publishing | Subscribing) -> AsyncIterator[None]:
+async def opened(work: Work) -> AsyncIterator[Work]:
     """Open the part of a publisher or a subscriber that works on the background loop, on this loop."""
     await work.open()
     try:
-        yield
+        yield work
     finally:
         await work.close()
 
@@ -303,7 +318,7 @@ async def test_reader_that_does_not_fit_is_told_and_waits_for_a_version_that_doe
             assert read["a"].tolist() == [1.0] * 4
 
 
-async def test_later_publisher_replaces_the_first(job):
+async def test_later_publisher_replaces_the_first(job, caplog):
     async with Subscriber(like=network(), job=job) as subscriber, Publisher(network(1.0), job=job) as first:
         await first.publish(100)
         assert await take(subscriber) == (100, {1.0})
@@ -314,6 +329,76 @@ async def test_later_publisher_replaces_the_first(job):
             version = await second.publish(50)
             assert (version.number, version.incarnation) == (2, 2)
             assert await take(subscriber) == (50, {2.0})
+            await second.publish(51)
+            assert await take(subscriber) == (51, {2.0})
+    assert caplog.messages.count(PublisherReplacedError(1, 2).message) == 1
+
+
+@contextlib.asynccontextmanager
+async def table_of(job: str) -> AsyncIterator[VersionTable]:
+    """Open the keys that publishers and subscribers of a job share."""
+    directory = await JobDirectory.open(job, "weights", config=Config.from_environment())
+    try:
+        yield VersionTable(directory.store, "weights")
+    finally:
+        await directory.close()
+
+
+async def test_publisher_that_could_not_announce_a_lost_version_does_so_after_the_next_loss(
+    job, monkeypatch, caplog, eventually
+):
+    announce, errors = VersionTable.announce, [StoreTimeoutError("set", ["manifest"], 1.0)]
+
+    async def fail_once(*arguments):
+        if errors:
+            raise errors.pop()
+        return await announce(*arguments)
+
+    async with opened(Publishing(network(), job, "weights", 2, None)) as publishing, table_of(job) as table:
+        published = await publishing.publish(1)
+        monkeypatch.setattr(VersionTable, "announce", fail_once)
+        await table.store.delete_key("latest")
+        await eventually(lambda: "which could not be announced again" in caplog.text)
+        await table.store.set("latest", published.encode())
+        await table.store.delete_key("latest")
+        await eventually(lambda: "which was announced again" in caplog.text)
+        assert (await table.latest()).key == published.key
+
+
+async def test_publisher_whose_version_is_lost_after_another_has_taken_over_says_so(
+    job, monkeypatch, caplog, eventually
+):
+    async def refuse(*_):
+        raise PublisherReplacedError(1, 2)
+
+    async with opened(Publishing(network(), job, "weights", 2, None)) as publishing, table_of(job) as table:
+        await publishing.publish(1)
+        monkeypatch.setattr(VersionTable, "announce", refuse)
+        await table.store.delete_key("latest")
+        await eventually(lambda: PublisherReplacedError(1, 2).message in caplog.messages)
+        with pytest.raises(PublisherReplacedError):
+            await publishing.publish(2)
+
+
+async def test_publisher_reports_a_record_that_it_cannot_read(job, caplog, eventually):
+    async with opened(Publishing(network(), job, "weights", 2, None)) as publishing, table_of(job) as table:
+        await table.store.set("latest", b"damaged")
+        await eventually(lambda: "publisher 1 of 'weights' watches the store no more" in caplog.text)
+        assert "cannot be read" in caplog.text
+        with pytest.raises(ProtocolError, match="cannot be read"):
+            await publishing.publish(1)
+
+
+async def test_publisher_reports_that_its_store_has_ended(monkeypatch, caplog, eventually):
+    monkeypatch.setenv("ASYNCDIST_STORE_RECONNECT", "0")
+    server = await StoreServer.start("127.0.0.1", 0)
+    async with opened(
+        Publishing(network(), f"asyncdist://127.0.0.1:{server.port}/job", "weights", 2, None)
+    ) as publishing:
+        await server.close()
+        await eventually(lambda: "publisher 1 of 'weights' watches the store no more" in caplog.text)
+        with pytest.raises(StoreConnectionError):
+            await publishing.publish(1)
 
 
 async def test_newcomer_reads_from_other_readers_when_the_publisher_has_left(job, on_host):

@@ -16,7 +16,7 @@ from asyncdist.transport.wire_format import BEAT, DATA, HEADER_NBYTES, KEY_NBYTE
 
 # About the most bytes that one call moves in one direction, so that the other direction gets its turn.
 QUANTUM = 1 << 20
-# A body up to this size is faster copied behind its header than passed beside it.
+# A body up to this size is faster copied behind its header than passed as a buffer of its own.
 _JOINED_NBYTES = 1 << 10
 # Most bytes that one read takes together with a header. They are copied if the message belongs to another receive.
 _MOST_AHEAD_NBYTES = 256 << 10

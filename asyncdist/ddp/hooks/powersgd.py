@@ -20,8 +20,8 @@ class PowerSGD:
 
     A gradient with two or more dimensions is a matrix of n rows and m columns. Where that is at least twice as small, ranks
     average ``rank`` times (n + m) numbers instead of n m. One iteration of the power method, started with the last step's
-    result, finds the product. What it loses is added to the gradient of the next step. The first ``start`` steps
-    average gradients as they are.
+    result, finds the product. The difference from the gradient is added to the gradient of the next step. The first
+    ``start`` steps average gradients as they are.
 
     Cost: three all-reduces for a bucket (the small gradients and two factors), and for each matrix three products with a
     thin matrix and one QR decomposition. It keeps 4 n m bytes of errors.

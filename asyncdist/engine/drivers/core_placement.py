@@ -87,7 +87,7 @@ class CorePlacement:
             self.home = core if target is None else target
 
     def sleep(self, sleep: Callable[[], _Result]) -> _Result:
-        """Call a function in which the calling thread sleeps, and keep the thread on `home` meanwhile."""
+        """Call a function in which the calling thread sleeps, and keep the thread on `home` during the call."""
         allowed = os.sched_getaffinity(0)
         try:
             os.sched_setaffinity(0, {self.home or 0})

@@ -1,4 +1,4 @@
-"""What travels in place of an `RRef` or a `RemoteModule`: a reference, of which the receiver makes such an object again."""
+"""References, which travel in place of an `RRef` or a `RemoteModule`. The receiver makes such an object of them again."""
 
 from __future__ import annotations
 
