@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from asyncdist.algorithms.cost import Cost
 from asyncdist.algorithms.schedule import Action, Combine, Place, Recv, Schedule, Send, Step
 from asyncdist.algorithms.selection import Model, candidates
 
 # Data is cut into this many parts, unless the slices or their blocks for the hosts would be smaller than the minimum.
 _MIN_PARTS = 8
+_COPIED_PARTS = 2
 _MIN_SLICE_NBYTES, _MIN_BLOCK_NBYTES = 256 << 10, 128 << 10
 
 
@@ -132,25 +134,30 @@ def gather_runs(place: int, size: int, runs: Sequence[Sequence[Place]]) -> Sched
             yield step
 
 
-def part_count(nbytes: int, rails: int, hosts: int, segment_nbytes: int) -> int:
-    """Return the number of parts of the data on the rails, so that the links are busy while nodes reduce.
+def part_count(nbytes: int, rails: int, hosts: int, segment_nbytes: int, *, reduces: bool = True) -> int:
+    """Return the number of parts of the data on the rails, so that the links are busy while nodes reduce or copy.
 
     A slice travels in blocks, one for each host, and each message has a cost of its own. Between many hosts the parts are
-    therefore larger.
+    therefore larger. Where nodes only copy, which takes less time than the links, fewer parts are enough.
     """
-    blocks = hosts * _MIN_BLOCK_NBYTES
-    segments = -(-nbytes // (rails * max(1, segment_nbytes, 2 * blocks)))
-    return max(1, segments, min(_MIN_PARTS, nbytes // (rails * max(_MIN_SLICE_NBYTES, blocks))))
+    blocks, parts = hosts * _MIN_BLOCK_NBYTES, _MIN_PARTS if reduces else _COPIED_PARTS
+    segments = -(-nbytes // (rails * max(1, segment_nbytes, 2 * blocks))) // (_MIN_PARTS // parts)
+    return max(1, segments, min(parts, nbytes // (rails * max(_MIN_SLICE_NBYTES, blocks))))
 
 
 def rails_pay(collective: str, nbytes: int, layout: NodeLayout, model: Model) -> bool:
     """Return whether a collective is faster with a part of the data on each rail than with all of it on the first rail.
 
     Parts save bytes of each rail. A single rail saves the messages of all others, which the processors and the link of a
-    host share. The arguments must be equal on every rank.
+    host share. The blocks that a rail carries in an all-gather are not contiguous. The arguments must be equal on every
+    rank.
     """
     hosts, others = len(layout.nodes), layout.rails - 1
-    usable = [each for each in candidates(collective) if each.applies(hosts, contiguous=True)]
-    whole = min(model.seconds(each.cost(hosts, nbytes, model)) for each in usable)
-    parts = [each.cost(hosts, nbytes // layout.rails, model) for each in usable]
+
+    def costs(nbytes: int, *, contiguous: bool) -> list[Cost]:
+        usable = (each for each in candidates(collective) if each.applies(hosts, contiguous))
+        return [each.cost(hosts, nbytes, model) for each in usable]
+
+    whole = min(map(model.seconds, costs(nbytes, contiguous=True)))
+    parts = costs(nbytes // layout.rails, contiguous=collective == "all_reduce")
     return min(model.seconds(cost) + others * model.overhead * cost.messages for cost in parts) < whole

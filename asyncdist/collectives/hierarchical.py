@@ -151,8 +151,9 @@ class HierarchicalCollectives:
             yield part(number)
             number += natives
 
-    def _cut(self, nbytes: int) -> int:
-        return part_count(nbytes, self._layout.rails, self._hosts, self._model.segment_nbytes)
+    def _cut(self, nbytes: int, *, reduces: bool = True) -> int:
+        segment_nbytes = self._model.segment_nbytes
+        return part_count(nbytes, self._layout.rails, self._hosts, segment_nbytes, reduces=reduces)
 
     # -- reducing ------------------------------------------------------------------------------
 
@@ -308,7 +309,7 @@ class HierarchicalCollectives:
 
         def parts() -> Iterator[tuple[int, Part]]:
             for row in rows:
-                count = self._cut(sum(row[rank].nbytes for rank in range(self._size)))
+                count = self._cut(sum(row[rank].nbytes for rank in range(self._size)), reduces=False)
                 cut = [TensorBlocks.split(row[rank], count) for rank in range(self._size)]
                 for which in range(count):
                     yield natives, partial(self._gather_row, call, [blocks[which] for blocks in cut])

@@ -112,6 +112,8 @@ def test_part_count():
     # Eight hosts: a part has a block for each of them.
     assert part_count(4 << 20, 2, 8, 1 << 20) == 2
     assert part_count(100 << 20, 2, 8, 1 << 20) == 25
+    # Nodes that only copy need fewer.
+    assert [part_count(size << 20, 2, 8, 1 << 20, reduces=False) for size in (1, 4, 25, 100)] == [1, 2, 2, 6]
 
 
 def test_only_small_tensors_travel_whole_on_the_first_rail():
@@ -277,8 +279,48 @@ def sent(monkeypatch):
             nbytes.append(len(message.body))
         return send(writer, message)
 
+    send_now = Writer.send_now
+
+    def counting_now(writer, peer, header, body):
+        nbytes.append(len(body))
+        return send_now(writer, peer, header, body)
+
     monkeypatch.setattr(Writer, "send", counting)
+    monkeypatch.setattr(Writer, "send_now", counting_now)
     return nbytes
+
+
+@pytest.mark.parametrize(("hosts", "messages"), [("aabb", 2), ("abab", 2), ("aab", 2), ("aabbcc", 6), ("abcdabcd", 8)])
+async def test_small_blocks_are_gathered_by_one_rank_of_each_host(hosts, messages, sent):
+    ranks = range(len(hosts))
+    async with world(hosts) as groups:
+        for _ in range(2):
+            sent.clear()
+            blocks = [[torch.zeros(3) for _ in ranks] for _ in ranks]
+            await asyncio.gather(*(g.all_gather(blocks[g.rank()], torch.full((3,), float(g.rank()))) for g in groups))
+            expected = torch.arange(float(len(hosts))).repeat_interleave(3)
+            assert all(torch.cat(own).equal(expected) for own in blocks)
+            assert len(sent) == messages
+        # In place, in one tensor, with several calls in flight.
+        wholes = [[torch.full((3 * len(hosts),), float(rank)) for rank in ranks] for _ in range(3)]
+        parts = [[whole[3 * rank : 3 * rank + 3] for rank, whole in enumerate(each)] for each in wholes]
+        works = [
+            group.all_gather_single(whole[group.rank()], part[group.rank()])
+            for whole, part in zip(wholes, parts, strict=True)
+            for group in groups
+        ]
+        await asyncio.gather(*works)
+        assert all(whole.equal(expected) for each in wholes for whole in each)
+
+
+async def test_small_blocks_of_different_sizes_use_all_rails(sent):
+    async with world("aabb") as groups:
+        blocks = [[torch.zeros(count) for count in (1, 2, 0, 3)] for _ in groups]
+        await asyncio.gather(
+            *(g.all_gather(own, torch.ones_like(own[g.rank()])) for g, own in zip(groups, blocks, strict=True))
+        )
+        assert all(torch.cat(own).equal(torch.ones(6)) for own in blocks)
+        assert sum(sent) == 4 * 6
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "abab", "aaabbb", "aabbcc"])
