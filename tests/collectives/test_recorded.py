@@ -13,7 +13,7 @@ import torch
 from asyncdist.algorithms import pairwise
 from asyncdist.base.ops import ReduceOp
 from asyncdist.collectives.data_movement import recorded_blocks
-from asyncdist.collectives.recorded import Copy, RecordedCall
+from asyncdist.collectives.recorded import LocalCopy, RecordedCall
 from asyncdist.config import Config
 from asyncdist.engine.direct_calls import RecordedStep
 from asyncdist.errors import GroupAbortedError
@@ -226,7 +226,7 @@ async def test_call_after_one_whose_input_overlapped():
 def gathering(output, tensor):
     def record(output, own):
         blocks = recorded_blocks(output, [2, 2])
-        yield Copy(blocks[0], own)
+        yield LocalCopy(blocks[0], own)
         yield from pairwise.all_gather(0, 2, blocks)
 
     return RecordedCall(record, [output, tensor])
