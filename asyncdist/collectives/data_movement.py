@@ -23,7 +23,7 @@ from asyncdist.collectives import validation
 from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.collectives.hierarchical import BARRIER_KERNELS, HierarchicalCollectives
 from asyncdist.collectives.prepared import PreparedCollective
-from asyncdist.collectives.recorded import Copy, RecordedCall, Recording
+from asyncdist.collectives.recorded import LocalCopy, RecordedCall, Recording
 from asyncdist.config import Config
 from asyncdist.engine.direct_calls import MAX_DIRECT_NBYTES
 from asyncdist.engine.operation import Plan
@@ -326,7 +326,7 @@ def _recorded_all_gather(
 
     def record(output: Memory | list[Memory], own: Memory) -> Recording:
         blocks = recorded_blocks(output, counts)
-        yield Copy(blocks[rank], own)
+        yield LocalCopy(blocks[rank], own)
         yield from run(rank, size, blocks)
 
     return record
@@ -365,7 +365,7 @@ def _gather(group: GroupContext, output: Any, tensor: torch.Tensor, root: int, c
         def record(output: Any, own: Memory) -> Recording:
             blocks = recorded_blocks(output, [count] * group.size) if group.rank == root else []
             if group.rank == root:
-                yield Copy(blocks[root], own)
+                yield LocalCopy(blocks[root], own)
             yield from pairwise.gather(group.rank, group.size, root, own, blocks)
 
         return PreparedCollective(call, nbytes, recorded=RecordedCall(record, [output, tensor]).schedule)
@@ -402,7 +402,7 @@ def scatter(group: GroupContext, tensor: Any, scatter_list: Any, root: int) -> P
         def record(memory: Memory, scatter_list: Any) -> Recording:
             blocks = recorded_blocks(scatter_list, [count] * group.size) if group.rank == root else []
             if group.rank == root:
-                yield Copy(memory, blocks[root])
+                yield LocalCopy(memory, blocks[root])
             yield from pairwise.scatter(group.rank, group.size, root, memory, blocks)
 
         return PreparedCollective(call, nbytes, recorded=RecordedCall(record, [tensor, scatter_list]).schedule)
@@ -479,7 +479,7 @@ def _all_to_all(
         def record(output: Any, tensor: Any) -> Recording:
             incoming = recorded_blocks(output, incoming_counts)
             outgoing = recorded_blocks(tensor, outgoing_counts)
-            yield Copy(incoming[group.rank], outgoing[group.rank])
+            yield LocalCopy(incoming[group.rank], outgoing[group.rank])
             yield from pairwise.all_to_all(group.rank, group.size, outgoing, incoming)
 
         return PreparedCollective(call, nbytes, recorded=RecordedCall(record, [output, tensor]).schedule)

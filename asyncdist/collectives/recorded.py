@@ -20,7 +20,7 @@ from asyncdist.memory.reduce_kernels import Fold, divide
 _address_of = torch.Tensor.data_ptr
 
 
-class Copy(NamedTuple):
+class LocalCopy(NamedTuple):
     """Copy ``other`` to ``place``, both local, which may be the same memory but must not overlap otherwise."""
 
     place: Memory
@@ -30,7 +30,7 @@ class Copy(NamedTuple):
         self.place.view[:] = self.other.view
 
 
-class Divide(NamedTuple):
+class LocalDivision(NamedTuple):
     """Divide ``place`` in place, as an average does."""
 
     place: Memory
@@ -51,7 +51,7 @@ class _Fold(NamedTuple):
         self.fold(place.tensor, other.tensor, swapped)
 
 
-Recording = Iterable[Step | Wait | Copy | Divide]
+Recording = Iterable[Step | Wait | LocalCopy | LocalDivision]
 """The steps of a schedule without waits, and between them what the rank does alone."""
 
 
@@ -126,7 +126,7 @@ class RecordedCall:
             for argument, reads_only in zip(arguments, self._reads_only, strict=True)
         ]
         for item in self._record(*made):
-            if isinstance(item, Copy | Divide):
+            if isinstance(item, LocalCopy | LocalDivision):
                 item.run()
             else:
                 yield item
@@ -140,7 +140,7 @@ _Range = tuple[int, int, int]
 """The number of a tensor, and the bytes of it at which a range begins and ends."""
 
 
-class _Use(NamedTuple):
+class _PlaceUse(NamedTuple):
     """How an action uses a place: whether it writes it, and whether it needs it as a tensor."""
 
     place: Memory
@@ -148,15 +148,15 @@ class _Use(NamedTuple):
     is_computed: bool
 
 
-def _uses(item: Any) -> list[_Use]:
+def _uses(item: Any) -> list[_PlaceUse]:
     if isinstance(item, RecordedStep):
         return [use for action in item for use in _uses(action)]
     if isinstance(item, _Fold):
         return _uses(item.action)
-    if isinstance(item, Copy | Combine):
+    if isinstance(item, LocalCopy | Combine):
         computes = isinstance(item, Combine)
-        return [_Use(item.place, True, computes), _Use(item.other, False, computes)]
-    return [_Use(item.place, not isinstance(item, Send), isinstance(item, Reduce | Divide))]
+        return [_PlaceUse(item.place, True, computes), _PlaceUse(item.other, False, computes)]
+    return [_PlaceUse(item.place, not isinstance(item, Send), isinstance(item, Reduce | LocalDivision))]
 
 
 class _Places:
@@ -178,7 +178,9 @@ class _Places:
         self.written = list(dict.fromkeys(at for use, at in uses if use.is_written))
         self._written_tensors = {number for number, _, _ in self.written}
         self.read = [at for at in dict.fromkeys(at for _, at in uses) if at[0] not in self._written_tensors]
-        copies = [(self._range_of(item.other), self._range_of(item.place)) for item in items if isinstance(item, Copy)]
+        copies = [
+            (self._range_of(item.other), self._range_of(item.place)) for item in items if isinstance(item, LocalCopy)
+        ]
         self.own = {
             self.read.index(other): self.written.index(place)
             for other, place in copies
@@ -203,8 +205,10 @@ def _at(addresses: Sequence[int], ranges: Sequence[_Range]) -> list[tuple[int, i
     return [(addresses[number] + start, addresses[number] + stop) for number, start, stop in ranges]
 
 
-def _prepared(item: Step | Wait | Copy | Divide, fold: Fold | None) -> RecordedStep | Copy | Divide | _Fold:
-    if isinstance(item, Copy | Divide):
+def _prepared(
+    item: Step | Wait | LocalCopy | LocalDivision, fold: Fold | None
+) -> RecordedStep | LocalCopy | LocalDivision | _Fold:
+    if isinstance(item, LocalCopy | LocalDivision):
         return item
     assert not isinstance(item, int), "a recording does not wait"
     if fold is not None and len(item) == 1 and isinstance(item[0], Combine):

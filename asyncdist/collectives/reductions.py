@@ -27,7 +27,7 @@ from asyncdist.collectives.data_movement import (
     stripes,
 )
 from asyncdist.collectives.prepared import PreparedCollective
-from asyncdist.collectives.recorded import Copy, Divide, RecordedCall, Recording
+from asyncdist.collectives.recorded import LocalCopy, LocalDivision, RecordedCall, Recording
 from asyncdist.collectives.validation import reduction
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import Memory, TensorBlocks, copy_overlapping_inputs, flat_memory
@@ -183,7 +183,7 @@ def _recorded_all_reduce(group: GroupContext, kernels: Arithmetic) -> Callable[.
         scratch = Memory(torch.empty(memory.count, dtype=memory.dtype, device="cpu"))
         yield from recursive_doubling.all_reduce(rank, size, memory, scratch)
         if kernels.averages:
-            yield Divide(memory, size)
+            yield LocalDivision(memory, size)
 
     return record
 
@@ -278,10 +278,10 @@ def _recorded_reduce(group: GroupContext, root: int, kernels: Arithmetic) -> Cal
         own = memory
         if rank != root:
             own = Memory(torch.empty(memory.count, dtype=memory.dtype, device="cpu"))
-            yield Copy(own, memory)
+            yield LocalCopy(own, memory)
         yield from tree.reduce(rank, size, root, own)
         if rank == root and kernels.averages:
-            yield Divide(own, size)
+            yield LocalDivision(own, size)
 
     return record
 
@@ -381,10 +381,10 @@ def _recorded_reduce_scatter(
 
     def record(result: Memory, inputs: Memory | list[Memory]) -> Recording:
         blocks = recorded_blocks(inputs, counts)
-        yield Copy(result, blocks[rank])
+        yield LocalCopy(result, blocks[rank])
         yield from pairwise.reduce_scatter(rank, size, blocks, result)
         if kernels.averages:
-            yield Divide(result, size)
+            yield LocalDivision(result, size)
 
     return record
 

@@ -234,8 +234,7 @@ class Progress:
                     outcome = self._run_inline(schedule, group, wait, polls, block)
                     if outcome is True:
                         group.started += 1
-                        if number > group.highest:
-                            group.highest = number
+                        group.highest = number if number > group.highest else group.highest
                         return True
                 except BaseException as cause:
                     if not isinstance(cause, Exception):
@@ -265,19 +264,15 @@ class Progress:
         if group.error is not None or self._inbox or self._machine.operations:
             return False
         inbox, waiting = self._inbox, self.waiting
-        until, polls, enough = 0.0, 0, waiting.polls if wait else waiting.attempts
-        if enough > most:
-            enough = most
+        until, polls, allowed = 0.0, 0, waiting.polls if wait else waiting.attempts
+        enough = most if most < allowed else allowed
         # In an event loop the loop's other callbacks must run after each time slice.
         end = 0.0 if wait or not (_get_running_loop() or self._in_trio) else monotonic() + _SLICE
         sleep: _Sleep | None = None
         for step in schedule:
-            if inbox:  # another thread needs the lock
+            if inbox or step is END_ATTEMPT:  # another thread needs the lock, or the schedule an operation
                 return False
             if type(step) is not int:
-                if step is END_ATTEMPT:
-                    return False
-                assert step == ()
                 polls, until = 0, 0.0
                 if end and monotonic() >= end:
                     self._slice_exhausted = True

@@ -1,8 +1,8 @@
-"""Bounds on the number of Python frames that one blocking all-reduce enters in the calling thread."""
+"""Bounds on the number of Python frames that one small blocking call enters in the calling thread."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,39 @@ FIRST = range(2, 2 + CALLS)
 
 @pytest.mark.parametrize(
     ("backend", "counts", "bound"),
-    [("shm", REPEATED, 16), ("shm", FIRST, 66), ("tcp", REPEATED, 31)],
+    [("shm", REPEATED, 16), ("shm", FIRST, 66), ("tcp", REPEATED, 27)],
     ids=["shm repeated", "shm first", "tcp repeated"],
 )
 def test_all_reduce_enters_few_frames(backend: str, counts: Sequence[int], bound: int, tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         fewest = list(pool.map(lambda rank: fewest_frames(backend, tmp_path / "store", rank, counts), range(2)))
     assert min(fewest) <= bound
+
+
+def frames_over_links(path: Path, rank: int) -> dict[str, int]:
+    """Return the fewest frames of each collective on one element of each of two ranks, which repeats over tcp."""
+    with dist.process_group("tcp", f"file://{path}", world_size=2, rank=rank) as group:
+        one, two, row, blocks = torch.ones(1), torch.ones(2), [torch.ones(1)] * 2, list(torch.zeros(2).split(1))
+        at_root = rank == 0
+        calls: dict[str, Callable[[], object]] = {
+            "broadcast": partial(group.broadcast, one, 0, background=False),
+            "reduce": partial(group.reduce, one, 0, background=False),
+            "all_gather": partial(group.all_gather, blocks, one, background=False),
+            "all_gather_single": partial(group.all_gather_single, two, one, background=False),
+            "gather": partial(group.gather, one, blocks if at_root else None, 0, background=False),
+            "scatter": partial(group.scatter, one, row if at_root else None, 0, background=False),
+            "reduce_scatter": partial(group.reduce_scatter, one, row, background=False),
+            "all_to_all": partial(group.all_to_all, blocks, row, background=False),
+            "all_to_all_single": partial(group.all_to_all_single, two, torch.ones(2), background=False),
+            "barrier": partial(group.barrier, background=False),
+        }
+        fewest = {name: min(frames_of(call) for _ in range(CALLS)) for name, call in calls.items()}
+        group.barrier(background=False)
+        return fewest
+
+
+def test_small_collectives_over_links_enter_few_frames(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(lambda rank: frames_over_links(tmp_path / "store", rank), range(2)))
+    fewest = {name: min(frames[name] for frames in ranks) for name in ranks[0]}
+    assert {name: frames for name, frames in fewest.items() if frames > 27} == {}
