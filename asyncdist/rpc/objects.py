@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import functools
 import inspect
@@ -121,6 +120,6 @@ def kind_of(function: Callable[..., Any]) -> MethodKind:
     if not (inspect.isroutine(function) or inspect.isclass(function)):
         function = type(function).__call__
     function = inspect.unwrap(function)
-    if asyncio.iscoroutinefunction(function) or inspect.iscoroutinefunction(function):
+    if inspect.iscoroutinefunction(function):
         return MethodKind.COROUTINE
     return MethodKind.STREAM if inspect.isasyncgenfunction(function) else MethodKind.PLAIN

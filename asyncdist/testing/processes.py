@@ -25,7 +25,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
-from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, Self
 
@@ -121,8 +120,8 @@ class Nursery:
         output = tempfile.TemporaryFile()  # noqa: SIM115  # RankProcess.close closes it
         with theirs:
             self._control.send((str(program), function, args, dict(environment or {})))
-            for descriptor in (theirs.fileno(), output.fileno()):
-                send_handle(self._control, descriptor, self._process.pid)
+            with _socket_of(self._control) as control:
+                socket.send_fds(control, [b"0"], [theirs.fileno(), output.fileno()])
         pid = self._next(PATIENCE, expected="forked")
         rank = RankProcess(self, pid, ours, output)
         self._ranks.append(rank)
@@ -181,6 +180,12 @@ class Nursery:
         self.close()
 
 
+def _socket_of(control: Connection) -> socket.socket:
+    """Return the socket of a pipe under a second descriptor."""
+    # multiprocessing.reduction awaits an answer since Python 3.14, and would take a report of the nursery for it.
+    return socket.socket(fileno=os.dup(control.fileno()))
+
+
 # -- in the nursery's process ---------------------------------------------------------------------
 
 
@@ -189,8 +194,12 @@ class _Job:
 
     def __init__(self, control: Connection) -> None:
         self.program, self.function, self.args, self.environment = control.recv()
-        self.pipe = Connection(recv_handle(control))
-        self.output = recv_handle(control)
+        with _socket_of(control) as descriptors:
+            _, received, _, _ = socket.recv_fds(descriptors, 1, 2)
+        if len(received) < 2:
+            raise EOFError
+        pipe, self.output = received
+        self.pipe = Connection(pipe)
 
     def run(self) -> None:
         """Run the rank's program in the forked process."""

@@ -95,7 +95,9 @@ def test_resumed_epoch_goes_on_as_an_uninterrupted_one(count, replicas, batch, d
 @pytest.mark.processes
 def test_position_counts_what_the_loop_has_used_although_workers_read_ahead():
     sampler = DistributedSampler(range(40), 2, 1, shuffle=False)
-    loader = DataLoader(range(40), batch_size=4, sampler=sampler, num_workers=2, prefetch_factor=2)
+    # The fork server of Python 3.14's default would outlive the test.
+    fork = {"multiprocessing_context": "fork", "num_workers": 2, "prefetch_factor": 2}
+    loader = DataLoader(range(40), batch_size=4, sampler=sampler, **fork)
     batches = iter(loader)
     used = []
     for _ in range(2):
