@@ -18,6 +18,7 @@ from asyncdist.config import Config
 from asyncdist.engine.direct_calls import RecordedStep
 from asyncdist.errors import GroupAbortedError
 from asyncdist.testing.cluster import world_of
+from asyncdist.transport.base import Receive
 
 SIZE = 3
 ROOT = 1
@@ -194,6 +195,30 @@ async def test_no_tensor_is_kept_alive(case, fails):
         del work, works, calls, outputs, tensors
         gc.collect()
         assert [reference() for reference in alive] == [None] * len(alive)
+
+
+async def test_transfers_of_a_failed_call_end_before_its_inputs_are_freed(monkeypatch):
+    """A message of which a part is sent copies its rest then."""
+    async with world_of(2, transport="tcp") as (zero, one):
+
+        def begin():
+            inputs = list(torch.ones(2, 4))
+            return zero.reduce_scatter(torch.zeros(4), inputs), weakref.ref(inputs[1])
+
+        await asyncio.gather(*(g.reduce_scatter(torch.zeros(4), list(torch.ones(2, 4))) for g in (zero, one)))
+        work, reference = begin()
+        were_alive, abandon = [], Receive.abandon
+
+        def noting(self):
+            were_alive.append(reference() is not None)
+            abandon(self)
+
+        monkeypatch.setattr(Receive, "abandon", noting)
+        zero.abort("on purpose")
+        with pytest.raises(GroupAbortedError):
+            await work
+        assert were_alive == [True]
+        assert reference() is None
 
 
 async def test_memory_that_moves_between_calls():
