@@ -154,11 +154,12 @@ class Executor:
         """Fail every operation of a channel. Afterwards nothing touches the operations' memory."""
         for operation in list(channel.operations.values()):
             for task in operation.tasks:
+                # The generator may hold the last reference to the memory that a transfer copies.
+                for transfer in task.transfers:
+                    transfer.abandon()
                 # In a forked child, a thread of the parent may have been running the generator.
                 with contextlib.suppress(ValueError):
                     task.generator.close()
-                for transfer in task.transfers:
-                    transfer.abandon()
             operation.tasks.clear()
             self._end(operation, operation.failure(error))
         if self._polled:
