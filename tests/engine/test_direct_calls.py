@@ -149,6 +149,28 @@ async def test_unsent_rest_of_an_operation_is_copied_before_its_memory_is_freed(
         assert out[1].eq(1).all()
 
 
+async def test_part_of_a_message_is_put_back_when_its_group_fails(short_writes, monkeypatch):
+    """The group fails between the attempt of a call, which has read a part of a message, and its operation."""
+    async with connected_pair() as (zero, one):
+        source, issue, taken = zero.mesh.inbox(1).source, Endpoint.issue, []
+
+        def failing(self, channel, *arguments, **options):
+            if self.rank == 0:
+                taken.append(source.taken)
+                with self.progress.lock:
+                    self.failures.fail(channel, GroupAbortedError("on purpose", peer=0))
+                taken.append(source.taken)
+            return issue(self, channel, *arguments, **options)
+
+        monkeypatch.setattr(Endpoint, "issue", failing)
+        short_writes.allowed = HEADER_NBYTES + 1
+        works = [group.broadcast(torch.ones(COUNT), 1) for group in (one, zero)]
+        assert taken == [HEADER_NBYTES + 1, 0]
+        short_writes.release()
+        errors = await asyncio.gather(*works, return_exceptions=True)
+        assert [type(error) for error in errors] == [GroupAbortedError] * 2
+
+
 async def test_messages_of_later_calls_do_not_disturb(issued):
     async with connected_pair() as (zero, one):
         works = [one.all_reduce(torch.full((count,), 1.0)) for count in (COUNT, 1, COUNT)]
