@@ -301,9 +301,9 @@ class HierarchicalCollectives:
 
     # -- movement ------------------------------------------------------------------------------
 
-    def all_gather(self, rows: Sequence[Sources], call: int) -> Iterator[Schedule]:
-        """Copy, for each row, each rank's ``row[rank]`` to all ranks."""
-        if len(rows) == 1 and (small := self._small_gather(rows[0], call)) is not None:
+    def all_gather(self, rows: Sequence[Sources], call: int, *, equal: bool) -> Iterator[Schedule]:
+        """Copy, for each row, each rank's ``row[rank]`` to all ranks. ``equal``: one row of equal blocks."""
+        if equal and (small := self._small_gather(rows[0], call)) is not None:
             return self._numbered([(2, partial(self._gather_small_row, small, rows[0]))])
         natives = 1 if len(self._layout.members) == self._layout.rails else 2
 
@@ -317,7 +317,7 @@ class HierarchicalCollectives:
         return self._numbered(parts())
 
     def _small_gather(self, row: Sources, call: int) -> _SmallAllGather | None:
-        """Return the prepared steps of an all-gather of small blocks of equal size; None for other blocks."""
+        """Return the prepared steps of an all-gather of blocks of equal size; None unless these are small."""
         key = call, row[self._layout.rank].count
         try:
             return self._small_gathers[key]
@@ -327,8 +327,7 @@ class HierarchicalCollectives:
     def _prepare_small_gather(self, row: Sources, call: int) -> _SmallAllGather | None:
         layout, hosts, own = self._layout, self._hosts, row[self._layout.rank]
         count, nbytes = own.count, self._size * own.nbytes
-        equal = all(row[rank].count == count for rank in range(self._size))
-        if not (equal and count and self._is_small("all_gather", nbytes)):
+        if not (count and self._is_small("all_gather", nbytes)):
             return None
         bounds = [0, *(count * total for total in accumulate(map(len, layout.nodes)))]
         run = _GATHERS[self._choose("all_gather", nbytes)]

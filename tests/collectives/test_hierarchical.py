@@ -17,9 +17,12 @@ from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.config import Config
 from asyncdist.errors import GroupError, MismatchError, PeerLostError
 from asyncdist.testing.cluster import world_of
+from asyncdist.groups.group import Group
+from asyncdist.memory.buffers import dtype_number
 from asyncdist.testing.collective_cases import collective_cases, moving, reducing
 from asyncdist.transport import registry
 from asyncdist_transports.byte_stream import Writer
+from asyncdist.transport.wire_format import shape_checksum
 from tests.support.placing import Placing
 
 HOSTS = {
@@ -332,6 +335,23 @@ async def test_bytes_between_hosts_fall_by_the_number_of_ranks_a_host(hosts, sen
     calls = {
         "all_reduce": lambda group, whole, part: group.all_reduce(whole),
         "reduce_scatter": lambda group, whole, part: group.reduce_scatter_single(part, whole),
+async def test_calls_that_look_alike_do_not_share_their_steps():
+    """Fingerprints have 12 bits of the sizes of blocks, and the blocks of this rank have one size in both calls."""
+    number = dtype_number(torch.float32)
+    count, less = next(
+        (count, less)
+        for count in range(1, 1000)
+        for less in range(1, count)
+        if shape_checksum((number, *[count] * 3)) == shape_checksum((number, count, count - less, count + less))
+    )
+    async with world("aab") as groups:
+        for counts in ([count] * 3, [count, count - less, count + less]) * 2:
+            outputs = [[torch.zeros(each) for each in counts] for _ in groups]
+            inputs = [torch.full((each,), float(rank + 1)) for rank, each in enumerate(counts)]
+            await asyncio.gather(*map(Group.all_gather, groups, outputs, inputs))
+            assert all(torch.equal(block, due) for row in outputs for block, due in zip(row, inputs, strict=True))
+
+
         "all_gather": lambda group, whole, part: group.all_gather_single(whole, part),
         "broadcast": lambda group, whole, part: group.broadcast(whole, 1),
         "reduce": lambda group, whole, part: group.reduce(whole, 1),
