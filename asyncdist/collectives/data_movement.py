@@ -280,9 +280,8 @@ def _all_gather(
     dtype, total = rows[0][1].dtype, sum(map(sum, counts))
     collective = Collective.all_gather if len(rows) == 1 else Collective.all_gather_coalesced
     call, nbytes = fingerprint(collective, dtype, total, None, None, tuple(layout)), total * dtype.itemsize
-    native = group.native_for("all_gather")
+    native, equal = group.native_for("all_gather"), len(rows) == 1 and len(set(counts[0])) == 1
     if native is not None:
-        equal = len(rows) == 1 and len(set(counts[0])) == 1
         sizes = () if equal else tuple(count for row in counts for count in row)
         signature = CallSignature(collective, call, dtype, (counts[0][group.rank],), sizes=sizes)
         return PreparedCollective(call, nbytes, native.prepare(signature))
@@ -299,7 +298,7 @@ def _all_gather(
         for blocks, own in rows:
             blocks[group.rank].tensor.copy_(own.tensor)
         if hierarchical is not None:
-            return hierarchical.all_gather([blocks for blocks, _ in rows], call)
+            return hierarchical.all_gather([blocks for blocks, _ in rows], call, equal=equal)
         return (part for (blocks, _), of_row in zip(rows, row_parts, strict=True) for part in of_row(blocks))
 
     window = max(2, group.config.lanes) if hierarchical is None else hierarchical.window

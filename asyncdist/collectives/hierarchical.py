@@ -18,9 +18,9 @@ barrier               as a small all_reduce
 ====================  =========================  ==============================  ======================
 
 **Numbers.** Each node numbers its own native collectives (`Native`). The n-th one must be the same on all members of
-the node, in whatever order parts complete. An operation therefore reserves the numbers of all its parts when it
-starts, and members start operations in the order of issue. A part has consecutive numbers, and later parts have higher
-numbers.
+the node, in whatever order parts complete. A call therefore reserves the numbers of all its parts before it returns,
+and members make calls in the same order. Its operation may start later, in another thread. A part has consecutive
+numbers, and later parts have higher numbers.
 
 **No deadlock.** The n-th native collective may wait until all members have completed earlier ones, because slots are
 reused in turn. Numbers may be reserved for a part that has not begun. Call the part with the lower numbers the earlier
@@ -33,6 +33,7 @@ completes. By induction all parts complete.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -120,6 +121,7 @@ class HierarchicalCollectives:
         self._scratch = scratch
         self._calls: BoundedCache[CallSignature, PreparedCall] = BoundedCache(_CACHED_CALLS)
         self._last_number = 0
+        self._reserving = threading.Lock()
         self._size = sum(len(members) for members in layout.nodes)
         self._hosts = hosts = len(layout.nodes)
         # The model takes longer than a small call over shared memory.
@@ -143,13 +145,12 @@ class HierarchicalCollectives:
             self._native.close()
 
     def _numbered(self, parts: Iterable[tuple[int, Part]]) -> Iterator[Schedule]:
-        """Reserve the numbers of all parts, each of which comes with its count of native collectives; yield schedules."""
+        """Reserve the numbers of all parts, each of which comes with its count of native collectives; return schedules."""
         counted = list(parts)
-        number = self._last_number + 1
-        self._last_number += sum(natives for natives, _ in counted)
-        for natives, part in counted:
-            yield part(number)
-            number += natives
+        with self._reserving:
+            first = self._last_number + 1
+            self._last_number += sum(natives for natives, _ in counted)
+        return _begun(counted, first)
 
     def _cut(self, nbytes: int, *, reduces: bool = True) -> int:
         segment_nbytes = self._model.segment_nbytes
@@ -301,9 +302,9 @@ class HierarchicalCollectives:
 
     # -- movement ------------------------------------------------------------------------------
 
-    def all_gather(self, rows: Sequence[Sources], call: int) -> Iterator[Schedule]:
-        """Copy, for each row, each rank's ``row[rank]`` to all ranks."""
-        if len(rows) == 1 and (small := self._small_gather(rows[0], call)) is not None:
+    def all_gather(self, rows: Sequence[Sources], call: int, *, equal: bool) -> Iterator[Schedule]:
+        """Copy, for each row, each rank's ``row[rank]`` to all ranks. ``equal``: one row of equal blocks."""
+        if equal and (small := self._small_gather(rows[0], call)) is not None:
             return self._numbered([(2, partial(self._gather_small_row, small, rows[0]))])
         natives = 1 if len(self._layout.members) == self._layout.rails else 2
 
@@ -317,7 +318,7 @@ class HierarchicalCollectives:
         return self._numbered(parts())
 
     def _small_gather(self, row: Sources, call: int) -> _SmallAllGather | None:
-        """Return the prepared steps of an all-gather of small blocks of equal size; None for other blocks."""
+        """Return the prepared steps of an all-gather of blocks of equal size; None unless these are small."""
         key = call, row[self._layout.rank].count
         try:
             return self._small_gathers[key]
@@ -327,8 +328,7 @@ class HierarchicalCollectives:
     def _prepare_small_gather(self, row: Sources, call: int) -> _SmallAllGather | None:
         layout, hosts, own = self._layout, self._hosts, row[self._layout.rank]
         count, nbytes = own.count, self._size * own.nbytes
-        equal = all(row[rank].count == count for rank in range(self._size))
-        if not (equal and count and self._is_small("all_gather", nbytes)):
+        if not (count and self._is_small("all_gather", nbytes)):
             return None
         bounds = [0, *(count * total for total in accumulate(map(len, layout.nodes)))]
         run = _GATHERS[self._choose("all_gather", nbytes)]
@@ -466,6 +466,13 @@ class HierarchicalCollectives:
 
     def _widened(self, memory: Memory, kernels: Arithmetic) -> Memory:
         return Memory(memory.tensor.to(kernels.accumulator)) if kernels.widens else memory
+
+
+def _begun(parts: Iterable[tuple[int, Part]], number: int) -> Iterator[Schedule]:
+    """Yield the schedules of parts whose native collectives have the numbers from ``number`` on."""
+    for natives, part in parts:
+        yield part(number)
+        number += natives
 
 
 def _sizes(blocks: Sequence[Memory]) -> tuple[int, ...]:

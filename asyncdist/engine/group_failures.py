@@ -127,8 +127,8 @@ class GroupFailures:
         closed = GroupAbortedError("the group was destroyed while this operation was pending", peer=self._rank)
         if channel.error is None:
             channel.error = closed
-        self._executor.abandon(channel, closed)
         self._discard(channel, None)
+        self._executor.abandon(channel, closed)
 
     def drops(self, key: bytes) -> bool:
         """Return whether a frame belongs to an earlier generation of a group of this rank, and count it then."""
@@ -154,8 +154,8 @@ class GroupFailures:
         for one in (channel, channel.sibling):
             if one is not None and one.error is None:
                 one.error = error
-                self._executor.abandon(one, error)
                 self._discard(one, error)
+                self._executor.abandon(one, error)
         peers = ranks_to_notify(channel.members, self._rank, notified_by)
         self.notify(peers, lambda peer: abort_notice(peer, channel.number, error, self._rank))
         for follower in list(channel.followers):

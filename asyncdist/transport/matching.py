@@ -174,7 +174,7 @@ class MessageSource(Protocol):
 
         A message that arrives in parts needs several calls, with the same arguments. Any other reading of the connection
         ends this: it copies the part out of ``room``, and gets the message from its beginning. The owner of ``room`` must
-        not change the part until then, unless the group of the message has failed.
+        neither change nor free it until then. `MatchingQueue.purge` copies the part when a group fails.
 
         Args:
             header: The header of the expected message.
@@ -185,6 +185,9 @@ class MessageSource(Protocol):
             True if the message has been read, None if nothing or only a part of it has arrived. False if anything else has
             happened: post a receive then, which gets the message from the bytes that were read.
         """
+
+    def put_back(self) -> None:
+        """Copy the part of a message that `take` has read, if any, out of its memory, which is not used any more."""
 
 
 class MatchingHost(Protocol):
@@ -290,7 +293,12 @@ class MatchingQueue:
         self._stalled.append(connection)
 
     def purge(self, channel: bytes) -> None:
-        """Discard the messages and receives of a group that has ended, by the first 8 bytes of their keys."""
+        """Discard the messages and receives of a group that has ended, by the first 8 bytes of their keys.
+
+        Afterwards the connection does not use the memory of a call that was reading a message without a receive.
+        """
+        if self.source is not None:
+            self.source.put_back()
         for key in [key for key in self.posted if key.startswith(channel)]:
             del self.posted[key]
         for key in [key for key in self.aside if key.startswith(channel)]:

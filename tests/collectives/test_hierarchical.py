@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from asyncdist.base.ops import PremulSum, ReduceOp
 from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.config import Config
 from asyncdist.errors import GroupError, MismatchError, PeerLostError
+from asyncdist.groups.group import Group
+from asyncdist.memory.buffers import dtype_number
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import collective_cases, moving, reducing
 from asyncdist.transport import registry
+from asyncdist.transport.wire_format import shape_checksum
 from asyncdist_transports.byte_stream import Writer
 from tests.support.placing import Placing
 
@@ -207,6 +211,24 @@ async def test_more_operations_in_flight_than_a_node_has_slots(hosts):
             case.check()
 
 
+async def test_small_call_after_a_large_one_that_has_not_started():
+    """Another thread drives rank 0, so that its large call starts only after its small call has been made."""
+    async with world("aab") as groups:
+        large, small = ([torch.ones(count) for _ in groups] for count in (100_000, 4))
+        works = []
+
+        def call_rank_zero():
+            works.extend(groups[0].all_reduce(tensors[0]) for tensors in (large, small))
+
+        caller = threading.Thread(target=call_rank_zero)
+        with groups[0].mesh.progress.lock:
+            caller.start()
+            caller.join()
+        works += [group.all_reduce(tensors[group.rank()]) for tensors in (large, small) for group in groups[1:]]
+        await asyncio.gather(*works)
+        assert all(tensor.eq(3).all() for tensor in (*large, *small))
+
+
 @typical_layouts
 async def test_every_rank_gets_the_same_bits(hosts):
     """The bits of these sums depend on the order of the additions."""
@@ -311,6 +333,23 @@ async def test_small_blocks_are_gathered_by_one_rank_of_each_host(hosts, message
         ]
         await asyncio.gather(*works)
         assert all(whole.equal(expected) for each in wholes for whole in each)
+
+
+async def test_calls_that_look_alike_do_not_share_their_steps():
+    """Fingerprints have 12 bits of the sizes of blocks, and the blocks of this rank have one size in both calls."""
+    number = dtype_number(torch.float32)
+    count, less = next(
+        (count, less)
+        for count in range(1, 1000)
+        for less in range(1, count)
+        if shape_checksum((number, *[count] * 3)) == shape_checksum((number, count, count - less, count + less))
+    )
+    async with world("aab") as groups:
+        for counts in ([count] * 3, [count, count - less, count + less]) * 2:
+            outputs = [[torch.zeros(each) for each in counts] for _ in groups]
+            inputs = [torch.full((each,), float(rank + 1)) for rank, each in enumerate(counts)]
+            await asyncio.gather(*map(Group.all_gather, groups, outputs, inputs))
+            assert all(torch.equal(block, due) for row in outputs for block, due in zip(row, inputs, strict=True))
 
 
 async def test_small_blocks_of_different_sizes_use_all_rails(sent):

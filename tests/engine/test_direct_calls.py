@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,6 +120,55 @@ async def test_unsent_rest_comes_from_a_copy(short_writes):
         outcomes = await asyncio.gather(failed, work, return_exceptions=True)
         assert isinstance(outcomes[0], GroupAbortedError)
         assert received.eq(1).all()
+
+
+def overwritten_when_freed(value):
+    """Return a tensor whose memory is overwritten as soon as nothing refers to it."""
+    memory = np.full(COUNT, value, np.float32)
+    array = memory[:]
+    weakref.finalize(array, memory.fill, 100.0)
+    return torch.from_numpy(array)
+
+
+async def test_unsent_rest_of_an_operation_is_copied_before_its_memory_is_freed(short_writes, issued):
+    """When the group fails, nothing but the schedule of the call refers to the tensor that it sends."""
+    async with connected_pair() as (zero, one):
+        issued.clear()
+        failed = [one.all_reduce(torch.ones(COUNT))]
+        short_writes.allowed = HEADER_NBYTES + 1
+        failed.append(one.gather(overwritten_when_freed(1.0), None, 0))
+        assert issued == [1, 1]
+        one.abort("on purpose")
+        short_writes.release()
+        # The data arrives before the notice.
+        works = [
+            zero.all_reduce(torch.ones(COUNT)),
+            zero.gather(torch.ones(COUNT), out := list(torch.zeros(2, COUNT)), 0),
+        ]
+        await asyncio.gather(*failed, *works, return_exceptions=True)
+        assert out[1].eq(1).all()
+
+
+async def test_part_of_a_message_is_put_back_when_its_group_fails(short_writes, monkeypatch):
+    """The group fails between the attempt of a call, which has read a part of a message, and its operation."""
+    async with connected_pair() as (zero, one):
+        source, issue, taken = zero.mesh.inbox(1).source, Endpoint.issue, []
+
+        def failing(self, channel, *arguments, **options):
+            if self.rank == 0:
+                taken.append(source.taken)
+                with self.progress.lock:
+                    self.failures.fail(channel, GroupAbortedError("on purpose", peer=0))
+                taken.append(source.taken)
+            return issue(self, channel, *arguments, **options)
+
+        monkeypatch.setattr(Endpoint, "issue", failing)
+        short_writes.allowed = HEADER_NBYTES + 1
+        works = [group.broadcast(torch.ones(COUNT), 1) for group in (one, zero)]
+        assert taken == [HEADER_NBYTES + 1, 0]
+        short_writes.release()
+        errors = await asyncio.gather(*works, return_exceptions=True)
+        assert [type(error) for error in errors] == [GroupAbortedError] * 2
 
 
 async def test_messages_of_later_calls_do_not_disturb(issued):

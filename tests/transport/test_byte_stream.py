@@ -104,6 +104,18 @@ def test_each_part_gives_the_next_one_as_many_tries(side):
 
 
 @pytest.mark.parametrize("cut", CUTS)
+def test_part_of_a_message_leaves_the_memory_of_a_group_that_ends(side, cut):
+    side.inbox.source = side.reader
+    assert not side.take(FRAME[:cut])
+    side.inbox.purge(KEY[:8])
+    side.room[:] = bytes(SIZE)
+    side.stream.chunks += [FRAME[cut:], NEXT]
+    assert side.receive() == BODY
+    assert side.receive(OTHER, 4) == b"next"
+    assert side.room == bytes(SIZE)
+
+
+@pytest.mark.parametrize("cut", CUTS)
 def test_posted_receive_gets_a_message_of_which_a_part_was_taken(side, cut):
     assert not side.take(FRAME[:cut])
     side.stream.chunks += [FRAME[cut:], NEXT]

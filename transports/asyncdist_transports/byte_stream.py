@@ -220,7 +220,7 @@ class Reader:
                 if a receive is posted, or a body or the backlog is partly read.
         """
         if self.taken:
-            self._put_back()
+            self.put_back()
         budget = QUANTUM
         try:
             while budget > 0 and not self._blocked:
@@ -251,7 +251,7 @@ class Reader:
         if self._receive is not None or self._backlog is not None or self._blocked or self._header_received:
             return False
         if self.taken and self._header != header:
-            self._put_back()
+            self.put_back()
             return False
         left = tries
         while True:
@@ -275,10 +275,10 @@ class Reader:
                 return True
             self._taking, self.taken, left = room, taken, tries
             if not count or taken < HEADER_NBYTES or self._header != header:
-                self._put_back()
+                self.put_back()
                 return False
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         """Move the bytes of a message that `take` has read in part to the backlog, for `read`."""
         taken, room = self.taken, self._taking
         self._taking, self.taken = None, 0
