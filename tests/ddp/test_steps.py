@@ -107,6 +107,8 @@ def test_model_can_be_wrapped_again_after_its_group_has_failed_in_a_backward(tog
         module, own = toy.network(), toy.share(group, (inputs, targets))
         first = DistributedDataParallel(module, process_group=group)
         toy.loss_of(first, *own).backward()
+        # The root of a broadcast may be done with it, and abort the group, before the other rank is.
+        group.barrier(background=False).wait()
 
         def fail():
             loss = toy.loss_of(first, *own)
