@@ -59,6 +59,8 @@ from asyncdist.transport.base import Wait
 
 _SLICE = 1e-3
 """Seconds for which the loop driver continues before the loop's other callbacks run."""
+_AGAIN = 0.1
+"""Seconds after which the loop driver tries again that has found another driver."""
 _LONGEST_ATTEMPT = 10e-3
 """Seconds for which a call sleeps for its peers before it becomes an operation, which others can see."""
 
@@ -480,6 +482,8 @@ class Progress:
             return
         if self._driver_lock.locked():
             self.loop_watcher.watch(self.loop, {})
+            # That driver may be an attempt, which hands nothing over, and timers must run after it.
+            self.loop_watcher.set_timer(self.loop, monotonic() + _AGAIN if self._machine.busy() else math.inf)
             return
         now, spin = monotonic(), self.waiting.await_spin if self.home else 0.0
         until, spin_until = now + (0.0 if self._slice_exhausted else _SLICE), now + spin

@@ -271,6 +271,8 @@ class ShmTransport(Transport):
         if checks and (pending or self.local_peers.keys() - self._connected.keys()):
             again = functools.partial(self._free_unused, checks - 1)
             self.host.timers.schedule(self, monotonic() + _CHECK_EVERY, again)
+            # A driver must run the timer, also if no operation is pending.
+            self.host.post(_nothing)
 
     # -- links ---------------------------------------------------------------------------------
 
@@ -393,6 +395,10 @@ class ShmTransport(Transport):
         # A thread that drives late must not write into freed memory.
         self.asleep = memoryview(bytearray(8)).cast("q")
         deferred_free.release_world(self._control, list(self.local_peers.values()))
+
+
+def _nothing() -> None:
+    """Do nothing: the driver that runs this also sees a new timer."""
 
 
 class ShmLink(Link):
