@@ -59,8 +59,6 @@ from asyncdist.transport.base import Wait
 
 _SLICE = 1e-3
 """Seconds for which the loop driver continues before the loop's other callbacks run."""
-_AGAIN = 0.1
-"""Seconds after which the loop driver tries again that has found another driver."""
 _LONGEST_ATTEMPT = 10e-3
 """Seconds for which a call sleeps for its peers before it becomes an operation, which others can see."""
 
@@ -72,7 +70,6 @@ class _Sleep(NamedTuple):
     are_read: bool
 
 
-# Looking a member up in the class takes longer than the comparison.
 _IDLE, _SCHEDULED, _RESTING, _CLOSED = LoopState
 
 
@@ -402,7 +399,6 @@ class Progress:
     def _hand_over(self) -> None:
         for event in list(self._standby):
             event.set()
-        # The work of a standby thread may be complete already; that thread then does not drive.
         if self._inbox or self._machine.busy():
             self.ensure_driven()
 
@@ -444,7 +440,6 @@ class Progress:
             if not moved:
                 self.waiting.offer_core(now)
         self._wake_idle()
-        # Another thread may have added an action while this thread held the lock.
         if self._inbox and not self._driver_lock.locked():
             self._schedule_loop()
 
@@ -482,8 +477,8 @@ class Progress:
             return
         if self._driver_lock.locked():
             self.loop_watcher.watch(self.loop, {})
-            # That driver may be an attempt, which hands nothing over, and timers must run after it.
-            self.loop_watcher.set_timer(self.loop, monotonic() + _AGAIN if self._machine.busy() else math.inf)
+            # It may be an attempt, which hands nothing over, and timers must run after it.
+            self.loop_watcher.set_timer(self.loop, monotonic() + _LONGEST_ATTEMPT if self._machine.busy() else math.inf)
             return
         now, spin = monotonic(), self.waiting.await_spin if self.home else 0.0
         until, spin_until = now + (0.0 if self._slice_exhausted else _SLICE), now + spin
