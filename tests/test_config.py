@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from asyncdist import config as config_module
-from asyncdist.config import Config, TorchHooks
+from asyncdist.config import Config
+from asyncdist.environment import TorchHooks
 from asyncdist.errors import UsageError
 from asyncdist.testing.cluster import world_of
 

@@ -156,7 +156,7 @@ def _serve(ctx: click.Context, given: dict[str, Any]) -> None:
     import asyncio
 
     from asyncdist.base.background_loop import new_loop
-    from asyncdist.config import Service
+    from asyncdist.environment import Service
     from asyncdist.errors import JournalError
     from asyncdist.store.persistence.group_commit import Fsync
     from asyncdist.store.server.daemon import Options, serve

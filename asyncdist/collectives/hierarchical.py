@@ -63,12 +63,12 @@ Part = Callable[[int], Schedule]
 
 Sources = Sequence[Memory] | TensorBlocks
 
-_GATHERS: dict[str, Callable[[int, int, TensorBlocks], Schedule]] = {
+GATHERS: dict[str, Callable[..., Schedule]] = {
     "direct": pairwise.all_gather,
     "ring": ring.all_gather,
     "doubling": recursive_doubling.all_gather,
 }
-"""The schedules of an all-gather of blocks in one memory, by name."""
+"""The schedules of an all-gather, by name."""
 
 
 class _SmallAllReduce(NamedTuple):
@@ -331,7 +331,7 @@ class HierarchicalCollectives:
         if not (count and self._is_small("all_gather", nbytes)):
             return None
         bounds = [0, *(count * total for total in accumulate(map(len, layout.nodes)))]
-        run = _GATHERS[self._choose("all_gather", nbytes)]
+        run = GATHERS[self._choose("all_gather", nbytes)]
 
         def exchange(whole: Memory) -> Schedule:
             return among(layout.rail(0), run(layout.node, hosts, TensorBlocks(whole, bounds)))

@@ -16,6 +16,7 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp
 from asyncdist.collectives import data_movement, reductions, sparse
 from asyncdist.collectives.arguments import list_of, whole_number_of
+from asyncdist.collectives.group_context import GroupContext
 from asyncdist.collectives.prepared import PreparedCollective, Result, cache_key, converted
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
@@ -56,7 +57,7 @@ class CollectiveOps(ABC):
     timeout: float
     device: torch.device
     """The device of all tensors."""
-    context: data_movement.GroupContext
+    context: GroupContext
     """The rank and size in the group, and the settings, for the preparation of calls."""
     _rank: int
 

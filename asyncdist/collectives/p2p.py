@@ -15,7 +15,7 @@ from asyncdist.algorithms import pairwise, ring, tree
 from asyncdist.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.base.ops import Collective
 from asyncdist.collectives.arguments import list_of
-from asyncdist.collectives.data_movement import GroupContext
+from asyncdist.collectives.group_context import GroupContext
 from asyncdist.collectives.validation import check_length
 from asyncdist.engine.operation import Plan, RecvAny
 from asyncdist.errors import UsageError

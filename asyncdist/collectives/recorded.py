@@ -8,13 +8,14 @@ its own form of each recorded step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
 from asyncdist.algorithms.schedule import Combine, Reduce, Schedule, Send, Step, Wait
 from asyncdist.engine.direct_calls import RecordedStep
-from asyncdist.memory.buffers import Memory, flat_memory, overlapping_inputs, view_at
+from asyncdist.memory.buffers import Memory, TensorBlocks, flat_memory, overlapping_inputs, view_at
 from asyncdist.memory.reduce_kernels import Fold, divide
 
 _address_of = torch.Tensor.data_ptr
@@ -228,3 +229,8 @@ def _listed(argument: Any) -> list[Any]:
     if argument is None:
         return []
     return argument if isinstance(argument, list) else [argument]
+
+
+def recorded_blocks(argument: Any, counts: Sequence[int]) -> list[Memory] | TensorBlocks:
+    """Return the blocks of an argument of a `RecordedCall`: a list of memories, or one memory with blocks of ``counts``."""
+    return argument if isinstance(argument, list) else TensorBlocks(argument, [0, *accumulate(counts)])

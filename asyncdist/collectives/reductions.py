@@ -17,17 +17,9 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective, PremulSum, Reduction
 from asyncdist.collectives import validation
 from asyncdist.collectives.arguments import list_of
-from asyncdist.collectives.data_movement import (
-    Cut,
-    GroupContext,
-    fingerprint,
-    recorded_blocks,
-    segments,
-    striped_blocks,
-    stripes,
-)
+from asyncdist.collectives.group_context import Cut, GroupContext, fingerprint, segments, striped_blocks, stripes
 from asyncdist.collectives.prepared import PreparedCollective
-from asyncdist.collectives.recorded import LocalCopy, LocalDivision, RecordedCall, Recording
+from asyncdist.collectives.recorded import LocalCopy, LocalDivision, RecordedCall, Recording, recorded_blocks
 from asyncdist.collectives.validation import reduction
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import Memory, TensorBlocks, copy_overlapping_inputs, flat_memory

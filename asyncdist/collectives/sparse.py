@@ -9,7 +9,7 @@ import torch
 from asyncdist.algorithms import pairwise, ring
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
-from asyncdist.collectives.data_movement import GroupContext, fingerprint
+from asyncdist.collectives.group_context import GroupContext, fingerprint
 from asyncdist.collectives.validation import reduction
 from asyncdist.engine.operation import Plan
 from asyncdist.errors import UnsupportedError

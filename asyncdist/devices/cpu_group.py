@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from asyncdist.collectives.data_movement import GroupContext
+from asyncdist.collectives.group_context import GroupContext
 from asyncdist.engine.endpoint import Endpoint
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work

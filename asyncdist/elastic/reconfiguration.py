@@ -29,7 +29,8 @@ import msgpack
 
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
-from asyncdist.config import Config, Launch
+from asyncdist.config import Config
+from asyncdist.environment import Launch
 from asyncdist.errors import RendezvousError, StoreConnectionError, StoreError, UsageError
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World, discard_world, open_world

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncdist.base.deadline import Timeout
 from asyncdist.collectives.arguments import list_of, whole_number_of
-from asyncdist.config import Launch
+from asyncdist.environment import Launch
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UsageError
 from asyncdist.groups import stock_ddp
 from asyncdist.groups.group import Group

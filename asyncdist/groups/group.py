@@ -24,6 +24,7 @@ from asyncdist.algorithms.selection import forced_by
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.collectives import data_movement, p2p
 from asyncdist.collectives.arguments import whole_number_of
+from asyncdist.collectives.group_context import GroupContext
 from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
 from asyncdist.collectives.prepared import PreparedCollective, Result, device_of, finish_call, schedules_over_links
@@ -110,7 +111,7 @@ class Group(CollectiveOps):
             mesh.refuse(self.channel, cause)
             raise
         hierarchical = None if layout is None else HierarchicalCollectives(*layout, model, Scratch())
-        self.context = data_movement.GroupContext(
+        self.context = GroupContext(
             self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), max(2, mesh.config.lanes),
             native=self._native, hierarchical=hierarchical,
         )  # fmt: skip

@@ -21,8 +21,9 @@ from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.descriptors import naming_exhaustion
 from asyncdist.base.version import VERSION
 from asyncdist.collectives.arguments import checked_text, list_of, whole_number_of
-from asyncdist.config import Config, Launch, shared_settings
+from asyncdist.config import Config, shared_settings
 from asyncdist.engine.endpoint import LAST_WORDS, Endpoint
+from asyncdist.environment import Launch
 from asyncdist.errors import AsyncdistError, NotInitializedError, RendezvousError, UsageError
 from asyncdist.groups import task_factory
 from asyncdist.groups.calibration import measurement, profile

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
-from asyncdist.config import Config, Launch
+from asyncdist.config import Config
+from asyncdist.environment import Launch
 from asyncdist.rendezvous.addresses import own_host, to_listen_on
 from asyncdist.rendezvous.host_store import ServerHandle
 from asyncdist.rendezvous.init_method import InitMethod, url_of

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from asyncdist.config import Launch
+from asyncdist.environment import Launch
 from asyncdist.errors import UsageError
 
 Kind = Literal["direct", "agent", "daemon", "file", "store"]

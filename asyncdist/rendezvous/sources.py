@@ -14,7 +14,8 @@ from typing import Any
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.daemon_threads import run_in_daemon_thread
 from asyncdist.base.error_text import describe_error, first_line
-from asyncdist.config import Config, Launch
+from asyncdist.config import Config
+from asyncdist.environment import Launch
 from asyncdist.errors import (
     AuthenticationError,
     LookUpTimeoutError,

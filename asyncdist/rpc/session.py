@@ -16,8 +16,9 @@ from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.channels.channel import PeerChannel
 from asyncdist.channels.directory import JobDirectory, PeerRecord, RecordChange
 from asyncdist.channels.port import ChannelPort
-from asyncdist.config import Config, Launch
+from asyncdist.config import Config
 from asyncdist.devices.lending import DeviceLending
+from asyncdist.environment import Launch
 from asyncdist.errors import AsyncdistError, PeerLostError, UsageError
 from asyncdist.rpc.calls import current_deadline
 from asyncdist.rpc.conversation import CREDITS, WINDOW_NBYTES, Conversation, ConversationHandler

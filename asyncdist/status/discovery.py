@@ -16,7 +16,8 @@ from asyncdist.base.backoff import Backoff
 from asyncdist.base.daemon_threads import run_in_daemon_thread
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import first_line
-from asyncdist.config import Config, Launch
+from asyncdist.config import Config
+from asyncdist.environment import Launch
 from asyncdist.errors import RendezvousError, StoreError, UsageError
 from asyncdist.rendezvous.init_method import InitMethod
 from asyncdist.rendezvous.record_store import AddressRecord

@@ -15,7 +15,7 @@ import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 
 from asyncdist.base.deadline import seconds
-from asyncdist.config import TorchHooks
+from asyncdist.environment import TorchHooks
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World
 from asyncdist.torch_backend.backend import Backend, open_through

@@ -13,7 +13,10 @@ def describe_call(call: Fingerprint, rank: int, other_call: Fingerprint, peer: i
     if not call.collective:
         return f"rank {peer} called {other} where rank {rank} called something else, long ago"
     if differences == ["shape"]:
-        return f"rank {rank} and rank {peer} called {own} on tensors of different shapes"
+        or_form = (
+            ", or one with a list and the other with one tensor" if call.collective == Collective.all_gather else ""
+        )
+        return f"rank {rank} and rank {peer} called {own} on tensors of different shapes{or_form}"
     # Both ends of a message have the fingerprint of a send, and the receiver compares.
     if call.collective == other_call.collective == Collective.send:
         own = call_in_words(call, "recv")

@@ -192,15 +192,21 @@ async def test_message_beyond_the_limits_is_refused_by_its_sender():
 # -- back-pressure --------------------------------------------------------------------------------------
 
 
+async def congest(near, far):
+    """Let ``far`` stop reading, and send until ``near`` is congested; return the number of messages."""
+    far._loop.remove_reader(far._sock.fileno())
+    count = 0
+    while not near.is_congested:
+        near.send(bytes(frames.SHORT_NBYTES))
+        count += 1
+        await asyncio.sleep(0)
+    return count
+
+
 @both_ways
 async def test_sender_is_congested_while_the_peer_does_not_read(local):
     async with channel_pair(local=local) as (near, _, far, theirs):
-        far._loop.remove_reader(far._sock.fileno())
-        count = 0
-        while not near.is_congested:
-            near.send(bytes(frames.SHORT_NBYTES))
-            count += 1
-            await asyncio.sleep(0)
+        count = await congest(near, far)
         draining = asyncio.ensure_future(near.drain())
         await asyncio.sleep(0.01)
         assert not draining.done()
@@ -211,12 +217,7 @@ async def test_sender_is_congested_while_the_peer_does_not_read(local):
 
 async def test_short_message_whose_delivery_is_cancelled_in_a_congestion_is_sent():
     async with channel_pair(local=False) as (near, _, far, theirs):
-        far._loop.remove_reader(far._sock.fileno())
-        count = 0
-        while not near.is_congested:
-            near.send(bytes(frames.SHORT_NBYTES))
-            count += 1
-            await asyncio.sleep(0)
+        count = await congest(near, far)
         delivery = asyncio.create_task(near.deliver(b"short"))
         await asyncio.sleep(0)
         delivery.cancel()

@@ -12,11 +12,10 @@ import torch
 
 from asyncdist.algorithms import pairwise
 from asyncdist.base.ops import ReduceOp
-from asyncdist.collectives.data_movement import recorded_blocks
-from asyncdist.collectives.recorded import LocalCopy, RecordedCall
+from asyncdist.collectives.recorded import LocalCopy, RecordedCall, recorded_blocks
 from asyncdist.config import Config
 from asyncdist.engine.direct_calls import RecordedStep
-from asyncdist.errors import GroupAbortedError
+from asyncdist.errors import GroupAbortedError, MismatchError
 from asyncdist.testing.cluster import world_of
 from asyncdist.transport.base import Receive
 
@@ -219,6 +218,20 @@ async def test_transfers_of_a_failed_call_end_before_its_inputs_are_freed(monkey
             await work
         assert were_alive == [True]
         assert reference() is None
+
+
+@pytest.mark.parametrize("count", [1, 100_000])
+async def test_list_and_single_tensor_in_one_all_gather_fail_where_their_schedules_differ(count):
+    async with world_of(4, transport="tcp") as groups:
+        works = [
+            group.all_gather(list(torch.zeros(4, count)), torch.ones(count))
+            if group.rank()
+            else group.all_gather_single(torch.zeros(4 * count), torch.ones(count))
+            for group in groups
+        ]
+        for work in works:
+            with pytest.raises(MismatchError, match="one with a list and the other with one tensor"):
+                await work
 
 
 async def test_memory_that_moves_between_calls():

@@ -20,8 +20,8 @@ import torch
 
 from asyncdist import sync
 from asyncdist.base.ops import ReduceOp
-from asyncdist.config import NcclSettings
 from asyncdist.devices.group import DeviceGroup
+from asyncdist.environment import NcclSettings
 from asyncdist.errors import (
     AsyncdistError,
     GroupAbortedError,

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from asyncdist.config import Config, Launch
+from asyncdist.config import Config
+from asyncdist.environment import Launch
 from asyncdist.rendezvous import meet
 
 

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from asyncdist.config import Config, Launch
+from asyncdist.config import Config
+from asyncdist.environment import Launch
 from asyncdist.rendezvous import meet
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.network import is_loopback
-from asyncdist.config import Config, Launch
+from asyncdist.config import Config
+from asyncdist.environment import Launch
 from asyncdist.errors import AuthenticationError, RendezvousError, RendezvousTimeoutError
 from asyncdist.rendezvous import sources
 from asyncdist.rendezvous.addresses import outward

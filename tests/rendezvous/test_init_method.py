@@ -1,6 +1,6 @@
 import pytest
 
-from asyncdist.config import Launch
+from asyncdist.environment import Launch
 from asyncdist.errors import UsageError
 from asyncdist.rendezvous.init_method import InitMethod, url_of
 

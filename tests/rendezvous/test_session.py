@@ -9,7 +9,8 @@ import time
 import pytest
 
 from asyncdist.base.background_loop import background_loop
-from asyncdist.config import Config, Launch
+from asyncdist.config import Config
+from asyncdist.environment import Launch
 from asyncdist.errors import (
     AddressError,
     AuthenticationError,

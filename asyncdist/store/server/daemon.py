@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncdist.config import Config, Service
+from asyncdist.config import Config
+from asyncdist.environment import Service
 from asyncdist.store.persistence.group_commit import Fsync
 from asyncdist.store.server import listener, systemd
 from asyncdist.store.server.metrics import Metrics, check_available

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 
-from asyncdist.config import Service
+from asyncdist.environment import Service
 from asyncdist.errors import AddressError
 
 _FIRST_FD = 3

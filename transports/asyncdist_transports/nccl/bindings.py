@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncdist.base.ops import ReduceOp
-from asyncdist.config import NcclSettings
+from asyncdist.environment import NcclSettings
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.transport.device_streams import cuda_missing
 

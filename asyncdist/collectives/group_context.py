@@ -1,0 +1,143 @@
+"""What the preparation of every call uses: the context of the group, the fingerprint, and the cutting into parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncdist.algorithms.selection import Model, choose
+from asyncdist.base.ops import Collective, ReduceOp, Reduction
+from asyncdist.collectives.arguments import whole_number_of
+from asyncdist.collectives.hierarchical import HierarchicalCollectives
+from asyncdist.config import Config
+from asyncdist.engine.direct_calls import MAX_DIRECT_NBYTES
+from asyncdist.errors import UsageError
+from asyncdist.memory.buffers import Memory, Scratch, TensorBlocks, block_memories, dtype_number, flat_memory
+from asyncdist.transport.native import Native
+from asyncdist.transport.wire_format import Fingerprint, shape_checksum
+
+Cut = Callable[[Any], Sequence[Memory] | TensorBlocks]
+"""``cut(value)`` returns the blocks of a list of tensors, or of one tensor that holds all blocks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupContext:
+    """The calling rank: its rank and size in the group, and the settings of the world.
+
+    Attributes:
+        window: Number of parts that run at once.
+        native: Runs whole collectives without links; None if the group has no such transport.
+        hierarchical: Combines native collectives and links; None unless the group spans several hosts.
+    """
+
+    rank: int
+    size: int
+    config: Config
+    model: Model
+    forced: dict[str, str]
+    scratch: Scratch
+    window: int = 2
+    native: Native | None = None
+    hierarchical: HierarchicalCollectives | None = None
+
+    def peer(self, rank: int, what: str) -> int:
+        """Return ``rank``; raise UsageError if the group has no such rank."""
+        if type(rank) is not int:
+            rank = whole_number_of(what, rank)
+        if not 0 <= rank < self.size:
+            raise UsageError(f"{what}={rank} is not a rank of the group, which has {self.size}")
+        return rank
+
+    def other(self, rank: int, what: str) -> int:
+        """Return ``rank``; raise UsageError unless it is another rank of the group."""
+        if self.peer(rank, what) == self.rank:
+            raise UsageError(f"{what}={rank} is this rank itself: a message to oneself is a copy")
+        return rank
+
+    def native_for(self, collective: str) -> Native | None:
+        """Return the native collectives; None if the collective uses links. A forced algorithm uses links."""
+        return None if collective in self.forced else self.native
+
+    def hierarchical_for(self, collective: str) -> HierarchicalCollectives | None:
+        """Return the hierarchical collectives; None if the collective uses links only. A forced algorithm does."""
+        return None if collective in self.forced else self.hierarchical
+
+    def is_striped(self, nbytes: int) -> bool:
+        """Return whether a tensor is large enough to be cut into one part for each lane."""
+        return self.config.lanes > 1 and nbytes >= self.config.stripe_nbytes
+
+    def is_recorded(self, nbytes: int) -> bool:
+        """Return whether the steps of a call over links are recorded: it is small, and has one part."""
+        return nbytes <= MAX_DIRECT_NBYTES and not self.is_striped(nbytes)
+
+    def blocks(self, value: Any) -> list[Memory]:
+        """Return the memory of one block for each rank: a list of tensors, a tensor in equal parts, or None."""
+        return block_memories(value, self.size)
+
+    def equal_blocks(self, tensor: torch.Tensor) -> TensorBlocks:
+        """Return the memory of a contiguous tensor in one block for each rank."""
+        return TensorBlocks.split(flat_memory(tensor), self.size)
+
+    def choose(self, collective: str, nbytes: int, *, contiguous: bool = True, widening: int = 1) -> str:
+        """Return the schedule for a size."""
+        model, forced = self.model, self.forced
+        return choose(
+            collective, nbytes, self.size, model=model, forced=forced, contiguous=contiguous, widening=widening
+        )
+
+
+def fingerprint(
+    collective: Collective,
+    dtype: torch.dtype | None,
+    shape: tuple[int, ...] | int,
+    op: Reduction | None,
+    root: int | None,
+    layout: tuple[int, ...] = (),
+) -> int:
+    """Return the fingerprint of this rank's call; ``layout`` describes the blocks if the shape does not."""
+    count = shape if isinstance(shape, int) else torch.Size(shape).numel()
+    form = layout or (None if isinstance(shape, int) else shape)
+    return Fingerprint(
+        collective=collective,
+        dtype=0 if dtype is None else dtype_number(dtype),
+        reduction=0 if op is None else (op if isinstance(op, ReduceOp) else ReduceOp.PREMUL_SUM).value,
+        root=0 if root is None else root + 1,
+        count=count & 0xFFFFFF,
+        shape=0 if form is None else shape_checksum(form),
+    ).pack()
+
+
+def stripes(group: GroupContext, memory: Memory) -> Iterable[Memory]:
+    """Cut memory into one part per lane if it is large enough."""
+    if not group.is_striped(memory.nbytes):
+        return (memory,)
+    parts = TensorBlocks.split(memory, group.config.lanes)
+    return [parts[lane] for lane in range(group.config.lanes)]
+
+
+def segments(memory: Memory, count: int) -> Iterator[Memory]:
+    """Cut memory into segments of ``count`` elements; the last one may be shorter."""
+    for start in range(0, max(1, memory.count), count):
+        yield memory.slice(start, min(memory.count, start + count))
+
+
+def striped_blocks(
+    group: GroupContext, blocks: Sequence[Memory] | TensorBlocks
+) -> Iterable[list[Memory] | TensorBlocks]:
+    """Cut every block into one part per lane if all together are large enough.
+
+    Block ``i`` of each part belongs to rank ``i``, like block ``i`` of the whole.
+    """
+    if not group.is_striped(sum(blocks[rank].nbytes for rank in range(group.size))):
+        return (blocks,) if isinstance(blocks, TensorBlocks) else (list(blocks),)
+    return cut_each(group, blocks)
+
+
+def cut_each(group: GroupContext, blocks: Sequence[Memory] | TensorBlocks) -> list[list[Memory]]:
+    """Cut every block into one part per lane; return the blocks of each part."""
+    lanes = group.config.lanes
+    cut = [TensorBlocks.split(blocks[rank], lanes) for rank in range(group.size)]
+    return [[block[lane] for block in cut] for lane in range(lanes)]
