@@ -16,6 +16,7 @@ from asyncdist.base import lifecycle
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.tls import rank_contexts
+from asyncdist.channels.acceptor import Acceptor
 from asyncdist.channels.channel import ChannelHandler, PeerChannel
 from asyncdist.channels.handshake import (
     ChannelAddress,
@@ -37,8 +38,6 @@ log = logging.getLogger("asyncdist")
 
 _BACKLOG = 1024
 _MOST_HANDSHAKES = 512
-_ACCEPT_AGAIN = 1.0
-"""Seconds to pause when the process cannot accept a connection, for example without a free descriptor."""
 
 
 class ChannelPort:
@@ -95,10 +94,12 @@ class ChannelPort:
         self._channels: set[PeerChannel] = set()
         self._by_id: dict[str, PeerChannel] = {}
         self._dialling: dict[str, asyncio.Task[PeerChannel]] = {}
-        self._handshakes: set[asyncio.Task[None]] = set()
         self._busy_poll = AdaptiveBusyPoll.where_it_pays(self._loop, config)
         self._liveness = ChannelLiveness(config.heartbeat, config.host, lambda: self._channels)
-        self._accepting = [self._begin_accepting(sock) for sock in sockets]
+        what = "the port for channels"
+        self._acceptors = [
+            Acceptor(sock, self._receive, what=what, most=_MOST_HANDSHAKES, loop=self._loop) for sock in sockets
+        ]
         self._is_closed = False
         lifecycle.register_hooks(self)
 
@@ -186,33 +187,6 @@ class ChannelPort:
 
     # -- accepting ---------------------------------------------------------------------------------
 
-    def _begin_accepting(self, listening: socket.socket) -> asyncio.Task[None]:
-        accepting = self._loop.create_task(self._accept(listening), name="asyncdist-channels")
-        # A task that is cancelled before it begins executes no line.
-        accepting.add_done_callback(lambda _: listening.close())
-        return accepting
-
-    async def _accept(self, listening: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = await self._loop.sock_accept(listening)
-            except OSError as error:
-                log.error("the port for channels cannot accept a connection: %s", describe_error(error))
-                await asyncio.sleep(_ACCEPT_AGAIN)
-                continue
-            if len(self._handshakes) >= _MOST_HANDSHAKES:
-                sock.close()
-                continue
-            handshake = self._loop.create_task(self._receive(sock))
-            self._handshakes.add(handshake)
-            handshake.add_done_callback(functools.partial(self._end_handshake, sock))
-
-    def _end_handshake(self, sock: socket.socket, handshake: asyncio.Task[None]) -> None:
-        self._handshakes.discard(handshake)
-        # It may not have begun.
-        if handshake.cancelled():
-            sock.close()
-
     async def _receive(self, sock: socket.socket) -> None:
         try:
             async with asyncio.timeout(self._config.handshake_timeout):
@@ -233,9 +207,11 @@ class ChannelPort:
             return
         self._is_closed = True
         lifecycle.unregister_hooks(self)
-        tasks = [*self._accepting, *self._handshakes, *self._dialling.values()]
+        tasks: list[asyncio.Task[Any]] = list(self._dialling.values())
         for task in tasks:
             task.cancel()
+        for acceptor in self._acceptors:
+            tasks += acceptor.stop()
         try:
             await asyncio.wait(tasks)
             await asyncio.gather(*[channel.close(reason) for channel in self.channels])

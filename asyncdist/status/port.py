@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from asyncdist.base import lifecycle
 from asyncdist.base.background_loop import observing_loop, on_loop
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.tls import rank_contexts
+from asyncdist.channels.acceptor import Acceptor
 from asyncdist.config import Config
 from asyncdist.engine.endpoint import Endpoint
 from asyncdist.errors import AddressError, AsyncdistError, ProtocolError
@@ -32,8 +32,6 @@ from asyncdist.status.gathering import Address, StatusGathering
 log = logging.getLogger("asyncdist")
 
 _MOST_CONNECTIONS = 64
-_ACCEPT_AGAIN = 1.0
-"""Seconds to pause when the process cannot accept a connection, for example without a free descriptor."""
 _MOST_CALLS, _LONGEST_LIMIT = 2000, 60.0
 
 
@@ -53,8 +51,7 @@ class StatusPort:
         self._sock = _listen(host)
         self.address: Address = host, self._sock.getsockname()[1]
         self._loop = observing_loop().loop
-        self._accepts: asyncio.Task[None] | None = None
-        self._handlers: set[asyncio.Task[None]] = set()
+        self._acceptor: Acceptor | None = None
         self._closed = False
         self._mesh: Endpoint | None = None
         self._addresses: Sequence[Address | None] = ()
@@ -89,41 +86,16 @@ class StatusPort:
 
     async def _start(self) -> None:
         if not self._closed:
-            self._accepts = asyncio.create_task(self._accept(), name="asyncdist-status")
-            # A task that is cancelled before it begins executes no line.
-            self._accepts.add_done_callback(lambda _: self._sock.close())
+            what = "the status port"
+            self._acceptor = Acceptor(self._sock, self._handle, what=what, most=_MOST_CONNECTIONS, loop=self._loop)
 
     def _stop(self) -> None:
-        tasks = [*self._handlers, *([self._accepts] if self._accepts is not None else ())]
-        for task in tasks:
-            task.cancel()
-        if self._accepts is None:
+        if self._acceptor is None:
             self._sock.close()
+        else:
+            self._acceptor.stop()
 
     # -- connections -------------------------------------------------------------------------------
-
-    async def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = await self._loop.sock_accept(self._sock)
-            except OSError as error:
-                log.error("the status port cannot accept a connection: %s", describe_error(error))
-                await asyncio.sleep(_ACCEPT_AGAIN)
-                continue
-            if len(self._handlers) >= _MOST_CONNECTIONS:
-                sock.close()
-                continue
-            handler = asyncio.create_task(self._handle(sock))
-            self._handlers.add(handler)
-            handler.add_done_callback(functools.partial(self._end_handler, sock))
-
-    def _end_handler(self, sock: socket.socket, handler: asyncio.Task[None]) -> None:
-        self._handlers.discard(handler)
-        # It may not have begun.
-        if handler.cancelled():
-            sock.close()
-        elif (error := handler.exception()) is not None:
-            log.error("the status port failed to answer a viewer", exc_info=error)
 
     async def _handle(self, sock: socket.socket) -> None:
         assert self._mesh is not None

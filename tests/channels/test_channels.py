@@ -400,7 +400,8 @@ async def test_end_of_a_port_before_a_handshake_has_begun_leaves_no_socket(monke
         closing.append(asyncio.create_task(accepting.close()))
         return receive(sock)
 
-    monkeypatch.setattr(accepting, "_receive", close_before)
+    for acceptor in accepting._acceptors:
+        monkeypatch.setattr(acceptor, "_handle", close_before)
     reader, writer = await asyncio.open_connection(*accepting.address.tcp)
     async with asyncio.timeout(60):
         assert await reader.read() == b""

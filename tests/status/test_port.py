@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from asyncdist.base.background_loop import observing_loop
+from asyncdist.channels.acceptor import Acceptor
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError
 from asyncdist.status.connection import MAX_QUESTION, StatusConnection, connect
@@ -111,13 +112,13 @@ async def on_its_loop(coroutine):
 async def test_port_that_is_closed_before_it_accepts_leaves_no_socket(monkeypatch):
     async with world_of(1) as groups:
         port = StatusPort("127.0.0.1", Config())
-        accept = port._accept
+        accept = Acceptor._accept
 
-        def close_before():
+        def close_before(self):
             asyncio.get_running_loop().call_soon(port.close)
-            return accept()
+            return accept(self)
 
-        monkeypatch.setattr(port, "_accept", close_before)
+        monkeypatch.setattr(Acceptor, "_accept", close_before)
         await port.serve(groups[0].world.mesh, [], dict)
         for _ in range(2):
             await on_its_loop(asyncio.sleep(0))
@@ -134,7 +135,7 @@ async def test_port_that_is_closed_before_a_handshake_has_begun_leaves_no_socket
             asyncio.get_running_loop().call_soon(port.close)
             return handle(sock)
 
-        monkeypatch.setattr(port, "_handle", close_before)
+        monkeypatch.setattr(port._acceptor, "_handle", close_before)
         reader, writer = await asyncio.open_connection(*port.address)
         async with asyncio.timeout(60):
             assert await reader.read() == b""
@@ -155,7 +156,7 @@ async def test_answer_that_fails_is_logged_and_ends_its_connection_alone(caplog,
         assert (await other.ask(QUESTION))["answered_by"] == 0
         connection.close()
         other.close()
-    assert "the status port failed to answer a viewer" in caplog.text
+    assert "the status port failed to handle a connection" in caplog.text
     assert "ZeroDivisionError" in caplog.text
 
 
