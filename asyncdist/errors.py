@@ -1,4 +1,4 @@
-"""Every exception class of this package. Every folder may import this module.
+"""The exception classes of this package. Every folder may import this module.
 
     AsyncdistError (RuntimeError)
     ├── UsageError (ValueError)              the call is wrong; nothing was sent
@@ -28,9 +28,7 @@
     │   └── CertificateError                 TLS: one side does not trust the other's certificate
     ├── GradientError                        backward computed no gradient, or two, or stopped early
     ├── UnevenInputsError                    a rank ran out of inputs first, and join() was told to raise
-    ├── WeightsError                         published weights could not be read
-    │   ├── DigestError                      the bytes of a parameter are not those that were published
-    │   └── PublisherReplacedError           a later publisher of the same weights has taken over
+    ├── WeightsError                         published weights could not be read: see `asyncdist.weights.errors`
     ├── ProtocolError                        the peer sent bytes of another protocol
     ├── BenchmarkError                       a rank of `asyncdist bench` failed, or a result was wrong
     ├── SharedMemoryError (MemoryError)      the machine provides no, or no more, shared memory
@@ -51,7 +49,7 @@ from asyncdist.base.ops import is_message
 DOCUMENTATION = "https://asyncdist.readthedocs.io/en/stable/"
 """Where the documentation of this release is published. It is set nowhere else."""
 _SEE = f"\nsee {DOCUMENTATION}errors/#"
-_DOCUMENTED = (__name__, "asyncdist.rpc.errors")
+_DOCUMENTED = (__name__, "asyncdist.rpc.errors", "asyncdist.weights.errors")
 _ADDRESS = re.compile(rf"{re.escape(_SEE)}\w+")
 
 
@@ -460,51 +458,6 @@ class UnevenInputsError(AsyncdistError):
         return (
             f"rank {ended} ran out of inputs while rank {going} had more: give every rank the same number of inputs, "
             "or leave out throw_on_early_termination, so that ranks without inputs contribute zeros"
-        )
-
-
-# -- weights ----------------------------------------------------------------------------------
-
-
-class WeightsError(AsyncdistError):
-    """Published weights could not be read or used. The message says which version, and what was tried."""
-
-
-class DigestError(WeightsError):
-    """The bytes of a parameter that a source has sent do not have the digest that the publisher computed.
-
-    Attributes:
-        parameter: The name of the parameter.
-        source: The process that has sent it.
-        version: The version, as text.
-    """
-
-    def __init__(self, parameter: str, source: str, version: str) -> None:
-        super().__init__(parameter, source, version)
-        self.parameter, self.source, self.version = parameter, source, version
-
-    def _text(self) -> str:
-        return (
-            f"{self.parameter} of {self.version} as sent by {self.source} does not have the digest that the publisher "
-            "computed, and was dropped; a reader tries the other sources: if it happens again, check the memory and the "
-            "network of that host"
-        )
-
-
-class PublisherReplacedError(WeightsError):
-    """A later publisher of the same weights has taken over, so this one can publish no more.
-
-    ``incarnation`` and ``later`` are the numbers of the two.
-    """
-
-    def __init__(self, incarnation: int, later: int) -> None:
-        super().__init__(incarnation, later)
-        self.incarnation, self.later = incarnation, later
-
-    def _text(self) -> str:
-        return (
-            f"publisher {self.incarnation} of these weights was replaced by publisher {self.later}, which entered later: "
-            "end this process if it was restarted elsewhere, or give the two different name= arguments"
         )
 
 

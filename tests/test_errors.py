@@ -18,6 +18,7 @@ from asyncdist.groups.group import Group
 from asyncdist.rpc import errors as rpc_errors
 from asyncdist.store.persistence.log_format import DamagedError
 from asyncdist.testing.cluster import world_of
+from asyncdist.weights import errors as weights_errors
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -39,7 +40,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 KINDS = [
     kind
-    for module in (errors, rpc_errors)
+    for module in (errors, rpc_errors, weights_errors)
     for _, kind in inspect.getmembers(module, inspect.isclass)
     if issubclass(kind, AsyncdistError) and kind.__module__ == module.__name__
 ]

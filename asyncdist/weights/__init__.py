@@ -16,8 +16,11 @@ store), `fan_out` (who copies from whom), `segments` and `held_version` (memory)
 transfer), and `exchange`; then `model_copies`, `publishing` and `subscribing`.
 """
 
+from asyncdist.weights.errors import DigestError, PublisherReplacedError, WeightsError
 from asyncdist.weights.publisher import Publisher
 from asyncdist.weights.subscriber import Subscriber
 from asyncdist.weights.transfer.version_table import ReaderStatus, Version
 
-__all__ = ["Publisher", "ReaderStatus", "Subscriber", "Version"]
+__all__ = [
+    "DigestError", "Publisher", "PublisherReplacedError", "ReaderStatus", "Subscriber", "Version", "WeightsError",
+]  # fmt: skip

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncdist.errors import UsageError, WeightsError
+from asyncdist.errors import UsageError
 from asyncdist.weights.content.selection import Selection
+from asyncdist.weights.errors import WeightsError
 from asyncdist.weights.publishing import Source, tensors_of
 from asyncdist.weights.transfer.held_version import HeldVersion
 from asyncdist.weights.transfer.version_table import Version

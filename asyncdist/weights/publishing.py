@@ -13,10 +13,11 @@ from torch import nn
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
-from asyncdist.errors import PublisherReplacedError, StoreError, UsageError, WeightsError
+from asyncdist.errors import StoreError, UsageError
 from asyncdist.weights.content.layout import layout_of
 from asyncdist.weights.content.manifest import Manifest
 from asyncdist.weights.content.selection import whole_selection
+from asyncdist.weights.errors import PublisherReplacedError, WeightsError
 from asyncdist.weights.snapshot import take_snapshot
 from asyncdist.weights.transfer.exchange import WeightsExchange
 from asyncdist.weights.transfer.held_version import HeldVersion

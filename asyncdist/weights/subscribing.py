@@ -14,9 +14,10 @@ from typing import Any
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.config import Config
-from asyncdist.errors import AsyncdistError, DigestError, StoreError, UnsupportedError, UsageError, WeightsError
+from asyncdist.errors import AsyncdistError, StoreError, UnsupportedError, UsageError
 from asyncdist.weights.content.manifest import Manifest
 from asyncdist.weights.content.selection import Selection, Slices, select
+from asyncdist.weights.errors import DigestError, WeightsError
 from asyncdist.weights.model_copies import ModelCopies, ModelCopy
 from asyncdist.weights.publishing import Source, tensors_of
 from asyncdist.weights.transfer.exchange import WeightsExchange

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from asyncdist.errors import WeightsError
 from asyncdist.sync import weights
+from asyncdist.weights.errors import WeightsError
 
 LIMIT = 60.0
 

@@ -12,10 +12,11 @@ import torch
 from asyncdist.base.background_loop import run_in_background
 from asyncdist.channels import ChannelAddress, ChannelPort
 from asyncdist.config import Config
-from asyncdist.errors import AuthenticationError, DigestError, PeerLostError
+from asyncdist.errors import AuthenticationError, PeerLostError
 from asyncdist.weights import Publisher, Subscriber
 from asyncdist.weights.content.manifest import Manifest
 from asyncdist.weights.content.selection import whole_selection
+from asyncdist.weights.errors import DigestError
 from asyncdist.weights.transfer.exchange import WeightsExchange
 from asyncdist.weights.transfer.transfer_messages import ASK, BLOCKS, MAPPED, REFUSED
 from tests.weights.conftest import TOKEN

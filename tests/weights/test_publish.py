@@ -15,18 +15,17 @@ from asyncdist.channels import JobDirectory
 from asyncdist.config import Config
 from asyncdist.errors import (
     ProtocolError,
-    PublisherReplacedError,
     SharedMemoryError,
     StoreConnectionError,
     StoreTimeoutError,
     UnsupportedError,
     UsageError,
-    WeightsError,
 )
 from asyncdist.memory import shared_segment
 from asyncdist.store import StoreServer
 from asyncdist.sync import weights as blocking
 from asyncdist.weights import Publisher, Subscriber
+from asyncdist.weights.errors import PublisherReplacedError, WeightsError
 from asyncdist.weights.model_copies import ModelCopy
 from asyncdist.weights.publishing import Publishing
 from asyncdist.weights.subscribing import Subscribing

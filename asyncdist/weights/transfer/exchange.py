@@ -15,10 +15,11 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.base.error_text import describe_error
 from asyncdist.channels import ChannelAddress, JobDirectory
 from asyncdist.config import Config
-from asyncdist.errors import AsyncdistError, DigestError, StoreError, WeightsError
+from asyncdist.errors import AsyncdistError, StoreError
 from asyncdist.memory.shared_segment import can_share_segments
 from asyncdist.weights.content.manifest import Manifest
 from asyncdist.weights.content.selection import Selection
+from asyncdist.weights.errors import DigestError, WeightsError
 from asyncdist.weights.transfer.fan_out import HolderRecord, ranked_sources
 from asyncdist.weights.transfer.held_version import HeldVersion
 from asyncdist.weights.transfer.transfer_port import TransferPort

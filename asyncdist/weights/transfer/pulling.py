@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from asyncdist.channels import IncomingMessage, PeerChannel
-from asyncdist.errors import AsyncdistError, DigestError, ProtocolError, WeightsError
+from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.memory.shared_segment import ReadMapping
 from asyncdist.weights.content.digest import DIGEST_NBYTES
+from asyncdist.weights.errors import DigestError, WeightsError
 from asyncdist.weights.transfer.held_version import HeldVersion
 from asyncdist.weights.transfer.serving import STALL
 from asyncdist.weights.transfer.transfer_messages import END, Question, encode

@@ -24,10 +24,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Self
 from urllib.parse import quote
 
-from asyncdist.errors import ProtocolError, PublisherReplacedError, StoreConnectionError
+from asyncdist.errors import ProtocolError, StoreConnectionError
 from asyncdist.store.base import AsyncPrefixWatch, AsyncStoreBase
 from asyncdist.store.prefix import AsyncPrefixStore
 from asyncdist.store.protocol import operations
+from asyncdist.weights.errors import PublisherReplacedError
 from asyncdist.weights.transfer.fan_out import HolderRecord
 
 _LATEST, _MANIFEST, _ORDER, _HOLDER, _READER = "latest", "manifest/", "order/", "holder/", "reader/"
