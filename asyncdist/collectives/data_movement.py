@@ -42,6 +42,7 @@ from asyncdist.memory.buffers import (
     flat_memory,
 )
 from asyncdist.transport.native import CallSignature
+from asyncdist.transport.wire_format import RUNS
 
 # -- movement -------------------------------------------------------------------------------------
 
@@ -155,15 +156,15 @@ def _all_gather(
     collective = Collective.all_gather if len(rows) == 1 else Collective.all_gather_coalesced
     nbytes, equal = total * dtype.itemsize, len(rows) == 1 and len(set(counts[0])) == 1
     native, hierarchical = group.native_for("all_gather"), group.hierarchical_for("all_gather")
-    if native is None and hierarchical is None:
-        # Blocks in a list may travel in another schedule than those in one tensor, and the ranks would wait for each other.
-        layout.append(_all_gather_algorithm(group, nbytes, contiguous) == "doubling")
+    over_links = native is None and hierarchical is None
+    if over_links and _all_gather_algorithm(group, nbytes, contiguous) == "doubling":
+        layout.append(RUNS)
     call = fingerprint(collective, dtype, total, None, None, tuple(layout))
     if native is not None:
         sizes = () if equal else tuple(count for row in counts for count in row)
         signature = CallSignature(collective, call, dtype, (counts[0][group.rank],), sizes=sizes)
         return PreparedCollective(call, nbytes, native.prepare(signature))
-    if hierarchical is None and arguments and group.is_recorded(nbytes):
+    if over_links and arguments and group.is_recorded(nbytes):
         recorded = RecordedCall(_recorded_all_gather(group, nbytes, counts[0], contiguous), arguments)
         return PreparedCollective(call, nbytes, recorded=recorded.schedule)
     row_parts = [

@@ -26,7 +26,7 @@ from asyncdist.base.ops import Collective
 from asyncdist.base.version import VERSION
 from asyncdist.memory.buffers import DTYPES
 from asyncdist.tracing.trace_record import TracedCall, TraceRecord
-from asyncdist.transport.wire_format import Fingerprint, shape_checksum
+from asyncdist.transport.wire_format import RUNS, Fingerprint, shape_checksum
 
 _FORMAT_VERSION = "2.10"
 _LIBRARY = "gloo"
@@ -204,7 +204,7 @@ def _collective(call: TracedCall, ranks: Sequence[int], rank: int) -> _Operation
             inputs, outputs = [block], [whole] if at_root else []
         case Collective.scatter:
             inputs, outputs = [whole] if at_root else [], [block]
-        case Collective.all_gather if fingerprint.shape == shape_checksum((fingerprint.dtype, *block * size)):
+        case Collective.all_gather if fingerprint.shape in _checksums_of_equal(fingerprint.dtype, block * size):
             inputs = [block]
         case Collective.reduce_scatter if fingerprint.shape == shape_checksum(block * size):
             outputs = [block]
@@ -235,6 +235,11 @@ def _message(call: TracedCall, ranks: Sequence[int], rank: int) -> _Operation:
         [] if sends else sizes,
         "" if dtype is None else _dtype_name(dtype),
     )
+
+
+def _checksums_of_equal(dtype: int, blocks: Sequence[int]) -> tuple[int, int]:
+    """Return the checksums of an all-gather of equal blocks, which travel alone or in runs."""
+    return shape_checksum((dtype, *blocks)), shape_checksum((dtype, *blocks, RUNS))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -132,6 +132,10 @@ def dtype_number(word: int) -> int:
     return word >> _AFTER_DTYPE & _DTYPE_MASK
 
 
+RUNS = -1
+"""Ends the layout of an all-gather whose messages carry several blocks: other ranks must not send each block alone."""
+
+
 def shape_checksum(shape: Sequence[int]) -> int:
     """Return a 12-bit checksum of a shape."""
     return zlib.crc32(repr(tuple(shape)).encode()) & 0xFFF

@@ -45,6 +45,15 @@ async def test_sizes_dtypes_and_states_of_calls(tmp_path):
     assert [entry["collective_seq_id"] for entry in second["entries"]] == [1, 2]
 
 
+async def test_gather_whose_blocks_travel_in_runs_has_the_name_of_the_others(tmp_path):
+    async with world_of(4, transport="tcp", config=Config(dump_format="torch")) as groups:
+        await asyncio.gather(*(group.all_gather_single(torch.ones(12), torch.ones(3)) for group in groups))
+        dumps = await dumped(groups, tmp_path)
+    for dump in dumps:
+        (entry,) = dump["entries"]
+        assert (entry["profiling_name"], entry["input_sizes"]) == ("gloo:all_gather", [[3]])
+
+
 async def test_pending_messages_have_a_group_of_their_own(tmp_path):
     async with world_of(3, config=Config(dump_format="torch")) as groups:
         pending = groups[0].recv(torch.ones(5), 2, tag=7)
