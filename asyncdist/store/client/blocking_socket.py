@@ -113,6 +113,8 @@ class BlockingSocket:
             self._send_unsent(deadline)
             if not queue and not chunks.queue:
                 return
+            if deadline.expired():  # a socket that takes every chunk at once never waits
+                raise TimeoutError
 
     def wait(self, deadline: Deadline, poll: select.poll | None = None) -> None:
         """Return when bytes may have arrived, or when ``poll`` reports an event. Raises TimeoutError."""

@@ -180,6 +180,43 @@ def test_blocking_socket_sends_queued_requests_between_the_chunks_of_a_large_val
         assert [len(frame) > PIECE_NBYTES for frame in frames[:-1]] == [True, False] * 4
 
 
+def test_deadline_ends_a_blocking_send_whose_socket_takes_every_chunk_at_once():
+    """The next call goes on with the next chunk."""
+    near, far = socket.socketpair()
+    with near, far:
+        blocking, sent = BlockingSocket(near, None, lambda request: True), []
+
+        class Sock:
+            def send(self, data):
+                sent.append(bytes(data))
+                return len(data)
+
+        blocking._sock = Sock()
+        blocking.enqueue(ChunkedMessage(Encoder().pack, (1, Op.SET, "large", bytes(4 * PIECE_NBYTES)), request_piece))
+        with pytest.raises(TimeoutError):
+            blocking.drain(Deadline.after(0))
+        assert 0 < len(b"".join(sent)) < 2 * PIECE_NBYTES
+        assert blocking.has_unsent
+        blocking.drain(Deadline.after(LONG))
+        assert not blocking.has_unsent
+        assert len(b"".join(sent)) > 4 * PIECE_NBYTES
+
+
+async def test_deadline_ends_a_blocking_get_whose_socket_is_always_readable(server, monkeypatch):
+    store = await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=LONG, config=CONFIG)
+    await asyncio.to_thread(store.set, "large", patterned(LARGE_NBYTES // 4))
+    waited = []
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockingSocket, "wait", lambda self, deadline, poll=None: waited.append(deadline))
+        store.set_timeout(0.001)
+        with pytest.raises(StoreTimeoutError):
+            await asyncio.to_thread(store.get, "large")
+    assert waited
+    store.set_timeout(LONG)
+    assert len(await asyncio.to_thread(store.get, "large")) == LARGE_NBYTES // 4
+    await asyncio.to_thread(store.close)
+
+
 async def test_large_values_in_a_row_and_in_lists(server, store):
     values = [patterned(nbytes) for nbytes in (LONG_NBYTES + 1, 3 << 20, 10, PIECE_NBYTES, 0, 1 << 20)]
     keys = [f"k{number}" for number in range(len(values))]
