@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
 from asyncdist.transport.base import Wait
@@ -57,9 +57,13 @@ class Machine(Protocol):
 
     Attributes:
         finished: The callbacks that the next `take_finished` returns.
+        timers: The timers that wait for `expire`. Any thread may ask whether there are any.
     """
 
     finished: list[Callable[[], None]]
+
+    @property
+    def timers(self) -> Sized: ...
 
     @property
     def operations(self) -> Mapping[bytes, object]:

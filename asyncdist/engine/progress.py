@@ -478,7 +478,7 @@ class Progress:
         if self._driver_lock.locked():
             self.loop_watcher.watch(self.loop, {})
             # It may be an attempt, which hands nothing over, and timers must run after it.
-            self.loop_watcher.set_timer(self.loop, monotonic() + _LONGEST_ATTEMPT if self._machine.busy() else math.inf)
+            self.loop_watcher.set_timer(self.loop, monotonic() + _LONGEST_ATTEMPT if self._machine.timers else math.inf)
             return
         now, spin = monotonic(), self.waiting.await_spin if self.home else 0.0
         until, spin_until = now + (0.0 if self._slice_exhausted else _SLICE), now + spin

@@ -54,6 +54,8 @@ class WorkingGroup:
 class IdleMachine:
     """A machine that never moves, and calls ``complete`` when a thread other than its creator advances it."""
 
+    timers = ()
+
     def __init__(self, complete):
         self.finished = []
         self.creator = threading.current_thread()
@@ -208,6 +210,7 @@ class BusyMachine:
         return self.moves
 
     operations: ClassVar = {}
+    timers = ()
 
     def next_deadline(self):
         return math.inf
@@ -236,6 +239,18 @@ async def test_busy_machine_gets_one_time_slice_per_turn_of_the_loop(monkeypatch
         assert 10 <= machine.turns - before <= 13
     machine.moves = False
     progress.close()
+
+
+async def test_timer_runs_after_the_loop_has_met_an_inline_attempt():
+    """An attempt hands nothing over to the loop."""
+    async with world_of(1) as (group,):
+        mesh, ran = group.world.mesh, asyncio.Event()
+        with mesh.progress._driver_lock:
+            with mesh.progress.lock:
+                mesh.timers.schedule("timer", monotonic(), ran.set)
+            mesh.progress.drive_on_loop()
+        async with asyncio.timeout(PATIENCE):
+            await ran.wait()
 
 
 def test_waiting_call_spins_for_a_limited_time_and_yields_its_core_if_ranks_outnumber_cores(monkeypatch):
