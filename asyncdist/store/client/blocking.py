@@ -207,7 +207,7 @@ class BlockingConnection(BlockingClient):
                     self._wait_for_reconnect(deadline)
                 else:
                     self._read(sock, deadline)
-                    if deadline.expired() and not pending.ready:  # a long answer may always be readable
+                    if not pending.ready and deadline.expired():  # a long answer may always be readable
                         raise TimeoutError
         finally:
             interrupt: BaseException | None = None
