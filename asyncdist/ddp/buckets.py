@@ -8,6 +8,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 
 from asyncdist.errors import UsageError
@@ -15,14 +16,14 @@ from asyncdist.errors import UsageError
 MIB = 1 << 20
 FIRST_CAP_NBYTES = 1 * MIB
 DEFAULT_CAP_NBYTES = 25 * MIB
+_SECONDS_ON_LINK = 0.02
+"""The time that a bucket takes on a link for which `cap_for_link` finds a cap."""
 
 Layout = tuple[tuple[int, ...], ...]
 
 
-def caps(bucket_cap_mb: float | str | None = None) -> tuple[int, int]:
-    """Return the caps in bytes of the first bucket and of all later ones, for a cap in MiB (25 by default)."""
-    if bucket_cap_mb is None:
-        return FIRST_CAP_NBYTES, DEFAULT_CAP_NBYTES
+def caps(bucket_cap_mb: float | str) -> tuple[int, int]:
+    """Return the caps in bytes of the first bucket and of all later ones, for a cap in MiB."""
     if not isinstance(bucket_cap_mb, int | float):
         raise UsageError(f"bucket_cap_mb is a number of MiB or 'auto', not {bucket_cap_mb!r}")
     cap = int(bucket_cap_mb * MIB)
@@ -34,6 +35,17 @@ def caps(bucket_cap_mb: float | str | None = None) -> tuple[int, int]:
 def limits_of(cap: int) -> tuple[int, int]:
     """Return the caps in bytes of the first bucket, which is small, and of all later ones."""
     return min(FIRST_CAP_NBYTES, cap), cap
+
+
+def cap_for_link(seconds_per_byte: float) -> int:
+    """Return the cap in bytes for buckets that pass a link: about what it moves in 20 ms, from 1 to 25 MiB.
+
+    It is a power of two MiB or 25 MiB, so that small differences between two measurements of a link change nothing.
+    """
+    if seconds_per_byte * DEFAULT_CAP_NBYTES <= _SECONDS_ON_LINK:
+        return DEFAULT_CAP_NBYTES
+    size = _SECONDS_ON_LINK / seconds_per_byte / MIB
+    return min(DEFAULT_CAP_NBYTES, MIB << max(0, round(math.log2(size))))
 
 
 def assign(nbytes: Sequence[int], kinds: Sequence[Hashable], order: Iterable[int], limits: Sequence[int]) -> Layout:

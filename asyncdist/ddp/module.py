@@ -65,7 +65,8 @@ class DistributedDataParallel(nn.Module):
             exchanged then, and the models are compared in the first step; equal values are up to the caller.
         process_group: The group to average over, or a process group of torch on the back end "asyncdist"; None is the
             default group, or torch's default group in a process that has only that.
-        bucket_cap_mb: MiB of gradients after which a bucket is complete; None means 25, and 1 for the first bucket. "auto"
+        bucket_cap_mb: MiB of gradients after which a bucket is complete, the first one after 1 MiB at the latest. None
+            means 25 between ranks that share memory, and over links what a link moves in about 20 ms, from 1 to 25. "auto"
             tries several sizes in the first 65 steps at most, and uses the one with which the last all-reduce ends soonest:
             see `bucket_tuning`. It excludes communication hooks and ``bucket_cap_mb_list``.
         find_unused_parameters: Allow parameters without a gradient in a backward. Those that no rank has used keep their
@@ -147,8 +148,9 @@ class DistributedDataParallel(nn.Module):
         self.buffer_hook: BufferHook | None = None
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
+        group, torch_group = arguments.group_of(process_group, device_mesh)
         self._options = ReducerOptions(
-            arguments.bucket_limits(bucket_cap_mb, bucket_cap_mb_list),
+            arguments.bucket_limits(bucket_cap_mb, bucket_cap_mb_list, group),
             tunes_buckets=bucket_cap_mb == "auto",
             gradient_as_bucket_view=gradient_as_bucket_view,
             find_unused_parameters=find_unused_parameters,
@@ -157,7 +159,6 @@ class DistributedDataParallel(nn.Module):
             lazy_bucket_allocation=lazy_bucket_allocation,
             delayed=delayed,
         )
-        group, torch_group = arguments.group_of(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         has_buffers = forward_sync_buffers is not None or self.forward_sync_buffers

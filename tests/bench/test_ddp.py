@@ -84,9 +84,9 @@ def test_slow_parts_have_fewer_rounds():
 def test_page_has_a_row_for_each_contender():
     plan = DdpPlan(rounds=3)
     figures = {
-        "asyncdist": StepFigures([0.22, 0.23, 0.24], [0.8, 0.9, 0.7], [25e6] * 3),
-        "int8": StepFigures([0.06] * 3, [], [6.25e6] * 3),
-        "alone": StepFigures([0.02] * 3, [], [0.0] * 3),
+        "asyncdist": StepFigures([0.22, 0.23, 0.24], [0.8, 0.9, 0.7], [0.02] * 3, [25e6] * 3),
+        "int8": StepFigures([0.07] * 3, [], [], [6.25e6] * 3),
+        "alone": StepFigures([0.02] * 3, [], [], [0.0] * 3),
     }
     report = DdpReport(
         plan,
@@ -97,8 +97,9 @@ def test_page_has_a_row_for_each_contender():
     )
     hosts, steps, memory, training = ddp_page(report).grids
     mlp = MODELS["mlp"].title
-    assert hosts.rows[0] == (mlp, CONTENDERS["asyncdist"], "230 ms", "25.00", "1.00", "1.15×", "1.10 to 1.20", "80%")
-    assert hosts.rows[1][4:] == ("0.25", "1.20×", "1.20 to 1.20", "—")
+    who = CONTENDERS["asyncdist"]
+    assert hosts.rows[0] == (mlp, who, "230 ms", "25.00", "1.00", "1.15×", "1.05×", "1.00 to 1.09", "80%")
+    assert hosts.rows[1][4:] == ("0.25", "1.40×", "1.00×", "1.00 to 1.00", "—")
     assert steps.rows[0][3:] == ("11.5×", "11.00 to 12.00", "—", "80%")
     assert memory.rows[0][2:] == ("110.0 MiB", "+10.0 MiB", "25.0 MiB")
     assert training.rows[1][1:3] == ("100 s", "95.0%")

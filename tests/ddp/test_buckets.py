@@ -55,7 +55,7 @@ def test_first_bucket_is_small_and_initial_order_is_reverse_definition():
     mib = buckets.MIB
     nbytes = [mib, 8 * mib, 20 * mib, 8 * mib, mib // 2, mib // 2]
     order = buckets.definition_order(len(nbytes))
-    assert buckets.assign(nbytes, ["f"] * 6, order, buckets.caps()) == ((5, 4), (3, 2), (1, 0))
+    assert buckets.assign(nbytes, ["f"] * 6, order, buckets.caps(25)) == ((5, 4), (3, 2), (1, 0))
 
 
 def test_buckets_are_ordered_by_their_last_parameter():
@@ -73,12 +73,23 @@ def test_arrival_order_appends_parameters_without_gradients(case):
 
 
 def test_caps():
-    assert buckets.caps() == (1 << 20, 25 << 20)
+    assert buckets.caps(25) == (1 << 20, 25 << 20)
     assert buckets.caps(0.25) == (1 << 18, 1 << 18)
     assert buckets.caps(100) == (1 << 20, 100 << 20)
     for wrong in (0, -1, 1e-9):
         with pytest.raises(ValueError, match="bucket_cap_mb"):
             buckets.caps(wrong)
+
+
+@pytest.mark.parametrize(
+    ("gbit", "mib"), [(0.01, 1), (0.1, 1), (0.5, 1), (0.9, 2), (1, 2), (1.1, 2), (2.5, 8), (5, 16), (10, 25), (100, 25)]
+)
+def test_cap_for_a_link_grows_with_its_rate(gbit, mib):
+    assert buckets.cap_for_link(8e-9 / gbit) == mib << 20
+
+
+def test_link_that_takes_no_time_has_the_largest_cap():
+    assert buckets.cap_for_link(0.0) == 25 << 20
 
 
 def test_incomplete_and_duplicate_orders_are_refused():

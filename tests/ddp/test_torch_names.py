@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +73,15 @@ def test_attributes_of_torchs_class_describe_the_model(model):
     model(check)
     assert model(lambda model: model.bucket_bytes_cap_list, bucket_cap_mb=2) == [1 << 20, 2 << 20]
     assert not model(lambda model: model.bucket_bytes_cap_default, bucket_cap_mb=2)
+
+
+def test_default_size_of_buckets_follows_the_link(together):
+    def rank(group):
+        group.context = replace(group.context, model=replace(group.context.model, beta=8e-9))
+        made = [DistributedDataParallel(nn.Linear(2, 2), process_group=group, bucket_cap_mb=cap) for cap in (None, 25)]
+        return [(model.bucket_bytes_cap_list, model.bucket_bytes_cap_default) for model in made]
+
+    assert together(2, rank) == [[([1 << 20, 2 << 20], True), ([1 << 20, 25 << 20], False)]] * 2
 
 
 def test_constructor_takes_the_arguments_of_torch_in_torchs_order():

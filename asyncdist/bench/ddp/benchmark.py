@@ -107,13 +107,14 @@ class _DdpBenchmark:
             (case.gradient_nbytes, found), *_ = _all_say(ranks)
             for each in ranks:
                 each.wait()
-            for who, (seconds, hidden, sent, note) in found.items():
+            for who, (seconds, hidden, forward, sent, note) in found.items():
                 figures = case.contenders[who]
                 figures.seconds.append(median(seconds))
                 figures.sent.append(median(sent))
                 figures.note = note
                 if hidden:
                     figures.hidden.append(median(hidden))
+                    figures.forward.append(median(forward))
             self._nursery.clear()
         return case
 

@@ -46,12 +46,15 @@ def time_steps(
 ) -> None:  # fmt: skip
     """Time training steps of the contenders in turns.
 
-    Sends the bytes of the gradients, and by contender (seconds, hidden shares, bytes sent, note): see `StepFigures`.
+    Sends the bytes of the gradients, and for each contender what `StepFigures` contains: four lists, with one number for
+    each step, and the note.
     """
     with _worlds(where, rank, size, namespace, contenders) as groups:
         trainers = {who: Trainer(_wrapped(who, WORKLOADS[model].model, groups)) for who in contenders}
         torch.manual_seed(1 + rank)
-        found: dict[str, tuple[list[float], list[float], list[float]]] = {who: ([], [], []) for who in contenders}
+        found: dict[str, tuple[list[float], list[float], list[float], list[float]]] = {
+            who: ([], [], [], []) for who in contenders
+        }
         if "auto" in trainers:
             for _ in range(_TUNING):
                 trainers["auto"].step(WORKLOADS[model].batch())
@@ -64,12 +67,13 @@ def time_steps(
                 trainers[who].step(batch)
                 seconds = perf_counter() - began
                 if turn >= 0:
-                    times, hidden, sent = found[who]
+                    times, hidden, forward, sent = found[who]
                     times.append(seconds)
                     sent.append(_sent_nbytes(namespace) - before)
                     step = getattr(trainers[who].model, "last_step", None)
                     if step is not None:
                         hidden.append(step.hidden_share)
+                        forward.append(step.backward_started - step.forward_started)
         compare_weights(trainers, LOSSY)
         notes = {who: str(getattr(trainer.model, "bucket_tuning", None) or "") for who, trainer in trainers.items()}
         nbytes = sum(parameter.nbytes for parameter in trainers[ALONE].model.parameters())

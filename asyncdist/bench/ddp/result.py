@@ -5,6 +5,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,12 +19,14 @@ class StepFigures:
     Attributes:
         seconds: The median of the steps on rank 0.
         hidden: The median share of the all-reduces' time that passed during backward; empty for torch's class.
+        forward: The median time from the start of a forward to that of its backward; empty for torch's class.
         sent: The bytes that the host of rank 0 has sent in a step; empty on one host.
         note: The buckets of ``bucket_cap_mb="auto"`` in the last round.
     """
 
     seconds: list[float] = field(default_factory=list)
     hidden: list[float] = field(default_factory=list)
+    forward: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
     note: str = ""
 
@@ -50,16 +53,24 @@ class StepCase:
         return [one / other for one, other in pairs]
 
     def over_bound(self, who: str, rate: str) -> list[float]:
+        """Return the time of a contender over the longer one of computation and transfer, for each round.
+
+        These are the step without communication, and the bytes that the contender has sent over a link of this rate.
+        """
+        return self._over_longer(who, rate, [0.0] * len(self.contenders[who].seconds))
+
+    def over_limit(self, who: str, rate: str) -> list[float]:
         """Return the time of a contender over what is physically possible, for each round.
 
-        The bound is the longer one of the step without communication, and of the transfer of the bytes that the contender
-        has sent over a link of this rate.
+        As `over_bound`, but the transfer begins after the forward of asyncdist's class: before, there are no gradients.
         """
-        found, per_second = self.contenders[who], nbytes_per_second(rate)
-        alone = self.contenders[ALONE].seconds
+        return self._over_longer(who, rate, self.contenders["asyncdist"].forward)
+
+    def _over_longer(self, who: str, rate: str, delays: Sequence[float]) -> list[float]:
+        found, alone = self.contenders[who], self.contenders[ALONE].seconds
         return [
-            seconds / max(compute, sent / per_second)
-            for seconds, sent, compute in zip(found.seconds, found.sent, alone, strict=True)
+            seconds / max(compute, delay + sent / nbytes_per_second(rate))
+            for seconds, sent, compute, delay in zip(found.seconds, found.sent, alone, delays, strict=True)
         ]
 
 

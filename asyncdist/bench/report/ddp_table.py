@@ -10,7 +10,7 @@ from asyncdist.bench.ddp.result import DdpReport, MemoryCase, StepCase, Training
 from asyncdist.bench.report.page import Grid, Page, about_machine, duration, times
 
 _STEP_COLUMNS = ("training step", "who", "median", "× alone", "range", "gloo / it", "hidden")
-_HOST_COLUMNS = ("training step", "who", "median", "MB sent", "of the bytes", "× bound", "range", "hidden")
+_HOST_COLUMNS = ("training step", "who", "median", "MB sent", "of the bytes", "× bound", "× limit", "range", "hidden")
 _MEMORY_COLUMNS = ("model", "who", "peak", "above alone", "largest bucket")
 _TRAINING_COLUMNS = ("training", "time", "rate", "held-out loss", "range of the loss", "MB sent", "waited")
 _NAMES = {"alone": "each member alone", "data parallel": "data parallel, no limit", "diloco": "DiLoCo, int8, slow link"}
@@ -47,7 +47,8 @@ def _explained(report: DdpReport) -> list[str]:
     if any(case.part == "hosts" for case in report.steps):
         lines.append(
             "× bound: over the longer one of the step without communication, and of the bytes sent over the rate of the "
-            "link. MB sent: all bytes on the link of one host in a step"
+            "link. × limit: the same, but the bytes follow the forward, because no gradient exists before; range: its "
+            "range. MB sent: all bytes on the link of one host in a step"
         )
     if report.memory:
         lines.append(
@@ -79,10 +80,11 @@ def _host_grid(title: str, case: StepCase, plan: DdpPlan) -> Grid:
     rows = []
     whole = median(case.contenders["asyncdist"].sent)
     for who, figures in case.contenders.items():
-        bound, sent = case.over_bound(who, plan.rate), median(figures.sent)
+        bound, limit = case.over_bound(who, plan.rate), case.over_limit(who, plan.rate)
+        sent = median(figures.sent)
         rows.append(
             (MODELS[case.model].title, CONTENDERS[who], duration(median(figures.seconds)), f"{sent / 1e6:.2f}",
-             f"{sent / whole:.2f}", times(median(bound)), _range(bound), _share(figures.hidden))
+             f"{sent / whole:.2f}", times(median(bound)), times(median(limit)), _range(limit), _share(figures.hidden))
         )  # fmt: skip
     return Grid(title, _HOST_COLUMNS, rows, group_rows=True)
 

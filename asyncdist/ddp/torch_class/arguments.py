@@ -76,18 +76,25 @@ def refuse(module: object, mixed_precision: object) -> None:
         )
 
 
-def bucket_limits(cap_mb: float | str | None, caps_mb: Sequence[float] | None) -> Sequence[int]:
+def default_limits(group: Group) -> tuple[int, int]:
+    """Return the caps in bytes of the first bucket and of all later ones, for a model without ``bucket_cap_mb``."""
+    if group.shares_memory:
+        return buckets.limits_of(buckets.DEFAULT_CAP_NBYTES)
+    return buckets.limits_of(buckets.cap_for_link(group.context.model.beta))
+
+
+def bucket_limits(cap_mb: float | str | None, caps_mb: Sequence[float] | None, group: Group) -> Sequence[int]:
     """Return the caps of the buckets in bytes; with ``"auto"`` those of the first step.
 
     Raises:
         UsageError: Both arguments are given although the first one is ``"auto"``, or it is another string.
         ValueError: A cap is less than a byte.
     """
-    if cap_mb == "auto":
-        if caps_mb:
-            raise UsageError("pass bucket_cap_mb='auto' or bucket_cap_mb_list, not both")
-        return buckets.caps()
-    return [buckets.caps(each)[1] for each in caps_mb or ()] or buckets.caps(cap_mb)
+    if cap_mb == "auto" and caps_mb:
+        raise UsageError("pass bucket_cap_mb='auto' or bucket_cap_mb_list, not both")
+    if caps_mb:
+        return [buckets.caps(each)[1] for each in caps_mb]
+    return default_limits(group) if cap_mb is None or cap_mb == "auto" else buckets.caps(cap_mb)
 
 
 def delayed_names(

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
-from asyncdist.ddp import buckets, model_sync
+from asyncdist.ddp import model_sync
 from asyncdist.ddp.reducer import Reducer
 from asyncdist.ddp.torch_class import hooks
-from asyncdist.ddp.torch_class.arguments import WITH_TORCH, group_of, moved
+from asyncdist.ddp.torch_class.arguments import WITH_TORCH, default_limits, group_of, moved
 from asyncdist.errors import UsageError
 
 # -- public -----------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ COMPUTED: dict[str, Callable[[Any, Reducer], Any]] = {
     "_has_rebuilt_buckets": lambda model, reducer: reducer.has_rebuilt_buckets,
     "broadcast_bucket_size": lambda model, reducer: model_sync.PACK_NBYTES,
     "bucket_bytes_cap": lambda model, reducer: reducer.limits[-1],
-    "bucket_bytes_cap_default": lambda model, reducer: tuple(reducer.limits) == buckets.caps(),
+    "bucket_bytes_cap_default": lambda model, reducer: tuple(reducer.limits) == default_limits(model.process_group),
     "bucket_bytes_cap_list": lambda model, reducer: list(reducer.limits),
     "is_multi_device_module": lambda model, reducer: len(_devices_of(model)) > 1,
     "modules_buffers": lambda model, reducer: [buffer for _, buffer in model._buffers_to_sync()],
