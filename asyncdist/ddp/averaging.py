@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncdist.base.ops import ReduceOp
-from asyncdist.ddp.compression import ErrorFeedback, VectorCodec
+from asyncdist.ddp.compression import ErrorFeedback, VectorCodec, drop_infinite
 from asyncdist.engine.work import Work
 from asyncdist.groups.group import Group
 
@@ -117,6 +117,10 @@ class _Piece:
         await self._work
         self._work = None
 
+    def _end(self) -> None:
+        del self._codes
+        drop_infinite(self._lost)
+
     def forget(self) -> None:
         """Say that nothing waits for the pending operation any more, so that its error is not logged."""
         if self._work is not None:
@@ -141,7 +145,7 @@ class _ExchangedPiece(_Piece):
         decoded = [self._codec.decode(code, count) for code in self._codes]
         torch.sub(self._values, decoded[self._group.rank()], out=self._lost)
         torch.add(*decoded, out=self._result).mul_(0.5)
-        del self._codes
+        self._end()
 
 
 class _ReducedPiece(_Piece):
@@ -181,4 +185,4 @@ class _ReducedPiece(_Piece):
         await self._received()
         for shard, code in zip(self._shards, self._codes, strict=True):
             self._result[shard] = self._codec.decode(code, shard.stop - shard.start)
-        del self._codes
+        self._end()

@@ -192,6 +192,11 @@ def codec_of(compress: Compress) -> VectorCodec | None:
     return compress
 
 
+def drop_infinite(loss: torch.Tensor) -> None:
+    """Replace values that are not finite by zeros, in place: one overflow must not spoil all later vectors."""
+    loss.nan_to_num_(0.0, 0.0, 0.0)
+
+
 class ErrorFeedback:
     """The loss of encoding a vector, for the next vector in its place.
 
@@ -234,8 +239,7 @@ class ErrorFeedback:
         if self.residual is None:
             self.residual = torch.empty_like(values, dtype=torch.float32)
         torch.sub(values, decoded, out=self.residual)
-        # One overflow must not spoil all later vectors.
-        self.residual.nan_to_num_(0.0, 0.0, 0.0)
+        drop_infinite(self.residual)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss for a checkpoint."""
