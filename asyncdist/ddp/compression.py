@@ -114,7 +114,9 @@ class IntegerCodec:
         count, blocks = values.numel(), self._blocks(values.numel())
         code = torch.empty(self.encoded_nbytes(count), dtype=torch.uint8, device=values.device)
         scales = code[: _SCALE_NBYTES * blocks].view(torch.float32)
-        integers = torch.empty(count, dtype=torch.int8, device=values.device)
+        packed = code[_SCALE_NBYTES * blocks :]
+        # The integers of 8 bits are the code; those of 4 bits are packed into half as many bytes.
+        integers = packed.view(torch.int8) if self.bits == 8 else torch.empty(count, dtype=torch.int8, device=code.device)
         for part, part_scales, out in self._parts(values, scales, integers):
             # Many times faster than the infinity norm.
             largest = torch.maximum(part.amax(dim=1), part.amin(dim=1).neg_())
@@ -123,10 +125,7 @@ class IntegerCodec:
             part_scales.copy_(torch.where(finite, largest / self._largest, float("nan")))
             # 7 * (1 / 7) may exceed the largest integer by a rounding error, which round() removes.
             out.copy_(part.mul(factors.unsqueeze(1)).round_())
-        packed = code[_SCALE_NBYTES * blocks :]
-        if self.bits == 8:
-            packed.view(torch.int8).copy_(integers)
-        else:
+        if self.bits == 4:
             half = packed.numel()
             low, high = integers[:half].view(torch.uint8), integers[half:].view(torch.uint8)
             packed.copy_(low & 15)
