@@ -97,7 +97,10 @@ class Config:
         "faster where other processes always compete for the cores, slower elsewhere (1 to let them)",
     )
     piece_nbytes: int = _setting(
-        256 << 10, "ASYNCDIST_PIECE_NBYTES", "bytes received before they are reduced; should fit in the cache"
+        1 << 20,
+        "ASYNCDIST_PIECE_NBYTES",
+        "bytes received over a link before they are reduced, and at most 256 KiB read from shared memory at a time; should "
+        "fit in the cache",
     )
     shm_area_nbytes: int = _setting(
         1 << 20,

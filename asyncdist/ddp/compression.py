@@ -116,7 +116,9 @@ class IntegerCodec:
         scales = code[: _SCALE_NBYTES * blocks].view(torch.float32)
         packed = code[_SCALE_NBYTES * blocks :]
         # The integers of 8 bits are the code; those of 4 bits are packed into half as many bytes.
-        integers = packed.view(torch.int8) if self.bits == 8 else torch.empty(count, dtype=torch.int8, device=code.device)
+        integers = (
+            packed.view(torch.int8) if self.bits == 8 else torch.empty(count, dtype=torch.int8, device=code.device)
+        )
         for part, part_scales, out in self._parts(values, scales, integers):
             # Many times faster than the infinity norm.
             largest = torch.maximum(part.amax(dim=1), part.amin(dim=1).neg_())

@@ -42,6 +42,8 @@ log = logging.getLogger("asyncdist.shm")
 _PATIENCE = 10.0
 # How often, and every how many seconds, a rank checks whether its peers have left a group that it has left.
 _MOST_CHECKS, _CHECK_EVERY = 10, 0.2
+# Bytes of a registered tensor that are read and reduced at a time.
+_MOST_READ_NBYTES = 256 << 10
 
 
 class ShmTransport(Transport):
@@ -241,7 +243,8 @@ class ShmTransport(Transport):
         except SharedMemoryError:
             slots.block.free()
             raise
-        return ShmNative(slots, config.piece_nbytes, publish, functools.partial(self._withdraw_slots, slots))
+        piece_nbytes = min(config.piece_nbytes, _MOST_READ_NBYTES)
+        return ShmNative(slots, piece_nbytes, publish, functools.partial(self._withdraw_slots, slots))
 
     def _publish(self, slots: SlotTable, place: int) -> None:
         self._slot_tables[slots.number] = slots
