@@ -107,6 +107,7 @@ class _Piece:
         self._group, self._codec = group, codec
         self._values, self._result, self._lost = values, result, lost
         self._work: Work[Any] | None = None
+        self._codes: list[torch.Tensor] = []
         self.sent_nbytes = 0
 
     def _bytes_for(self, count: int) -> torch.Tensor:
@@ -118,7 +119,7 @@ class _Piece:
         self._work = None
 
     def _end(self) -> None:
-        del self._codes
+        self._codes = []
         drop_infinite(self._lost)
 
     def forget(self) -> None:

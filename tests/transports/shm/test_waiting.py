@@ -16,7 +16,7 @@ from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.collective_cases import collective_cases
 from asyncdist_transports.shm import memory_order
 from asyncdist_transports.shm.collectives import small
-from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, READ_ROUNDS, STEP
+from asyncdist_transports.shm.collectives.slot_table import AWAITS_SLOT, DONE, LINE, READ_ROUNDS, SLOTS, STEP
 from asyncdist_transports.shm.memory_order import Fence
 
 pytestmark = pytest.mark.each_loop
@@ -349,3 +349,59 @@ async def test_waiting_for_a_rank_that_left_in_order_raises(eventually):
             for work in (first, last):
                 with pytest.raises(PeerLostError, match="rank 1"):
                     await work
+
+
+# -- needless wake-ups --------------------------------------------------------------------------------
+
+
+async def test_call_wakes_no_member_that_sleeps_in_a_later_one():
+    """Rank 0 has sent its part of the first call, and waits for rank 1 in the second."""
+    async with world_of(2, transport="shm") as (zero, one):
+        tensors = torch.zeros(2), torch.ones(2)
+        await asyncio.gather(zero.reduce(tensors[0], 1), one.reduce(tensors[1], 1))
+        await asyncio.gather(zero.broadcast(tensors[0], 1), one.broadcast(tensors[1], 1))
+        signals = []
+        (member,) = one._native._slots.others
+        wake, member.signal = member.signal, lambda: signals.append(True) or wake()
+        await zero.reduce(tensors[0], 1)
+        broadcast = zero.broadcast(tensors[0], 1)
+        with zero.mesh.progress.lock:
+            assert zero.mesh.waits() is not None
+        await one.reduce(tensors[1], 1)
+        assert not signals
+        sent = one.broadcast(tensors[1], 1)
+        assert signals
+        await asyncio.gather(broadcast, sent)
+        assert tensors[0].tolist() == tensors[1].tolist()
+
+
+def test_member_that_awaits_a_slot_is_woken_before_the_next_call():
+    """Rank 0 is a whole round of slots ahead, and sleeps until rank 1 has read the first tensor. Rank 1 then pauses."""
+    is_ahead, meshes = threading.Event(), {}
+
+    def rank(group):
+        meshes[group.rank()] = group.mesh
+        group.mesh.progress.waiting.configure(0.0, 0.0)
+        CALLS["barrier"](group, None)
+        tensor = torch.full((2,), float(group.rank()))
+        if group.rank() == 0:
+            for _ in range(SLOTS + 1):
+                CALLS["broadcast"](group, tensor)
+            is_ahead.set()
+            return True
+        (member,) = group._native._slots.others
+        until = time.monotonic() + LONG
+        # An attempt sleeps for a short time only, before it becomes an operation.
+        while not (member.asleep[0] and member.words[AWAITS_SLOT] and meshes[0].operations):
+            assert time.monotonic() < until
+            time.sleep(0)
+        # A heartbeat would wake rank 0 too, but late.
+        signals, wake = [], member.signal
+        member.signal = lambda: signals.append(True) or wake()
+        CALLS["broadcast"](group, tensor)
+        was_woken = bool(signals) and is_ahead.wait(LONG)
+        for _ in range(SLOTS):
+            CALLS["broadcast"](group, tensor)
+        return was_woken
+
+    assert run_ranks(2, rank, transport="shm") == [True, True]

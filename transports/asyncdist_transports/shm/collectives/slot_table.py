@@ -41,6 +41,8 @@ WITHDRAWN = 6
 # ``n`` when this member shows the result of the n-th collective after its staged data: see `small`.
 RESULT = 7
 LINE = 8
+# The word LEFT of the second line: how many collectives of this member wait for the others to leave a slot.
+AWAITS_SLOT = LINE + LEFT
 SHIFT = 24
 DONE = (1 << SHIFT) - 1
 FINISHED = DONE - 1
@@ -140,20 +142,24 @@ class SlotTable:
             member.offset = offset
             member.words = member.mapping.words(offset, SLOTS * LINE)
             self.unresolved.pop()
-        yield from self._wait_done(number - SLOTS)
+        yield from self.wait_done(number - SLOTS)
         if self.deferred_checks:
             self.check_deferred(number)
         self.last_numbers[number % SLOTS] = number
 
-    def _wait_done(self, number: int) -> Schedule:
+    def wait_done(self, number: int) -> Schedule:
         """Wait until every member, this one included, has published DONE for a collective."""
         at, done = number % SLOTS * LINE, number << SHIFT | DONE
         while self.words[at] < done:
             yield self.rank
+        # An aborted collective leaves the count too high, which only makes others signal in vain: a forked child, which
+        # closes its copy of the generator, must not write the words.
+        self.words[AWAITS_SLOT] += 1
         for member in self.others:
             words = member.words
             while words[at] < done:
                 yield member.rank
+        self.words[AWAITS_SLOT] -= 1
 
     def post(self, number: int, call: int, location: int, step: int) -> None:
         """Publish the call's fingerprint and the location of this member's data (0: staged) with the first step."""

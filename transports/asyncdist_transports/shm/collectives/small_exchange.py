@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.transport.native import PreparedCall
 from asyncdist_transports.shm.collectives.slot_table import (
+    AWAITS_SLOT,
     CALL,
     DONE,
     LINE,
@@ -76,20 +77,18 @@ class SmallExchange:
     def schedule(self, number: int, *tensors: Any) -> Schedule:
         """Run the group's n-th collective on contiguous tensors."""
         slots, call = self._slots, self._call
-        words, others, rank = slots.words, slots.others, slots.rank
+        words, others = slots.words, slots.others
         light, full = slots.fence.light, slots.fence.full
         if slots.unresolved:
             yield from slots.enter(number)
         slot = number % SLOTS
         stage, read, location = self._moves[slot] or self._made(number)
         at, now = slot * LINE, number << SHIFT
-        free = now - _SLOTS_AGO
-        # The wait of `SlotTable.enter`, inline.
-        while words[at] < free:
-            yield rank
+        free, done = now - _SLOTS_AGO, now + DONE
+        # As in `SlotTable.enter`.
         for member in others:
-            while member.words[at] < free:
-                yield member.rank
+            if member.words[at] < free or words[at] < free:
+                yield from slots.wait_done(number - SLOTS)
         if slots.deferred_checks:
             slots.check_deferred(number)
         slots.last_numbers[slot] = number
@@ -101,8 +100,9 @@ class SmallExchange:
         light()
         words[at] = now + self._first
         full()
+        # A member that is done with this collective sleeps in a later one, for which this rank has posted nothing yet.
         for member in others:
-            if member.asleep[0]:
+            if member.asleep[0] and (member.words[at] < done or member.words[AWAITS_SLOT]):
                 member.signal()
         if read is None:
             slots.deferred_checks.append((number, call))
@@ -129,10 +129,10 @@ class SmallExchange:
             yield from self._fallback(number, *tensors)
             return
         light()
-        words[at] = now + DONE
+        words[at] = done
         full()
         for member in others:
-            if member.asleep[0]:
+            if member.asleep[0] and member.words[AWAITS_SLOT]:
                 member.signal()
 
     def _made(self, number: int) -> Moves:
