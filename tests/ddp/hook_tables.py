@@ -125,9 +125,9 @@ class Counting:
         self._sent.append(tensor.nbytes)
         return self._group.all_gather_single(output, tensor)
 
-    def all_to_all_single(self, output, tensor):
-        self._sent.append(tensor.nbytes // 2)
-        return self._group.all_to_all_single(output, tensor)
+    def all_gather(self, outputs, tensor):
+        self._sent.append(tensor.nbytes)
+        return self._group.all_gather(outputs, tensor)
 
 
 def train(group, kind, hook, seed):
