@@ -17,7 +17,10 @@ CALLS = 100
 
 
 def fewest_frames(backend: str, path: Path, rank: int, counts: Sequence[int]) -> int:
-    """Return the fewest frames of all-reduces of ``counts`` elements; calls that wait for the peer enter more."""
+    """Return the fewest frames of all-reduces of ``counts`` elements; calls that wait for the peer enter more.
+
+    Over shared memory they include the signal that wakes the peer: two threads of one process do not poll at the same time.
+    """
     with dist.process_group(backend, f"file://{path}", world_size=2, rank=rank) as group:
         group.all_reduce(torch.ones(1), background=False)
         tensors = [torch.ones(count) for count in counts]
@@ -32,7 +35,7 @@ FIRST = range(2, 2 + CALLS)
 
 @pytest.mark.parametrize(
     ("backend", "counts", "bound"),
-    [("shm", REPEATED, 16), ("shm", FIRST, 66), ("tcp", REPEATED, 27)],
+    [("shm", REPEATED, 16), ("shm", FIRST, 67), ("tcp", REPEATED, 27)],
     ids=["shm repeated", "shm first", "tcp repeated"],
 )
 def test_all_reduce_enters_few_frames(backend: str, counts: Sequence[int], bound: int, tmp_path: Path) -> None:
