@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -101,14 +103,14 @@ def test_module_can_be_wrapped_again(together, toy):
 
 def test_model_can_be_wrapped_again_after_its_group_has_failed_in_a_backward(together, toy):
     """As members do that go on in another group, while an error still refers to the first wrapper."""
-    inputs, targets = toy.samples(8)
+    (inputs, targets), both_have_stepped = toy.samples(8), threading.Barrier(2)
 
     def rank(group):
         module, own = toy.network(), toy.share(group, (inputs, targets))
         first = DistributedDataParallel(module, process_group=group)
         toy.loss_of(first, *own).backward()
-        # The root of a broadcast may be done with it, and abort the group, before the other rank is.
-        group.barrier(background=False).wait()
+        # A rank may be done with a collective, and abort the group, before the other one is.
+        both_have_stepped.wait(20.0)
 
         def fail():
             loss = toy.loss_of(first, *own)
