@@ -50,8 +50,7 @@ class DistributedDataParallel(nn.Module):
     A backward averages if it follows a forward of the wrapper, as in torch. Other backwards
     (``model.module(x).sum().backward()``) leave this rank's own gradients.
 
-    A deep copy averages over the same group. A pickle is loaded on the default group, and only a model on the default group
-    can be pickled.
+    A deep copy averages over the same group. Only a model on the default group can be pickled, and is loaded on that group.
 
     In an async program, construct the model and run its steps in a worker thread: ``await asyncio.to_thread(step)``.
 
