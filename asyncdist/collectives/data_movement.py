@@ -30,7 +30,6 @@ from asyncdist.collectives.group_context import (
 from asyncdist.collectives.hierarchical import BARRIER_KERNELS, GATHERS
 from asyncdist.collectives.prepared import PreparedCollective
 from asyncdist.collectives.recorded import LocalCopy, RecordedCall, Recording, recorded_blocks
-from asyncdist.engine.direct_calls import MAX_DIRECT_NBYTES
 from asyncdist.engine.operation import Plan
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import (
@@ -349,7 +348,7 @@ def _all_to_all(
         return PreparedCollective(call, nbytes, native.prepare(signature))
 
     # Sizes differ between ranks, and each message may have another lane.
-    if max(nbytes, sum(incoming_counts) * dtype.itemsize) <= MAX_DIRECT_NBYTES and group.config.lanes == 1:
+    if group.config.lanes == 1 and group.is_recorded(max(nbytes, sum(incoming_counts) * dtype.itemsize)):
 
         def record(output: Any, tensor: Any) -> Recording:
             incoming = recorded_blocks(output, incoming_counts)

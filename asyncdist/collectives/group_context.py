@@ -13,7 +13,7 @@ from asyncdist.base.ops import Collective, ReduceOp, Reduction
 from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.config import Config
-from asyncdist.engine.direct_calls import MAX_DIRECT_NBYTES
+from asyncdist.engine.direct_calls import MAX_DIRECT_NBYTES, MAX_WAITING_NBYTES
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import Memory, Scratch, TensorBlocks, block_memories, dtype_number, flat_memory
 from asyncdist.transport.native import Native
@@ -69,9 +69,12 @@ class GroupContext:
         """Return whether a tensor is large enough to be cut into one part for each lane."""
         return self.config.lanes > 1 and nbytes >= self.config.stripe_nbytes
 
-    def is_recorded(self, nbytes: int) -> bool:
-        """Return whether the steps of a call over links are recorded: it is small, and has one part."""
-        return nbytes <= MAX_DIRECT_NBYTES and not self.is_striped(nbytes)
+    def is_recorded(self, nbytes: int, *, keeps_scratch: bool = False) -> bool:
+        """Return whether the steps of a call over links are recorded: it is small, and has one part.
+
+        ``keeps_scratch`` says that its recording keeps scratch of ``nbytes`` bytes.
+        """
+        return nbytes <= (MAX_DIRECT_NBYTES if keeps_scratch else MAX_WAITING_NBYTES) and not self.is_striped(nbytes)
 
     def blocks(self, value: Any) -> list[Memory]:
         """Return the memory of one block for each rank: a list of tensors, a tensor in equal parts, or None."""

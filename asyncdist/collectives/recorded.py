@@ -1,4 +1,4 @@
-"""The steps of small collectives over links, recorded once for all calls with tensors of the same dtypes and shapes.
+"""The steps of collectives over links, recorded once for all calls with tensors of the same dtypes and shapes.
 
 Making the memory, the blocks and the steps of a small call takes longer than exchanging its data. `RecordedCall` makes them
 when the call is prepared, and lets them belong to the tensors of one call at a time. `asyncdist.engine.direct_calls` keeps
@@ -57,7 +57,7 @@ Recording = Iterable[Step | Wait | LocalCopy | LocalDivision]
 
 
 class RecordedCall:
-    """The schedule of a small call over links, whose steps are recorded once.
+    """The schedule of a call over links, whose steps are recorded once.
 
     The recorded places are ranges of memories that belong to the tensors of one call at a time. Between calls the recording
     keeps no tensor alive. A call whose inputs overlap its outputs, and one that begins during another, makes its own steps.
@@ -78,7 +78,7 @@ class RecordedCall:
         places = _Places(memories, self._items)
         self._places = places.places
         self._read, self._written, self._own = places.read, places.written, places.own
-        self._computed = places.computed
+        self._wholes, self._computed = places.wholes, places.computed
         self._reads_only = [places.reads_only(_listed(argument)) for argument in made]
         self._addresses: list[int] = []
         """The addresses of the tensors to which the places belong, or have belonged in the last call."""
@@ -91,9 +91,12 @@ class RecordedCall:
                 tensors += argument
             elif argument is not None:
                 tensors.append(argument)
-        if self._is_used or not self._bind(tensors):
-            yield from self._anew(arguments)
+        addresses = list(map(_address_of, tensors))
+        overlaps = addresses != self._addresses and self._overlaps(addresses)
+        if overlaps or self._is_used:
+            yield from performed(self._anew(arguments, overlaps))
             return
+        self._bind(tensors, addresses)
         self._is_used = True
         try:
             for item in self._items:
@@ -102,35 +105,45 @@ class RecordedCall:
                 else:
                     item.run()
         finally:
-            for memory, _ in self._computed:
+            for memory in self._wholes:
                 memory.unbind()
+            for place in self._computed:
+                place.unbind()
             self._is_used = False
 
-    def _bind(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Let the places belong to the tensors of a call; return False if its inputs overlap its outputs."""
-        addresses = list(map(_address_of, tensors))
+    def _overlaps(self, addresses: Sequence[int]) -> bool:
+        """Return whether the inputs of a call overlap its outputs."""
+        return bool(self._read) and bool(
+            overlapping_inputs(_at(addresses, self._read), _at(addresses, self._written), self._own)
+        )
+
+    def _bind(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
+        """Let the places belong to the tensors of a call."""
         if addresses != self._addresses:
-            self._addresses = []
-            if self._read and overlapping_inputs(_at(addresses, self._read), _at(addresses, self._written), self._own):
-                return False
             for place, number, start in self._places:
                 place.view = view_at(addresses[number] + start, place.nbytes)
             self._addresses = addresses
-        for memory, number in self._computed:
+        for memory, number in self._wholes.items():
             memory.bind(tensors[number])
-        return True
+        for place, (memory, start) in self._computed.items():
+            place.tensor = memory.tensor[start : start + place.count]
 
-    def _anew(self, arguments: Sequence[Any]) -> Schedule:
-        """Make the steps for one call. It reads copies of its inputs, because these may overlap its outputs."""
+    def _anew(self, arguments: Sequence[Any], overlaps: bool) -> Recording:
+        """Make the steps for one call. If its inputs overlap its outputs, it reads copies of them."""
         made = [
-            _each(_copied if reads_only else flat_memory, argument)
+            _each(_copied if overlaps and reads_only else flat_memory, argument)
             for argument, reads_only in zip(arguments, self._reads_only, strict=True)
         ]
-        for item in self._record(*made):
-            if isinstance(item, LocalCopy | LocalDivision):
-                item.run()
-            else:
-                yield item
+        return self._record(*made)
+
+
+def performed(recording: Recording) -> Schedule:
+    """Return the schedule of one call: do what the rank does alone, and yield the steps."""
+    for item in recording:
+        if isinstance(item, LocalCopy | LocalDivision):
+            item.run()
+        else:
+            yield item
 
 
 def _copied(tensor: torch.Tensor) -> Memory:
@@ -168,7 +181,8 @@ class _Places:
         read: The ranges that are read, of tensors that are not written.
         written: The ranges that are written.
         own: The inputs that may be outputs: numbers of ranges in ``read`` and ``written``.
-        computed: The memories that the arithmetic needs as tensors, each whole, and the numbers of the tensors.
+        computed: The places that the arithmetic needs as tensors and that are ranges: in which memory, from which element.
+        wholes: The memories of which the arithmetic needs all or a range as a tensor, and the numbers of the tensors.
     """
 
     def __init__(self, memories: Sequence[Memory], items: Sequence[Any]) -> None:
@@ -187,9 +201,13 @@ class _Places:
             for other, place in copies
             if other in self.read and place in self.written
         }
-        computed = {number for use, (number, _, _) in uses if use.is_computed}
-        assert all(id(use.place) in self._number_of for use, _ in uses if use.is_computed), "a range has no tensor"
-        self.computed = [(memories[number], number) for number in sorted(computed)]
+        computed = [(use.place, *at) for use, at in uses if use.is_computed]
+        self.wholes = {memories[number]: number for _, number, _, _ in computed}
+        self.computed = {
+            place: (memories[number], start // place.itemsize)
+            for place, number, start, _ in computed
+            if id(place) not in self._number_of
+        }
 
     def _range_of(self, place: Memory) -> _Range | None:
         memory, start = place.located()

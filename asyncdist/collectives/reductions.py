@@ -8,6 +8,7 @@ the arguments and results of these functions; `sparse` plans the all-reduce of s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from asyncdist.collectives import validation
 from asyncdist.collectives.arguments import list_of
 from asyncdist.collectives.group_context import Cut, GroupContext, fingerprint, segments, striped_blocks, stripes
 from asyncdist.collectives.prepared import PreparedCollective
-from asyncdist.collectives.recorded import LocalCopy, LocalDivision, RecordedCall, Recording, recorded_blocks
+from asyncdist.collectives.recorded import LocalCopy, LocalDivision, RecordedCall, Recording, performed, recorded_blocks
 from asyncdist.collectives.validation import reduction
 from asyncdist.errors import UsageError
-from asyncdist.memory.buffers import Memory, TensorBlocks, copy_overlapping_inputs, flat_memory
+from asyncdist.memory.buffers import Memory, Scratch, TensorBlocks, copy_overlapping_inputs, flat_memory
 from asyncdist.memory.reduce_kernels import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
 from asyncdist.transport.native import CallSignature, PreparedCall
 
@@ -80,8 +81,9 @@ def all_reduce(group: GroupContext, tensor: Any, op: Any) -> PreparedCollective:
             return hierarchical.all_reduce([memory], kernels, call)
 
         return PreparedCollective(call, nbytes, parts=parts, fold=kernels.fold, window=hierarchical.window)
-    if _is_recorded(group, nbytes, op, kernels) and group.choose("all_reduce", nbytes) == "doubling":
-        recorded = RecordedCall(_recorded_all_reduce(group, kernels), [tensor], kernels.fold)
+    algorithm = group.choose("all_reduce", nbytes)
+    if _is_recorded(group, nbytes, op, kernels, keeps_scratch=algorithm == "doubling"):
+        recorded = RecordedCall(partial(_all_reduce_steps, group, kernels, algorithm, None), [tensor], kernels.fold)
         return PreparedCollective(call, nbytes, recorded=recorded.schedule, fold=kernels.fold)
     over_links = _all_reduce_over_links(group, nbytes, dtype, op, kernels)
     return PreparedCollective(call, nbytes, parts=over_links, fold=kernels.fold, window=group.window)
@@ -145,15 +147,15 @@ def _all_reduce_over_links(
 ) -> OverLinks:
     """Return a function that makes the schedules of an all-reduce of ``nbytes`` bytes over links."""
     algorithm = group.choose("all_reduce", nbytes, widening=kernels.accumulator.itemsize // dtype.itemsize)
-    run = {"doubling": _all_reduce_doubling, "halving": _all_reduce_halving, "ring": _all_reduce_ring}[algorithm]
+    steps = partial(_all_reduce_steps, group, kernels, algorithm, group.scratch)
     small, whole = algorithm == "doubling", type(op) is not PremulSum and not group.is_striped(nbytes)
 
     def narrow(tensor: torch.Tensor) -> Iterable[Schedule]:
         memory = flat_memory(tensor)
         if whole:
-            return (run(group, memory, kernels),)
+            return (performed(steps(memory)),)
         _prescale(memory, op)
-        return [run(group, part, kernels) for part in stripes(group, memory)]
+        return [performed(steps(part)) for part in stripes(group, memory)]
 
     def wide(tensor: torch.Tensor) -> Iterable[Schedule]:
         memory = flat_memory(tensor)
@@ -163,46 +165,36 @@ def _all_reduce_over_links(
     return wide if kernels.widens else narrow
 
 
-def _is_recorded(group: GroupContext, nbytes: int, op: Reduction, kernels: Arithmetic) -> bool:
+def _is_recorded(
+    group: GroupContext, nbytes: int, op: Reduction, kernels: Arithmetic, *, keeps_scratch: bool = False
+) -> bool:
     """Return whether the steps of a reduction over links are recorded: it is small, and needs no copy of its input."""
-    return group.is_recorded(nbytes) and not kernels.widens and type(op) is not PremulSum
+    return group.is_recorded(nbytes, keeps_scratch=keeps_scratch) and not kernels.widens and type(op) is not PremulSum
 
 
-def _recorded_all_reduce(group: GroupContext, kernels: Arithmetic) -> Callable[..., Recording]:
+def _all_reduce_steps(
+    group: GroupContext, kernels: Arithmetic, algorithm: str, pool: Scratch | None, memory: Memory
+) -> Recording:
+    """Return the steps of an all-reduce; without a ``pool`` its scratch is kept with them."""
     rank, size = group.rank, group.size
-
-    def record(memory: Memory) -> Recording:
-        scratch = Memory(torch.empty(memory.count, dtype=memory.dtype, device="cpu"))
-        yield from recursive_doubling.all_reduce(rank, size, memory, scratch)
+    if algorithm == "ring":
+        blocks = TensorBlocks.split(memory, size)
+        yield from ring.reduce_scatter(rank, size, blocks)
+        # Each rank divides its own block before the other ranks receive it.
         if kernels.averages:
-            yield LocalDivision(memory, size)
-
-    return record
-
-
-def _all_reduce_doubling(group: GroupContext, memory: Memory, kernels: Arithmetic) -> Schedule:
-    scratch = group.scratch.take(memory.count, memory.dtype)
-    yield from recursive_doubling.all_reduce(group.rank, group.size, memory, scratch)
-    group.scratch.give(scratch)
+            yield LocalDivision(blocks[rank], size)
+        yield from ring.all_gather(rank, size, blocks)
+        return
+    if algorithm == "halving":
+        blocks = TensorBlocks.split(memory, recursive_doubling.floor_power_of_two(size))
+        yield from recursive_doubling.halving_all_reduce(rank, size, blocks)
+    else:
+        scratch = (pool or Scratch()).take(memory.count, memory.dtype)
+        yield from recursive_doubling.all_reduce(rank, size, memory, scratch)
+        if pool is not None:
+            pool.give(scratch)
     if kernels.averages:
-        divide(memory.tensor, group.size)
-
-
-def _all_reduce_halving(group: GroupContext, memory: Memory, kernels: Arithmetic) -> Schedule:
-    blocks = TensorBlocks.split(memory, recursive_doubling.floor_power_of_two(group.size))
-    yield from recursive_doubling.halving_all_reduce(group.rank, group.size, blocks)
-    if kernels.averages:
-        divide(memory.tensor, group.size)
-
-
-def _all_reduce_ring(group: GroupContext, memory: Memory, kernels: Arithmetic) -> Schedule:
-    rank, size = group.rank, group.size
-    blocks = TensorBlocks.split(memory, size)
-    yield from ring.reduce_scatter(rank, size, blocks)
-    # Each rank divides its own block before the other ranks receive it.
-    if kernels.averages:
-        divide(blocks[rank].tensor, size)
-    yield from ring.all_gather(rank, size, blocks)
+        yield LocalDivision(memory, size)
 
 
 def _all_reduce_wide(group: GroupContext, memory: Memory, kernels: Arithmetic, small: bool) -> Schedule:
@@ -251,7 +243,7 @@ def reduce(group: GroupContext, tensor: Any, root: int, op: Any) -> PreparedColl
 
         return PreparedCollective(call, nbytes, parts=parts, fold=kernels.fold, window=hierarchical.window)
     in_tree = group.choose("reduce", nbytes) == "tree"
-    if in_tree and _is_recorded(group, nbytes, op, kernels):
+    if in_tree and _is_recorded(group, nbytes, op, kernels, keeps_scratch=True):
         recorded = RecordedCall(_recorded_reduce(group, root, kernels), [tensor])
         return PreparedCollective(call, nbytes, recorded=recorded.schedule, fold=kernels.fold)
     run = _reduce_tree if in_tree else _reduce_scattered

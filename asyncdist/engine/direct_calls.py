@@ -19,13 +19,13 @@ from typing import Any
 from asyncdist.algorithms.schedule import END_ATTEMPT, Action, Combine, Recv, Reduce, Schedule, Send, Step
 from asyncdist.engine.call_checker import CollectiveChecker
 from asyncdist.engine.operation import Begun, Channel, Operation
-from asyncdist.memory.buffers import Memory, Scratch
+from asyncdist.memory.buffers import NOTHING, Memory, Scratch
 from asyncdist.memory.reduce_kernels import Fold
 from asyncdist.transport.base import Link, MatchingQueue
 from asyncdist.transport.wire_format import DATA, pack_tail
 
 MAX_DIRECT_NBYTES = 64 << 10
-"""Bytes of the largest call that is worth an attempt which does not wait for peers."""
+"""Bytes of the largest call that is worth an attempt which does not wait for peers, and of scratch that a step keeps."""
 MAX_WAITING_NBYTES = 1 << 20
 """Bytes of the largest call that is worth an attempt which does: its messages often fit into the buffers of a link."""
 LINK_POLLS = 2
@@ -56,14 +56,16 @@ class DirectStep:
         combines: Its local actions.
         sends: Its outgoing messages.
         receives: Its incoming messages.
+        borrows: Whether it takes scratch in each use, and not once.
     """
 
-    __slots__ = ("combines", "receives", "sends")
+    __slots__ = ("_reduced", "borrows", "combines", "receives", "sends")
 
     def __init__(self, step: Step, members: Sequence[int], fingerprint: int, scratch: Scratch) -> None:
         self.combines: list[Combine] = []
         self.sends: list[_Message] = []
         self.receives: list[_Message] = []
+        self._reduced: list[_Message] = []
         for action in step:
             if isinstance(action, Combine):
                 self.combines.append(action)
@@ -71,18 +73,28 @@ class DirectStep:
             place: Memory = action.place
             if isinstance(action, Reduce):
                 place = scratch.take(place.count, place.wire or place.dtype)
-            messages = self.sends if isinstance(action, Send) else self.receives
-            messages.append(_Message(action, members[action.peer], place, fingerprint))
+            message = _Message(action, members[action.peer], place, fingerprint)
+            (self.sends if isinstance(action, Send) else self.receives).append(message)
+            if message.is_reduced:
+                self._reduced.append(message)
+        nbytes = sum(message.place.nbytes for message in self._reduced)
+        self.borrows = type(step) is not RecordedStep or nbytes > MAX_DIRECT_NBYTES
+
+    def take_scratch(self, scratch: Scratch) -> None:
+        """Take scratch for another use."""
+        for message in self._reduced:
+            place = message.action.place
+            message.place = scratch.take(place.count, place.wire or place.dtype)
 
     def give_scratch(self, scratch: Scratch) -> None:
         """Return the scratch of a step that is complete."""
-        for message in self.receives:
-            if message.is_reduced:
-                scratch.give(message.place)
+        for message in self._reduced:
+            scratch.give(message.place)
+            message.place = NOTHING
 
 
 class RecordedStep(tuple[Action, ...]):
-    """A step that is yielded in many calls, in turn. Its direct form is made once, and keeps its scratch."""
+    """A step that is yielded in many calls, in turn. Its direct form is made once, and keeps small scratch."""
 
     direct: DirectStep | None = None
 
@@ -138,11 +150,13 @@ class DirectCalls:
                 direct = DirectStep(step, channel.members, fingerprint, scratch)
                 if recorded is not None:
                     recorded.direct = direct
+            elif direct.borrows:
+                direct.take_scratch(scratch)
             rest = self._begin(direct, key, fold)
             waiting = self._receive(direct.receives, rest, key, fold, tries) if direct.receives else ()
             if waiting or rest:
                 yield from self._wait(waiting, rest, key, fold, tries)
-            if recorded is None:
+            if direct.borrows:
                 direct.give_scratch(scratch)
         # A peer whose message no step has received may have made another call.
         if early_calls and key not in operations and self._differs(channel, key, fingerprint):

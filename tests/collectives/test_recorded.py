@@ -1,16 +1,18 @@
-"""Small calls over links whose steps are recorded: what one call leaves must not reach the next."""
+"""Calls over links whose steps are recorded: what one call leaves must not reach the next."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
+import sys
 import weakref
 
 import pytest
 import torch
 
 from asyncdist.algorithms import pairwise
+from asyncdist.algorithms.schedule import Send
 from asyncdist.base.ops import ReduceOp
 from asyncdist.collectives.recorded import LocalCopy, RecordedCall, recorded_blocks
 from asyncdist.config import Config
@@ -22,6 +24,12 @@ from asyncdist.transport.base import Receive
 SIZE = 3
 ROOT = 1
 COUNT = 4
+
+
+@pytest.fixture(params=[COUNT, 20_000], ids=["small", "large"])
+def count(request, monkeypatch):
+    """The elements of a block. With the larger number a call does not run directly unless its rank waits for peers."""
+    monkeypatch.setattr(sys.modules[__name__], "COUNT", request.param)
 
 
 def value(rank, block, turn):
@@ -150,7 +158,7 @@ def is_equal(result, due):
 
 
 @each_case
-async def test_repeated_calls_with_new_and_with_the_same_tensors(case):
+async def test_repeated_calls_with_new_and_with_the_same_tensors(case, count):
     async with world_of(SIZE, transport="tcp") as groups:
         for turn in range(4):
             calls = [case(group, turn) for group in groups]
@@ -163,7 +171,7 @@ async def test_repeated_calls_with_new_and_with_the_same_tensors(case):
 
 @each_case
 @pytest.mark.parametrize("lanes", [1, 3])
-async def test_calls_in_flight_at_once(case, lanes):
+async def test_calls_in_flight_at_once(case, lanes, count):
     """The ranks begin several calls before the others; only one of them uses the recorded places at a time."""
     async with world_of(SIZE, transport="tcp", config=Config(lanes=lanes, stripe_nbytes=1 << 20)) as groups:
         calls = [[case(group, turn) for turn in range(4)] for group in groups]
@@ -175,7 +183,7 @@ async def test_calls_in_flight_at_once(case, lanes):
 
 @each_case
 @pytest.mark.parametrize("fails", [False, True])
-async def test_no_tensor_is_kept_alive(case, fails):
+async def test_no_tensor_is_kept_alive(case, fails, count):
     async with world_of(SIZE, transport="tcp") as groups:
         for turn in range(2):
             calls = [case(group, turn) for group in groups]
@@ -284,6 +292,34 @@ def test_call_whose_input_overlaps_other_blocks_makes_its_own_steps(start):
     (step,) = call.schedule(output, output[start : start + 2])
     assert type(step) is tuple
     assert output.tolist() == [start, start + 1, 2, 3]
+
+
+def test_call_that_begins_during_another_reads_its_inputs_in_place():
+    """It makes its own steps, but copies inputs only if they overlap outputs."""
+    inputs = torch.ones(4)
+
+    def record(output, own):
+        yield LocalCopy(output, own)
+        yield (Send(1, own),)
+
+    call = RecordedCall(record, [torch.zeros(4), inputs])
+    first, second = (call.schedule(torch.zeros(4), inputs) for _ in range(2))
+    next(first)
+    ((send,),) = second
+    assert send.place.tensor.data_ptr() == inputs.data_ptr()
+
+
+@pytest.mark.parametrize("algorithm", ["doubling", "halving", "ring"])
+@pytest.mark.parametrize("nbytes", [400, 600_000])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
+async def test_recorded_all_reduce_with_each_algorithm(algorithm, nbytes, op):
+    config = Config(algorithm=f"all_reduce={algorithm}")
+    async with world_of(SIZE, transport="tcp", config=config) as groups:
+        for turn in range(3):
+            outputs = [torch.full((nbytes // 4,), float(3 * (group.rank() + turn))) for group in groups]
+            await asyncio.gather(*(group.all_reduce(out, op) for group, out in zip(groups, outputs, strict=True)))
+            due = 9.0 * (1 + turn) / (SIZE if op is ReduceOp.AVG else 1)
+            assert all(out.eq(due).all() for out in outputs)
 
 
 def test_call_that_begins_during_another_makes_its_own_steps():
