@@ -78,10 +78,11 @@ class Config:
     )
     timeout: float = _setting(1800.0, "ASYNCDIST_TIMEOUT", "default timeout of an operation in seconds")
     lanes: int = _setting(
-        1,
+        0,
         "ASYNCDIST_TCP_LANES",
-        "number of TCP connections per peer over which a large tensor is striped",
-        least=1,
+        "number of TCP connections per peer over which a large tensor is striped (0: one, or several, perhaps with "
+        "threads, if hosts find at the start that this is faster)",
+        least=0,
         shared=True,
     )
     stripe_nbytes: int = _setting(
@@ -90,11 +91,11 @@ class Config:
         "smallest tensor, in bytes, that is striped over several connections",
         shared=True,
     )
-    send_threads: bool = _setting(
+    tcp_threads: bool = _setting(
         False,
-        "ASYNCDIST_SEND_THREADS",
-        "let threads send large messages over TCP, one for each connection, while the calling thread receives and reduces: "
-        "faster where other processes always compete for the cores, slower elsewhere (1 to let them)",
+        "ASYNCDIST_TCP_THREADS",
+        "let threads send, receive and reduce large messages over TCP, two for each connection: faster where cores are "
+        "free (1 to let them)",
     )
     piece_nbytes: int = _setting(
         1 << 20,

@@ -64,7 +64,7 @@ async def calibrate(path: Path) -> Calibration:
                 "several hosts, for example with torchrun --nnodes"
             )
         rounds = await _measure(world, hosts)
-        values = {name: median(each[name] for each in rounds) for name in rounds[0]}
+        values = {name: median(each[name] for each in rounds if name in each) for name in rounds[0]}
         if world.group.rank() == 0:
             write_profile(path, values, {"hosts": len(hosts), "rounds": len(rounds), "machine": machine()})
         await world.group.barrier()

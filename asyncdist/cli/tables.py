@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -73,10 +73,27 @@ def _model_of(config: Config) -> selection.Model:
     Raises:
         UsageError: ASYNCDIST_PROFILE does not name a profile.
     """
-    from asyncdist.groups.calibration.profile import MODEL_FROM_PROFILE, model_of, read_profile
+    from asyncdist.groups.calibration.profile import MODEL_FROM_PROFILE, model_of
 
     model = selection.Model(segment_nbytes=config.segment_nbytes)
-    return model if config.profile is None else model_of(model, read_profile(config.profile), MODEL_FROM_PROFILE)
+    return model_of(model, _values_of(config), MODEL_FROM_PROFILE)
+
+
+def _values_of(config: Config) -> Mapping[str, float]:
+    from asyncdist.groups.calibration.profile import read_profile
+
+    return {} if config.profile is None else read_profile(config.profile)
+
+
+def _connections_of(config: Config) -> str:
+    """Return over how many connections a large tensor goes to a peer, as far as it is known before ranks meet."""
+    from asyncdist.groups.calibration.profile import LANES, lanes_of
+
+    chosen = config if config.lanes else config.with_(**{"lanes": 1, **lanes_of(_values_of(config))})
+    text = f"{chosen.lanes}, with threads" if chosen.tcp_threads else str(chosen.lanes)
+    if config.lanes == 0 and config.profile is None and config.calibrate:
+        text += f"; {LANES} if the hosts find at the start that these are faster"
+    return text
 
 
 def show_model(console: Console, config: Config) -> None:
@@ -98,6 +115,7 @@ def show_model(console: Console, config: Config) -> None:
     table.add_row("a message", f"{model.overhead * 1e6:.3g} µs")
     table.add_row("a byte moved", f"{model.beta * 1e9:.3g} ns")
     table.add_row("a byte reduced", f"{model.gamma * 1e9:.3g} ns")
+    table.add_row("TCP connections", _connections_of(config))
     console.print(table)
 
 

@@ -77,7 +77,8 @@ class Endpoint:
         self.rank = rank
         self.world_size = world_size
         self.world_id = world_id
-        self.config = config
+        self.config = config if config.lanes else config.with_(lanes=1)
+        """The settings of groups and connections that are made from now on."""
         kept = config.flight_recorder_size
         self.recorder = Recorder(rank, world_size, kept, world_id, config.dump_format, config.dump_dir)
         self.progress = Progress(self, home)
@@ -302,6 +303,7 @@ class Endpoint:
             "heard": heard,
             "waiting": self.progress.waiting.mode.value,
             "model": asdict(self.model),
+            "tcp": {"lanes": self.config.lanes, "threads": self.config.tcp_threads},
         }
 
     def look_at(self, peer: int) -> str:

@@ -305,9 +305,9 @@ async def _meet(
             exchanged = await meeting.exchange(msgpack.packb(reached), more=measures)
             mesh.finalize([msgpack.unpackb(each) for each in exchanged])
             if measures:
-                await _calibrate(mesh, meeting, hosts)
+                await _calibrate(mesh, config, meeting, hosts)
             elif values is not None:
-                mesh.model = profile.model_of(mesh.model, values, profile.MODEL_FROM_PROFILE)
+                _use(mesh, config, values, profile.MODEL_FROM_PROFILE)
             world = make_world(meeting, mesh, status_port=port)
         except BaseException:
             if port is not None:
@@ -320,13 +320,21 @@ async def _meet(
         raise
 
 
-async def _calibrate(mesh: Endpoint, meeting: RendezvousSession, hosts: Sequence[int]) -> None:
+async def _calibrate(mesh: Endpoint, config: Config, meeting: RendezvousSession, hosts: Sequence[int]) -> None:
     """Measure the links between hosts on their first ranks, and give every rank the same model."""
     found: profile.Values | None = None
     if meeting.rank in hosts:
-        found = await meeting.before_exchange(measurement.measure_links(mesh, hosts))
+        measuring = measurement.measure_links(mesh, hosts, lanes=config.lanes == 0)
+        found = await meeting.before_exchange(measuring)
     values = profile.combined([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(found))])
-    mesh.model = profile.model_of(mesh.model, values, f"a measurement between {len(hosts)} hosts at the start")
+    _use(mesh, config, values, f"a measurement between {len(hosts)} hosts at the start")
+
+
+def _use(mesh: Endpoint, config: Config, values: profile.Values, source: str) -> None:
+    """Let the groups of a rank use measured values."""
+    mesh.model = profile.model_of(mesh.model, values, source)
+    if config.lanes == 0:
+        mesh.config = mesh.config.with_(**profile.lanes_of(values))
 
 
 async def _answer_status(world: World, addresses: Sequence[Any]) -> World:

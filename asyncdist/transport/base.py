@@ -76,9 +76,11 @@ class Link(ABC):
     Attributes:
         peer: The peer.
         is_direct: Whether a small message usually leaves at once, so that `send_now` is worth its copy if it does not.
+        has_lanes: Whether it sends the parts of a tensor over as many connections as the setting `lanes` says.
     """
 
     is_direct = False
+    has_lanes = False
 
     def __init__(self, peer: int) -> None:
         self.peer = peer

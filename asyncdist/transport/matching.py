@@ -17,20 +17,20 @@ class Owner(Protocol):
     def transferred(self) -> None: ...
 
 
-class Sender(Protocol):
-    """A thread that sends a message."""
+class TransferThread(Protocol):
+    """A thread that sends or receives a message."""
 
     def stop(self) -> None:
-        """Return when the thread does not read the message any more. The bytes that it has sent are counted."""
+        """Return when the thread does not touch the memory any more. The bytes that it has moved are counted."""
 
 
 class Outgoing:
     """An outgoing message: header, body, and the number of bytes already sent.
 
-    ``sender`` is the thread that sends it at the moment; None if the driver of the world does.
+    ``transfer`` is the thread that sends it at the moment; None if the driver of the world does.
     """
 
-    __slots__ = ("body", "done", "header", "owner", "peer", "sender", "sent")
+    __slots__ = ("body", "done", "header", "owner", "peer", "sent", "transfer")
 
     def __init__(
         self, peer: int, key: bytes, fingerprint: int, body: memoryview, owner: Owner | None, kind: int = 1
@@ -39,7 +39,7 @@ class Outgoing:
         self.header = key + pack_tail(fingerprint, len(body), kind)
         self.body = body
         self.owner = owner
-        self.sender: Sender | None = None
+        self.transfer: TransferThread | None = None
         self.sent = 0
         self.done = False
 
@@ -48,7 +48,7 @@ class Outgoing:
         """Return a message that owns its body, without an owner."""
         message = cls.__new__(cls)
         message.peer, message.header, message.body = peer, header, memoryview(bytes(body))
-        message.owner, message.sender, message.sent, message.done = None, None, sent, False
+        message.owner, message.transfer, message.sent, message.done = None, None, sent, False
         return message
 
     def finish(self) -> None:
@@ -61,8 +61,8 @@ class Outgoing:
 
         The receiver may succeed with it, so it must not get what the owner of the memory writes next.
         """
-        if self.sender is not None:
-            self.sender.stop()
+        if self.transfer is not None:
+            self.transfer.stop()
         if self.sent and not self.done:
             self.body = memoryview(bytes(self.body[max(0, self.sent - HEADER_NBYTES) :]))
             self.sent = min(self.sent, HEADER_NBYTES)
@@ -74,9 +74,12 @@ class Receive:
 
     A transport fills ``room`` and calls `filled`, which returns the memory for the next bytes, or None after the last.
     This class receives in one piece; `operation.FoldingReceive` folds piece after piece into its accumulator.
+
+    ``transfer`` is the thread that receives it at the moment; None if the driver of the world does. The thread calls
+    `filled`, and the driver `finish`.
     """
 
-    __slots__ = ("done", "fingerprint", "key", "nbytes", "owner", "peer", "room")
+    __slots__ = ("done", "fingerprint", "key", "nbytes", "owner", "peer", "room", "transfer")
 
     def __init__(self, peer: int, key: bytes, fingerprint: int, room: memoryview, owner: Owner | None) -> None:
         self.peer = peer
@@ -85,6 +88,7 @@ class Receive:
         self.nbytes = len(room)
         self.room = room
         self.owner = owner
+        self.transfer: TransferThread | None = None
         self.done = False
 
     def filled(self) -> memoryview | None:
@@ -97,6 +101,8 @@ class Receive:
 
     def abandon(self) -> None:
         """Give the memory back. Bytes that arrive for it are discarded."""
+        if self.transfer is not None:
+            self.transfer.stop()
         self.done = True
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import sys
+import time
 
 import pytest
 import torch
@@ -12,10 +15,24 @@ from asyncdist.algorithms.selection import Model, choose
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.groups.calibration import measurement
+from asyncdist.groups.calibration.lanes import measure_lanes
 from asyncdist.groups.calibration.measurement import first_of_hosts, measure_links
-from asyncdist.groups.calibration.profile import combined, model_of, read_profile, write_profile
+from asyncdist.groups.calibration.profile import (
+    MANY_LANES,
+    MANY_LANES_WITH_THREADS,
+    ONE_LANE,
+    combined,
+    lanes_of,
+    model_of,
+    read_profile,
+    write_profile,
+)
 from asyncdist.testing.cluster import world_of
+from asyncdist_transports.tcp import connection
+from asyncdist_transports.tcp.transport import TcpTransport
 
+# Linux: the bytes per second at which the kernel sends at most.
+_MAX_PACING_RATE = 47
 LONG = 20.0
 VALUES = {"alpha": 2e-3, "beta": 8e-9, "overhead": 20e-6}
 
@@ -90,6 +107,93 @@ async def test_no_message_is_sent_that_would_take_longer_than_the_time_left(monk
     # A link of 1 MB/s carries 64 KiB twice in half a second, but not 256 KiB twice.
     assert max(sent) < 1 << 20
     assert all(each["beta"] > 0.9e-6 for each in found)
+
+
+# -- lanes --------------------------------------------------------------------------------------------
+
+MANY = {ONE_LANE: 1e-8, MANY_LANES: 0.5e-8}
+
+
+def test_slowest_pair_of_hosts_decides_about_lanes():
+    slower = {ONE_LANE: 2e-8, MANY_LANES: 1.9e-8}
+    assert combined([MANY, None, slower]) == slower
+    threads = {MANY_LANES_WITH_THREADS: 1e-9}
+    assert combined([{**MANY, **threads}, {**MANY, **threads}]) == {**MANY, **threads}
+    # A host without cores for threads.
+    assert combined([{**MANY, **threads}, MANY]) == MANY
+
+
+@pytest.mark.parametrize(
+    ("one", "many", "threads", "due"),
+    [
+        (10, 9, None, None),
+        (10, 6, None, (4, False)),
+        (10, 12, 11, None),
+        (10, 6, 5.5, (4, False)),
+        (10, 9, 5, (4, True)),
+        (10, 6, 3, (4, True)),
+        (None, 6, 3, None),
+    ],
+)
+def test_more_connections_or_threads_must_be_faster_by_a_fifth(one, many, threads, due):
+    times = {ONE_LANE: one, MANY_LANES: many, MANY_LANES_WITH_THREADS: threads}
+    chosen = lanes_of({name: time * 1e-9 for name, time in times.items() if time is not None})
+    assert (chosen or None) == (due and {"lanes": due[0], "tcp_threads": due[1]})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces a connection")
+@pytest.mark.parametrize(("lanes", "due"), [(0, 4), (1, 1)])
+async def test_hosts_use_several_lanes_where_the_network_limits_each_connection(lanes, due, monkeypatch):
+    opened = []
+
+    def prepare(sock, host):
+        prepared(sock, host)
+        sock.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, 20_000_000)
+
+    def opening(self, peer, lane, where):
+        opened.append((self.host.rank, lane))
+        return opens(self, peer, lane, where)
+
+    prepared, opens = connection.prepare, TcpTransport.open
+    monkeypatch.setattr(connection, "prepare", prepare)
+    monkeypatch.setattr(TcpTransport, "open", opening)
+    monkeypatch.setattr(measurement, "LIMIT", 4.0)
+    config = Config(lanes=lanes, calibrate=True)
+    async with world_of(3, transport="tcp", hosts=["a", "b", "c"], config=config) as groups:
+        assert [group.context.config.lanes for group in groups] == [due] * 3
+        # Without a partner this rank has measured nothing.
+        assert {lane for rank, lane in opened if rank == 2} <= {0}
+        tensors = [torch.full((2_000_000,), float(group.rank())) for group in groups]
+        await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
+        assert all((tensor == 3).all() for tensor in tensors)
+        assert {lane for rank, lane in opened if rank == 2} == set(range(due))
+
+
+async def test_lanes_are_not_measured_on_a_link_without_them(monkeypatch):
+    monkeypatch.setattr(measurement, "measure_lanes", None)
+    async with world_of(2, transport="inproc", hosts=["a", "b"], config=Config(calibrate=True)) as groups:
+        assert [group.context.config.lanes for group in groups] == [1, 1]
+
+
+async def test_lanes_of_a_slow_link_are_not_measured():
+    async with world_of(2, transport="tcp") as groups:
+        until = time.monotonic() + 0.01
+        pairs = (measure_lanes(group.mesh, [0, 1], beta=1e-6, until=until, threads=True) for group in groups)
+        assert await asyncio.gather(*pairs) == [{}, {}]
+        assert [group.mesh.config.lanes for group in groups] == [1, 1]
+
+
+@pytest.mark.parametrize(("cores", "names"), [(True, 3), (False, 2)])
+async def test_threads_are_tried_if_both_hosts_have_cores_for_them(cores, names):
+    async with world_of(2, transport="tcp") as groups:
+        until = time.monotonic() + 60.0
+        pairs = [
+            measure_lanes(groups[0].mesh, [0, 1], beta=1e-8, until=until, threads=True),
+            measure_lanes(groups[1].mesh, [0, 1], beta=1e-9, until=until, threads=cores),
+        ]
+        one, other = await asyncio.gather(*pairs)
+    assert one.keys() == other.keys() == {ONE_LANE, MANY_LANES, *([MANY_LANES_WITH_THREADS] if cores else [])}
+    assert len(one) == names
 
 
 # -- profiles -----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ a body (see `asyncdist.transport.wire_format`). No call blocks.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError
@@ -20,6 +21,8 @@ QUANTUM = 1 << 20
 _JOINED_NBYTES = 1 << 10
 # Most bytes that one read takes together with a header. They are copied if the message belongs to another receive.
 _MOST_AHEAD_NBYTES = 256 << 10
+LENT_NBYTES = 1 << 20
+"""Bytes left of the smallest body that is worth a thread."""
 # Most bytes in the body of a control message.
 _MAX_CONTROL_NBYTES = 1 << 16
 
@@ -118,7 +121,7 @@ class Writer:
                     continue
                 # A thread may have sent the last bytes.
                 if not self.complete_sent():
-                    budget -= self.send_some(message)
+                    budget -= self._send_some(message)
                     self.complete_sent()
         except BlockingIOError:
             pass
@@ -136,8 +139,13 @@ class Writer:
             message.finish()
         return True
 
-    def send_some(self, message: Outgoing) -> int:
-        """Send the next bytes of a message, and count them. Raises BlockingIOError and OSError."""
+    def send_some(self, message: Outgoing) -> bool:
+        """Send the next bytes of a message, and count them; return whether any are left. Raises BlockingIOError and
+        OSError."""
+        self._send_some(message)
+        return message.sent < HEADER_NBYTES + len(message.body)
+
+    def _send_some(self, message: Outgoing) -> int:
         body_sent = message.sent - HEADER_NBYTES
         if body_sent < 0:
             sent = self._sock.sendmsg((message.header[message.sent :], message.body[:QUANTUM]))
@@ -175,15 +183,24 @@ class Reader:
         peer: The rank at its other end.
         host: Handles control messages.
         inbox: The peer's matching queue; None to accept only control messages.
+        lend: Called before the body of a large message is read, which it may lend to a thread; returns whether it has.
     """
 
     __slots__ = (
-        "_backlog", "_blocked", "_body_left", "_header", "_header_received", "_header_view", "_host", "_inbox",
+        "_backlog", "_blocked", "_body_left", "_header", "_header_received", "_header_view", "_host", "_inbox", "_lend",
         "_receive", "_room", "_sock", "_taking", "arrivals", "fingerprint", "heard", "key", "nbytes", "peer", "taken",
     )  # fmt: skip
 
-    def __init__(self, sock: Source, peer: int, host: Host, inbox: MatchingQueue | None) -> None:
+    def __init__(
+        self,
+        sock: Source,
+        peer: int,
+        host: Host,
+        inbox: MatchingQueue | None,
+        lend: Callable[[], bool] | None = None,
+    ) -> None:
         self._sock = sock
+        self._lend = lend
         self.peer = peer
         self._host = host
         self._inbox = inbox
@@ -225,6 +242,8 @@ class Reader:
         try:
             while budget > 0 and not self._blocked:
                 if self._receive is not None:
+                    if self._body_left >= LENT_NBYTES and self._lend is not None and self._lend():
+                        break
                     budget -= self._read_body()
                     # The next large message, of the same task, would arrive before the driver has posted its receive.
                     if not self._body_left and budget <= QUANTUM - _MOST_AHEAD_NBYTES:
@@ -284,6 +303,30 @@ class Reader:
         self._taking, self.taken = None, 0
         if taken and room is not None:
             self._backlog = memoryview(bytes(self._header_view[:taken]) + room[: max(0, taken - HEADER_NBYTES)])
+
+    @property
+    def lendable(self) -> Receive | None:
+        """The receive whose body comes next on the stream, if a thread may read it."""
+        return self._receive if self._backlog is None else None
+
+    def receive_some(self) -> bool:
+        """Read the next bytes of a body, in any thread; return whether any are left. `read` finishes the receive.
+
+        Raises BlockingIOError, OSError and Ended.
+        """
+        assert self._room is not None
+        try:
+            count = self._read_into(self._room)
+        except BlockingIOError:
+            raise
+        except (OSError, Ended) as cause:
+            # The driver reads next, and gets the same error.
+            self._lend = None
+            if isinstance(cause, OSError):
+                self._sock = _FailedSource(cause)
+            raise
+        self.heard = True
+        return not self._fill(count)
 
     def resume(self, receive: Receive) -> None:
         """Read the body of the blocked message into a receive."""
@@ -358,6 +401,10 @@ class Reader:
     def _read_body(self) -> int:
         receive = self._receive
         assert receive is not None
+        # A thread has read the last bytes, of a large message.
+        if not self._body_left:
+            self._end_body(receive)
+            return QUANTUM
         # The operation has ended during the transfer, so its memory belongs to the user again.
         if receive.done:
             self._start_body(DiscardReceive(self.peer, receive.key, self._body_left))
@@ -368,18 +415,24 @@ class Reader:
 
     def _advance_body(self, count: int) -> None:
         """Advance by ``count`` bytes, which are in the receive's memory; finish the receive after its last byte."""
+        receive = self._receive
+        assert receive is not None
+        if self._fill(count):
+            self._end_body(receive)
+
+    def _fill(self, count: int) -> bool:
+        """Count bytes that are in the receive's memory, and let it reduce a complete piece; return whether it is full."""
         receive, room = self._receive, self._room
         assert receive is not None
         assert room is not None
         self._body_left -= count
-        if count < len(room):
-            self._room = room[count:]
-            return
-        self._room = receive.filled()
-        if self._room is None:
-            self._receive = None
-            if not receive.done:
-                receive.finish()
+        self._room = room[count:] if count < len(room) else receive.filled()
+        return self._room is None
+
+    def _end_body(self, receive: Receive) -> None:
+        self._receive = None
+        if not receive.done:
+            receive.finish()
 
     def _read_into(self, room: memoryview) -> int:
         """Read from the backlog, or from the stream without one; return the number of bytes read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -252,7 +252,24 @@ def _calibrate(profile: Path) -> None:
     console.print(f"  a round of messages takes {values['alpha'] * 1e6:.1f} µs")
     console.print(f"  each message takes {values['overhead'] * 1e6:.1f} µs more")
     console.print(f"  each byte takes {values['beta'] * 1e9:.2f} ns more: {8e-9 / values['beta']:.2f} Gbit/s")
+    console.print(f"  {_lanes_text(values)}")
     console.print(f"{profile} has them. To use them, set ASYNCDIST_PROFILE={profile} for rank 0.", markup=False)
+
+
+def _lanes_text(values: Mapping[str, float]) -> str:
+    """Say which connections move a large tensor, and how their times compare."""
+    from asyncdist.groups.calibration.profile import LANES, MANY_LANES, MANY_LANES_WITH_THREADS, ONE_LANE, lanes_of
+
+    if ONE_LANE not in values:
+        return "a large tensor takes one connection: the links are too slow to compare it with several"
+    times = [
+        f"{values[name] / values[ONE_LANE]:.2f} times as long over {LANES}{text}"
+        for name, text in ((MANY_LANES, ""), (MANY_LANES_WITH_THREADS, " with threads"))
+        if name in values
+    ]
+    chosen = lanes_of(values)
+    uses = f"{LANES} connections{' with threads' if chosen['tcp_threads'] else ''}" if chosen else "one connection"
+    return f"a large tensor takes {uses}: it takes {' and '.join(times)} as over one"
 
 
 def _cpu_plan(

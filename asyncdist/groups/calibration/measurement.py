@@ -5,7 +5,8 @@ receives those of the host before: the traffic of one round of a ring. It takes 
 gets the results through the store.
 
 A round with k small messages each way takes ``alpha + k * overhead``, and one with a large message ``beta`` for each byte
-more. ``gamma`` is not measured: a byte that is reduced in cache costs little compared with one that crosses a link.
+more. ``gamma`` is not measured: a byte that is reduced in cache costs little compared with one that crosses a link. At the
+end, `lanes` compares one connection with several.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from typing import Any
 
 import torch
 
+from asyncdist.base.cores import allowed_cores
 from asyncdist.engine.endpoint import Endpoint
 from asyncdist.errors import GroupError, TransportUnavailableError
+from asyncdist.groups.calibration.lanes import measure_lanes
 from asyncdist.groups.calibration.profile import Values
 from asyncdist.groups.group import Group
 
@@ -46,7 +49,9 @@ def first_of_hosts(processes: Sequence[Mapping[str, Any] | None]) -> list[int]:
     return sorted(first.values())
 
 
-async def measure_links(mesh: Endpoint, ranks: Sequence[int], *, limit: float | None = None, repeat: int = 5) -> Values:
+async def measure_links(
+    mesh: Endpoint, ranks: Sequence[int], *, limit: float | None = None, repeat: int = 5, lanes: bool = True
+) -> Values:
     """Measure the links between neighbours in a ring of ranks; each of them calls this at the same time.
 
     Args:
@@ -54,6 +59,7 @@ async def measure_links(mesh: Endpoint, ranks: Sequence[int], *, limit: float | 
         ranks: The ranks, one of each host.
         limit: Seconds after which the measurement ends, with what it has found; `LIMIT` by default.
         repeat: The number of rounds with small messages of each kind.
+        lanes: Whether to compare one connection with several.
 
     Returns:
         The values that were found; without any if a link is too slow or fails.
@@ -65,13 +71,32 @@ async def measure_links(mesh: Endpoint, ranks: Sequence[int], *, limit: float | 
         with contextlib.suppress(GroupError, TransportUnavailableError, TimeoutError):
             async with asyncio.timeout(_CONNECT_LIMIT):
                 await ring.shift(1)
+            until = time.monotonic() + limit
             async with asyncio.timeout(limit):
-                await ring.measure(time.monotonic() + limit, repeat)
+                await ring.measure(until, repeat)
+                if lanes:
+                    ring.found |= await _measure_lanes(mesh, ranks, ring.found, until)
     finally:
         ring.close()
         # The flight recorder is for the program's operations.
         mesh.recorder.clear()
     return ring.found
+
+
+async def _measure_lanes(mesh: Endpoint, ranks: Sequence[int], found: Values, until: float) -> Values:
+    """Compare one connection with several between the two hosts of each pair in the order of the ranks."""
+    place = ranks.index(mesh.rank)
+    pair = ranks[place & -2 : (place & -2) + 2]
+    if len(pair) < 2 or "beta" not in found or not mesh.link(pair[1 - place % 2]).has_lanes:
+        return {}
+    return await measure_lanes(mesh, pair, beta=found["beta"], until=until, threads=_has_cores(mesh))
+
+
+def _has_cores(mesh: Endpoint) -> bool:
+    """Return whether this host has two cores for each of its ranks."""
+    own = mesh.processes[mesh.rank] if mesh.processes else None
+    ranks = 1 if own is None else sum(each is not None and each["host"] == own["host"] for each in mesh.processes)
+    return allowed_cores() >= 2 * ranks
 
 
 class _Ring:

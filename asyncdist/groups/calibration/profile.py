@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,19 +18,31 @@ from asyncdist.base.version import VERSION
 from asyncdist.errors import UsageError
 
 _FIELDS = ("alpha", "beta", "overhead")
+ONE_LANE, MANY_LANES, MANY_LANES_WITH_THREADS = "one lane", "many lanes", "many lanes with threads"
+"""Measured seconds per byte of an all-reduce between two hosts, over one TCP connection and over `LANES`."""
+_LANES_FIELDS = (ONE_LANE, MANY_LANES, MANY_LANES_WITH_THREADS)
+LANES = 4
+"""Connections to a peer where several are faster than one."""
+_WORTH = 0.8
+"""The share of the time with fewer connections or threads that more of them may take."""
 
 MODEL_FROM_PROFILE = "the profile that ASYNCDIST_PROFILE names"
 """The source of a model with the values of a profile."""
 
 Values = dict[str, float]
-"""Measured fields of a `Model` in seconds, by name."""
+"""Measured times in seconds: fields of a `Model`, and those that `lanes_of` compares, by name."""
 
 
 def combined(results: Sequence[Values | None]) -> Values:
     """Return one value of each kind from those of all hosts: the slowest link decides, and the typical overhead."""
     found = [each for each in results if each]
-    values = {name: [each[name] for each in found if name in each] for name in _FIELDS}
-    return {name: max(each) if name == "beta" else median(each) for name, each in values.items() if each}
+    values = {name: [each[name] for each in found if name in each] for name in (*_FIELDS, *_LANES_FIELDS)}
+    # What one host could not try is used on none.
+    for name in _LANES_FIELDS:
+        if len(values[name]) < len(values[ONE_LANE]):
+            del values[name]
+    typical = ("alpha", "overhead")
+    return {name: median(each) if name in typical else max(each) for name, each in values.items() if each}
 
 
 def model_of(base: Model, values: Mapping[str, float], source: str) -> Model:
@@ -38,6 +51,17 @@ def model_of(base: Model, values: Mapping[str, float], source: str) -> Model:
         return base
     alpha, beta, overhead = (float(values.get(name, getattr(base, name))) for name in _FIELDS)
     return replace(base, alpha=alpha, beta=beta, overhead=overhead, source=source)
+
+
+def lanes_of(values: Mapping[str, float]) -> dict[str, Any]:
+    """Return the settings of a `Config` with which large tensors cross the links fastest; empty for one connection.
+
+    More connections, and threads that use them, must be faster by a fifth.
+    """
+    one, many, threads = (values.get(name, math.inf) for name in _LANES_FIELDS)
+    if math.isinf(one) or min(many, threads) > _WORTH * one:
+        return {}
+    return {"lanes": LANES, "tcp_threads": threads <= _WORTH * many}
 
 
 def write_profile(path: Path, values: Values, about: Mapping[str, Any]) -> None:
@@ -54,7 +78,7 @@ def read_profile(path: str) -> Values:
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))["seconds"]
-        found = {name: float(values[name]) for name in _FIELDS}
+        found = {name: float(values[name]) for name in (*_FIELDS, *_LANES_FIELDS) if name in values or name in _FIELDS}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"ASYNCDIST_PROFILE={path}: not a profile ({error}): write one with asyncdist bench --calibrate {path}"

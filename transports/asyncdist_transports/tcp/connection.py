@@ -24,7 +24,7 @@ from asyncdist.errors import UNREACHED, ProtocolError
 from asyncdist.transport.base import Host, Outgoing
 from asyncdist.transport.wire_format import HEADER_NBYTES
 from asyncdist_transports.byte_stream import Ended, Reader, Writer
-from asyncdist_transports.tcp.sending_thread import SendingThreads, ThreadedSend
+from asyncdist_transports.tcp.transfer_threads import Transfer, TransferThreads
 
 Connected = socket.socket | TlsSocket
 
@@ -70,14 +70,14 @@ class Outbound:
         lane: int,
         where: tuple[str, int],
         host: Host,
-        threads: SendingThreads,
+        threads: TransferThreads,
         go_on: Callable[[Outbound], object],
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.peer = peer
         self._threads, self._go_on = threads, functools.partial(go_on, self)
         # The thread that sends the first message of the queue; None if the driver does.
-        self._sender: ThreadedSend | None = None
+        self._transfer: Transfer | None = None
         self._tls = tls
         self._lane = lane
         self._where = where
@@ -136,7 +136,7 @@ class Outbound:
 
     def waits(self) -> int:
         if self.established:
-            return READ | WRITE if (self.queue and self._sender is None) or _is_unsent(self._sock) else READ
+            return READ | WRITE if (self.queue and self._transfer is None) or _is_unsent(self._sock) else READ
         if self._rests:
             return 0
         if isinstance(self._sock, TlsSocket) and self._securing:
@@ -175,18 +175,18 @@ class Outbound:
         return self.writer.send(message)
 
     def _flush(self) -> bool:
-        return self._sender is None and (self._lend() or self.writer.flush())
+        return self._transfer is None and (self._lend() or self.writer.flush())
 
     def _lend(self) -> bool:
         """Let a thread send the first message of the queue if that gains; return whether."""
         if isinstance(self._sock, socket.socket):
-            self._sender = self._threads.begin(self.writer, self._sock, self._take_back, self._go_on)
-        return self._sender is not None
+            self._transfer = self._threads.send(self.writer, self._sock, self._take_back, self._go_on)
+        return self._transfer is not None
 
-    def _take_back(self, sender: ThreadedSend) -> None:
+    def _take_back(self, transfer: Transfer) -> None:
         """Let the driver send again."""
-        if self._sender is sender:
-            self._sender = None
+        if self._transfer is transfer:
+            self._transfer = None
 
     @property
     def is_watched(self) -> bool:
@@ -272,8 +272,8 @@ class Outbound:
     def close(self, *, say_goodbye: bool) -> None:
         if not self.closed:
             self.closed = True
-            if self._sender is not None:
-                self._sender.stop()
+            if self._transfer is not None:
+                self._transfer.stop()
                 # The peer may have left as soon as it had the last bytes, before the driver knew that they were sent.
                 self.writer.complete_sent()
             whole = self.established and not any(message.sent for message in self.queue)
@@ -288,9 +288,14 @@ class Inbound:
         sock: socket.socket,
         host: Host,
         proven: Callable[[Inbound], None],
+        threads: TransferThreads,
+        go_on: Callable[[Inbound], object],
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._sock: Connected = sock if tls is None else TlsSocket(sock, tls, serves=True)
+        self._threads, self._go_on = threads, functools.partial(go_on, self)
+        # The thread that receives the body of a message; None if the driver does.
+        self._transfer: Transfer | None = None
         self._securing = tls is not None
         self._host = host
         self._proven = proven
@@ -312,11 +317,13 @@ class Inbound:
     def waits(self) -> int:
         if isinstance(self._sock, TlsSocket) and self._securing:
             return WRITE if self._sock.wants_write else READ
-        return 0 if self._reader is not None and self._reader.blocked else READ
+        return 0 if self._transfer is not None or (self._reader is not None and self._reader.blocked) else READ
 
     def pump(self, ready: bool) -> bool:
         """Authenticate the peer, then read; raises Ended and AsyncdistError."""
         reader = self._reader
+        if self._transfer is not None:
+            return False
         if reader is not None:
             return _read_all(self._sock, reader, ready) if isinstance(self._sock, TlsSocket) else reader.read(ready)
         if not ready:
@@ -340,7 +347,7 @@ class Inbound:
         self.peer = rank
         self._proven(self)
         inbox = self._host.inbox(rank)
-        self._reader = Reader(self._sock, rank, self._host, inbox)
+        self._reader = Reader(self._sock, rank, self._host, inbox, self._lend)
         # A TLS socket holds decrypted bytes, which no readiness event reports.
         if lane == 0 and isinstance(self._sock, socket.socket):
             self._reader.arrivals = ((self._sock.fileno(), READ),)
@@ -348,6 +355,17 @@ class Inbound:
         self._way_back.open = True
         _read_all(self._sock, self._reader, True)
         return True
+
+    def _lend(self) -> bool:
+        """Let a thread receive the body of the message if that gains; return whether."""
+        if isinstance(self._sock, socket.socket) and self._reader is not None:
+            self._transfer = self._threads.receive(self._reader, self._sock, self._take_back, self._go_on)
+        return self._transfer is not None
+
+    def _take_back(self, transfer: Transfer) -> None:
+        """Let the driver receive again."""
+        if self._transfer is transfer:
+            self._transfer = None
 
     @property
     def is_watched(self) -> bool:
@@ -385,6 +403,8 @@ class Inbound:
     def close(self, *, say_goodbye: bool) -> None:
         if not self.closed:
             self.closed = True
+            if self._transfer is not None:
+                self._transfer.stop()
             if self.peer is not None and (inbox := self._host.inbox(self.peer)).source is self._reader:
                 inbox.source = None
             whole = self._way_back.open and not self._way_back.queue

@@ -17,10 +17,10 @@ from asyncdist.base import tls
 from asyncdist.errors import AsyncdistError, PeerLostError
 from asyncdist.transport.base import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist.transport.wire_format import KEY
-from asyncdist_transports.byte_stream import Ended
+from asyncdist_transports.byte_stream import LENT_NBYTES, Ended
 from asyncdist_transports.tcp.connection import READ, Inbound, Outbound, Unreached, prepare
 from asyncdist_transports.tcp.listener import Listener
-from asyncdist_transports.tcp.sending_thread import LEAST_NBYTES, SendingThreads
+from asyncdist_transports.tcp.transfer_threads import TransferThreads
 
 log = logging.getLogger("asyncdist.tcp")
 
@@ -28,6 +28,8 @@ log = logging.getLogger("asyncdist.tcp")
 _TRY_AGAIN_AFTER = 0.1
 # Seconds for which a host may be unreachable where no heartbeats say for how long.
 _UNREACHED_FOR = 5.0
+# The lane of messages that must not wait behind data.
+_UNORDERED = (1 << 16) - 1
 # Unauthenticated connections allowed in addition to those of all peers.
 _MAX_UNAUTHENTICATED = 256
 
@@ -48,7 +50,7 @@ class TcpTransport(Transport):
         # The oldest first.
         self._unauthenticated: dict[Inbound, None] = {}
         contexts = tls.rank_contexts(host.config)
-        self._threads = SendingThreads(host)
+        self._threads = TransferThreads(host)
         self._accepting = contexts[0] if contexts else None
         self._dialling = contexts[1] if contexts else None
 
@@ -75,8 +77,7 @@ class TcpTransport(Transport):
 
     def open(self, peer: int, lane: int, where: tuple[str, int]) -> Outbound:
         """Start to open one lane to a peer."""
-        go_on = functools.partial(self._pump, ready=True)
-        connection = Outbound(peer, lane, where, self.host, self._threads, go_on, self._dialling)
+        connection = Outbound(peer, lane, where, self.host, self._threads, self._go_on, self._dialling)
         self.connections[connection.fileno()] = connection
         return connection
 
@@ -183,6 +184,10 @@ class TcpTransport(Transport):
                 return True
         return False
 
+    def _go_on(self, connection: Inbound | Outbound) -> None:
+        """Go on with a connection after a thread."""
+        self._pump(connection, True)
+
     def _pump(self, connection: Inbound | Outbound, ready: bool) -> bool:
         # Another connection's error may have closed it.
         if connection.closed:
@@ -248,7 +253,7 @@ class TcpTransport(Transport):
         moved = False
         for sock in self._listener.accept_pending(self.host):
             prepare(sock, self.host)
-            connection = Inbound(sock, self.host, self._end_authentication, self._accepting)
+            connection = Inbound(sock, self.host, self._end_authentication, self._threads, self._go_on, self._accepting)
             self.connections[connection.fileno()] = connection
             self._unauthenticated[connection] = None
             until = monotonic() + self.host.config.handshake_timeout
@@ -281,45 +286,45 @@ def _nothing() -> None:
 class TcpLink(Link):
     """The lanes to one peer, opened when first used."""
 
+    has_lanes = True
+
     def __init__(self, peer: int, where: tuple[str, int], transport: TcpTransport) -> None:
         super().__init__(peer)
         self._where = where
         self._transport = transport
-        self._count = max(1, transport.host.config.lanes)
         self.is_direct = not transport.is_encrypted
-        self._lanes: list[Outbound | None] = [None] * self._count
-        self._unordered: Outbound | None = None
+        self._lanes: dict[int, Outbound] = {}
 
     def send(self, message: Outgoing) -> bool:
-        lane = KEY.unpack_from(message.header)[2] % self._count if self._count > 1 else 0
-        connection = self._lanes[lane] or self._open(lane)
-        if len(message.body) >= LEAST_NBYTES:
+        # The number of lanes changes while a world starts, between two messages.
+        lanes = self._transport.host.config.lanes
+        lane = KEY.unpack_from(message.header)[2] % lanes if lanes > 1 else 0
+        connection = self._lanes.get(lane) or self._open(lane)
+        if len(message.body) >= LENT_NBYTES:
             return connection.send(message)
         return connection.writer.send(message)
 
     def send_now(self, header: bytes, body: memoryview) -> Outgoing | None:
-        connection = self._lanes[0] or self._open(0)
+        connection = self._lanes.get(0) or self._open(0)
         return connection.writer.send_now(self.peer, header, body)
 
     def send_unordered(self, message: Outgoing) -> bool:
-        if self._unordered is None:
-            self._unordered = self._transport.open(self.peer, self._count, self._where)
-        return self._unordered.writer.send(message)
+        connection = self._lanes.get(_UNORDERED) or self._open(_UNORDERED)
+        return connection.writer.send(message)
 
     def open(self) -> None:
-        if self._lanes[0] is None and not self._transport.may_receive_from(self.peer):
+        if 0 not in self._lanes and not self._transport.may_receive_from(self.peer):
             self._open(0)
 
     def connectivity_problem(self) -> str:
-        return next(
-            (lane.connectivity_problem for lane in self._lanes if lane is not None and lane.connectivity_problem), ""
-        )
+        problems = (lane.connectivity_problem for number, lane in self._lanes.items() if number != _UNORDERED)
+        return next(filter(None, problems), "")
 
     def _open(self, lane: int) -> Outbound:
         connection = self._lanes[lane] = self._transport.open(self.peer, lane, self._where)
         return connection
 
     def close(self) -> None:
-        for connection in (*self._lanes, self._unordered):
-            if connection is not None and not connection.closed:
+        for connection in self._lanes.values():
+            if not connection.closed:
                 self._transport.drop(connection, say_goodbye=True)

@@ -1,0 +1,201 @@
+"""Sends and receives large messages in threads, one for each connection, beside the driver of the world.
+
+The setting `tcp_threads` turns them on. Their calls release the interpreter, so one rank uses several cores, or keeps a
+larger share of cores for which other processes compete. The driver lends a thread the first message of a connection's
+queue, or the receive whose body a connection reads next. Until the thread has moved all bytes, the driver neither uses the
+connection in this direction nor waits for it. Then the thread posts to the driver, which completes the message.
+
+The thread touches the message only while it holds a lock, for one call that does not block and the reduction of one piece.
+`Transfer.stop` takes the lock, and so gives the memory back at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+
+from asyncdist.base.daemon_threads import DaemonThreadPool
+from asyncdist.transport.base import Host, Outgoing, Receive
+from asyncdist.transport.wire_format import HEADER_NBYTES
+from asyncdist_transports.byte_stream import LENT_NBYTES, Ended, Reader, Writer
+
+_MOST_THREADS = 16
+"""Threads of one rank that are at work at the same time. The driver moves further messages itself."""
+_IDLE_TIMEOUT = 5.0
+"""Seconds after which a thread without a message ends."""
+_LOOK_EVERY_MS = 100
+"""Milliseconds after which a thread that waits for a connection finds out that it was stopped."""
+
+
+class Transfer:
+    """A message that a thread sends or receives.
+
+    Args:
+        message: The message.
+        move: Moves some of its bytes and returns whether any are left. Raises BlockingIOError, and OSError or Ended at the
+            end of the connection.
+        sock: The connection's socket.
+        events: The poll events on which the thread waits for the connection.
+        returned: Called in the thread at the end, also after an error of the socket, unless `stop` was called before.
+        stopped: Called in `stop`.
+    """
+
+    def __init__(
+        self,
+        message: Outgoing | Receive,
+        move: Callable[[], bool],
+        sock: socket.socket,
+        events: int,
+        returned: Callable[[Transfer], None],
+        stopped: Callable[[Transfer], object],
+    ) -> None:
+        self.message = message
+        self.error: Exception | None = None
+        """What went wrong in the reduction of a piece."""
+        self._move, self._sock, self._events = move, sock, events
+        self._returned, self._stopped = returned, stopped
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        self._pid = os.getpid()
+        message.transfer = self
+
+    def stop(self) -> None:
+        """Return when the thread does not touch the message any more. The driver may then move the rest."""
+        # A forked child has no such thread. It may have a copy of a lock that the thread holds in the parent.
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._is_stopped = True
+        self.message.transfer = None
+        self._stopped(self)
+
+    def run(self) -> None:
+        """Move the message, in a thread."""
+        poll: select.poll | None = None
+        descriptor = self._sock.fileno()
+        try:
+            while self._move_some():
+                if poll is None:
+                    poll = select.poll()
+                    poll.register(descriptor, self._events)
+                poll.poll(_LOOK_EVERY_MS)
+        # The driver goes on with the connection, and gets the same error.
+        except (OSError, Ended):
+            pass
+        except Exception as error:
+            self.error = error
+        finally:
+            if not self._is_stopped:
+                self._returned(self)
+
+    def _move_some(self) -> bool:
+        """Move bytes until the kernel takes or has no more; return whether bytes are left."""
+        while True:
+            with self._lock:
+                if self._is_stopped:
+                    return False
+                try:
+                    if not self._move():
+                        return False
+                except BlockingIOError:
+                    return True
+
+
+class TransferThreads:
+    """The threads of one rank that send and receive. They start with the first message that is worth one.
+
+    Args:
+        host: The rank.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._pool: DaemonThreadPool | None = None
+        self._at_work = 0
+
+    def send(
+        self,
+        writer: Writer,
+        sock: socket.socket,
+        take_back: Callable[[Transfer], object],
+        go_on: Callable[[], object],
+    ) -> Transfer | None:
+        """Let a thread send the first message of a queue; return None if the driver should.
+
+        Args:
+            writer: The writer with the queue.
+            sock: The socket of the connection.
+            take_back: Called under the driver's lock when the driver may send again.
+            go_on: Called after that, unless the thread was stopped.
+        """
+        message = writer.queue[0]
+        if message.done or HEADER_NBYTES + len(message.body) - message.sent < LENT_NBYTES or not self._is_free():
+            return None
+        move = functools.partial(writer.send_some, message)
+        return self._begin(message, move, sock, select.POLLOUT, take_back, go_on)
+
+    def receive(
+        self,
+        reader: Reader,
+        sock: socket.socket,
+        take_back: Callable[[Transfer], object],
+        go_on: Callable[[], object],
+    ) -> Transfer | None:
+        """Let a thread receive the body that a reader reads next, which is large; return None if the driver should.
+
+        The other arguments are those of `send`.
+        """
+        receive = reader.lendable
+        if receive is None or receive.done or not self._is_free():
+            return None
+        return self._begin(receive, reader.receive_some, sock, select.POLLIN, take_back, go_on)
+
+    def _is_free(self) -> bool:
+        """Return whether another thread may be at work."""
+        return self._at_work < _MOST_THREADS and self._host.config.tcp_threads
+
+    def _begin(
+        self,
+        message: Outgoing | Receive,
+        move: Callable[[], bool],
+        sock: socket.socket,
+        events: int,
+        take_back: Callable[[Transfer], object],
+        go_on: Callable[[], object],
+    ) -> Transfer | None:
+        def stopped(transfer: Transfer) -> None:
+            self._at_work -= 1
+            take_back(transfer)
+
+        def end(transfer: Transfer) -> None:
+            # It was not stopped between the end of the thread and now.
+            if message.transfer is transfer:
+                message.transfer = None
+                stopped(transfer)
+                if transfer.error is not None:
+                    raise transfer.error
+                go_on()
+
+        def returned(transfer: Transfer) -> None:
+            self._host.post(functools.partial(end, transfer))
+
+        transfer = Transfer(message, move, sock, events, returned, stopped)
+        self._pool = self._pool or DaemonThreadPool("asyncdist-tcp", _MOST_THREADS, idle_timeout=_IDLE_TIMEOUT)
+        self._at_work += 1
+        try:
+            self._pool.submit(transfer.run)
+        # No thread can be started: the process has too many, or ends.
+        except RuntimeError:
+            message.transfer = None
+            self._at_work -= 1
+            return None
+        return transfer
+
+    def close(self) -> None:
+        """Let the threads end. Every connection has stopped its thread."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
