@@ -19,6 +19,10 @@ from asyncdist.errors import UsageError
 log = logging.getLogger("asyncdist")
 
 
+DEFAULT_LANES = 2
+"""TCP connections per peer, unless a setting or a measurement says otherwise."""
+
+
 def _setting(
     default: Any,
     variable: str,
@@ -80,22 +84,23 @@ class Config:
     lanes: int = _setting(
         0,
         "ASYNCDIST_TCP_LANES",
-        "number of TCP connections per peer over which a large tensor is striped (0: one, or several, perhaps with "
-        "threads, if hosts find at the start that this is faster)",
+        "number of TCP connections per peer over which a large tensor is striped (0: 2, or 4 if hosts find at the start "
+        "that these are faster)",
         least=0,
         shared=True,
     )
     stripe_nbytes: int = _setting(
-        1 << 20,
+        8 << 20,
         "ASYNCDIST_STRIPE_NBYTES",
         "smallest tensor, in bytes, that is striped over several connections",
         shared=True,
     )
-    tcp_threads: bool = _setting(
-        False,
+    tcp_threads: str = _setting(
+        "auto",
         "ASYNCDIST_TCP_THREADS",
-        "let threads send, receive and reduce large messages over TCP, two for each connection: faster where cores are "
-        "free (1 to let them)",
+        "when threads send, receive and reduce large messages over TCP, two for each connection: always, never, or auto: "
+        "where other programs compete for the cores, or hosts find at the start that this is faster",
+        choices=("auto", "always", "never"),
     )
     piece_nbytes: int = _setting(
         1 << 20,

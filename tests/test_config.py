@@ -54,7 +54,7 @@ def test_setting_is_parsed(variable, text, field, value):
         ("ASYNCDIST_TCP_LANES", "two", "is not a whole number"),
         ("ASYNCDIST_TCP_LANES", "-1", "is not a whole number"),
         ("ASYNCDIST_SPIN_US", "soon", "is not a number"),
-        ("ASYNCDIST_TCP_LANES", "0", "is not a whole number from 1 up"),
+        ("ASYNCDIST_TCP_LANES", "-1", "is not a whole number from 0 up"),
         ("ASYNCDIST_SHM_AREA_NBYTES", "0K", "is not a whole number from 1 up"),
         ("ASYNCDIST_SEGMENT_NBYTES", "0", "is not a whole number from 1 up"),
         ("ASYNCDIST_TIMEOUT", "nan", "is not a number from 0 up"),

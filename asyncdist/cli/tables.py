@@ -13,7 +13,7 @@ from asyncdist.algorithms import selection
 from asyncdist.base.network import interface_addresses
 from asyncdist.bench.machine import machine
 from asyncdist.bench.report.page import size
-from asyncdist.config import Config, settings
+from asyncdist.config import DEFAULT_LANES, Config, settings
 from asyncdist.errors import AddressError, TransportUnavailableError, UsageError
 from asyncdist.rendezvous.addresses import outward
 from asyncdist.transport import registry
@@ -89,8 +89,9 @@ def _connections_of(config: Config) -> str:
     """Return over how many connections a large tensor goes to a peer, as far as it is known before ranks meet."""
     from asyncdist.groups.calibration.profile import LANES, lanes_of
 
-    chosen = config if config.lanes else config.with_(**{"lanes": 1, **lanes_of(_values_of(config))})
-    text = f"{chosen.lanes}, with threads" if chosen.tcp_threads else str(chosen.lanes)
+    chosen = config if config.lanes else config.with_(**{"lanes": DEFAULT_LANES, **lanes_of(_values_of(config))})
+    threads = "where other programs compete for the cores" if chosen.tcp_threads == "auto" else chosen.tcp_threads
+    text = f"{chosen.lanes}, for tensors of {size(chosen.stripe_nbytes)} and more; threads: {threads}"
     if config.lanes == 0 and config.profile is None and config.calibrate:
         text += f"; {LANES} if the hosts find at the start that these are faster"
     return text

@@ -21,7 +21,7 @@ from asyncdist.collectives import validation
 from asyncdist.collectives.group_context import (
     Cut,
     GroupContext,
-    cut_each,
+    cut_large,
     fingerprint,
     segments,
     striped_blocks,
@@ -347,8 +347,7 @@ def _all_to_all(
         signature = CallSignature(Collective.all_to_all, call, dtype, (own_out,), sizes=sizes)
         return PreparedCollective(call, nbytes, native.prepare(signature))
 
-    # Sizes differ between ranks, and each message may have another lane.
-    if group.config.lanes == 1 and group.is_recorded(max(nbytes, sum(incoming_counts) * dtype.itemsize)):
+    if group.is_recorded(max(nbytes, sum(incoming_counts) * dtype.itemsize)):
 
         def record(output: Any, tensor: Any) -> Recording:
             incoming = recorded_blocks(output, incoming_counts)
@@ -362,10 +361,9 @@ def _all_to_all(
         incoming, own = cut_incoming(output), {group.rank: group.rank}
         outgoing = copy_overlapping_inputs(cut_outgoing(tensor), incoming, own)
         incoming[group.rank].tensor.copy_(outgoing[group.rank].tensor)
-        # Sizes differ between ranks, so the cut does not depend on them.
         return [
             pairwise.all_to_all(group.rank, group.size, sent, received)
-            for sent, received in zip(cut_each(group, outgoing), cut_each(group, incoming), strict=True)
+            for sent, received in zip(cut_large(group, outgoing), cut_large(group, incoming), strict=True)
         ]
 
     return PreparedCollective(call, nbytes, parts=parts, window=group.config.lanes)

@@ -144,3 +144,20 @@ def cut_each(group: GroupContext, blocks: Sequence[Memory] | TensorBlocks) -> li
     lanes = group.config.lanes
     cut = [TensorBlocks.split(blocks[rank], lanes) for rank in range(group.size)]
     return [[block[lane] for block in cut] for lane in range(lanes)]
+
+
+def cut_large(group: GroupContext, blocks: Sequence[Memory] | TensorBlocks) -> list[list[Memory | None]]:
+    """Cut each block that is large enough into one part per lane; return the blocks of each part.
+
+    Any other block is in the first part only, and None in the others. So two ranks agree on the parts of a block between them,
+    without knowledge of the other blocks.
+    """
+    lanes = range(group.config.lanes)
+
+    def parts_of(block: Memory) -> Sequence[Memory | None] | TensorBlocks:
+        if group.is_striped(block.nbytes):
+            return TensorBlocks.split(block, len(lanes))
+        return [block, *[None] * (len(lanes) - 1)]
+
+    cut = [parts_of(blocks[rank]) for rank in range(group.size)]
+    return [[parts[lane] for parts in cut] for lane in lanes]

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from time import monotonic
@@ -20,11 +21,12 @@ from asyncdist.algorithms.selection import Model
 from asyncdist.base import lifecycle
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.timers import TimerTable
-from asyncdist.config import Config
+from asyncdist.config import DEFAULT_LANES, Config
 from asyncdist.engine.agreements import Agreements
 from asyncdist.engine.call_checker import CollectiveChecker
 from asyncdist.engine.control_messages import call_notice
 from asyncdist.engine.direct_calls import DirectCalls
+from asyncdist.engine.drivers.core_use import CoreUse
 from asyncdist.engine.executor import Executor
 from asyncdist.engine.group_failures import GroupFailures
 from asyncdist.engine.heartbeat import Heartbeat
@@ -39,7 +41,7 @@ from asyncdist.membership.detector import Liveness
 from asyncdist.memory.buffers import Scratch
 from asyncdist.tracing.recorder import Entry, Recorder
 from asyncdist.transport.base import DiscardReceive, Link, MatchingQueue, Outgoing, Receive, Transport, Wait
-from asyncdist.transport.process_identity import ProcessState, has_ended, process_state
+from asyncdist.transport.process_identity import ProcessState, has_ended, pids_of_machine, process_state
 from asyncdist.transport.wire_format import ABORT, AGREE, CALLED, GOODBYE, HEARD, PROBE, SUSPECT, WAITING
 
 LAST_WORDS = 1.0
@@ -77,7 +79,7 @@ class Endpoint:
         self.rank = rank
         self.world_size = world_size
         self.world_id = world_id
-        self.config = config if config.lanes else config.with_(lanes=1)
+        self.config = config if config.lanes else config.with_(lanes=DEFAULT_LANES)
         """The settings of groups and connections that are made from now on."""
         kept = config.flight_recorder_size
         self.recorder = Recorder(rank, world_size, kept, world_id, config.dump_format, config.dump_dir)
@@ -121,6 +123,8 @@ class Endpoint:
         """Selects the schedules of groups that are made from now on; equal on all ranks."""
         self.finished: list[Callable[[], None]] = []
         self.backend = backend
+        self.core_use = CoreUse(self._pids)
+        self.others_compete = self.core_use.others_compete
         lifecycle.register_hooks(self)
 
     # -- coming and going ----------------------------------------------------------------------
@@ -303,7 +307,11 @@ class Endpoint:
             "heard": heard,
             "waiting": self.progress.waiting.mode.value,
             "model": asdict(self.model),
-            "tcp": {"lanes": self.config.lanes, "threads": self.config.tcp_threads},
+            "tcp": {
+                "lanes": self.config.lanes,
+                "threads": self.config.tcp_threads,
+                "others_compete": self.core_use.compete,
+            },
         }
 
     def look_at(self, peer: int) -> str:
@@ -317,6 +325,9 @@ class Endpoint:
         """Return the process id of a rank on its host; None if it is not known."""
         identity = self.processes[peer] if self.processes else None
         return None if identity is None else identity["pid"]
+
+    def _pids(self) -> list[int] | None:
+        return pids_of_machine(self.processes, self.rank) if self.processes else [os.getpid()]
 
     def _watch(self, peer: int) -> None:
         if self.failures.accepts_notices(peer):

@@ -277,3 +277,6 @@ class Host(MatchingHost, Protocol):
 
     def retire(self, sock: socket.socket) -> None:
         """Close a socket once no event loop watches it."""
+
+    def others_compete(self) -> bool:
+        """Return whether programs other than the ranks compete for the cores of this machine."""

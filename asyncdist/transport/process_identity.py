@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 _ENDED = (b"Z", b"X", b"x")
@@ -98,6 +98,22 @@ def is_visible(identity: Mapping[str, Any] | None, own: Mapping[str, Any] | None
     return (
         identity is not None and own is not None and (identity["host"], identity["pids"]) == (own["host"], own["pids"])
     )
+
+
+def pids_of_machine(identities: Sequence[Mapping[str, Any] | None], rank: int) -> list[int] | None:
+    """Return the processes of all ranks on the machine of ``rank``, whatever the names of their hosts.
+
+    None if some are not visible from there, or may be on it.
+    """
+    own = identities[rank]
+    if own is None or None in identities:
+        return None
+    here = [each for each in identities if each is not None and _machine(each) == _machine(own)]
+    return [each["pid"] for each in here] if all(each["pids"] == own["pids"] for each in here) else None
+
+
+def _machine(identity: Mapping[str, Any]) -> str:
+    return str(identity["host"]).partition(" ")[0]
 
 
 def _stat(pid: int) -> tuple[bytes, int]:

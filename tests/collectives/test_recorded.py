@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import gc
 import sys
@@ -20,6 +21,8 @@ from asyncdist.engine.direct_calls import RecordedStep
 from asyncdist.errors import GroupAbortedError, MismatchError
 from asyncdist.testing.cluster import world_of
 from asyncdist.transport.base import Receive
+from asyncdist.transport.wire_format import KEY
+from asyncdist_transports.tcp.transport import TcpLink
 
 SIZE = 3
 ROOT = 1
@@ -167,6 +170,36 @@ async def test_repeated_calls_with_new_and_with_the_same_tensors(case, count):
             if case not in (all_reduce, average, reduce, broadcast):
                 await asyncio.gather(*(call(out) for out, call, _ in calls))
                 assert all(is_equal(out, due) for out, _, due in calls)
+
+
+async def test_blocks_of_an_all_to_all_are_striped_each_by_its_size(monkeypatch):
+    """Some pairs of ranks exchange more than others, and one rank only small blocks."""
+    sent, send = collections.defaultdict(set), TcpLink.send
+
+    def sending(self, message):
+        sent[self._transport.host.rank, self.peer].add(KEY.unpack_from(message.header)[2])
+        return send(self, message)
+
+    monkeypatch.setattr(TcpLink, "send", sending)
+    counts = [[9, 100_000, 7], [50_000, 8, 0], [5, 4, 3]]
+    config = Config(lanes=3, stripe_nbytes=200_000)
+    async with world_of(SIZE, transport="tcp", config=config) as groups:
+        for turn in range(2):
+            outputs = [torch.zeros(sum(row[group.rank()] for row in counts)) for group in groups]
+            calls = [
+                group.all_to_all_single(
+                    output,
+                    torch.full((sum(counts[group.rank()]),), float(10 * turn + group.rank())),
+                    [row[group.rank()] for row in counts],
+                    counts[group.rank()],
+                )
+                for group, output in zip(groups, outputs, strict=True)
+            ]
+            await asyncio.gather(*calls)
+            for rank, output in enumerate(outputs):
+                due = [torch.full((row[rank],), float(10 * turn + sender)) for sender, row in enumerate(counts)]
+                assert output.equal(torch.cat(due))
+    assert {pair: parts for pair, parts in sent.items() if len(parts) > 1} == {(0, 1): {0, 1, 2}, (1, 0): {0, 1, 2}}
 
 
 @each_case

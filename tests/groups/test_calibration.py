@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from asyncdist.algorithms.selection import Model, choose
-from asyncdist.config import Config
+from asyncdist.config import DEFAULT_LANES, Config
 from asyncdist.errors import UsageError
 from asyncdist.groups.calibration import measurement
 from asyncdist.groups.calibration.lanes import measure_lanes
 from asyncdist.groups.calibration.measurement import first_of_hosts, measure_links
 from asyncdist.groups.calibration.profile import (
+    FEW_LANES,
     MANY_LANES,
     MANY_LANES_WITH_THREADS,
-    ONE_LANE,
     combined,
     lanes_of,
     model_of,
@@ -111,11 +111,11 @@ async def test_no_message_is_sent_that_would_take_longer_than_the_time_left(monk
 
 # -- lanes --------------------------------------------------------------------------------------------
 
-MANY = {ONE_LANE: 1e-8, MANY_LANES: 0.5e-8}
+MANY = {FEW_LANES: 1e-8, MANY_LANES: 0.5e-8}
 
 
 def test_slowest_pair_of_hosts_decides_about_lanes():
-    slower = {ONE_LANE: 2e-8, MANY_LANES: 1.9e-8}
+    slower = {FEW_LANES: 2e-8, MANY_LANES: 1.9e-8}
     assert combined([MANY, None, slower]) == slower
     threads = {MANY_LANES_WITH_THREADS: 1e-9}
     assert combined([{**MANY, **threads}, {**MANY, **threads}]) == {**MANY, **threads}
@@ -124,21 +124,20 @@ def test_slowest_pair_of_hosts_decides_about_lanes():
 
 
 @pytest.mark.parametrize(
-    ("one", "many", "threads", "due"),
+    ("few", "many", "threads", "due"),
     [
-        (10, 9, None, None),
-        (10, 6, None, (4, False)),
-        (10, 12, 11, None),
-        (10, 6, 5.5, (4, False)),
-        (10, 9, 5, (4, True)),
-        (10, 6, 3, (4, True)),
-        (None, 6, 3, None),
+        (10, 9, None, {}),
+        (10, 6, None, {"lanes": 4}),
+        (10, 12, 11, {}),
+        (10, 6, 5.5, {"lanes": 4}),
+        (10, 9, 5, {"lanes": 4, "tcp_threads": "always"}),
+        (10, 6, 3, {"lanes": 4, "tcp_threads": "always"}),
+        (None, 6, 3, {}),
     ],
 )
-def test_more_connections_or_threads_must_be_faster_by_a_fifth(one, many, threads, due):
-    times = {ONE_LANE: one, MANY_LANES: many, MANY_LANES_WITH_THREADS: threads}
-    chosen = lanes_of({name: time * 1e-9 for name, time in times.items() if time is not None})
-    assert (chosen or None) == (due and {"lanes": due[0], "tcp_threads": due[1]})
+def test_more_connections_or_threads_must_be_faster_by_a_fifth(few, many, threads, due):
+    times = {FEW_LANES: few, MANY_LANES: many, MANY_LANES_WITH_THREADS: threads}
+    assert lanes_of({name: time * 1e-9 for name, time in times.items() if time is not None}) == due
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces a connection")
@@ -158,7 +157,7 @@ async def test_hosts_use_several_lanes_where_the_network_limits_each_connection(
     monkeypatch.setattr(connection, "prepare", prepare)
     monkeypatch.setattr(TcpTransport, "open", opening)
     monkeypatch.setattr(measurement, "LIMIT", 4.0)
-    config = Config(lanes=lanes, calibrate=True)
+    config = Config(lanes=lanes, stripe_nbytes=1 << 20, calibrate=True)
     async with world_of(3, transport="tcp", hosts=["a", "b", "c"], config=config) as groups:
         assert [group.context.config.lanes for group in groups] == [due] * 3
         # Without a partner this rank has measured nothing.
@@ -172,7 +171,7 @@ async def test_hosts_use_several_lanes_where_the_network_limits_each_connection(
 async def test_lanes_are_not_measured_on_a_link_without_them(monkeypatch):
     monkeypatch.setattr(measurement, "measure_lanes", None)
     async with world_of(2, transport="inproc", hosts=["a", "b"], config=Config(calibrate=True)) as groups:
-        assert [group.context.config.lanes for group in groups] == [1, 1]
+        assert [group.context.config.lanes for group in groups] == [DEFAULT_LANES] * 2
 
 
 async def test_lanes_of_a_slow_link_are_not_measured():
@@ -180,7 +179,7 @@ async def test_lanes_of_a_slow_link_are_not_measured():
         until = time.monotonic() + 0.01
         pairs = (measure_lanes(group.mesh, [0, 1], beta=1e-6, until=until, threads=True) for group in groups)
         assert await asyncio.gather(*pairs) == [{}, {}]
-        assert [group.mesh.config.lanes for group in groups] == [1, 1]
+        assert [group.mesh.config.lanes for group in groups] == [DEFAULT_LANES] * 2
 
 
 @pytest.mark.parametrize(("cores", "names"), [(True, 3), (False, 2)])
@@ -192,7 +191,7 @@ async def test_threads_are_tried_if_both_hosts_have_cores_for_them(cores, names)
             measure_lanes(groups[1].mesh, [0, 1], beta=1e-9, until=until, threads=cores),
         ]
         one, other = await asyncio.gather(*pairs)
-    assert one.keys() == other.keys() == {ONE_LANE, MANY_LANES, *([MANY_LANES_WITH_THREADS] if cores else [])}
+    assert one.keys() == other.keys() == {FEW_LANES, MANY_LANES, *([MANY_LANES_WITH_THREADS] if cores else [])}
     assert len(one) == names
 
 

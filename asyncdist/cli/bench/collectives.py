@@ -21,7 +21,7 @@ from asyncdist.bench.plan import (
     BenchPlan,
 )
 from asyncdist.cli.option_types import ListOf, NamesAmong, NewFile, NewFolder, reporting_write_errors
-from asyncdist.config import whole_number
+from asyncdist.config import DEFAULT_LANES, whole_number
 from asyncdist.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -258,18 +258,18 @@ def _calibrate(profile: Path) -> None:
 
 def _lanes_text(values: Mapping[str, float]) -> str:
     """Say which connections move a large tensor, and how their times compare."""
-    from asyncdist.groups.calibration.profile import LANES, MANY_LANES, MANY_LANES_WITH_THREADS, ONE_LANE, lanes_of
+    from asyncdist.groups.calibration.profile import FEW_LANES, LANES, MANY_LANES, MANY_LANES_WITH_THREADS, lanes_of
 
-    if ONE_LANE not in values:
-        return "a large tensor takes one connection: the links are too slow to compare it with several"
+    if FEW_LANES not in values:
+        return f"a large tensor takes {DEFAULT_LANES} connections: the links are too slow to compare them with {LANES}"
     times = [
-        f"{values[name] / values[ONE_LANE]:.2f} times as long over {LANES}{text}"
+        f"{values[name] / values[FEW_LANES]:.2f} times as long over {LANES}{text}"
         for name, text in ((MANY_LANES, ""), (MANY_LANES_WITH_THREADS, " with threads"))
         if name in values
     ]
     chosen = lanes_of(values)
-    uses = f"{LANES} connections{' with threads' if chosen['tcp_threads'] else ''}" if chosen else "one connection"
-    return f"a large tensor takes {uses}: it takes {' and '.join(times)} as over one"
+    text = f"{chosen.get('lanes', DEFAULT_LANES)} connections{' with threads' if 'tcp_threads' in chosen else ''}"
+    return f"a large tensor takes {text}: it takes {' and '.join(times)} as over {DEFAULT_LANES}"
 
 
 def _cpu_plan(

@@ -1,4 +1,4 @@
-"""Measures whether several connections between two hosts, or threads that use them, carry a large tensor faster than one.
+"""Measures whether more connections between two hosts, or threads that use them, carry a large tensor faster.
 
 Networks may limit the rate of one connection, and one thread may be slower than the network. The first ranks of two
 neighbouring hosts all-reduce the same tensor in turns with each of `CANDIDATES`.
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from asyncdist.base.ops import ReduceOp
+from asyncdist.config import DEFAULT_LANES
 from asyncdist.engine.endpoint import Endpoint
-from asyncdist.groups.calibration.profile import LANES, MANY_LANES, MANY_LANES_WITH_THREADS, ONE_LANE, Values
+from asyncdist.groups.calibration.profile import FEW_LANES, LANES, MANY_LANES, MANY_LANES_WITH_THREADS, Values
 from asyncdist.groups.group import Group
 
 CANDIDATES: dict[str, dict[str, Any]] = {
-    ONE_LANE: {"lanes": 1, "tcp_threads": False},
-    MANY_LANES: {"lanes": LANES, "tcp_threads": False},
-    MANY_LANES_WITH_THREADS: {"lanes": LANES, "tcp_threads": True},
+    FEW_LANES: {"lanes": DEFAULT_LANES, "tcp_threads": "never"},
+    MANY_LANES: {"lanes": LANES, "tcp_threads": "never"},
+    MANY_LANES_WITH_THREADS: {"lanes": LANES, "tcp_threads": "always"},
 }
 """The settings to compare, by the name of the measured time."""
 _CALLS = 4
@@ -42,7 +43,7 @@ async def measure_lanes(mesh: Endpoint, pair: Sequence[int], *, beta: float, unt
     Args:
         mesh: This rank's endpoint. Its world has no groups that communicate yet.
         pair: The two ranks.
-        beta: Seconds per byte with one connection, as this rank knows it.
+        beta: Seconds per byte over one connection, as this rank knows it.
         until: Monotonic time at which the measurement should have ended.
         threads: Whether this host has cores left for threads.
 
@@ -53,12 +54,13 @@ async def measure_lanes(mesh: Endpoint, pair: Sequence[int], *, beta: float, unt
     groups: dict[str, Group] = {}
     try:
         for name, settings in CANDIDATES.items():
-            mesh.config = before.with_(**settings)
+            # Tensors of all sizes that are measured are striped.
+            mesh.config = before.with_(stripe_nbytes=_NBYTES[0], **settings)
             groups[name] = Group(mesh, pair, f"calibration, {name}", _TIMEOUT)
-        mesh.config = before.with_(**CANDIDATES[ONE_LANE])
+        mesh.config = before.with_(**CANDIDATES[FEW_LANES])
         # The slower host decides for both, so that both make the same calls.
         worst = torch.tensor([beta, time.monotonic() - until, float(not threads)], dtype=torch.float64)
-        await groups[ONE_LANE].all_reduce(worst, ReduceOp.MAX)
+        await groups[FEW_LANES].all_reduce(worst, ReduceOp.MAX)
         beta, late, no_threads = worst.tolist()
         nbytes = min(_NBYTES[1], int(_SHARE * -late / (beta * _CALLS * len(CANDIDATES))))
         if no_threads or nbytes < _THREADS_NBYTES:

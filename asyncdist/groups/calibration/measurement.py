@@ -6,7 +6,7 @@ gets the results through the store.
 
 A round with k small messages each way takes ``alpha + k * overhead``, and one with a large message ``beta`` for each byte
 more. ``gamma`` is not measured: a byte that is reduced in cache costs little compared with one that crosses a link. At the
-end, `lanes` compares one connection with several.
+end, `lanes` compares few connections with many.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def measure_links(
         ranks: The ranks, one of each host.
         limit: Seconds after which the measurement ends, with what it has found; `LIMIT` by default.
         repeat: The number of rounds with small messages of each kind.
-        lanes: Whether to compare one connection with several.
+        lanes: Whether to compare few connections with many.
 
     Returns:
         The values that were found; without any if a link is too slow or fails.
@@ -84,7 +84,7 @@ async def measure_links(
 
 
 async def _measure_lanes(mesh: Endpoint, ranks: Sequence[int], found: Values, until: float) -> Values:
-    """Compare one connection with several between the two hosts of each pair in the order of the ranks."""
+    """Compare few connections with many between the two hosts of each pair in the order of the ranks."""
     place = ranks.index(mesh.rank)
     pair = ranks[place & -2 : (place & -2) + 2]
     if len(pair) < 2 or "beta" not in found or not mesh.link(pair[1 - place % 2]).has_lanes:

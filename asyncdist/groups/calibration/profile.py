@@ -18,13 +18,13 @@ from asyncdist.base.version import VERSION
 from asyncdist.errors import UsageError
 
 _FIELDS = ("alpha", "beta", "overhead")
-ONE_LANE, MANY_LANES, MANY_LANES_WITH_THREADS = "one lane", "many lanes", "many lanes with threads"
-"""Measured seconds per byte of an all-reduce between two hosts, over one TCP connection and over `LANES`."""
-_LANES_FIELDS = (ONE_LANE, MANY_LANES, MANY_LANES_WITH_THREADS)
+FEW_LANES, MANY_LANES, MANY_LANES_WITH_THREADS = "few lanes", "many lanes", "many lanes with threads"
+"""Measured seconds per byte of an all-reduce between two hosts, over `DEFAULT_LANES` TCP connections and over `LANES`."""
+_LANES_FIELDS = (FEW_LANES, MANY_LANES, MANY_LANES_WITH_THREADS)
 LANES = 4
-"""Connections to a peer where several are faster than one."""
+"""Connections to a peer where many are faster than few."""
 _WORTH = 0.8
-"""The share of the time with fewer connections or threads that more of them may take."""
+"""The share of the time with fewer connections, or without threads, that more of them, or threads, may take."""
 
 MODEL_FROM_PROFILE = "the profile that ASYNCDIST_PROFILE names"
 """The source of a model with the values of a profile."""
@@ -39,7 +39,7 @@ def combined(results: Sequence[Values | None]) -> Values:
     values = {name: [each[name] for each in found if name in each] for name in (*_FIELDS, *_LANES_FIELDS)}
     # What one host could not try is used on none.
     for name in _LANES_FIELDS:
-        if len(values[name]) < len(values[ONE_LANE]):
+        if len(values[name]) < len(values[FEW_LANES]):
             del values[name]
     typical = ("alpha", "overhead")
     return {name: median(each) if name in typical else max(each) for name, each in values.items() if each}
@@ -54,14 +54,14 @@ def model_of(base: Model, values: Mapping[str, float], source: str) -> Model:
 
 
 def lanes_of(values: Mapping[str, float]) -> dict[str, Any]:
-    """Return the settings of a `Config` with which large tensors cross the links fastest; empty for one connection.
+    """Return the settings of a `Config` with which large tensors cross the links fastest; empty for the defaults.
 
     More connections, and threads that use them, must be faster by a fifth.
     """
-    one, many, threads = (values.get(name, math.inf) for name in _LANES_FIELDS)
-    if math.isinf(one) or min(many, threads) > _WORTH * one:
+    few, many, threads = (values.get(name, math.inf) for name in _LANES_FIELDS)
+    if math.isinf(few) or min(many, threads) > _WORTH * few:
         return {}
-    return {"lanes": LANES, "tcp_threads": threads <= _WORTH * many}
+    return {"lanes": LANES} | ({"tcp_threads": "always"} if threads <= _WORTH * many else {})
 
 
 def write_profile(path: Path, values: Values, about: Mapping[str, Any]) -> None:

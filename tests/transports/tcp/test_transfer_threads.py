@@ -22,7 +22,8 @@ from asyncdist.transport.wire_format import HEADER_NBYTES, pack_header, pack_key
 from asyncdist_transports.byte_stream import LENT_NBYTES, Ended, Reader, Writer
 from asyncdist_transports.tcp.transfer_threads import Transfer, TransferThreads
 
-ALWAYS = Config(tcp_threads=True)
+ALWAYS = Config(tcp_threads="always")
+NEVER = Config(tcp_threads="never")
 COUNT = 3 * LENT_NBYTES // 4
 
 
@@ -47,7 +48,7 @@ async def test_collectives_whose_messages_threads_move(size, lanes, each):
 
 
 def test_blocking_calls_whose_messages_threads_move(monkeypatch):
-    monkeypatch.setenv("ASYNCDIST_TCP_THREADS", "1")
+    monkeypatch.setenv("ASYNCDIST_TCP_THREADS", "always")
 
     def program(group):
         tensor = torch.full((2 * COUNT,), float(group.rank()))
@@ -72,12 +73,21 @@ async def test_messages_behind_the_one_that_a_thread_sends_keep_their_order():
 
 @pytest.mark.parametrize(
     ("config", "count", "sends"),
-    [(None, 2 * COUNT, False), (ALWAYS, LENT_NBYTES // 8, False), (ALWAYS, 2 * COUNT, True)],
+    [(NEVER, 2 * COUNT, False), (ALWAYS, LENT_NBYTES // 8, False), (ALWAYS, 2 * COUNT, True)],
 )
 async def test_threads_move_large_messages_if_they_are_turned_on(config, count, sends):
     async with world_of(2, transport="tcp", config=config) as groups:
         await asyncio.gather(*(group.all_reduce(torch.ones(count)) for group in groups))
         assert bool(at_work()) is sends
+
+
+@pytest.mark.parametrize("compete", [False, True])
+async def test_threads_move_large_messages_while_other_programs_compete(compete):
+    async with world_of(2, transport="tcp", config=Config()) as groups:
+        for group in groups:
+            group.mesh.others_compete = lambda: compete
+        await asyncio.gather(*(group.all_reduce(torch.ones(2 * COUNT)) for group in groups))
+        assert bool(at_work()) is compete
 
 
 async def test_abort_gives_the_memory_back_while_a_thread_sends(eventually):
@@ -105,7 +115,7 @@ def test_peer_that_vanishes_is_lost_to_a_rank_whose_thread_sends_to_it():
 
 
 def test_send_succeeds_if_the_peer_leaves_before_the_driver_knows_that_the_thread_has_sent_it(monkeypatch):
-    monkeypatch.setenv("ASYNCDIST_TCP_THREADS", "1")
+    monkeypatch.setenv("ASYNCDIST_TCP_THREADS", "always")
     run = Transfer.run
 
     def run_silently(self):
@@ -219,7 +229,7 @@ def test_driver_sends_messages_that_are_not_worth_a_thread(nbytes, pays):
     message = Outgoing(1, pack_key(1, 2, 0), 7, memoryview(bytearray(nbytes)), None)
     near, far = socket.socketpair()
     with near, far:
-        threads = TransferThreads(SimpleNamespace(config=Config(tcp_threads=pays)))
+        threads = TransferThreads(SimpleNamespace(config=ALWAYS if pays else NEVER))
         assert threads.send(Writer(near, deque([message])), near, lambda sender: None, lambda: None) is None
     assert message.transfer is None
     assert not at_work()
@@ -261,7 +271,7 @@ class OneReceive:
         self.rest = self.frame[sent:]
         self.sender = threading.Thread(target=self.far.sendall, args=(self.frame[:sent],))
         self.sender.start()
-        while not self.transfer and config.tcp_threads and not self.receive.done:
+        while not self.transfer and config is ALWAYS and not self.receive.done:
             self.reader.read()
 
     def post(self, number, nbytes, piece):
@@ -395,7 +405,7 @@ def test_error_of_a_reduction_in_a_thread_reaches_the_driver(one_receive, until)
 
 
 def test_driver_receives_without_threads():
-    with contextlib.closing(OneReceive(config=Config())) as made:
+    with contextlib.closing(OneReceive(config=NEVER)) as made:
         sender = threading.Thread(target=made.send, args=(made.rest,))
         sender.start()
         while not made.finished:

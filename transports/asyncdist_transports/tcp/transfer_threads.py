@@ -1,9 +1,10 @@
 """Sends and receives large messages in threads, one for each connection, beside the driver of the world.
 
-The setting `tcp_threads` turns them on. Their calls release the interpreter, so one rank uses several cores, or keeps a
-larger share of cores for which other processes compete. The driver lends a thread the first message of a connection's
-queue, or the receive whose body a connection reads next. Until the thread has moved all bytes, the driver neither uses the
-connection in this direction nor waits for it. Then the thread posts to the driver, which completes the message.
+Their calls release the interpreter, so one rank uses several cores, or keeps a larger share of cores for which other
+programs compete. The setting `tcp_threads` says when they are used. The driver lends a thread the first message of a
+connection's queue, or the receive whose body a connection reads next. Until the thread has moved all bytes, the driver
+neither uses the connection in this direction nor waits for it. Then the thread posts to the driver, which completes the
+message.
 
 The thread touches the message only while it holds a lock, for one call that does not block and the reduction of one piece.
 `Transfer.stop` takes the lock, and so gives the memory back at once.
@@ -155,7 +156,10 @@ class TransferThreads:
 
     def _is_free(self) -> bool:
         """Return whether another thread may be at work."""
-        return self._at_work < _MOST_THREADS and self._host.config.tcp_threads
+        if self._at_work >= _MOST_THREADS:
+            return False
+        setting = self._host.config.tcp_threads
+        return setting == "always" or (setting == "auto" and self._host.others_compete())
 
     def _begin(
         self,
