@@ -120,6 +120,8 @@ class RecordedCall:
     def _bind(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
         """Let the places belong to the tensors of a call."""
         if addresses != self._addresses:
+            # An error, such as exhausted memory, leaves no places of two calls.
+            self._addresses = []
             for place, number, start in self._places:
                 place.view = view_at(addresses[number] + start, place.nbytes)
             self._addresses = addresses
