@@ -149,8 +149,8 @@ def cut_each(group: GroupContext, blocks: Sequence[Memory] | TensorBlocks) -> li
 def cut_large(group: GroupContext, blocks: Sequence[Memory] | TensorBlocks) -> list[list[Memory | None]]:
     """Cut each block that is large enough into one part per lane; return the blocks of each part.
 
-    Any other block is in the first part only, and None in the others. So two ranks agree on the parts of a block between them,
-    without knowledge of the other blocks.
+    Any other block is in the first part only, and None in the others. So two ranks agree on the parts of a block between
+    them, without knowledge of the other blocks.
     """
     lanes = range(group.config.lanes)
 
