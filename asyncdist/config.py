@@ -84,15 +84,16 @@ class Config:
     lanes: int = _setting(
         0,
         "ASYNCDIST_TCP_LANES",
-        "number of TCP connections per peer over which a large tensor is striped (0: 2, or 4 if hosts find at the start "
+        "number of TCP connections per peer over which a large message is striped (0: 2, or 4 if hosts find at the start "
         "that these are faster)",
         least=0,
         shared=True,
     )
     stripe_nbytes: int = _setting(
-        8 << 20,
+        4 << 20,
         "ASYNCDIST_STRIPE_NBYTES",
-        "smallest tensor, in bytes, that is striped over several connections",
+        "smallest message, in bytes, that is striped over several connections; an all-reduce of n ranks sends an n-th of a "
+        "tensor in a message",
         shared=True,
     )
     tcp_threads: str = _setting(

@@ -91,10 +91,9 @@ def _connections_of(config: Config) -> str:
 
     chosen = config if config.lanes else config.with_(**{"lanes": DEFAULT_LANES, **lanes_of(_values_of(config))})
     threads = "where other programs compete for the cores" if chosen.tcp_threads == "auto" else chosen.tcp_threads
-    text = f"{chosen.lanes}, for tensors of {size(chosen.stripe_nbytes)} and more; threads: {threads}"
-    if config.lanes == 0 and config.profile is None and config.calibrate:
-        text += f"; {LANES} if the hosts find at the start that these are faster"
-    return text
+    measured = config.lanes == 0 and config.profile is None and config.calibrate
+    or_more = f", or {LANES} if the hosts find at the start that these are faster," if measured else ""
+    return f"{chosen.lanes}{or_more} for messages of {size(chosen.stripe_nbytes)} and more; with threads: {threads}"
 
 
 def show_model(console: Console, config: Config) -> None:

@@ -151,6 +151,8 @@ def _all_gather(
             )
         counts.append([block.numel() for block in blocks])
         layout += [dtype_number(dtype), *counts[-1]]
+    # Parts of blocks that are cut for the lanes are not contiguous.
+    contiguous = contiguous and not group.is_striped(max(counts[0]) * rows[0][1].itemsize)
     dtype, total = rows[0][1].dtype, sum(map(sum, counts))
     collective = Collective.all_gather if len(rows) == 1 else Collective.all_gather_coalesced
     nbytes, equal = total * dtype.itemsize, len(rows) == 1 and len(set(counts[0])) == 1
@@ -189,8 +191,8 @@ def _all_gather_row(group: GroupContext, nbytes: int, contiguous: bool) -> Calla
 
 
 def _all_gather_algorithm(group: GroupContext, nbytes: int, contiguous: bool) -> str:
-    """Return the schedule of one row over links. Parts of blocks that are cut for the lanes are not contiguous."""
-    return group.choose("all_gather", nbytes, contiguous=contiguous and not group.is_striped(nbytes))
+    """Return the schedule of one row over links."""
+    return group.choose("all_gather", nbytes, contiguous=contiguous)
 
 
 def _recorded_all_gather(

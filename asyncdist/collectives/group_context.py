@@ -66,7 +66,7 @@ class GroupContext:
         return None if collective in self.forced else self.hierarchical
 
     def is_striped(self, nbytes: int) -> bool:
-        """Return whether a tensor is large enough to be cut into one part for each lane."""
+        """Return whether a message of ``nbytes`` bytes is so large that it is cut into one part for each lane."""
         return self.config.lanes > 1 and nbytes >= self.config.stripe_nbytes
 
     def is_recorded(self, nbytes: int, *, keeps_scratch: bool = False) -> bool:
@@ -113,9 +113,9 @@ def fingerprint(
     ).pack()
 
 
-def stripes(group: GroupContext, memory: Memory) -> Iterable[Memory]:
-    """Cut memory into one part per lane if it is large enough."""
-    if not group.is_striped(memory.nbytes):
+def stripes(group: GroupContext, memory: Memory, *, blocks: int = 1) -> Iterable[Memory]:
+    """Cut memory, which is sent in ``blocks`` messages, into one part per lane if these are large enough."""
+    if not group.is_striped(memory.nbytes // blocks):
         return (memory,)
     parts = TensorBlocks.split(memory, group.config.lanes)
     return [parts[lane] for lane in range(group.config.lanes)]
@@ -130,11 +130,11 @@ def segments(memory: Memory, count: int) -> Iterator[Memory]:
 def striped_blocks(
     group: GroupContext, blocks: Sequence[Memory] | TensorBlocks
 ) -> Iterable[list[Memory] | TensorBlocks]:
-    """Cut every block into one part per lane if all together are large enough.
+    """Cut every block into one part per lane if one of them is large enough.
 
     Block ``i`` of each part belongs to rank ``i``, like block ``i`` of the whole.
     """
-    if not group.is_striped(sum(blocks[rank].nbytes for rank in range(group.size))):
+    if not group.is_striped(max(blocks[rank].nbytes for rank in range(group.size))):
         return (blocks,) if isinstance(blocks, TensorBlocks) else (list(blocks),)
     return cut_each(group, blocks)
 

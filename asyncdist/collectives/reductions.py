@@ -148,14 +148,14 @@ def _all_reduce_over_links(
     """Return a function that makes the schedules of an all-reduce of ``nbytes`` bytes over links."""
     algorithm = group.choose("all_reduce", nbytes, widening=kernels.accumulator.itemsize // dtype.itemsize)
     steps = partial(_all_reduce_steps, group, kernels, algorithm, group.scratch)
-    small, whole = algorithm == "doubling", type(op) is not PremulSum and not group.is_striped(nbytes)
+    small, whole = algorithm == "doubling", type(op) is not PremulSum and not group.is_striped(nbytes // group.size)
 
     def narrow(tensor: torch.Tensor) -> Iterable[Schedule]:
         memory = flat_memory(tensor)
         if whole:
             return (performed(steps(memory)),)
         _prescale(memory, op)
-        return [performed(steps(part)) for part in stripes(group, memory)]
+        return [performed(steps(part)) for part in stripes(group, memory, blocks=group.size)]
 
     def wide(tensor: torch.Tensor) -> Iterable[Schedule]:
         memory = flat_memory(tensor)

@@ -331,10 +331,15 @@ async def _calibrate(mesh: Endpoint, config: Config, meeting: RendezvousSession,
 
 
 def _use(mesh: Endpoint, config: Config, values: profile.Values, source: str) -> None:
-    """Let the groups of a rank use measured values."""
+    """Let the groups of a rank use measured values, where no setting says otherwise."""
     mesh.model = profile.model_of(mesh.model, values, source)
     if config.lanes == 0:
-        mesh.config = mesh.config.with_(**profile.lanes_of(values))
+        # The number of lanes must be equal on all ranks, which the use of threads need not.
+        measured = profile.lanes_of(values)
+        threads = measured.pop("tcp_threads", "auto")
+        mesh.config = mesh.config.with_(
+            tcp_threads=threads if config.tcp_threads == "auto" else config.tcp_threads, **measured
+        )
 
 
 async def _answer_status(world: World, addresses: Sequence[Any]) -> World:

@@ -16,6 +16,7 @@ from asyncdist.config import Config
 from asyncdist.engine.drivers import waiting
 from asyncdist.engine.drivers.wait_policy import WaitMode
 from asyncdist.errors import TransportUnavailableError
+from asyncdist.groups.calibration.profile import FEW_LANES, MANY_LANES, MANY_LANES_WITH_THREADS, write_profile
 from asyncdist.transport import registry
 from asyncdist_transports.staged import Staged
 
@@ -52,6 +53,31 @@ def test_info_says_how_a_rank_waits_on_this_machine(monkeypatch):
     for found, text in said.items():
         monkeypatch.setattr(waiting, "mode_here", lambda seconds, found=found: found)
         assert text in " ".join(info().split())
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (
+            {},
+            "2, or 4 if the hosts find at the start that these are faster, for messages of 4 MiB and more; with threads: "
+            "where other programs compete for the cores",
+        ),
+        ({"ASYNCDIST_CALIBRATE": "0"}, "2 for messages of 4 MiB and more; with threads: where other"),
+        (
+            {"ASYNCDIST_TCP_LANES": "3", "ASYNCDIST_STRIPE_NBYTES": "1M", "ASYNCDIST_TCP_THREADS": "never"},
+            "3 for messages of 1 MiB and more; with threads: never",
+        ),
+        ({"ASYNCDIST_PROFILE": "fast"}, "4 for messages of 4 MiB and more; with threads: always"),
+    ],
+)
+def test_info_says_over_how_many_connections_a_large_message_goes(environment, said, tmp_path):
+    if "ASYNCDIST_PROFILE" in environment:
+        path = tmp_path / "profile.json"
+        values = {"alpha": 1e-5, "beta": 1e-9, "overhead": 1e-5, FEW_LANES: 1e-9}
+        write_profile(path, {**values, MANY_LANES: 0.9e-9, MANY_LANES_WITH_THREADS: 0.5e-9}, {})
+        environment = {"ASYNCDIST_PROFILE": str(path)}
+    assert f"TCP connections {said}" in " ".join(info(**environment).split())
 
 
 def test_unusable_device_back_end_has_a_reason():

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from asyncdist.engine.drivers import core_use
-from asyncdist.engine.drivers.core_use import CoreUse, _Reading
+from asyncdist.engine.drivers.core_use import CoreUse, _Ticks
 from asyncdist.transport.process_identity import pids_of_machine
 
 CORES, PIDS = frozenset({0, 1}), frozenset({7})
@@ -20,7 +20,7 @@ class Machine:
     """Two cores whose use the test sets, with a clock that it moves."""
 
     def __init__(self, monkeypatch):
-        self.now, self.reading, self.pids = 0.0, _Reading(CORES, PIDS, 0, 0, 0), PIDS
+        self.now, self.reading, self.pids = 0.0, _Ticks(CORES, PIDS, 0, 0, 0), PIDS
         monkeypatch.setattr(core_use, "monotonic", lambda: self.now)
         self.use = CoreUse(lambda: self.pids, lambda pids: self.reading)
         self.use.others_compete()
@@ -29,7 +29,7 @@ class Machine:
         """Let time pass, of which the ranks and other programs use a share in percent; return whether they compete."""
         passed = round(200 * seconds)
         self.now += seconds
-        self.reading = _Reading(
+        self.reading = _Ticks(
             cores, pids,
             self.reading.passed + passed,
             self.reading.busy + (ranks + others) * passed // 100,

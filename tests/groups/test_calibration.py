@@ -211,6 +211,17 @@ async def test_profile_of_the_lowest_rank_replaces_the_measurement(tmp_path, mon
         assert "ASYNCDIST_PROFILE" in model.source
 
 
+@pytest.mark.parametrize(("setting", "due"), [("auto", "always"), ("never", "never")])
+@pytest.mark.parametrize(("lanes", "due_lanes"), [(0, 4), (3, 3)])
+async def test_settings_precede_what_a_profile_says_about_lanes(tmp_path, setting, due, lanes, due_lanes):
+    path = tmp_path / "profile.json"
+    write_profile(path, {**VALUES, FEW_LANES: 10e-9, MANY_LANES: 6e-9, MANY_LANES_WITH_THREADS: 3e-9}, {"hosts": 2})
+    config = Config(profile=str(path), tcp_threads=setting, lanes=lanes)
+    async with world_of(2, hosts=["a", "b"], config=config) as groups:
+        used = {(group.context.config.lanes, group.context.config.tcp_threads) for group in groups}
+    assert used == {(due_lanes, setting if lanes else due)}
+
+
 def test_slow_rounds_make_schedules_with_few_rounds_win():
     near, far = Model(), model_of(Model(), {**VALUES, "beta": 1e-9}, "a test")
     assert choose("all_reduce", 1 << 20, 8, model=near) == "halving"

@@ -19,7 +19,7 @@ _OTHERS_LEFT = 0.12
 """The share of the others below which they no longer compete."""
 
 
-class _Reading(NamedTuple):
+class _Ticks(NamedTuple):
     """Ticks since the machine started: of the cores, of all programs on them, and of the processes of the ranks."""
 
     cores: frozenset[int]
@@ -38,11 +38,11 @@ class CoreUse:
     """
 
     def __init__(
-        self, pids: Callable[[], Iterable[int] | None], read: Callable[[Iterable[int]], _Reading | None] | None = None
+        self, pids: Callable[[], Iterable[int] | None], read: Callable[[Iterable[int]], _Ticks | None] | None = None
     ) -> None:
         self._pids, self._read = pids, read or _read
         self._look_at = 0.0
-        self._before: _Reading | None = None
+        self._before: _Ticks | None = None
         self.compete = False
         """Whether others competed at the last look. Any thread may ask."""
 
@@ -69,7 +69,7 @@ class CoreUse:
         self.compete = busy >= _BUSY and others >= (_OTHERS_LEFT if self.compete else _OTHERS)
 
 
-def _read(pids: Iterable[int]) -> _Reading | None:
+def _read(pids: Iterable[int]) -> _Ticks | None:
     """Read ``/proc``. Interrupts count for nobody: the kernel's network code runs in them."""
     try:
         cores = frozenset(os.sched_getaffinity(0))
@@ -88,7 +88,7 @@ def _read(pids: Iterable[int]) -> _Reading | None:
     # Not Linux, a sandbox without these files, or a process that has ended.
     except (OSError, ValueError, IndexError, AttributeError):
         return None
-    return _Reading(cores, frozenset(pids), passed, busy, ranks)
+    return _Ticks(cores, frozenset(pids), passed, busy, ranks)
 
 
 def _ticks_of(pid: int) -> int:

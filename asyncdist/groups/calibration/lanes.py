@@ -54,8 +54,8 @@ async def measure_lanes(mesh: Endpoint, pair: Sequence[int], *, beta: float, unt
     groups: dict[str, Group] = {}
     try:
         for name, settings in CANDIDATES.items():
-            # Tensors of all sizes that are measured are striped.
-            mesh.config = before.with_(stripe_nbytes=_NBYTES[0], **settings)
+            # Each tensor that is measured is striped, in two messages.
+            mesh.config = before.with_(stripe_nbytes=_NBYTES[0] // 2, **settings)
             groups[name] = Group(mesh, pair, f"calibration, {name}", _TIMEOUT)
         mesh.config = before.with_(**CANDIDATES[FEW_LANES])
         # The slower host decides for both, so that both make the same calls.

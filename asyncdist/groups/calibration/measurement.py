@@ -89,7 +89,9 @@ async def _measure_lanes(mesh: Endpoint, ranks: Sequence[int], found: Values, un
     pair = ranks[place & -2 : (place & -2) + 2]
     if len(pair) < 2 or "beta" not in found or not mesh.link(pair[1 - place % 2]).has_lanes:
         return {}
-    return await measure_lanes(mesh, pair, beta=found["beta"], until=until, threads=_has_cores(mesh))
+    return await measure_lanes(
+        mesh, pair, beta=found["beta"], until=until, threads=mesh.config.tcp_threads == "auto" and _has_cores(mesh)
+    )
 
 
 def _has_cores(mesh: Endpoint) -> bool:
