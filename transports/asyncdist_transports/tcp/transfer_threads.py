@@ -12,6 +12,7 @@ The thread touches the message only while it holds a lock, for one call that doe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import select
@@ -54,24 +55,27 @@ class Transfer:
         returned: Callable[[Transfer], None],
         stopped: Callable[[Transfer], object],
     ) -> None:
-        self.message = message
+        self.message: Outgoing | Receive | None = message
+        """None after `stop`: the thread may wait for the connection for some time, and keeps no memory alive."""
         self.error: Exception | None = None
         """What went wrong in the reduction of a piece."""
-        self._move, self._sock, self._events = move, sock, events
-        self._returned, self._stopped = returned, stopped
+        self._move: Callable[[], bool] | None = move
+        self._sock, self._events = sock, events
+        self._returned: Callable[[Transfer], None] | None = returned
+        self._stopped: Callable[[Transfer], object] | None = stopped
         self._lock = threading.Lock()
-        self._is_stopped = False
         self._pid = os.getpid()
         message.transfer = self
 
     def stop(self) -> None:
         """Return when the thread does not touch the message any more. The driver may then move the rest."""
+        message, stopped = self.message, self._stopped
         # A forked child has no such thread. It may have a copy of a lock that the thread holds in the parent.
-        if os.getpid() == self._pid:
-            with self._lock:
-                self._is_stopped = True
-        self.message.transfer = None
-        self._stopped(self)
+        with self._lock if os.getpid() == self._pid else contextlib.nullcontext():
+            self.message = self._move = self._returned = self._stopped = None
+        if message is not None and stopped is not None:
+            message.transfer = None
+            stopped(self)
 
     def run(self) -> None:
         """Move the message, in a thread."""
@@ -89,14 +93,16 @@ class Transfer:
         except Exception as error:
             self.error = error
         finally:
-            if not self._is_stopped:
-                self._returned(self)
+            with self._lock:
+                returned = self._returned
+            if returned is not None:
+                returned(self)
 
     def _move_some(self) -> bool:
         """Move bytes until the kernel takes or has no more; return whether bytes are left."""
         while True:
             with self._lock:
-                if self._is_stopped:
+                if self._move is None:
                     return False
                 try:
                     if not self._move():
