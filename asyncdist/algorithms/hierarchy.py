@@ -21,7 +21,7 @@ from functools import cached_property
 
 from asyncdist.algorithms.cost import Cost
 from asyncdist.algorithms.schedule import Action, Combine, Place, Recv, Schedule, Send, Step
-from asyncdist.algorithms.selection import Model, candidates
+from asyncdist.algorithms.selection import DEFAULT, Model, candidates
 
 # Data is cut into this many parts, unless the slices or their blocks for the hosts would be smaller than the minimum.
 _MIN_PARTS = 8
@@ -145,19 +145,24 @@ def part_count(nbytes: int, rails: int, hosts: int, segment_nbytes: int, *, redu
     return max(1, segments, min(parts, nbytes // (rails * max(_MIN_SLICE_NBYTES, blocks))))
 
 
-def rails_pay(collective: str, nbytes: int, layout: NodeLayout, model: Model) -> bool:
-    """Return whether a collective is faster with a part of the data on each rail than with all of it on the first rail.
+def travels_whole(collective: str, nbytes: int, layout: NodeLayout, model: Model) -> bool:
+    """Return whether a collective is faster with all of the data on the first rail than with a part of it on each rail.
 
-    Parts save bytes of each rail. A single rail saves the messages of all others, which the processors and the link of a
-    host share. The blocks that a rail carries in an all-gather are not contiguous. The arguments must be equal on every
-    rank.
+    Parts save the time in which a rank moves bytes. A single rail saves the messages of all others, which the processors
+    and the link of a host share. They also share the rate of the link: a byte that takes longer than one within a machine
+    takes the rest of its time on the link, whichever rail it is on. A single rail all-reduces by recursive doubling. The
+    blocks that a rail carries in an all-gather are not contiguous. The arguments must be equal on every rank.
     """
-    hosts, others = len(layout.nodes), layout.rails - 1
+    hosts, others, reduces = len(layout.nodes), layout.rails - 1, collective == "all_reduce"
+    on_link = max(0.0, model.beta - DEFAULT.beta)
 
-    def costs(nbytes: int, *, contiguous: bool) -> list[Cost]:
+    def costs(nbytes: int, *, contiguous: bool, single: bool) -> list[Cost]:
         usable = (each for each in candidates(collective) if each.applies(hosts, contiguous))
-        return [each.cost(hosts, nbytes, model) for each in usable]
+        return [
+            each.cost(hosts, nbytes, model) for each in usable if not (single and reduces) or each.name == "doubling"
+        ]
 
-    whole = min(map(model.seconds, costs(nbytes, contiguous=True)))
-    parts = costs(nbytes // layout.rails, contiguous=collective == "all_reduce")
-    return min(model.seconds(cost) + others * model.overhead * cost.messages for cost in parts) < whole
+    whole = min(map(model.seconds, costs(nbytes, contiguous=True, single=True)))
+    parts = costs(nbytes // layout.rails, contiguous=reduces, single=False)
+    shared = (others * (model.overhead * cost.messages + on_link * cost.nbytes) for cost in parts)
+    return whole <= min(model.seconds(cost) + more for cost, more in zip(parts, shared, strict=True))

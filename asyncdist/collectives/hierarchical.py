@@ -42,12 +42,12 @@ from typing import NamedTuple
 import torch
 
 from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
-from asyncdist.algorithms.hierarchy import NodeLayout, among, gather_runs, part_count, rails_pay
+from asyncdist.algorithms.hierarchy import NodeLayout, among, gather_runs, part_count, travels_whole
 from asyncdist.algorithms.schedule import Reduce, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Collective, ReduceOp
 from asyncdist.collectives.recorded import RecordedCall
-from asyncdist.engine.direct_calls import MAX_DIRECT_NBYTES
+from asyncdist.engine.direct_calls import MAX_WAITING_NBYTES
 from asyncdist.memory.bounded_cache import BoundedCache
 from asyncdist.memory.buffers import Memory, Scratch, TensorBlocks
 from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
@@ -75,7 +75,7 @@ class _SmallAllReduce(NamedTuple):
     """The prepared steps of a small all-reduce: two native calls, and the exchange of the first members."""
 
     reduce: PreparedCall | None
-    exchange: Callable[[torch.Tensor], Schedule]
+    exchange: Callable[[torch.Tensor, torch.Tensor], Schedule]
     broadcast: PreparedCall | None
 
 
@@ -95,7 +95,7 @@ class _SmallAllGather(NamedTuple):
     broadcast: PreparedCall | None
 
 
-def _nothing(memory: Memory) -> Schedule:
+def _nothing(*memories: Memory) -> Schedule:
     yield from ()
 
 
@@ -131,7 +131,7 @@ class HierarchicalCollectives:
         remembering = lru_cache(_CACHED_CALLS)
         self._choose = remembering(lambda collective, nbytes: choose(collective, nbytes, hosts, model=model))
         self._is_small = remembering(
-            lambda collective, nbytes: nbytes <= MAX_DIRECT_NBYTES and not rails_pay(collective, nbytes, layout, model)
+            lambda collective, nbytes: nbytes <= MAX_WAITING_NBYTES and travels_whole(collective, nbytes, layout, model)
         )
 
     def open(self) -> None:
@@ -188,7 +188,9 @@ class HierarchicalCollectives:
         if steps.reduce is not None:
             yield from among(members, steps.reduce(number, own.tensor))
         if self._layout.place == 0:
-            yield from steps.exchange(own.tensor)
+            scratch = self._scratch.take(own.count, own.dtype)
+            yield from steps.exchange(own.tensor, scratch.tensor)
+            self._scratch.give(scratch)
             self._store_result(own, memory, kernels)
         if steps.broadcast is not None:
             yield from among(members, steps.broadcast(number + 1, memory.tensor))
@@ -200,11 +202,10 @@ class HierarchicalCollectives:
             reduce = self._prepared(Collective.reduce, call, own, _plain(kernels), root=0)
             broadcast = self._prepared(Collective.broadcast, call, memory, root=0)
 
-        def doubling(data: Memory) -> Schedule:
-            scratch = Memory(torch.empty(data.count, dtype=data.dtype, device="cpu"))
+        def doubling(data: Memory, scratch: Memory) -> Schedule:
             return among(layout.rail(0), recursive_doubling.all_reduce(layout.node, hosts, data, scratch))
 
-        recorded = RecordedCall(doubling if layout.place == 0 else _nothing, [own.tensor])
+        recorded = RecordedCall(doubling if layout.place == 0 else _nothing, [own.tensor, own.tensor])
         return self._small_calls.add((call, own.count), _SmallAllReduce(reduce, recorded.schedule, broadcast))
 
     def _reduce_along(self, own: Memory, result: Memory, kernels: Arithmetic) -> Schedule:
