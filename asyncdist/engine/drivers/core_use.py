@@ -30,7 +30,7 @@ class _Ticks(NamedTuple):
 
 
 class CoreUse:
-    """Who uses the cores on which this process may run.
+    """The use of the cores on which this process may run.
 
     Args:
         pids: Returns the processes of the ranks on this machine, with this one; None if some are not visible.
@@ -70,7 +70,7 @@ class CoreUse:
 
 
 def _read(pids: Iterable[int]) -> _Ticks | None:
-    """Read ``/proc``. Interrupts count for nobody: the kernel's network code runs in them."""
+    """Read ``/proc``. The time of interrupts counts for no program: the kernel's network code runs in them."""
     try:
         cores = frozenset(os.sched_getaffinity(0))
         passed = busy = 0

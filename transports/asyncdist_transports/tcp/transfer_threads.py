@@ -58,7 +58,7 @@ class Transfer:
         self.message: Outgoing | Receive | None = message
         """None after `stop`: the thread may wait for the connection for some time, and keeps no memory alive."""
         self.error: Exception | None = None
-        """What went wrong in the reduction of a piece."""
+        """The error of the reduction of a piece."""
         self._move: Callable[[], bool] | None = move
         self._sock, self._events = sock, events
         self._returned: Callable[[Transfer], None] | None = returned
