@@ -118,7 +118,18 @@ def _machine(identity: Mapping[str, Any]) -> str:
 
 def _stat(pid: int) -> tuple[bytes, int]:
     """Return the state and the start time of a process."""
+    fields = _fields(pid)
+    return fields[0], int(fields[19])
+
+
+def processor_ticks(pid: int) -> int:
+    """Return the processor time of a process in ticks of the kernel. Raises OSError, IndexError and ValueError."""
+    fields = _fields(pid)
+    return int(fields[11]) + int(fields[12])
+
+
+def _fields(pid: int) -> list[bytes]:
+    """Return what the system says of a process, from its state on."""
     with open(f"/proc/{pid}/stat", "rb") as stat:
         # The name before the state may contain any character.
-        fields = stat.read().rpartition(b") ")[2].split()
-    return fields[0], int(fields[19])
+        return stat.read().rpartition(b") ")[2].split()

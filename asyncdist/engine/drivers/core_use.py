@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import NamedTuple
 
+from asyncdist.transport.process_identity import processor_ticks
+
 _LOOK_EVERY = 0.3
 """Seconds between two readings, at least."""
 _BUSY, _OTHERS = 0.8, 0.25
@@ -84,16 +86,8 @@ def _read(pids: Iterable[int]) -> _Ticks | None:
                     programs = user + nice + system + stolen
                     busy += programs
                     passed += programs + idle + waiting + interrupts + soft
-        ranks = sum(map(_ticks_of, pids))
+        ranks = sum(map(processor_ticks, pids))
     # Not Linux, a sandbox without these files, or a process that has ended.
     except (OSError, ValueError, IndexError, AttributeError):
         return None
     return _Ticks(cores, frozenset(pids), passed, busy, ranks)
-
-
-def _ticks_of(pid: int) -> int:
-    """Return the processor time of a process."""
-    with open(f"/proc/{pid}/stat", "rb") as stat:
-        # The name before the state may contain any character.
-        fields = stat.read().rpartition(b")")[2].split()
-    return int(fields[11]) + int(fields[12])
