@@ -63,6 +63,7 @@ class Proxy:
         self.delay = 0.0
         self.chunk_nbytes = 1 << 16
         self.passed_nbytes = 0
+        self._taken_nbytes = 0
         self.cut_at: float | None = None
         self.since_cut: Stopwatch | None = None
         self.target = (host, port)
@@ -227,8 +228,11 @@ class Proxy:
             await self._gate.wait()
             if to_target in self._dropped:
                 continue
-            if to_target and self._limit is not None:
-                chunk = chunk[: max(0, self._limit - self.passed_nbytes)]
+            if to_target:
+                # Counted before the bytes are sent: another connection may forward meanwhile.
+                if self._limit is not None:
+                    chunk = chunk[: max(0, self._limit - self._taken_nbytes)]
+                self._taken_nbytes += len(chunk)
             if to_target and self.passed_nbytes + len(chunk) > self._hold_limit:
                 await self._released.wait()
             await self._loop.sock_sendall(sink, chunk)
