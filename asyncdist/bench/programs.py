@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _TERMINATION = 5.0  # seconds between SIGTERM and SIGKILL
+_LAST_NBYTES = 1 << 16  # of standard error, read for the last words
 
 Program = subprocess.Popen[str]
 
@@ -22,7 +23,7 @@ class Programs:
     def __init__(self) -> None:
         self.running: list[Program] = []
         self._stack = contextlib.ExitStack()
-        self._stderr = self._stack.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115 - the stack closes it
+        self._stderr = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 - the stack closes it
         self._stack.callback(self.end)
 
     def __enter__(self) -> Programs:
@@ -40,8 +41,10 @@ class Programs:
 
     def last_words(self) -> str:
         """Return the last lines on standard error as the end of a sentence."""
-        self._stderr.seek(0)
-        lines = self._stderr.read().strip().splitlines()[-12:]
+        # The processes share the offset of the file: reading at it would move the place where they write.
+        number = self._stderr.fileno()
+        start = max(0, os.fstat(number).st_size - _LAST_NBYTES)
+        lines = os.pread(number, _LAST_NBYTES, start).decode(errors="replace").strip().splitlines()[-12:]
         return ":\n" + "\n".join(lines) if lines else ", and wrote nothing to standard error"
 
     def end(self, *programs: Program) -> None:
