@@ -184,11 +184,13 @@ class Reader:
         host: Handles control messages.
         inbox: The peer's matching queue; None to accept only control messages.
         lend: Called before the body of a large message is read, which it may lend to a thread; returns whether it has.
+        short_reads_empty: Whether a read that returns fewer bytes than wanted has emptied the stream.
     """
 
     __slots__ = (
-        "_backlog", "_blocked", "_body_left", "_header", "_header_received", "_header_view", "_host", "_inbox", "_lend",
-        "_receive", "_room", "_sock", "_taking", "arrivals", "fingerprint", "heard", "key", "nbytes", "peer", "taken",
+        "_backlog", "_header", "_header_received", "_header_view", "_host", "_inbox", "_is_empty", "_lend", "_receive",
+        "_room", "_short_reads_empty", "_sock", "_taking", "arrivals", "blocked", "body_left", "fingerprint", "heard",
+        "key", "nbytes", "peer", "taken",
     )  # fmt: skip
 
     def __init__(
@@ -198,9 +200,13 @@ class Reader:
         host: Host,
         inbox: MatchingQueue | None,
         lend: Callable[[], bool] | None = None,
+        *,
+        short_reads_empty: bool = False,
     ) -> None:
         self._sock = sock
         self._lend = lend
+        self._short_reads_empty = short_reads_empty
+        self._is_empty = False
         self.peer = peer
         self._host = host
         self._inbox = inbox
@@ -210,19 +216,16 @@ class Reader:
         self._backlog: memoryview | None = None
         self._receive: Receive | None = None
         self._room: memoryview | None = None
-        self._body_left = 0
-        self._blocked = False
+        self.body_left = 0
+        """Bytes of a body that are still to be read."""
+        self.blocked = False
+        """Whether the body of a message stays on the wire because no receive is posted for it."""
         self._taking: memoryview | None = None
         self.taken = 0
         self.arrivals: tuple[Wait, ...] = ()
         self.key, self.fingerprint, self.nbytes = b"", 0, 0
         self.heard = True
         """Whether bytes have been read, or the stream has begun, since the owner last reset this."""
-
-    @property
-    def blocked(self) -> bool:
-        """Whether the body of a message stays on the wire because no receive is posted for it."""
-        return self._blocked
 
     @property
     def backlogged(self) -> bool:
@@ -238,15 +241,15 @@ class Reader:
         """
         if self.taken:
             self.put_back()
-        budget = QUANTUM
+        budget, self._is_empty = QUANTUM, False
         try:
-            while budget > 0 and not self._blocked:
+            while budget > 0 and not self.blocked and not (self._is_empty and self._backlog is None):
                 if self._receive is not None:
-                    if self._body_left >= LENT_NBYTES and self._lend is not None and self._lend():
+                    if self.body_left >= LENT_NBYTES and self._lend is not None and self._lend():
                         break
                     budget -= self._read_body()
                     # The next large message, of the same task, would arrive before the driver has posted its receive.
-                    if not self._body_left and budget <= QUANTUM - _MOST_AHEAD_NBYTES:
+                    if not self.body_left and budget <= QUANTUM - _MOST_AHEAD_NBYTES:
                         break
                 elif ready or self._backlog is not None or (self._inbox is not None and self._inbox.posted):
                     ready = False
@@ -267,7 +270,7 @@ class Reader:
 
         Bytes of anything else go to the backlog, and an error of the stream is raised again by the next read.
         """
-        if self._receive is not None or self._backlog is not None or self._blocked or self._header_received:
+        if self._receive is not None or self._backlog is not None or self.blocked or self._header_received:
             return False
         if self.taken and self._header != header:
             self.put_back()
@@ -330,7 +333,7 @@ class Reader:
 
     def resume(self, receive: Receive) -> None:
         """Read the body of the blocked message into a receive."""
-        self._blocked = False
+        self.blocked = False
         self._start_body(receive)
 
     def _read_header(self) -> int:
@@ -340,9 +343,11 @@ class Reader:
         if expected is None:
             count = self._read_into(self._header_view[self._header_received :])
         else:
-            count = self._sock.recvmsg_into((self._header, expected.room[:_MOST_AHEAD_NBYTES]))[0]
+            room = expected.room[:_MOST_AHEAD_NBYTES]
+            count = self._sock.recvmsg_into((self._header, room))[0]
             if count == 0:
                 raise Ended("connection closed")
+            self._is_empty = self._short_reads_empty and count < HEADER_NBYTES + len(room)
         self._header_received += count
         if self._header_received >= HEADER_NBYTES:
             beyond, self._header_received = self._header_received - HEADER_NBYTES, 0
@@ -387,13 +392,13 @@ class Reader:
             self._start_body(receive)
         elif kind == DATA and self._inbox is not None:
             self.key, self.fingerprint, self.nbytes = key, fingerprint, nbytes
-            self._blocked = True
+            self.blocked = True
             self._inbox.block(self)
         return kind
 
     def _start_body(self, receive: Receive) -> None:
-        self._body_left = receive.nbytes
-        if self._body_left:
+        self.body_left = receive.nbytes
+        if self.body_left:
             self._receive, self._room = receive, receive.room
         else:
             receive.finish()
@@ -402,12 +407,12 @@ class Reader:
         receive = self._receive
         assert receive is not None
         # A thread has read the last bytes, of a large message.
-        if not self._body_left:
+        if not self.body_left:
             self._end_body(receive)
             return QUANTUM
         # The operation has ended during the transfer, so its memory belongs to the user again.
         if receive.done:
-            self._start_body(DiscardReceive(self.peer, receive.key, self._body_left))
+            self._start_body(DiscardReceive(self.peer, receive.key, self.body_left))
         assert self._room is not None
         count = self._read_into(self._room)
         self._advance_body(count)
@@ -425,7 +430,7 @@ class Reader:
         receive, room = self._receive, self._room
         assert receive is not None
         assert room is not None
-        self._body_left -= count
+        self.body_left -= count
         self._room = room[count:] if count < len(room) else receive.filled()
         return self._room is None
 
@@ -442,7 +447,9 @@ class Reader:
             room[:count] = backlog[:count]
             self._backlog = backlog[count:] if count < len(backlog) else None
             return count
-        count = self._sock.recv_into(room, min(len(room), QUANTUM))
+        wanted = min(len(room), QUANTUM)
+        count = self._sock.recv_into(room, wanted)
         if count == 0:
             raise Ended("connection closed")
+        self._is_empty = self._short_reads_empty and count < wanted
         return count

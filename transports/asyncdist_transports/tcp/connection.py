@@ -54,6 +54,8 @@ _RTO_MAX_MS = 1_000, 120_000
 _LONGEST_ANSWER = 0.09
 # Of Linux's `struct tcp_info`: the packets that are sent and not acknowledged, and the bytes acknowledged so far.
 _TCP_INFO = struct.Struct("=24xI92xQ")
+# The bytes of a large body for which a driver that sleeps wakes up.
+_WAKE_NBYTES = 128 << 10
 
 
 def purpose(host: Host) -> str:
@@ -308,6 +310,7 @@ class Inbound:
         self._reader: Reader | None = None
         # Heartbeats travel on the way back, where no message stays on the wire before them.
         self._way_back = Writer(self._sock, deque())
+        self._wake_nbytes = 1
         self._acknowledged, self._acknowledged_at = -1, 0.0
         self.closed = False
 
@@ -319,13 +322,24 @@ class Inbound:
             return WRITE if self._sock.wants_write else READ
         return 0 if self._transfer is not None or (self._reader is not None and self._reader.blocked) else READ
 
+    @property
+    def backlogged(self) -> bool:
+        """Whether bytes have left the socket and wait, so that no readiness event reports them."""
+        return self._reader is not None and self._reader.backlogged
+
     def pump(self, ready: bool) -> bool:
         """Authenticate the peer, then read; raises Ended and AsyncdistError."""
         reader = self._reader
         if self._transfer is not None:
             return False
         if reader is not None:
-            return _read_all(self._sock, reader, ready) if isinstance(self._sock, TlsSocket) else reader.read(ready)
+            if isinstance(self._sock, TlsSocket):
+                return _read_all(self._sock, reader, ready)
+            moved = reader.read(ready)
+            is_large = self._wake_nbytes > 1 or reader.body_left >= _WAKE_NBYTES
+            if moved and is_large and self._transfer is None:
+                self._wake_at(min(reader.body_left or 1, _WAKE_NBYTES))
+            return moved
         if not ready:
             return False
         try:
@@ -347,9 +361,10 @@ class Inbound:
         self.peer = rank
         self._proven(self)
         inbox = self._host.inbox(rank)
-        self._reader = Reader(self._sock, rank, self._host, inbox, self._lend)
+        plain = isinstance(self._sock, socket.socket)
+        self._reader = Reader(self._sock, rank, self._host, inbox, self._lend, short_reads_empty=plain)
         # A TLS socket holds decrypted bytes, which no readiness event reports.
-        if lane == 0 and isinstance(self._sock, socket.socket):
+        if lane == 0 and plain:
             self._reader.arrivals = ((self._sock.fileno(), READ),)
             inbox.source = self._reader
         self._way_back.open = True
@@ -360,7 +375,18 @@ class Inbound:
         """Let a thread receive the body of the message if that gains; return whether."""
         if isinstance(self._sock, socket.socket) and self._reader is not None:
             self._transfer = self._threads.receive(self._reader, self._sock, self._take_back, self._go_on)
+            if self._transfer is not None:
+                self._wake_at(1)
         return self._transfer is not None
+
+    def _wake_at(self, nbytes: int) -> None:
+        """Let the socket be ready to read when this many bytes have arrived.
+
+        A driver that sleeps while a large body arrives then wakes up for fewer, larger reads.
+        """
+        if self._wake_nbytes != nbytes and isinstance(self._sock, socket.socket) and not self.closed:
+            self._wake_nbytes = nbytes
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def _take_back(self, transfer: Transfer) -> None:
         """Let the driver receive again."""

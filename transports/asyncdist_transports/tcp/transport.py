@@ -45,6 +45,8 @@ class TcpTransport(Transport):
         super().__init__(host)
         self._listener: Listener | None = None
         self.connections: dict[int, Inbound | Outbound] = {}
+        self._inbound, self._inbound_poll = 0, select.poll()
+        """How many connections are inbound, and a poll object with all of them."""
         self._deaf_since: float | None = None
         """Since when none of the watched peers has been heard; None if one was heard at the last beat."""
         # The oldest first.
@@ -101,7 +103,10 @@ class TcpTransport(Transport):
 
     def drop(self, connection: Inbound | Outbound, *, say_goodbye: bool) -> None:
         """Close a connection and remove it."""
-        self.connections.pop(connection.fileno(), None)
+        known = self.connections.pop(connection.fileno(), None)
+        if known is not None and isinstance(connection, Inbound):
+            self._inbound -= 1
+            self._inbound_poll.unregister(connection)
         connection.close(say_goodbye=say_goodbye)
         if isinstance(connection, Inbound):
             self._end_authentication(connection)
@@ -113,11 +118,20 @@ class TcpTransport(Transport):
     def advance(self, ready: Iterable[int] | None) -> bool:
         moved = False
         if ready is None:
+            encrypted = self._dialling is not None
+            # One poll costs less than a read from each of several sockets. It does not report decrypted bytes.
+            polls = self._inbound > 1 and not encrypted
             for connection in list(self.connections.values()):
-                # The usual case of a connection without work costs no call.
-                if type(connection) is not Outbound or connection.queue or self._dialling is not None:
+                # The usual case of a connection without work costs no call of `pump`.
+                if isinstance(connection, Outbound):
+                    works = encrypted or bool(connection.queue)
+                else:
+                    works = not polls or connection.backlogged
+                if works:
                     moved = self._pump(connection, False) or moved
-            return moved
+            if not polls:
+                return moved
+            ready = [descriptor for descriptor, _ in self._inbound_poll.poll(0)]
         for descriptor in ready:
             known = self.connections.get(descriptor)
             if known is not None:
@@ -151,12 +165,15 @@ class TcpTransport(Transport):
         return {connection.peer for connection in outbound if connection.is_unanswered()}
 
     def _readable(self) -> list[int]:
-        """Return the descriptors that may have something to read. A poll does not report a heartbeat on the way back."""
+        """Return the descriptors that may have something to read.
+
+        A poll reports neither a heartbeat on the way back nor a few bytes of a large message.
+        """
         waits, poll = self.waits(), select.poll()
         for descriptor, events in waits:
             poll.register(descriptor, events)
         reported = {descriptor for descriptor, _ in poll.poll(0)}
-        return [fd for fd, _ in waits if fd in reported or type(self.connections.get(fd)) is Outbound]
+        return [fd for fd, _ in waits if fd in reported or fd in self.connections]
 
     def _beat(self, connections: list[Inbound | Outbound]) -> bool:
         """Send a heartbeat to a peer with these connections, and return whether the peer was heard.
@@ -255,6 +272,8 @@ class TcpTransport(Transport):
             prepare(sock, self.host)
             connection = Inbound(sock, self.host, self._end_authentication, self._threads, self._go_on, self._accepting)
             self.connections[connection.fileno()] = connection
+            self._inbound += 1
+            self._inbound_poll.register(connection, READ)
             self._unauthenticated[connection] = None
             until = monotonic() + self.host.config.handshake_timeout
             self.host.timers.schedule(connection, until, functools.partial(self._overdue, connection))
