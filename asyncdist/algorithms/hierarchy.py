@@ -25,7 +25,10 @@ from asyncdist.algorithms.selection import DEFAULT, Model, candidates
 
 # Data is cut into this many parts, unless the slices or their blocks for the hosts would be smaller than the minimum.
 _MIN_PARTS = 8
-_COPIED_PARTS = 2
+# The same for the parts times their blocks, one for each host.
+_MIN_BLOCKS = 16
+# Batches in which a node processes the blocks of a part. Each costs an exchange within the node.
+_MOST_BATCHES = 3
 _MIN_SLICE_NBYTES, _MIN_BLOCK_NBYTES = 256 << 10, 128 << 10
 
 
@@ -110,14 +113,14 @@ def among(members: Sequence[int], schedule: Schedule) -> Schedule:
     """Run in a group the schedule of a subset of its ranks, whose peers are indices into ``members``."""
     try:
         for step in schedule:
-            yield members[step] if isinstance(step, int) else tuple(_renamed(action, members) for action in step)
+            yield members[step] if isinstance(step, int) else tuple([_renamed(action, members) for action in step])
     # The schedule may hold resources, so it is closed now and not by the garbage collector.
     finally:
         schedule.close()
 
 
 def _renamed(action: Action, members: Sequence[int]) -> Action:
-    return action if isinstance(action, Combine) else type(action)(members[action.peer], action.place)
+    return action if isinstance(action, Combine) else action._replace(peer=members[action.peer])
 
 
 def gather_runs(place: int, size: int, runs: Sequence[Sequence[Place]]) -> Schedule:
@@ -134,13 +137,56 @@ def gather_runs(place: int, size: int, runs: Sequence[Sequence[Place]]) -> Sched
             yield step
 
 
-def part_count(nbytes: int, rails: int, hosts: int, segment_nbytes: int, *, reduces: bool = True) -> int:
+@dataclass(slots=True)
+class RingProgress:
+    """How far the two halves of a part have come, each for the other: see `batches`.
+
+    Attributes:
+        ready: Blocks that the node has made ready for the ring.
+        arrived: Blocks that the ring has completed.
+    """
+
+    ready: int
+    arrived: int
+
+
+def batches(blocks: Sequence[int], *, smallest: int, growing: bool = False) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield consecutive blocks in batches, each with the number of blocks up to its end.
+
+    A node processes a batch while its link moves the blocks of another one. The link is the slower one. So each batch has
+    half of the blocks that are left, and only the last one, of ``smallest`` blocks or a quarter, overlaps with nothing. With
+    ``growing`` the sizes are reversed, for a node that is ahead of its link.
+    """
+    sizes: list[int] = []
+    left = len(blocks)
+    while left > smallest and len(sizes) < _MOST_BATCHES - 1:
+        sizes.append((left + 1) // 2)
+        left //= 2
+    sizes.append(left)
+    end = 0
+    for size in reversed(sizes) if growing else sizes:
+        yield end + size, blocks[end : end + size]
+        end += size
+
+
+def contiguous(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Return blocks as ranges ``(first, last + 1)``, in their order. Each block is the one before its predecessor, or last."""
+    ranges: list[tuple[int, int]] = []
+    for block in blocks:
+        if ranges and ranges[-1][0] == block + 1:
+            ranges[-1] = block, ranges[-1][1]
+        else:
+            ranges.append((block, block + 1))
+    return ranges
+
+
+def part_count(nbytes: int, rails: int, hosts: int, segment_nbytes: int, *, overlaps: bool = False) -> int:
     """Return the number of parts of the data on the rails, so that the links are busy while nodes reduce or copy.
 
     A slice travels in blocks, one for each host, and each message has a cost of its own. Between many hosts the parts are
-    therefore larger. Where nodes only copy, which takes less time than the links, fewer parts are enough.
+    therefore larger. Where the blocks of a part overlap with each other, too, fewer parts are enough.
     """
-    blocks, parts = hosts * _MIN_BLOCK_NBYTES, _MIN_PARTS if reduces else _COPIED_PARTS
+    blocks, parts = hosts * _MIN_BLOCK_NBYTES, max(2, _MIN_BLOCKS // hosts) if overlaps else _MIN_PARTS
     segments = -(-nbytes // (rails * max(1, segment_nbytes, 2 * blocks))) // (_MIN_PARTS // parts)
     return max(1, segments, min(parts, nbytes // (rails * max(_MIN_SLICE_NBYTES, blocks))))
 

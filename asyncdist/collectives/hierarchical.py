@@ -22,12 +22,19 @@ the node, in whatever order parts complete. A call therefore reserves the number
 and members make calls in the same order. Its operation may start later, in another thread. A part has consecutive
 numbers, and later parts have higher numbers.
 
+**Two halves.** A large part of an all-reduce or all-gather has two generators, which run at the same time: the ring of
+the rail, and the native collectives, each of which takes a batch of the blocks (`asyncdist.algorithms.hierarchy.batches`).
+So the node reduces the next blocks and copies the last ones while the link moves others. A half that waits for the other
+one yields its own rank.
+
 **No deadlock.** The n-th native collective may wait until all members have completed earlier ones, because slots are
 reused in turn. Numbers may be reserved for a part that has not begun. Call the part with the lower numbers the earlier
-one, and consider the earliest part that is incomplete on some rank. It has begun on every rank that has issued it: parts
-begin in order, and only incomplete parts fill the window of an operation, none of which is earlier. All earlier parts,
-for which its native collectives may wait, are complete on every rank. Every rank executes the native collectives and
-messages of one part in the same order, so the part never waits for a later step of itself. The part therefore
+one, and consider the earliest part that is incomplete on some rank. It has begun on every rank that has issued it, with
+both halves: halves begin in order, and only incomplete ones fill the window of an operation, none of which is earlier. All
+earlier parts, for which its native collectives may wait, are complete on every rank. Every rank executes the native
+collectives of one part in the same order, and its messages, too. The native collectives that reduce blocks for the ring wait
+for nothing else. A step of the ring waits for them and for earlier steps of the ring. A native collective that copies
+blocks waits for earlier native ones and for steps of the ring. So the part never waits for a later step of itself, and
 completes. By induction all parts complete.
 """
 
@@ -42,16 +49,26 @@ from typing import NamedTuple
 import torch
 
 from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
-from asyncdist.algorithms.hierarchy import NodeLayout, among, gather_runs, part_count, travels_whole
+from asyncdist.algorithms.hierarchy import (
+    NodeLayout,
+    RingProgress,
+    among,
+    batches,
+    contiguous,
+    gather_runs,
+    part_count,
+    travels_whole,
+)
 from asyncdist.algorithms.schedule import Reduce, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Collective, ReduceOp
+from asyncdist.collectives.node import NodeCollectives, plain
 from asyncdist.collectives.recorded import RecordedCall
 from asyncdist.engine.direct_calls import MAX_WAITING_NBYTES
 from asyncdist.memory.bounded_cache import BoundedCache
 from asyncdist.memory.buffers import Memory, Scratch, TensorBlocks
 from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
-from asyncdist.transport.native import CallSignature, Native, PreparedCall
+from asyncdist.transport.native import Native, PreparedCall
 
 _CACHED_CALLS = 512
 
@@ -116,10 +133,9 @@ class HierarchicalCollectives:
 
     def __init__(self, layout: NodeLayout, native: Native | None, model: Model, scratch: Scratch) -> None:
         self._layout = layout
-        self._native = native
+        self._node = NodeCollectives(layout, native)
         self._model = model
         self._scratch = scratch
-        self._calls: BoundedCache[CallSignature, PreparedCall] = BoundedCache(_CACHED_CALLS)
         self._last_number = 0
         self._reserving = threading.Lock()
         self._size = sum(len(members) for members in layout.nodes)
@@ -128,6 +144,8 @@ class HierarchicalCollectives:
         self._small_calls: BoundedCache[tuple[int, int], _SmallAllReduce] = BoundedCache(_CACHED_CALLS)
         self._small_gathers: BoundedCache[tuple[int, int], _SmallAllGather | None] = BoundedCache(_CACHED_CALLS)
         self._order = [rank for members in layout.nodes for rank in members]
+        self._ring_order = [(layout.node - 1 - passed) % hosts for passed in range(hosts)]
+        """The nodes in the order in which a ring of nodes needs their blocks, and in which it delivers them."""
         remembering = lru_cache(_CACHED_CALLS)
         self._choose = remembering(lambda collective, nbytes: choose(collective, nbytes, hosts, model=model))
         self._is_small = remembering(
@@ -136,13 +154,11 @@ class HierarchicalCollectives:
 
     def open(self) -> None:
         """Make the native collectives of this rank available to the members of its node."""
-        if self._native is not None:
-            self._native.open()
+        self._node.open()
 
     def close(self) -> None:
         """Release the resources of the native collectives."""
-        if self._native is not None:
-            self._native.close()
+        self._node.close()
 
     def _numbered(self, parts: Iterable[tuple[int, Part]]) -> Iterator[Schedule]:
         """Reserve the numbers of all parts, each of which comes with its count of native collectives; return schedules."""
@@ -152,9 +168,9 @@ class HierarchicalCollectives:
             self._last_number += sum(natives for natives, _ in counted)
         return _begun(counted, first)
 
-    def _cut(self, nbytes: int, *, reduces: bool = True) -> int:
+    def _cut(self, nbytes: int, *, overlaps: bool = False) -> int:
         segment_nbytes = self._model.segment_nbytes
-        return part_count(nbytes, self._layout.rails, self._hosts, segment_nbytes, reduces=reduces)
+        return part_count(nbytes, self._layout.rails, self._hosts, segment_nbytes, overlaps=overlaps)
 
     # -- reducing ------------------------------------------------------------------------------
 
@@ -166,21 +182,75 @@ class HierarchicalCollectives:
                 if self._is_small("all_reduce", memory.nbytes):
                     yield 2, partial(self._all_reduce_small, call, memory, kernels)
                     continue
-                blocks = TensorBlocks.split(memory, self._cut(memory.nbytes))
+                blocks = TensorBlocks.split(memory, self._cut(memory.nbytes, overlaps=True))
                 for part in range(len(blocks)):
-                    yield 2, partial(self._all_reduce_slices, call, blocks[part], kernels)
+                    if len(blocks) > 1:
+                        yield from self._all_reduce_ring(call, blocks[part], kernels)
+                    else:
+                        yield 2, partial(self._all_reduce_slices, call, blocks[part], kernels)
 
         return self._numbered(parts())
 
     def _all_reduce_slices(self, call: int, memory: Memory, kernels: Arithmetic, number: int) -> Schedule:
         layout = self._layout
-        narrow, wide = self._slices(memory), self._slices(self._widened(memory, kernels))
+        narrow, wide = self._node.slices(memory), self._node.slices(self._widened(memory, kernels))
         own, result = wide[layout.place], narrow[layout.place]
-        yield from self._reduce_scatter(number, call, wide, own, kernels)
+        yield from self._node.reduce_scatter(number, call, wide, own, kernels)
         if layout.carries:
             rail = self._reduce_along(own, result if kernels.widens else own, kernels)
             yield from among(layout.rail(layout.place), rail)
-        yield from self._all_gather(number + 1, call, [narrow])
+        yield from self._node.all_gather(number + 1, call, [narrow])
+
+    def _all_reduce_ring(self, call: int, memory: Memory, kernels: Arithmetic) -> Iterator[tuple[int, Part]]:
+        """Yield the two halves of a part whose slices travel around the ring of each rail, block by block.
+
+        One half reduces blocks within the node before the ring needs them, and gathers those that are complete. The other
+        half is the ring.
+        """
+        layout, hosts, order = self._layout, self._hosts, self._ring_order
+        progress = RingProgress(ready=0, arrived=0 if layout.carries else hosts)
+        reduced = [(end, contiguous(blocks)) for end, blocks in batches(order, smallest=2, growing=True)]
+        # The ring completes this node's own block first.
+        complete = [(end, blocks) for end, blocks in batches(order[-1:] + order[:-1], smallest=1)]
+        wide: list[Memory] = []
+
+        def within_node(number: int) -> Schedule:
+            narrow = self._node.slices(memory)
+            wide[:] = self._node.slices(self._widened(memory, kernels))
+            cut = [TensorBlocks.split(piece, hosts) for piece in wide]
+            for end, ranges in reduced:
+                for low, high in ranges:
+                    inputs = [blocks[low:high] for blocks in cut]
+                    yield from self._node.reduce_scatter(number, call, inputs, inputs[layout.place], kernels)
+                    number += 1
+                progress.ready = end
+            cut = [TensorBlocks.split(piece, hosts) for piece in narrow]
+            for end, blocks in complete:
+                while progress.arrived < end:
+                    yield layout.rank
+                yield from self._node.all_gather(number, call, [[each[block] for each in cut] for block in blocks])
+                number += 1
+
+        def along_rail(number: int) -> Schedule:
+            while not progress.ready:
+                yield layout.rank
+            own, result = wide[layout.place], self._node.slices(memory)[layout.place]
+            blocks = TensorBlocks.split(own, hosts)
+            results = TensorBlocks.split(result, hosts) if kernels.widens else blocks
+            rail = layout.rail(layout.place)
+            for passed, step in enumerate(among(rail, ring.reduce_scatter(layout.node, hosts, blocks))):
+                while progress.ready < passed + 2:
+                    yield layout.rank
+                yield step
+            self._store_result(blocks[layout.node], results[layout.node], kernels)
+            progress.arrived = 1
+            for step in among(rail, ring.all_gather(layout.node, hosts, results)):
+                yield step
+                progress.arrived += 1
+
+        yield sum(len(ranges) for _, ranges in reduced) + len(complete), within_node
+        if layout.carries:
+            yield 0, along_rail
 
     def _all_reduce_small(self, call: int, memory: Memory, kernels: Arithmetic, number: int) -> Schedule:
         own, members = self._widened(memory, kernels), self._layout.members
@@ -198,9 +268,9 @@ class HierarchicalCollectives:
     def _prepare_small(self, call: int, own: Memory, memory: Memory, kernels: Arithmetic) -> _SmallAllReduce:
         layout, hosts = self._layout, self._hosts
         reduce = broadcast = None
-        if self._native is not None:
-            reduce = self._prepared(Collective.reduce, call, own, _plain(kernels), root=0)
-            broadcast = self._prepared(Collective.broadcast, call, memory, root=0)
+        if not self._node.is_alone:
+            reduce = self._node.prepared(Collective.reduce, call, own, plain(kernels), root=0)
+            broadcast = self._node.prepared(Collective.broadcast, call, memory, root=0)
 
         def doubling(data: Memory, scratch: Memory) -> Schedule:
             return among(layout.rail(0), recursive_doubling.all_reduce(layout.node, hosts, data, scratch))
@@ -246,9 +316,9 @@ class HierarchicalCollectives:
             own = piece
             if kernels.widens or (layout.rank == leader and not at_root):
                 own = Memory(piece.tensor.to(kernels.accumulator, copy=True))
-            if self._native is not None:
+            if not self._node.is_alone:
                 place = layout.members.index(leader)
-                run = self._prepared(Collective.reduce, call, own, _plain(kernels), root=place)
+                run = self._node.prepared(Collective.reduce, call, own, plain(kernels), root=place)
                 yield from among(layout.members, run(number, own.tensor))
             if layout.rank == leader:
                 yield from among(leaders, tree.reduce(layout.node, self._hosts, leaders.index(root), own))
@@ -270,7 +340,9 @@ class HierarchicalCollectives:
             wanted = [self._widened(blocks[which], kernels) for blocks in cut]
             result = owns[which]
             total = self._scratch.take(result.count, kernels.accumulator) if kernels.widens else result
-            yield from self._reduce_scatter(number, call, [wanted[rank] for rank in layout.members], total, kernels)
+            yield from self._node.reduce_scatter(
+                number, call, [wanted[rank] for rank in layout.members], total, kernels
+            )
             yield from self._give_partial_sums(number + 1, call, wanted, total, kernels)
             self._store_result(total, result, kernels)
             if kernels.widens:
@@ -287,17 +359,17 @@ class HierarchicalCollectives:
             there, back = (layout.node + distance) % self._hosts, (layout.node - distance) % self._hosts
             sends: list[Send] = []
             for turn in layout.turns(there):
-                blocks = self._on_rails([wanted[rank] for rank in turn])
+                blocks = self._node.on_rails([wanted[rank] for rank in turn])
                 out = blocks[layout.place]
                 # Without a block of its own, `out` is an empty view of an input, whose version must not change.
-                if self._native is not None:
+                if not self._node.is_alone:
                     out = self._scratch.take(out.count, out.dtype)
                 if layout.place < len(turn):
                     sends.append(Send(turn[layout.place], out))
-                yield from self._reduce_scatter(number, call, blocks, out, kernels)
+                yield from self._node.reduce_scatter(number, call, blocks, out, kernels)
                 number += 1
             yield (*sends, Reduce(layout.rail_leader(back, layout.rank), total))
-            if self._native is not None:
+            if not self._node.is_alone:
                 for send in sends:
                     self._scratch.give(send.place)
 
@@ -307,14 +379,13 @@ class HierarchicalCollectives:
         """Copy, for each row, each rank's ``row[rank]`` to all ranks. ``equal``: one row of equal blocks."""
         if equal and (small := self._small_gather(rows[0], call)) is not None:
             return self._numbered([(2, partial(self._gather_small_row, small, rows[0]))])
-        natives = 1 if len(self._layout.members) == self._layout.rails else 2
 
         def parts() -> Iterator[tuple[int, Part]]:
             for row in rows:
-                count = self._cut(sum(row[rank].nbytes for rank in range(self._size)), reduces=False)
+                count = self._cut(sum(row[rank].nbytes for rank in range(self._size)), overlaps=True)
                 cut = [TensorBlocks.split(row[rank], count) for rank in range(self._size)]
                 for which in range(count):
-                    yield natives, partial(self._gather_row, call, [blocks[which] for blocks in cut])
+                    yield from self._gather_row(call, [blocks[which] for blocks in cut])
 
         return self._numbered(parts())
 
@@ -339,9 +410,9 @@ class HierarchicalCollectives:
 
         whole = torch.empty(bounds[-1], dtype=own.dtype, device="cpu")
         gather = broadcast = None
-        if self._native is not None:
-            gather = self._prepared(Collective.gather, call, own, root=0)
-            broadcast = self._prepared(Collective.broadcast, call, Memory(whole), root=0)
+        if not self._node.is_alone:
+            gather = self._node.prepared(Collective.gather, call, own, root=0)
+            broadcast = self._node.prepared(Collective.broadcast, call, Memory(whole), root=0)
         recorded = RecordedCall(exchange if layout.place == 0 else _nothing, [whole])
         within = slice(bounds[layout.node], bounds[layout.node + 1])
         return _SmallAllGather(gather, within, recorded.schedule, broadcast)
@@ -363,29 +434,47 @@ class HierarchicalCollectives:
             row[rank].tensor.copy_(block)
         self._scratch.give(whole)
 
-    def _gather_row(self, call: int, row: Sequence[Memory], number: int) -> Schedule:
-        layout = self._layout
+    def _gather_row(self, call: int, row: Sequence[Memory]) -> Iterator[tuple[int, Part]]:
+        """Yield the two halves of a part of an all-gather: one copies blocks within the node as they arrive, the other
+        passes them along the rail."""
+        layout, order = self._layout, self._ring_order[:-1]
         all_carry = len(layout.members) == layout.rails
-        own_row = [row[rank] for rank in layout.members]
-        # Members outside the rails pass their blocks to the members on rails.
-        if not all_carry:
-            yield from self._all_gather(number, call, [own_row])
-            number += 1
-        if layout.carries:
+        progress = RingProgress(ready=int(all_carry), arrived=0 if layout.carries else len(order))
+        arriving = list(batches(order, smallest=1))
+
+        def within_node(number: int) -> Schedule:
+            rows: list[Sequence[Memory]] = [[row[rank] for rank in layout.members]]
+            # Members outside the rails pass their blocks to the members on rails.
+            if not all_carry:
+                yield from self._node.all_gather(number, call, rows)
+                rows, number = [], number + 1
+                progress.ready = 1
+            for end, nodes in arriving:
+                rows += [
+                    self._node.on_rails([row[rank] for rank in turn]) for node in nodes for turn in layout.turns(node)
+                ]
+                while progress.arrived < end:
+                    yield layout.rank
+                yield from self._node.all_gather(number, call, rows)
+                rows, number = [], number + 1
+
+        def along_rail(number: int) -> Schedule:
+            while not progress.ready:
+                yield layout.rank
             rail = layout.rail(layout.place)
             runs = [[row[rank] for rank in layout.carried(node, layout.place)] for node in range(self._hosts)]
             nbytes, single = sum(block.nbytes for run in runs for block in run), all(len(run) == 1 for run in runs)
             if single and self._choose("all_gather", nbytes) == "direct":
                 yield from among(rail, pairwise.all_gather(layout.node, self._hosts, [run[0] for run in runs]))
             else:
-                yield from among(rail, gather_runs(layout.node, self._hosts, runs))
-        rows = [
-            self._on_rails([row[rank] for rank in turn])
-            for node in range(self._hosts)
-            if node != layout.node
-            for turn in layout.turns(node)
-        ]
-        yield from self._all_gather(number, call, [own_row, *rows] if all_carry else rows)
+                for step in among(rail, gather_runs(layout.node, self._hosts, runs)):
+                    yield step
+                    progress.arrived += 1
+            progress.arrived = len(order)
+
+        yield len(arriving) + (not all_carry), within_node
+        if layout.carries:
+            yield 0, along_rail
 
     def broadcast(self, memory: Memory, root: int, call: int) -> Iterator[Schedule]:
         """Copy the root's memory to all ranks."""
@@ -396,16 +485,16 @@ class HierarchicalCollectives:
         along = tree.broadcast if chosen == "tree" else tree.chain_broadcast
 
         def part(piece: Memory, number: int) -> Schedule:
-            slices = self._slices(piece)
-            if layout.node == root_node and self._native is not None:
+            slices = self._node.slices(piece)
+            if layout.node == root_node and not self._node.is_alone:
                 place = layout.members.index(root)
-                run = self._prepared(Collective.broadcast, call, piece, root=place)
+                run = self._node.prepared(Collective.broadcast, call, piece, root=place)
                 yield from among(layout.members, run(number, piece.tensor))
             if layout.carries:
                 rail = along(layout.node, self._hosts, root_node, slices[layout.place])
                 yield from among(layout.rail(layout.place), rail)
             if layout.node != root_node:
-                yield from self._all_gather(number, call, [slices])
+                yield from self._node.all_gather(number, call, [slices])
 
         blocks = TensorBlocks.split(memory, self._cut(memory.nbytes))
         return self._numbered((1, partial(part, blocks[place])) for place in range(len(blocks)))
@@ -414,56 +503,6 @@ class HierarchicalCollectives:
         """Yield the single part of a barrier: an all-reduce with `BARRIER_KERNELS`."""
         anything = Memory(torch.zeros(1, dtype=torch.uint8, device="cpu"))
         return self.all_reduce([anything], BARRIER_KERNELS, call)
-
-    # -- inside a node ------------------------------------------------------------------------
-
-    def _prepared(
-        self,
-        collective: Collective,
-        call: int,
-        memory: Memory,
-        kernels: Arithmetic | None = None,
-        *,
-        root: int = -1,
-        sizes: tuple[int, ...] = (),
-    ) -> PreparedCall:
-        """Return the prepared native call for one tensor, or for one block of it on each member."""
-        assert self._native is not None
-        signature = CallSignature(collective, call, memory.dtype, (memory.count,), kernels, root, sizes)
-        return self._calls.get(signature) or self._calls.add(signature, self._native.prepare(signature))
-
-    def _reduce_scatter(
-        self, number: int, call: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic
-    ) -> Schedule:
-        if self._native is not None:
-            run = self._prepared(Collective.reduce_scatter, call, own, _plain(kernels), sizes=_sizes(inputs))
-            schedule = run(number, own.tensor, [block.tensor for block in inputs])
-            yield from among(self._layout.members, schedule)
-        elif own is not inputs[0]:
-            own.tensor.copy_(inputs[0].tensor)
-
-    def _all_gather(self, number: int, call: int, rows: Sequence[Sequence[Memory]]) -> Schedule:
-        if self._native is None:
-            return
-        owns = [row[self._layout.place] for row in rows]
-        lists = [[block.tensor for block in row] for row in rows]
-        if len(rows) == 1:
-            run = self._prepared(Collective.all_gather, call, owns[0], sizes=_sizes(rows[0]))
-            schedule = run(number, lists[0], owns[0].tensor)
-        else:
-            sizes = tuple(block.count for row in rows for block in row)
-            run = self._prepared(Collective.all_gather_coalesced, call, owns[0], sizes=sizes)
-            schedule = run(number, lists, [own.tensor for own in owns])
-        yield from among(self._layout.members, schedule)
-
-    def _slices(self, memory: Memory) -> list[Memory]:
-        """Cut memory into one slice per rail, and an empty slice for each member of the node outside the rails."""
-        blocks = TensorBlocks.split(memory, self._layout.rails)
-        return self._on_rails([blocks[rail] for rail in range(self._layout.rails)])
-
-    def _on_rails(self, blocks: list[Memory]) -> list[Memory]:
-        """Return one block per member of the node: the given blocks, then empty ones."""
-        return blocks + [blocks[0].slice(0, 0)] * (len(self._layout.members) - len(blocks))
 
     def _widened(self, memory: Memory, kernels: Arithmetic) -> Memory:
         return Memory(memory.tensor.to(kernels.accumulator)) if kernels.widens else memory
@@ -474,14 +513,3 @@ def _begun(parts: Iterable[tuple[int, Part]], number: int) -> Iterator[Schedule]
     for natives, part in parts:
         yield part(number)
         number += natives
-
-
-def _sizes(blocks: Sequence[Memory]) -> tuple[int, ...]:
-    """Return the element counts of blocks; an empty tuple if all are equal."""
-    counts = tuple(block.count for block in blocks)
-    return () if len(set(counts)) == 1 else counts
-
-
-def _plain(kernels: Arithmetic) -> Arithmetic:
-    """Return the arithmetic of partial results, in the dtype of the accumulator and without division."""
-    return kernels._replace(widens=False, averages=False)

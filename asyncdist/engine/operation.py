@@ -251,8 +251,12 @@ def senders(operation: Operation) -> set[int]:
 
 def awaited(operation: Operation) -> list[int]:
     """Return the world ranks that an operation waits for; -1 stands for any rank."""
-    absent = {task.awaits for task in operation.tasks if task.awaits is not None}
-    return sorted(senders(operation) | absent | _pending(operation, Outgoing))
+    return sorted(senders(operation) | _absent(operation) | _pending(operation, Outgoing))
+
+
+def _absent(operation: Operation) -> set[int]:
+    """Return the ranks for which native schedules wait. A schedule that waits for another one yields its own rank."""
+    return {task.awaits for task in operation.tasks if task.awaits is not None} - {operation.channel.world_rank}
 
 
 def done_nbytes(operation: Operation) -> int | None:
@@ -268,8 +272,7 @@ def done_nbytes(operation: Operation) -> int | None:
 
 def waiting_for(operation: Operation) -> tuple[str, list[int]]:
     """Return a description of the ranks that an operation waits for, and their world ranks."""
-    absent = {task.awaits for task in operation.tasks if task.awaits is not None}
-    sources = sorted(senders(operation) | absent)
+    sources = sorted(senders(operation) | _absent(operation))
     receivers = sorted(_pending(operation, Outgoing))
     words = []
     if sources == [-1]:

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 import asyncdist
-from asyncdist.algorithms.hierarchy import gather_runs, layout, part_count, travels_whole
+from asyncdist.algorithms import hierarchy
+from asyncdist.algorithms.hierarchy import batches, contiguous, gather_runs, layout, part_count, travels_whole
 from asyncdist.algorithms.schedule import Recv, Send
 from asyncdist.algorithms.selection import DEFAULT, Model
 from asyncdist.base.ops import PremulSum, ReduceOp
 from asyncdist.collectives.hierarchical import HierarchicalCollectives
+from asyncdist.collectives.node import NodeCollectives
 from asyncdist.config import Config
 from asyncdist.errors import GroupError, MismatchError, PeerLostError
 from asyncdist.groups.group import Group
@@ -46,6 +48,13 @@ typical_layouts = pytest.mark.parametrize("hosts", ["aabb", "baabb", "aab"], ids
 def _without_inproc(monkeypatch):
     """Let the ranks, which are in one process, choose between shared memory and TCP only."""
     monkeypatch.setattr(registry, "names", lambda: ["shm", "tcp"])
+
+
+@pytest.fixture
+def many_parts(monkeypatch):
+    """Let tensors of some kilobytes travel in several parts."""
+    monkeypatch.setattr(hierarchy, "_MIN_SLICE_NBYTES", 4096)
+    monkeypatch.setattr(hierarchy, "_MIN_BLOCK_NBYTES", 1024)
 
 
 def world(hosts, **how):
@@ -116,8 +125,24 @@ def test_part_count():
     # Eight hosts: a part has a block for each of them.
     assert part_count(4 << 20, 2, 8, 1 << 20) == 2
     assert part_count(100 << 20, 2, 8, 1 << 20) == 25
-    # Nodes that only copy need fewer.
-    assert [part_count(size << 20, 2, 8, 1 << 20, reduces=False) for size in (1, 4, 25, 100)] == [1, 2, 2, 6]
+    # The blocks of a part overlap.
+    assert [part_count(size << 20, 2, 8, 1 << 20, overlaps=True) for size in (1, 4, 25, 100)] == [1, 2, 2, 6]
+    assert [part_count(25 << 20, 2, hosts, 1 << 20, overlaps=True) for hosts in (2, 4, 8, 32)] == [13, 6, 2, 2]
+
+
+def test_batches_overlap_with_each_other():
+    assert list(batches("abcdefg", smallest=1)) == [(4, "abcd"), (6, "ef"), (7, "g")]
+    assert list(batches("abcdefgh", smallest=2, growing=True)) == [(2, "ab"), (4, "cd"), (8, "efgh")]
+    assert list(batches("abc", smallest=1)) == [(2, "ab"), (3, "c")]
+    assert list(batches("ab", smallest=2, growing=True)) == [(2, "ab")]
+    assert list(batches("a", smallest=1)) == [(1, "a")]
+    assert [size for size, _ in batches(range(64), smallest=1)] == [32, 48, 64]
+
+
+def test_contiguous_blocks_are_one_range():
+    assert contiguous([6, 5, 4]) == [(4, 7)]
+    assert contiguous([1, 0, 7, 6]) == [(0, 2), (6, 8)]
+    assert contiguous([3]) == [(3, 4)]
 
 
 def test_only_small_tensors_travel_whole_on_the_first_rail():
@@ -192,17 +217,47 @@ SMALL_SEGMENTS = Config(segment_nbytes=10_000)
     ],
     ids=lambda value: f"{value.lanes} lanes" if isinstance(value, Config) else str(getattr(value, "name", value)),
 )
+@pytest.mark.usefixtures("many_parts")
 async def test_reductions_in_several_parts(hosts, config, dtype, op):
     async with world(hosts, config=config) as groups:
         for count in (3, 20_011):
             await run(groups, reducing(len(hosts), count, dtype, op))
 
 
-@pytest.mark.exhaustive
-@typical_layouts
+@every_layout
+@pytest.mark.usefixtures("many_parts")
 async def test_large_tensors_in_several_parts(hosts):
     async with world(hosts, config=Config(segment_nbytes=20_000)) as groups:
         await run(groups, collective_cases(len(hosts), 30_001, torch.float32))
+
+
+@every_layout
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("many_parts")
+async def test_sums_and_averages_in_several_parts(hosts, dtype):
+    async with world(hosts, config=SMALL_SEGMENTS) as groups:
+        for op in (ReduceOp.SUM, ReduceOp.AVG):
+            await run(groups, reducing(len(hosts), 40_013, dtype, op))
+
+
+@pytest.mark.usefixtures("many_parts")
+async def test_nodes_copy_blocks_while_others_travel(monkeypatch):
+    """Of a part with blocks of four hosts, three arrive: the node copies two of them before the last one has come."""
+    copied, plain = [], NodeCollectives.all_gather
+
+    def all_gather(self, number, call, rows):
+        copied.append(len(rows))
+        return plain(self, number, call, rows)
+
+    monkeypatch.setattr(NodeCollectives, "all_gather", all_gather)
+    async with world("abcdabcd") as groups:
+        rows = [torch.zeros(8 * 65_536) for _ in groups]
+        works = [group.all_gather_single(row, torch.ones(65_536)) for group, row in zip(groups, rows, strict=True)]
+        await asyncio.gather(*works)
+        assert all(row.eq(1).all() for row in rows)
+    # The first batch also has the blocks of this rank's own node.
+    assert len(copied) % (2 * len(groups)) == 0
+    assert sorted(set(copied)) == [1, 3]
 
 
 @pytest.mark.exhaustive
@@ -235,7 +290,8 @@ async def test_small_call_after_a_large_one_that_has_not_started():
         assert all(tensor.eq(3).all() for tensor in (*large, *small))
 
 
-@typical_layouts
+@every_layout
+@pytest.mark.usefixtures("many_parts")
 async def test_every_rank_gets_the_same_bits(hosts):
     """The bits of these sums depend on the order of the additions."""
     async with world(hosts, config=Config(segment_nbytes=50_000)) as groups:
@@ -259,6 +315,7 @@ async def test_narrow_floats_are_rounded_once(hosts, count):
 
 
 @typical_layouts
+@pytest.mark.usefixtures("many_parts")
 async def test_registered_tensors(hosts):
     """The members of a node read and write them in place while a rail carries other parts of them."""
     async with world(hosts, config=Config(segment_nbytes=200_000)) as groups:
@@ -392,6 +449,7 @@ async def test_bytes_between_hosts_fall_by_the_number_of_ranks_a_host(hosts, sen
 
 
 @pytest.mark.parametrize("lost", range(5))
+@pytest.mark.usefixtures("many_parts")
 async def test_every_rank_names_a_lost_rank(lost):
     async with world("aabbb") as groups:
         left = [group for group in groups if group.rank() != lost]
