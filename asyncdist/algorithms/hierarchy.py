@@ -153,8 +153,8 @@ class RingProgress:
 def batches(blocks: Sequence[int], *, smallest: int, growing: bool = False) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield consecutive blocks in batches, each with the number of blocks up to its end.
 
-    A node processes a batch while its link moves the blocks of another one. The link is the slower one. So each batch has
-    half of the blocks that are left, and only the last one, of ``smallest`` blocks or a quarter, overlaps with nothing. With
+    A node processes a batch while its link, which is slower, moves the blocks of another one. So each batch has half of the
+    blocks that are left, and only the last one, of ``smallest`` blocks or a quarter, overlaps with nothing. With
     ``growing`` the sizes are reversed, for a node that is ahead of its link.
     """
     sizes: list[int] = []
@@ -170,7 +170,7 @@ def batches(blocks: Sequence[int], *, smallest: int, growing: bool = False) -> I
 
 
 def contiguous(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Return blocks as ranges ``(first, last + 1)``, in their order. Each block is the one before its predecessor, or last."""
+    """Return blocks that a ring needs in turn, each the one below the block before it, as ranges ``(first, last + 1)``."""
     ranges: list[tuple[int, int]] = []
     for block in blocks:
         if ranges and ranges[-1][0] == block + 1:

@@ -30,12 +30,12 @@ one yields its own rank.
 **No deadlock.** The n-th native collective may wait until all members have completed earlier ones, because slots are
 reused in turn. Numbers may be reserved for a part that has not begun. Call the part with the lower numbers the earlier
 one, and consider the earliest part that is incomplete on some rank. It has begun on every rank that has issued it, with
-both halves: halves begin in order, and only incomplete ones fill the window of an operation, none of which is earlier. All
-earlier parts, for which its native collectives may wait, are complete on every rank. Every rank executes the native
-collectives of one part in the same order, and its messages, too. The native collectives that reduce blocks for the ring wait
-for nothing else. A step of the ring waits for them and for earlier steps of the ring. A native collective that copies
-blocks waits for earlier native ones and for steps of the ring. So the part never waits for a later step of itself, and
-completes. By induction all parts complete.
+both halves: halves begin in order, and only incomplete ones fill the window of an operation, none of which is earlier.
+All earlier parts, for which its native collectives may wait, are complete on every rank. Every rank executes the native
+collectives of one part in the same order, and its messages, too. A native collective that reduces blocks for the ring
+waits for earlier native ones only. A step of the ring waits for these and for earlier steps. A native collective that
+copies blocks waits for earlier native ones and for steps of the ring. So the part never waits for a later step of
+itself, and completes. By induction all parts complete.
 """
 
 from __future__ import annotations
