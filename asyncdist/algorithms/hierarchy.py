@@ -120,7 +120,7 @@ def among(members: Sequence[int], schedule: Schedule) -> Schedule:
 
 
 def _renamed(action: Action, members: Sequence[int]) -> Action:
-    return action if isinstance(action, Combine) else action._replace(peer=members[action.peer])
+    return action if isinstance(action, Combine) else type(action)(members[action.peer], action.place)
 
 
 def gather_runs(place: int, size: int, runs: Sequence[Sequence[Place]]) -> Schedule:
