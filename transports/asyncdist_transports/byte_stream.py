@@ -176,7 +176,7 @@ class Reader:
 
     The receive that was posted first is the *expected* one. To save a system call, one read takes a header and the bytes
     after it, which go to the memory of the expected receive. If the message belongs to another receive, the reader copies
-    these bytes to ``_backlog`` and reads them again from there.
+    these bytes to ``backlog`` and reads them again from there.
 
     Args:
         sock: The stream.
@@ -188,9 +188,9 @@ class Reader:
     """
 
     __slots__ = (
-        "_backlog", "_header", "_header_received", "_header_view", "_host", "_inbox", "_is_empty", "_lend", "_receive",
-        "_room", "_short_reads_empty", "_sock", "_taking", "arrivals", "blocked", "body_left", "fingerprint", "heard",
-        "key", "nbytes", "peer", "taken",
+        "_header", "_header_received", "_header_view", "_host", "_inbox", "_is_empty", "_lend", "_receive",
+        "_room", "_short_reads_empty", "_sock", "_taking", "arrivals", "backlog", "blocked", "body_left",
+        "fingerprint", "heard", "key", "nbytes", "peer", "taken",
     )  # fmt: skip
 
     def __init__(
@@ -213,7 +213,8 @@ class Reader:
         self._header = bytearray(HEADER_NBYTES)
         self._header_view = memoryview(self._header)
         self._header_received = 0
-        self._backlog: memoryview | None = None
+        self.backlog: memoryview | None = None
+        """Bytes that have left the stream and are not parsed yet."""
         self._receive: Receive | None = None
         self._room: memoryview | None = None
         self.body_left = 0
@@ -230,7 +231,7 @@ class Reader:
     @property
     def backlogged(self) -> bool:
         """Whether bytes have left the stream and are not parsed yet, so that no readiness event reports them."""
-        return self._backlog is not None or self.taken > 0
+        return self.backlog is not None or self.taken > 0
 
     def read(self, ready: bool = True) -> bool:
         """Read about `QUANTUM` bytes at most; return whether any byte was read. Raises Ended and ProtocolError.
@@ -243,7 +244,7 @@ class Reader:
             self.put_back()
         budget, self._is_empty = QUANTUM, False
         try:
-            while budget > 0 and not self.blocked and not (self._is_empty and self._backlog is None):
+            while budget > 0 and not self.blocked and not (self._is_empty and self.backlog is None):
                 if self._receive is not None:
                     if self.body_left >= LENT_NBYTES and self._lend is not None and self._lend():
                         break
@@ -251,7 +252,7 @@ class Reader:
                     # The next large message, of the same task, would arrive before the driver has posted its receive.
                     if not self.body_left and budget <= QUANTUM - _MOST_AHEAD_NBYTES:
                         break
-                elif ready or self._backlog is not None or (self._inbox is not None and self._inbox.posted):
+                elif ready or self.backlog is not None or (self._inbox is not None and self._inbox.posted):
                     ready = False
                     budget -= self._read_header()
                 else:
@@ -270,7 +271,7 @@ class Reader:
 
         Bytes of anything else go to the backlog, and an error of the stream is raised again by the next read.
         """
-        if self._receive is not None or self._backlog is not None or self.blocked or self._header_received:
+        if self._receive is not None or self.backlog is not None or self.blocked or self._header_received:
             return False
         if self.taken and self._header != header:
             self.put_back()
@@ -305,12 +306,12 @@ class Reader:
         taken, room = self.taken, self._taking
         self._taking, self.taken = None, 0
         if taken and room is not None:
-            self._backlog = memoryview(bytes(self._header_view[:taken]) + room[: max(0, taken - HEADER_NBYTES)])
+            self.backlog = memoryview(bytes(self._header_view[:taken]) + room[: max(0, taken - HEADER_NBYTES)])
 
     @property
     def lendable(self) -> Receive | None:
         """The receive whose body comes next on the stream, if a thread may read it."""
-        return self._receive if self._backlog is None else None
+        return self._receive if self.backlog is None else None
 
     def receive_some(self) -> bool:
         """Read the next bytes of a body, in any thread; return whether any are left. `read` finishes the receive.
@@ -338,7 +339,7 @@ class Reader:
 
     def _read_header(self) -> int:
         expected = None
-        if self._header_received == 0 and self._backlog is None and self._inbox is not None:
+        if self._header_received == 0 and self.backlog is None and self._inbox is not None:
             expected = self._inbox.first()
         if expected is None:
             count = self._read_into(self._header_view[self._header_received :])
@@ -387,7 +388,7 @@ class Reader:
             return kind
         # The bytes belong to another message, and the expected message will overwrite them.
         if beyond and expected is not None:
-            self._backlog = memoryview(bytes(expected.room[:beyond]))
+            self.backlog = memoryview(bytes(expected.room[:beyond]))
         if receive is not None:
             self._start_body(receive)
         elif kind == DATA and self._inbox is not None:
@@ -441,11 +442,11 @@ class Reader:
 
     def _read_into(self, room: memoryview) -> int:
         """Read from the backlog, or from the stream without one; return the number of bytes read."""
-        backlog = self._backlog
+        backlog = self.backlog
         if backlog is not None:
             count = min(len(backlog), len(room))
             room[:count] = backlog[:count]
-            self._backlog = backlog[count:] if count < len(backlog) else None
+            self.backlog = backlog[count:] if count < len(backlog) else None
             return count
         wanted = min(len(room), QUANTUM)
         count = self._sock.recv_into(room, wanted)

@@ -138,7 +138,8 @@ class Outbound:
 
     def waits(self) -> int:
         if self.established:
-            return READ | WRITE if (self.queue and self._transfer is None) or _is_unsent(self._sock) else READ
+            sends = (self.queue and self._transfer is None) or (isinstance(self._sock, TlsSocket) and self._sock.unsent)
+            return READ | WRITE if sends else READ
         if self._rests:
             return 0
         if isinstance(self._sock, TlsSocket) and self._securing:
@@ -148,7 +149,7 @@ class Outbound:
     @property
     def unsent(self) -> bool:
         """Whether bytes wait to be sent."""
-        return bool(self.queue) or _is_unsent(self._sock)
+        return bool(self.queue) or (isinstance(self._sock, TlsSocket) and self._sock.unsent)
 
     def pump(self, ready: bool) -> bool:
         """Connect, authenticate, send, and read control messages if the socket is ready. Raises Ended and
@@ -325,7 +326,8 @@ class Inbound:
     @property
     def backlogged(self) -> bool:
         """Whether bytes have left the socket and wait, so that no readiness event reports them."""
-        return self._reader is not None and self._reader.backlogged
+        reader = self._reader
+        return reader is not None and (reader.backlog is not None or reader.taken > 0)
 
     def pump(self, ready: bool) -> bool:
         """Authenticate the peer, then read; raises Ended and AsyncdistError."""
@@ -466,11 +468,6 @@ def _unacknowledged(sock: Connected) -> tuple[int, int]:
         return 0, 0
     information = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     return _TCP_INFO.unpack(information.ljust(_TCP_INFO.size, b"\0"))
-
-
-def _is_unsent(sock: Connected) -> bool:
-    """Return whether a TLS socket holds encrypted bytes that are not sent yet."""
-    return isinstance(sock, TlsSocket) and sock.unsent
 
 
 def _flushed(sock: TlsSocket) -> bool:
