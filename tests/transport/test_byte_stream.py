@@ -148,3 +148,31 @@ def test_end_of_the_stream_in_a_message_is_reported_by_the_next_read(side, then)
     assert side.take() is False
     with pytest.raises(Ended):
         side.receive()
+
+
+@pytest.mark.parametrize("short_reads_empty", [True, False])
+@pytest.mark.parametrize("cut", CUTS)
+def test_short_read_of_a_socket_is_the_last_one(cut, short_reads_empty):
+    """A socket that returns less than wanted has no more: another read would cost a system call."""
+    stream, inbox, room = Stream(), MatchingQueue(1, Host()), bytearray(SIZE)
+    reader = Reader(stream, 1, Host(), inbox, short_reads_empty=short_reads_empty)
+    inbox.post(Receive(1, KEY, 7, memoryview(room), SimpleNamespace(transferred=lambda: None)))
+    stream.chunks = [FRAME[:cut], FRAME[cut:]]
+    assert reader.read()
+    assert stream.chunks == ([FRAME[cut:]] if short_reads_empty else [])
+    assert reader.body_left == (0 if cut < HEADER_NBYTES or not short_reads_empty else len(FRAME) - cut)
+    reader.read()
+    assert room == BODY
+
+
+def test_bytes_of_another_message_are_parsed_after_a_short_read():
+    """They have left the socket, which is empty and will report nothing."""
+    stream, inbox = Stream(), MatchingQueue(1, Host())
+    reader = Reader(stream, 1, Host(), inbox, short_reads_empty=True)
+    finished = []
+    for key, nbytes in ((KEY, SIZE), (OTHER, 4)):
+        owner = SimpleNamespace(transferred=lambda key=key: finished.append(key))
+        inbox.post(Receive(1, key, 7, memoryview(bytearray(nbytes)), owner))
+    stream.chunks = [NEXT]
+    assert reader.read()
+    assert finished == [OTHER]

@@ -20,7 +20,7 @@ from asyncdist.testing.faults import proxied_world
 from asyncdist.transport.base import MatchingQueue, Outgoing, Receive
 from asyncdist.transport.wire_format import HEADER_NBYTES, pack_header, pack_key
 from asyncdist_transports.byte_stream import LENT_NBYTES, Ended, Reader, Writer
-from asyncdist_transports.tcp.transfer_threads import Transfer, TransferThreads
+from asyncdist_transports.tcp.transfer_threads import Lender, Transfer, TransferThreads
 
 ALWAYS = Config(tcp_threads="always")
 NEVER = Config(tcp_threads="never")
@@ -154,7 +154,9 @@ class OneSend:
         self.ended = []
         host = SimpleNamespace(config=ALWAYS, post=self.posted.append)
         self.threads = TransferThreads(host)
-        self.transfer = self.threads.send(self.writer, self.near, lambda sender: None, lambda: self.ended.append(True))
+        self.lender = Lender(self.threads, lambda: self.ended.append(True))
+        assert self.lender.lends_send(self.writer, self.near)
+        self.transfer = self.lender.transfer
 
     def read(self, nbytes):
         """Read from the far end while the writer sends what is left."""
@@ -210,7 +212,7 @@ def test_message_of_which_a_thread_has_sent_nothing_need_not_be_sent(until):
             while True:
                 near.send(bytes(1 << 16))
         threads = TransferThreads(SimpleNamespace(config=ALWAYS, post=lambda action: sent.set()))
-        assert threads.send(Writer(near, deque([message])), near, lambda sender: None, lambda: None)
+        assert Lender(threads, lambda: None).lends_send(Writer(near, deque([message])), near)
         message.abandon()
         threads.close()
         until(lambda: not at_work())
@@ -232,7 +234,7 @@ def test_driver_sends_messages_that_are_not_worth_a_thread(nbytes, pays):
     earlier, (near, far) = at_work(), socket.socketpair()
     with near, far:
         threads = TransferThreads(SimpleNamespace(config=ALWAYS if pays else NEVER))
-        assert threads.send(Writer(near, deque([message])), near, lambda sender: None, lambda: None) is None
+        assert not Lender(threads, lambda: None).lends_send(Writer(near, deque([message])), near)
     assert message.transfer is None
     assert not set(at_work()).difference(earlier)
 
@@ -262,11 +264,12 @@ class OneReceive:
     def __init__(self, sent=8 * LENT_NBYTES, nbytes=16 * LENT_NBYTES, config=ALWAYS, piece=LENT_NBYTES):
         self.near, self.far = socket.socketpair()
         self.near.setblocking(False)
-        self.posted, self.finished, self.transfer = deque(), [], None
+        self.posted, self.finished = deque(), []
         host = SimpleNamespace(config=config, post=self.posted.append, expects_anybody=False, unclaimed=lambda *_: None)
         self.inbox = MatchingQueue(1, host)
         self.reader = Reader(self.near, 1, host, self.inbox, self._lend)
         self.threads = TransferThreads(host)
+        self.lender = Lender(self.threads, self.go_on)
         self.body = os.urandom(nbytes)
         self.receive = self.post(1, nbytes, piece)
         self.frame = pack_header(pack_key(1, 1, 0), 7, nbytes) + self.body
@@ -284,11 +287,11 @@ class OneReceive:
         return receive
 
     def _lend(self):
-        self.transfer = self.threads.receive(self.reader, self.near, self._take_back, self.go_on)
-        return self.transfer is not None
+        return self.lender.lends_receive(self.reader, self.near)
 
-    def _take_back(self, transfer):
-        self.transfer = None
+    @property
+    def transfer(self):
+        return self.lender.transfer
 
     def go_on(self):
         self.reader.read()

@@ -24,7 +24,7 @@ from asyncdist.errors import UNREACHED, ProtocolError
 from asyncdist.transport.base import Host, Outgoing
 from asyncdist.transport.wire_format import HEADER_NBYTES
 from asyncdist_transports.byte_stream import Ended, Reader, Writer
-from asyncdist_transports.tcp.transfer_threads import Transfer, TransferThreads
+from asyncdist_transports.tcp.transfer_threads import Lender, TransferThreads
 
 Connected = socket.socket | TlsSocket
 
@@ -77,9 +77,7 @@ class Outbound:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.peer = peer
-        self._threads, self._go_on = threads, functools.partial(go_on, self)
-        # The thread that sends the first message of the queue; None if the driver does.
-        self._transfer: Transfer | None = None
+        self._lender = Lender(threads, functools.partial(go_on, self))
         self._tls = tls
         self._lane = lane
         self._where = where
@@ -138,7 +136,9 @@ class Outbound:
 
     def waits(self) -> int:
         if self.established:
-            sends = (self.queue and self._transfer is None) or (isinstance(self._sock, TlsSocket) and self._sock.unsent)
+            sends = (self.queue and self._lender.transfer is None) or (
+                isinstance(self._sock, TlsSocket) and self._sock.unsent
+            )
             return READ | WRITE if sends else READ
         if self._rests:
             return 0
@@ -178,18 +178,10 @@ class Outbound:
         return self.writer.send(message)
 
     def _flush(self) -> bool:
-        return self._transfer is None and (self._lend() or self.writer.flush())
+        return self._lender.transfer is None and (self._lend() or self.writer.flush())
 
     def _lend(self) -> bool:
-        """Let a thread send the first message of the queue if that gains; return whether."""
-        if isinstance(self._sock, socket.socket):
-            self._transfer = self._threads.send(self.writer, self._sock, self._take_back, self._go_on)
-        return self._transfer is not None
-
-    def _take_back(self, transfer: Transfer) -> None:
-        """Let the driver send again."""
-        if self._transfer is transfer:
-            self._transfer = None
+        return isinstance(self._sock, socket.socket) and self._lender.lends_send(self.writer, self._sock)
 
     @property
     def is_watched(self) -> bool:
@@ -275,9 +267,8 @@ class Outbound:
     def close(self, *, say_goodbye: bool) -> None:
         if not self.closed:
             self.closed = True
-            if self._transfer is not None:
-                self._transfer.stop()
-                # The peer may have left as soon as it had the last bytes, before the driver knew that they were sent.
+            # The peer may have left as soon as it had the last bytes, before the driver knew that they were sent.
+            if self._lender.stop():
                 self.writer.complete_sent()
             whole = self.established and not any(message.sent for message in self.queue)
             _end(self._sock, self._host, self.peer if say_goodbye and whole else None)
@@ -296,9 +287,7 @@ class Inbound:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._sock: Connected = sock if tls is None else TlsSocket(sock, tls, serves=True)
-        self._threads, self._go_on = threads, functools.partial(go_on, self)
-        # The thread that receives the body of a message; None if the driver does.
-        self._transfer: Transfer | None = None
+        self._lender = Lender(threads, functools.partial(go_on, self))
         self._securing = tls is not None
         self._host = host
         self._proven = proven
@@ -321,7 +310,7 @@ class Inbound:
     def waits(self) -> int:
         if isinstance(self._sock, TlsSocket) and self._securing:
             return WRITE if self._sock.wants_write else READ
-        return 0 if self._transfer is not None or (self._reader is not None and self._reader.blocked) else READ
+        return 0 if self._lender.transfer is not None or (self._reader is not None and self._reader.blocked) else READ
 
     @property
     def backlogged(self) -> bool:
@@ -332,14 +321,14 @@ class Inbound:
     def pump(self, ready: bool) -> bool:
         """Authenticate the peer, then read; raises Ended and AsyncdistError."""
         reader = self._reader
-        if self._transfer is not None:
+        if self._lender.transfer is not None:
             return False
         if reader is not None:
             if isinstance(self._sock, TlsSocket):
                 return _read_all(self._sock, reader, ready)
             moved = reader.read(ready)
             is_large = self._wake_nbytes > 1 or reader.body_left >= _WAKE_NBYTES
-            if moved and is_large and self._transfer is None:
+            if moved and is_large and self._lender.transfer is None:
                 self._wake_at(min(reader.body_left or 1, _WAKE_NBYTES))
             return moved
         if not ready:
@@ -374,12 +363,14 @@ class Inbound:
         return True
 
     def _lend(self) -> bool:
-        """Let a thread receive the body of the message if that gains; return whether."""
-        if isinstance(self._sock, socket.socket) and self._reader is not None:
-            self._transfer = self._threads.receive(self._reader, self._sock, self._take_back, self._go_on)
-            if self._transfer is not None:
-                self._wake_at(1)
-        return self._transfer is not None
+        lends = (
+            isinstance(self._sock, socket.socket)
+            and self._reader is not None
+            and self._lender.lends_receive(self._reader, self._sock)
+        )
+        if lends:
+            self._wake_at(1)
+        return lends
 
     def _wake_at(self, nbytes: int) -> None:
         """Let the socket be ready to read when this many bytes have arrived.
@@ -388,12 +379,9 @@ class Inbound:
         """
         if self._wake_nbytes != nbytes and isinstance(self._sock, socket.socket) and not self.closed:
             self._wake_nbytes = nbytes
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
-
-    def _take_back(self, transfer: Transfer) -> None:
-        """Let the driver receive again."""
-        if self._transfer is transfer:
-            self._transfer = None
+            # Some systems refuse it once the peer has closed the connection.
+            with contextlib.suppress(OSError):
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     @property
     def is_watched(self) -> bool:
@@ -431,8 +419,7 @@ class Inbound:
     def close(self, *, say_goodbye: bool) -> None:
         if not self.closed:
             self.closed = True
-            if self._transfer is not None:
-                self._transfer.stop()
+            self._lender.stop()
             if self.peer is not None and (inbox := self._host.inbox(self.peer)).source is self._reader:
                 inbox.source = None
             whole = self._way_back.open and not self._way_back.queue

@@ -123,62 +123,37 @@ class TransferThreads:
         self._pool: DaemonThreadPool | None = None
         self._at_work = 0
 
-    def send(
-        self,
-        writer: Writer,
-        sock: socket.socket,
-        take_back: Callable[[Transfer], object],
-        go_on: Callable[[], object],
-    ) -> Transfer | None:
-        """Let a thread send the first message of a queue; return None if the driver should.
-
-        Args:
-            writer: The writer with the queue.
-            sock: The socket of the connection.
-            take_back: Called under the driver's lock when the driver may send again.
-            go_on: Called after that, unless the thread was stopped.
-        """
-        message = writer.queue[0]
-        if message.done or HEADER_NBYTES + len(message.body) - message.sent < LENT_NBYTES or not self._is_free():
-            return None
-        move = functools.partial(writer.send_some, message)
-        return self._begin(message, move, sock, select.POLLOUT, take_back, go_on)
-
-    def receive(
-        self,
-        reader: Reader,
-        sock: socket.socket,
-        take_back: Callable[[Transfer], object],
-        go_on: Callable[[], object],
-    ) -> Transfer | None:
-        """Let a thread receive the body that a reader reads next, which is large; return None if the driver should.
-
-        The other arguments are those of `send`.
-        """
-        receive = reader.lendable
-        if receive is None or receive.done or not self._is_free():
-            return None
-        return self._begin(receive, reader.receive_some, sock, select.POLLIN, take_back, go_on)
-
-    def _is_free(self) -> bool:
-        """Return whether another thread may be at work."""
+    @property
+    def is_free(self) -> bool:
+        """Whether another thread may be at work."""
         if self._at_work >= _MOST_THREADS:
             return False
         setting = self._host.config.tcp_threads
         return setting == "always" or (setting == "auto" and self._host.others_compete())
 
-    def _begin(
+    def begin(
         self,
         message: Outgoing | Receive,
         move: Callable[[], bool],
         sock: socket.socket,
         events: int,
-        take_back: Callable[[Transfer], object],
+        taken_back: Callable[[], object],
         go_on: Callable[[], object],
     ) -> Transfer | None:
+        """Let a thread move a message; return None if the process can start no thread.
+
+        Args:
+            message: The message.
+            move: See `Transfer`.
+            sock: The connection's socket.
+            events: The poll events on which the thread waits for the connection.
+            taken_back: Called under the driver's lock when the driver may move messages again.
+            go_on: Called after that, unless the thread was stopped.
+        """
+
         def stopped(transfer: Transfer) -> None:
             self._at_work -= 1
-            take_back(transfer)
+            taken_back()
 
         def end(transfer: Transfer) -> None:
             # It was not stopped between the end of the thread and now.
@@ -209,3 +184,48 @@ class TransferThreads:
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None
+
+
+class Lender:
+    """Lends the messages of one direction of a connection to threads, one after the other.
+
+    Args:
+        threads: The threads of the rank.
+        go_on: Called under the driver's lock after a thread has ended, unless it was stopped.
+
+    Attributes:
+        transfer: The message that a thread moves now; None if the driver may move messages.
+    """
+
+    def __init__(self, threads: TransferThreads, go_on: Callable[[], object]) -> None:
+        self._threads, self._go_on = threads, go_on
+        self.transfer: Transfer | None = None
+
+    def lends_send(self, writer: Writer, sock: socket.socket) -> bool:
+        """Let a thread send the first message of a writer's queue if that gains; return whether."""
+        message = writer.queue[0]
+        left = HEADER_NBYTES + len(message.body) - message.sent
+        if message.done or left < LENT_NBYTES or not self._threads.is_free:
+            return False
+        return self._begin(message, functools.partial(writer.send_some, message), sock, select.POLLOUT)
+
+    def lends_receive(self, reader: Reader, sock: socket.socket) -> bool:
+        """Let a thread receive the body that a reader reads next, which is large, if that gains; return whether."""
+        receive = reader.lendable
+        if receive is None or receive.done or not self._threads.is_free:
+            return False
+        return self._begin(receive, reader.receive_some, sock, select.POLLIN)
+
+    def _begin(self, message: Outgoing | Receive, move: Callable[[], bool], sock: socket.socket, events: int) -> bool:
+        self.transfer = self._threads.begin(message, move, sock, events, self._taken_back, self._go_on)
+        return self.transfer is not None
+
+    def _taken_back(self) -> None:
+        self.transfer = None
+
+    def stop(self) -> bool:
+        """Take the message back from the thread; return whether there was one."""
+        transfer = self.transfer
+        if transfer is not None:
+            transfer.stop()
+        return transfer is not None
