@@ -8,6 +8,8 @@ from typing import Protocol
 from asyncdist.config import Config
 from asyncdist.transport.wire_format import HEADER_NBYTES, pack_tail
 
+_NO_ROOM = memoryview(b"")
+
 # -- messages and receives ------------------------------------------------------------------------
 
 
@@ -17,11 +19,11 @@ class Owner(Protocol):
     def transferred(self) -> None: ...
 
 
-class TransferThread(Protocol):
-    """A thread that sends or receives a message."""
+class Mover(Protocol):
+    """What moves the bytes of a message that has begun: a thread, or the reader of a stream."""
 
     def stop(self) -> None:
-        """Return when the thread does not touch the memory any more. The bytes that it has moved are counted."""
+        """Return when it does not touch the memory any more. The bytes that it has moved are counted."""
 
 
 class Outgoing:
@@ -39,7 +41,7 @@ class Outgoing:
         self.header = key + pack_tail(fingerprint, len(body), kind)
         self.body = body
         self.owner = owner
-        self.transfer: TransferThread | None = None
+        self.transfer: Mover | None = None
         self.sent = 0
         self.done = False
 
@@ -75,8 +77,8 @@ class Receive:
     A transport fills ``room`` and calls `filled`, which returns the memory for the next bytes, or None after the last.
     This class receives in one piece; `operation.FoldingReceive` folds piece after piece into its accumulator.
 
-    ``transfer`` is the thread that receives it at the moment; None if the driver of the world does. The thread calls
-    `filled`, and the driver `finish`.
+    ``transfer`` is what has begun to receive it: a thread, or the reader of a stream. The thread calls `filled`, and the
+    driver of the world `finish`.
     """
 
     __slots__ = ("done", "fingerprint", "key", "nbytes", "owner", "peer", "room", "transfer")
@@ -88,7 +90,7 @@ class Receive:
         self.nbytes = len(room)
         self.room = room
         self.owner = owner
-        self.transfer: TransferThread | None = None
+        self.transfer: Mover | None = None
         self.done = False
 
     def filled(self) -> memoryview | None:
@@ -100,9 +102,10 @@ class Receive:
             self.owner.transferred()
 
     def abandon(self) -> None:
-        """Give the memory back. Bytes that arrive for it are discarded."""
+        """Give the memory back, to which nothing refers afterwards. Bytes that arrive for it are discarded."""
         if self.transfer is not None:
             self.transfer.stop()
+        self.room, self.owner = _NO_ROOM, None
         self.done = True
 
 

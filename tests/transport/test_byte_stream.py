@@ -176,3 +176,41 @@ def test_bytes_of_another_message_are_parsed_after_a_short_read():
     stream.chunks = [NEXT]
     assert reader.read()
     assert finished == [OTHER]
+
+
+@pytest.mark.parametrize("cut", [HEADER_NBYTES, HEADER_NBYTES + 1, len(FRAME) - 1])
+def test_abandoned_receive_frees_its_memory_before_the_rest_arrives(side, cut):
+    room = bytearray(SIZE)
+    receive = Receive(1, KEY, 7, memoryview(room), SimpleNamespace(transferred=lambda: None))
+    side.inbox.post(receive)
+    side.stream.chunks = [FRAME[:cut]]
+    side.reader.read()
+    # The traceback of the old one has views of the memory.
+    side.stream.then = BlockingIOError()
+    receive.abandon()
+    # It could not grow if a view of it were left.
+    room.append(1)
+    side.stream.chunks = [FRAME[cut:], NEXT]
+    assert side.receive(OTHER, 4) == b"next"
+    assert bytes(room[cut - HEADER_NBYTES : SIZE]) == bytes(SIZE - (cut - HEADER_NBYTES))
+
+
+def test_bytes_read_ahead_survive_a_failure_of_the_expected_receive():
+    """A message of another group has come, and while its header is matched, the expected receive is abandoned."""
+    elsewhere = pack_key(9, 1, 0)
+    expected = Receive(1, KEY, 7, memoryview(bytearray(SIZE)), SimpleNamespace(transferred=lambda: None))
+
+    class FailingHost(Host):
+        def unclaimed(self, peer, key, fingerprint, nbytes):
+            expected.abandon()
+
+    stream, inbox = Stream(), MatchingQueue(1, FailingHost())
+    reader = Reader(stream, 1, Host(), inbox)
+    inbox.post(expected)
+    stream.chunks = [pack_header(elsewhere, 7, 4) + b"next"]
+    reader.read()
+    inbox.purge(KEY[:8])
+    taken = bytearray(4)
+    inbox.post(Receive(1, elsewhere, 7, memoryview(taken), SimpleNamespace(transferred=lambda: None)))
+    reader.read()
+    assert taken == b"next"

@@ -261,6 +261,8 @@ class Reader:
             pass
         except OSError as cause:
             raise Ended(cause.strerror or str(cause)) from cause
+        if self._receive is not None and self._receive.transfer is None:
+            self._receive.transfer = self
         if budget < QUANTUM:
             self.heard = True
             return True
@@ -332,13 +334,21 @@ class Reader:
         self.heard = True
         return not self._fill(count)
 
+    def stop(self) -> None:
+        """Let go of the receive whose body is partly read; the rest of it is discarded. Called by `Receive.abandon`."""
+        receive = self._receive
+        if receive is not None:
+            self._receive = self._room = receive.transfer = None
+            if self.body_left:
+                self._start_body(DiscardReceive(self.peer, receive.key, self.body_left))
+
     def resume(self, receive: Receive) -> None:
         """Read the body of the blocked message into a receive."""
         self.blocked = False
         self._start_body(receive)
 
     def _read_header(self) -> int:
-        expected = None
+        expected, room = None, self._header_view
         if self._header_received == 0 and self.backlog is None and self._inbox is not None:
             expected = self._inbox.first()
         if expected is None:
@@ -352,14 +362,14 @@ class Reader:
         self._header_received += count
         if self._header_received >= HEADER_NBYTES:
             beyond, self._header_received = self._header_received - HEADER_NBYTES, 0
-            if self._match_header(expected, beyond) == BEAT:
+            if self._match_header(expected, room, beyond) == BEAT:
                 return beyond
         return count
 
-    def _match_header(self, expected: Receive | None, beyond: int) -> int:
+    def _match_header(self, expected: Receive | None, room: memoryview, beyond: int) -> int:
         """Find the receive for a complete header, and return the kind of its message.
 
-        ``beyond`` bytes after it lie in the memory of ``expected``.
+        ``beyond`` bytes after it lie in ``room``, the memory of ``expected``. A mismatch gives that memory back.
         """
         key = bytes(self._header_view[:KEY_NBYTES])
         fingerprint, nbytes, kind = unpack_tail(self._header)
@@ -388,7 +398,7 @@ class Reader:
             return kind
         # The bytes belong to another message, and the expected message will overwrite them.
         if beyond and expected is not None:
-            self.backlog = memoryview(bytes(expected.room[:beyond]))
+            self.backlog = memoryview(bytes(room[:beyond]))
         if receive is not None:
             self._start_body(receive)
         elif kind == DATA and self._inbox is not None:
@@ -436,7 +446,7 @@ class Reader:
         return self._room is None
 
     def _end_body(self, receive: Receive) -> None:
-        self._receive = None
+        self._receive = self._room = receive.transfer = None
         if not receive.done:
             receive.finish()
 
