@@ -1,4 +1,4 @@
-"""The processor cores: whether enough are free, and how long this process's threads wait for one."""
+"""The processor cores: whether enough are free, how many threads share one, and how long this process waits for one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import threading
 
 _RUN_DELAYS = "/proc/thread-self/schedstat"
+_LOAD = "/proc/loadavg"
 
 
 class _Statistics:
@@ -46,6 +47,20 @@ def run_delay() -> tuple[float, int] | None:
     except (OSError, ValueError):
         return None
     return int(delay) * 1e-9, int(slices)
+
+
+def threads_per_core() -> float | None:
+    """Return how many threads of the machine can run now, the calling one among them, for each of its cores.
+
+    None if the system does not say.
+    """
+    try:
+        with open(_LOAD, "rb", buffering=0) as file:
+            runnable, _, _ = file.read(128).split()[3].partition(b"/")
+        return int(runnable) / (os.cpu_count() or 1)
+    # Not Linux, a sandbox without this file, or no descriptor is left.
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def allowed_cores() -> int:

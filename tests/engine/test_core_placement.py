@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from asyncdist.base import cores
 from asyncdist.engine.drivers import core_placement
 from asyncdist.engine.drivers.core_placement import CorePlacement
 
@@ -24,6 +25,12 @@ class System:
         monkeypatch.setattr(core_placement.os, "sched_setaffinity", self._allow)
         monkeypatch.setattr(core_placement, "monotonic", lambda: self.now)
         monkeypatch.setattr(core_placement, "_core_finder", lambda: lambda: self.core)
+        self.load, self.looks = 2.0, 0
+        monkeypatch.setattr(core_placement, "threads_per_core", self._look)
+
+    def _look(self):
+        self.looks += 1
+        return self.load
 
     def placement(self, rank, peer_cores):
         def cores(core):
@@ -141,3 +148,40 @@ def test_home_core_that_is_no_longer_allowed_is_given_up(system):
     seen.removed = 1
     assert placement.sleep(lambda: "woken") == "woken"
     assert (placement.home, seen.mask) == (None, {0, 1})
+
+
+def test_rank_sleeps_anywhere_where_several_threads_share_each_core(system):
+    seen = system(core=0)
+    placement = seen.placement(1, [(0, 0, True)])
+    placement.settle()
+    assert placement.home == 1
+    seen.load = 4.0
+    placement.settle()
+    # The load is asked for now and then only.
+    assert (placement.home, seen.looks) == (1, 1)
+    seen.now += 0.1
+    placement.settle()
+    assert placement.home is None
+    seen.load, seen.now = 2.0, seen.now + 0.1
+    placement.settle()
+    assert placement.home == 1
+
+
+def test_rank_of_a_system_without_a_load_keeps_its_core(system):
+    seen = system(core=0)
+    seen.load = None
+    placement = seen.placement(1, [(0, 0, True)])
+    placement.settle()
+    assert placement.home == 1
+
+
+def test_threads_that_can_run_are_counted_for_each_core(monkeypatch, tmp_path):
+    load = tmp_path / "loadavg"
+    monkeypatch.setattr(cores, "_LOAD", str(load))
+    monkeypatch.setattr(cores.os, "cpu_count", lambda: 4)
+    load.write_text("0.50 0.40 0.30 10/212 4711\n")
+    assert cores.threads_per_core() == 2.5
+    load.write_text("restricted\n")
+    assert cores.threads_per_core() is None
+    load.unlink()
+    assert cores.threads_per_core() is None
