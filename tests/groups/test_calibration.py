@@ -28,7 +28,7 @@ from asyncdist.groups.calibration.profile import (
     write_profile,
 )
 from asyncdist.testing.cluster import world_of
-from asyncdist_transports.tcp import connection
+from asyncdist_transports.tcp import sockets
 from asyncdist_transports.tcp.transport import TcpTransport
 
 # Linux: the bytes per second at which the kernel sends at most.
@@ -153,8 +153,8 @@ async def test_hosts_use_several_lanes_where_the_network_limits_each_connection(
         opened.append((self.host.rank, lane))
         return opens(self, peer, lane, where)
 
-    prepared, opens = connection.prepare, TcpTransport.open
-    monkeypatch.setattr(connection, "prepare", prepare)
+    prepared, opens = sockets.prepare, TcpTransport.open
+    monkeypatch.setattr(sockets, "prepare", prepare)
     monkeypatch.setattr(TcpTransport, "open", opening)
     monkeypatch.setattr(measurement, "LIMIT", 4.0)
     config = Config(lanes=lanes, stripe_nbytes=1 << 20, calibrate=True)

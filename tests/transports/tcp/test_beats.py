@@ -75,7 +75,7 @@ async def test_peer_that_acknowledges_no_heartbeat_is_not_heard_although_its_own
         await asyncio.gather(*(group.all_reduce(torch.ones(10)) for group in groups))
         now, acknowledged = connection.monotonic(), [36]
         monkeypatch.setattr(connection, "monotonic", lambda: now)
-        monkeypatch.setattr(connection, "_unacknowledged", lambda sock: (1, acknowledged[0]))
+        monkeypatch.setattr(connection, "unacknowledged", lambda sock: (1, acknowledged[0]))
         await hears(groups[0], groups[1], 1)
         now += CONFIG.heartbeat / 10
         for _ in range(20):

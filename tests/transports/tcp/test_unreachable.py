@@ -12,7 +12,8 @@ from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.stopwatch import Stopwatch
-from asyncdist_transports.tcp.connection import Outbound, prepare
+from asyncdist_transports.tcp.connection import Outbound
+from asyncdist_transports.tcp.sockets import prepare
 
 
 class Unreachable(socket.socket):

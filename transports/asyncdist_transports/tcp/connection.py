@@ -7,33 +7,40 @@ import errno
 import functools
 import os
 import secrets
-import select
 import socket
 import ssl
 import struct
-import sys
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
 from typing import cast
 
-from asyncdist.base import lifecycle
 from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, accept, dial
 from asyncdist.base.tls import TlsSocket
 from asyncdist.errors import UNREACHED, ProtocolError
 from asyncdist.transport.base import Host, Outgoing
 from asyncdist.transport.wire_format import HEADER_NBYTES
 from asyncdist_transports.byte_stream import Ended, Reader, Writer
+from asyncdist_transports.tcp.sockets import (
+    READ,
+    WRITE,
+    Connected,
+    end,
+    flushed,
+    new_socket,
+    prove,
+    read_all,
+    receive_handshake,
+    select_writable,
+    unacknowledged,
+)
 from asyncdist_transports.tcp.transfer_threads import Lender, TransferThreads
-
-Connected = socket.socket | TlsSocket
 
 
 class Unreached(Ended):
     """No host has answered the attempt to connect, which may succeed later."""
 
 
-READ, WRITE = select.POLLIN, select.POLLOUT
 HELLO = struct.Struct("<IHxx")  # rank, lane
 # Seconds after which a handshake counts as stalled: perhaps no thread drives the peer's transport.
 _STALLED_AFTER = 1.0
@@ -41,19 +48,12 @@ _STALLED_AFTER = 1.0
 _ACCEPTED_WITHIN = 1.0
 # The same as a share of the heartbeat's timeout, for a host of which another rank is silent.
 _ACCEPTED_WITHIN_SHARE = 0.2
-# Seconds that a TLS socket gets to send its last bytes.
-_LAST_BYTES_TIMEOUT = 1.0
 # What a connect fails with while a link is down for a moment: it may succeed later.
 _PASSING = {
     errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EADDRNOTAVAIL
 }  # fmt: skip
-# Linux 6.15: limits the time between two attempts to send a packet, which otherwise doubles each time.
-_TCP_RTO_MAX_MS = 44
-_RTO_MAX_MS = 1_000, 120_000
 # The part of the heartbeat limit, almost the time between two heartbeats, in which a host acknowledges one.
 _LONGEST_ANSWER = 0.09
-# Of Linux's `struct tcp_info`: the packets that are sent and not acknowledged, and the bytes acknowledged so far.
-_TCP_INFO = struct.Struct("=24xI92xQ")
 # The bytes of a large body for which a driver that sleeps wakes up.
 _WAKE_NBYTES = 128 << 10
 
@@ -91,7 +91,7 @@ class Outbound:
         self._begin()
 
     def _new_socket(self) -> Connected:
-        sock = _new_socket(self._where[0], self._host)
+        sock = new_socket(self._where[0], self._host)
         if self._tls is None:
             return sock
         return TlsSocket(sock, self._tls, serves=False, name=self._where[0] if self._tls.check_hostname else None)
@@ -159,7 +159,7 @@ class Outbound:
         if not self.established:
             return self._establish()
         try:
-            if isinstance(self._sock, TlsSocket) and not _flushed(self._sock):
+            if isinstance(self._sock, TlsSocket) and not flushed(self._sock):
                 return self._reader.read() if ready else False
             moved = self._flush() if self.queue else False
         except Ended:
@@ -248,7 +248,7 @@ class Outbound:
                 steps = dial(self._host.config.token, purpose(self._host), secrets.token_bytes(NONCE_NBYTES))
                 # A few dozen bytes on an empty socket buffer do not block.
                 self._proving = HandshakeDriver(steps, self._sock.sendall)
-            _prove(self._sock, self._proving)
+            prove(self._sock, self._proving)
             if self.handshake_stalled:
                 # Raises Ended if the peer has closed the connection.
                 self._reader.read()
@@ -271,7 +271,7 @@ class Outbound:
             if self._lender.stop():
                 self.writer.complete_sent()
             whole = self.established and not any(message.sent for message in self.queue)
-            _end(self._sock, self._host, self.peer if say_goodbye and whole else None)
+            end(self._sock, self._host, self.peer if say_goodbye and whole else None)
 
 
 class Inbound:
@@ -325,7 +325,7 @@ class Inbound:
             return False
         if reader is not None:
             if isinstance(self._sock, TlsSocket):
-                return _read_all(self._sock, reader, ready)
+                return read_all(self._sock, reader, ready)
             moved = reader.read(ready)
             is_large = self._wake_nbytes > 1 or reader.body_left >= _WAKE_NBYTES
             if moved and is_large and self._lender.transfer is None:
@@ -337,9 +337,9 @@ class Inbound:
             if isinstance(self._sock, TlsSocket) and self._securing:
                 self._sock.secure()
                 self._securing = False
-            _prove(self._sock, self._proving)
+            prove(self._sock, self._proving)
             while len(self._hello) < HELLO.size:
-                self._hello += _come(self._sock, HELLO.size - len(self._hello))
+                self._hello += receive_handshake(self._sock, HELLO.size - len(self._hello))
         except BlockingIOError:
             return False
         except OSError as cause:
@@ -359,7 +359,7 @@ class Inbound:
             self._reader.arrivals = ((self._sock.fileno(), READ),)
             inbox.source = self._reader
         self._way_back.open = True
-        _read_all(self._sock, self._reader, True)
+        read_all(self._sock, self._reader, True)
         return True
 
     def _lend(self) -> bool:
@@ -404,7 +404,7 @@ class Inbound:
 
         It is asked of the way back only. If a process does not read its messages, its host may drop further ones.
         """
-        waiting, acknowledged = _unacknowledged(self._sock)
+        waiting, acknowledged = unacknowledged(self._sock)
         now = monotonic()
         if not waiting or acknowledged != self._acknowledged:
             self._acknowledged, self._acknowledged_at = acknowledged, now
@@ -423,88 +423,4 @@ class Inbound:
             if self.peer is not None and (inbox := self._host.inbox(self.peer)).source is self._reader:
                 inbox.source = None
             whole = self._way_back.open and not self._way_back.queue
-            _end(self._sock, self._host, self.peer if say_goodbye and whole else None)
-
-
-def _prove(sock: Connected, proving: HandshakeDriver) -> None:
-    """Run a handshake to its end without reading beyond it. Raises the handshake's errors, Ended and BlockingIOError."""
-    while not proving.done:
-        proving.feed(_come(sock, proving.missing))
-
-
-def _come(sock: Connected, nbytes: int) -> bytes:
-    """Return up to ``nbytes`` received bytes. Raises Ended, BlockingIOError and OSError."""
-    chunk = sock.recv(nbytes)
-    if not chunk:
-        raise Ended("connection closed during the handshake")
-    return chunk
-
-
-def _read_all(sock: Connected, reader: Reader, ready: bool) -> bool:
-    """Read until no decrypted bytes are left, which no poll would report."""
-    moved = reader.read(ready)
-    if isinstance(sock, TlsSocket):
-        while sock.unread and not reader.blocked and reader.read():
-            moved = True
-    return moved
-
-
-def _unacknowledged(sock: Connected) -> tuple[int, int]:
-    """Return how many sent packets are not acknowledged, and how many bytes are; zeros where the system does not say."""
-    if not hasattr(socket, "TCP_INFO"):
-        return 0, 0
-    information = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    return _TCP_INFO.unpack(information.ljust(_TCP_INFO.size, b"\0"))
-
-
-def _flushed(sock: TlsSocket) -> bool:
-    """Send the bytes that a TLS socket holds; return whether all were sent. Raises Ended."""
-    try:
-        sock.flush()
-    except BlockingIOError:
-        return False
-    except OSError as cause:
-        raise Ended(cause.strerror or str(cause)) from cause
-    return True
-
-
-def _end(sock: Connected, host: Host, peer: int | None) -> None:
-    """Close a socket; say goodbye to ``peer``, if given, before."""
-    if peer is not None:
-        with contextlib.suppress(OSError):
-            if isinstance(sock, TlsSocket):
-                sock.finish(_LAST_BYTES_TIMEOUT)
-            sock.send(host.closing_frames(peer))
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_WR)
-    host.retire(cast(socket.socket, sock))
-
-
-def _new_socket(address: str, host: Host) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    prepare(sock, host)
-    return sock
-
-
-def prepare(sock: socket.socket, host: Host) -> None:
-    """Set the options of every connection, and close it in forked children."""
-    lifecycle.close_in_children(sock)
-    sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
-        # The death of a host is detected within 40 s.
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    if host.config.heartbeat and sys.platform == "linux":
-        # A network that comes back within the heartbeat limit must carry heartbeats again within it.
-        longest = min(max(_RTO_MAX_MS[0], int(host.config.heartbeat * 200)), _RTO_MAX_MS[1])
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, longest)
-
-
-def select_writable(sock: Connected) -> bool:
-    """Return whether a connect has completed, with success or with an error."""
-    poll = select.poll()
-    poll.register(sock, WRITE)
-    return bool(poll.poll(0))
+            end(self._sock, self._host, self.peer if say_goodbye and whole else None)

@@ -18,8 +18,9 @@ from asyncdist.errors import AsyncdistError, PeerLostError
 from asyncdist.transport.base import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist.transport.wire_format import KEY
 from asyncdist_transports.byte_stream import LENT_NBYTES, Ended
-from asyncdist_transports.tcp.connection import READ, Inbound, Outbound, Unreached, prepare
+from asyncdist_transports.tcp.connection import Inbound, Outbound, Unreached
 from asyncdist_transports.tcp.listener import Listener
+from asyncdist_transports.tcp.sockets import READ, prepare
 from asyncdist_transports.tcp.transfer_threads import TransferThreads
 
 log = logging.getLogger("asyncdist.tcp")

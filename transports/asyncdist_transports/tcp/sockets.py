@@ -1,0 +1,111 @@
+"""The sockets of the connections: their options, their handshake, and what the kernel knows of them."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+import sys
+from typing import cast
+
+from asyncdist.base import lifecycle
+from asyncdist.base.auth import HandshakeDriver
+from asyncdist.base.tls import TlsSocket
+from asyncdist.transport.base import Host
+from asyncdist_transports.byte_stream import Ended, Reader
+
+Connected = socket.socket | TlsSocket
+
+READ, WRITE = select.POLLIN, select.POLLOUT
+# Seconds that a TLS socket gets to send its last bytes.
+_LAST_BYTES_TIMEOUT = 1.0
+# Linux 6.15: limits the time between two attempts to send a packet, which otherwise doubles each time.
+_TCP_RTO_MAX_MS = 44
+_RTO_MAX_MS = 1_000, 120_000
+# Of Linux's `struct tcp_info`: the packets that are sent and not acknowledged, and the bytes acknowledged so far.
+_TCP_INFO = struct.Struct("=24xI92xQ")
+
+
+def prove(sock: Connected, proving: HandshakeDriver) -> None:
+    """Run a handshake to its end without reading beyond it. Raises the handshake's errors, Ended and BlockingIOError."""
+    while not proving.done:
+        proving.feed(receive_handshake(sock, proving.missing))
+
+
+def receive_handshake(sock: Connected, nbytes: int) -> bytes:
+    """Return up to ``nbytes`` received bytes. Raises Ended, BlockingIOError and OSError."""
+    chunk = sock.recv(nbytes)
+    if not chunk:
+        raise Ended("connection closed during the handshake")
+    return chunk
+
+
+def read_all(sock: Connected, reader: Reader, ready: bool) -> bool:
+    """Read until no decrypted bytes are left, which no poll would report."""
+    moved = reader.read(ready)
+    if isinstance(sock, TlsSocket):
+        while sock.unread and not reader.blocked and reader.read():
+            moved = True
+    return moved
+
+
+def unacknowledged(sock: Connected) -> tuple[int, int]:
+    """Return how many sent packets are not acknowledged, and how many bytes are; zeros where the system does not say."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0, 0
+    information = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    return _TCP_INFO.unpack(information.ljust(_TCP_INFO.size, b"\0"))
+
+
+def flushed(sock: TlsSocket) -> bool:
+    """Send the bytes that a TLS socket holds; return whether all were sent. Raises Ended."""
+    try:
+        sock.flush()
+    except BlockingIOError:
+        return False
+    except OSError as cause:
+        raise Ended(cause.strerror or str(cause)) from cause
+    return True
+
+
+def end(sock: Connected, host: Host, peer: int | None) -> None:
+    """Close a socket; say goodbye to ``peer``, if given, before."""
+    if peer is not None:
+        with contextlib.suppress(OSError):
+            if isinstance(sock, TlsSocket):
+                sock.finish(_LAST_BYTES_TIMEOUT)
+            sock.send(host.closing_frames(peer))
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+    host.retire(cast(socket.socket, sock))
+
+
+def new_socket(address: str, host: Host) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    prepare(sock, host)
+    return sock
+
+
+def prepare(sock: socket.socket, host: Host) -> None:
+    """Set the options of every connection, and close it in forked children."""
+    lifecycle.close_in_children(sock)
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
+        # The death of a host is detected within 40 s.
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    if host.config.heartbeat and sys.platform == "linux":
+        # A network that comes back within the heartbeat limit must carry heartbeats again within it.
+        longest = min(max(_RTO_MAX_MS[0], int(host.config.heartbeat * 200)), _RTO_MAX_MS[1])
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, longest)
+
+
+def select_writable(sock: Connected) -> bool:
+    """Return whether a connect has completed, with success or with an error."""
+    poll = select.poll()
+    poll.register(sock, WRITE)
+    return bool(poll.poll(0))
