@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import asyncdist
@@ -197,7 +198,8 @@ def _finish(work: Work, async_op: bool) -> Work | None:
 # The name of torch.distributed, for annotations.
 ProcessGroup = Group
 
-_api = BlockingApi(_finish, Work.result, blocking=True)
+# By name: the works of devices have a `result` of their own.
+_api = BlockingApi(_finish, methodcaller("result"), blocking=True)
 
 agree = _api.agree
 all_gather = _api.all_gather

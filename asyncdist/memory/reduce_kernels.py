@@ -1,14 +1,15 @@
 """The arithmetic of reductions: one kernel per operation, also for dtypes without torch kernels.
 
-Sums of float16, bfloat16 and float8 are accumulated in float32 (`accumulator`). torch has no kernels that add or compare
-unsigned integers of more than 8 bits. They are added as signed integers of the same width, which gives the same bits, and
-compared with numpy's kernels.
+Sums of float16, bfloat16 and float8 are accumulated in float32 (`accumulator`). torch has few kernels for unsigned integers
+of more than 8 bits, and fewer on CUDA devices. Such integers are combined as signed integers of the same width, which gives
+the same bits. They are compared with numpy's kernels on the host, and on devices as signed integers whose first bit is
+flipped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ _TORCH: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.BXOR: torch.bitwise_xor,
 }
 _NUMPY: dict[ReduceOp, Callable[..., Any]] = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
+_ORDERED = frozenset(_NUMPY)
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _BITWISE = frozenset((ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))
 _NARROW = frozenset(
@@ -63,7 +65,7 @@ def check(op: Reduction, dtype: torch.dtype) -> None:
     floating = dtype.is_floating_point or dtype.is_complex
     if kernel in _BITWISE and floating:
         raise UnsupportedError(f"{op.name} works on integers and booleans, not on {dtype}")
-    if kernel in _NUMPY and dtype.is_complex:
+    if kernel in _ORDERED and dtype.is_complex:
         raise UnsupportedError(f"{op.name} needs an order, and {dtype} has none")
     if isinstance(op, PremulSum) and not floating:
         raise UnsupportedError(f"{op.name} works on floating-point and complex tensors, not on {dtype}: use SUM")
@@ -87,21 +89,28 @@ def has_arithmetic(dtype: torch.dtype) -> bool:
 
 @cache
 def _combine_of(kernel: ReduceOp, dtype: torch.dtype) -> Combine:
-    if dtype in _SIGNED and kernel in _NUMPY:
-        compare = _NUMPY[kernel]
-        return lambda first, second, out: compare(first.numpy(), second.numpy(), out=out.numpy())
-    if dtype in _SIGNED and kernel is ReduceOp.SUM:
-        signed = _SIGNED[dtype]
-        return lambda first, second, out: torch.add(first.view(signed), second.view(signed), out=out.view(signed))
-    return _TORCH[kernel]
+    if dtype not in _SIGNED:
+        return _TORCH[kernel]
+    if kernel in _ORDERED:
+        on_host, on_device = _NUMPY[kernel], partial(_compare_as_signed, kernel)
+        return lambda first, second, out: (
+            on_host(first.numpy(), second.numpy(), out=out.numpy()) if out.is_cpu else on_device(first, second, out)
+        )
+    combine, signed = _TORCH[kernel], _SIGNED[dtype]
+    return lambda first, second, out: combine(first.view(signed), second.view(signed), out=out.view(signed))
+
+
+def _compare_as_signed(kernel: ReduceOp, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
+    """Set ``out`` to the minima or maxima of unsigned integers: flipping their first bit keeps the order as signed ones."""
+    signed = _SIGNED[out.dtype]
+    first_bit = torch.iinfo(signed).min
+    _TORCH[kernel](first.view(signed) ^ first_bit, second.view(signed) ^ first_bit, out=out.view(signed))
+    out.view(signed).bitwise_xor_(first_bit)
 
 
 @cache
 def _fold_of(kernel: ReduceOp, dtype: torch.dtype) -> Fold:
     """Return the fold of elements, which may be narrower, into elements of ``dtype``."""
-    if dtype in _SIGNED and kernel in _NUMPY:
-        compare = _NUMPY[kernel]
-        return lambda into, other, swapped: compare(into.numpy(), other.numpy(), out=into.numpy())
     combine = _combine_of(kernel, dtype)
 
     def fold(into: torch.Tensor, other: torch.Tensor, swapped: bool) -> None:

@@ -106,17 +106,6 @@ def test_small_calls_go_through_the_host(collective, count, maps, run):
     assert any(run(2, program, made=made)) == maps
 
 
-def test_unsigned_minima_are_staged(monkeypatch, run):
-    monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
-
-    def program(device):
-        tensor = torch.tensor([device.rank(), 9 - device.rank()], dtype=torch.uint32)
-        device.all_reduce(tensor, ReduceOp.MIN).wait()
-        return tensor.tolist()
-
-    assert run(2, program) == [[0, 8], [0, 8]]
-
-
 def test_mismatched_calls_raise(run):
     def program(device):
         tensor = torch.ones(100_000)

@@ -16,6 +16,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from asyncdist import sync
 from asyncdist.config import Config
 from asyncdist.engine.work import Work, joined
 from asyncdist.errors import (
@@ -26,6 +27,7 @@ from asyncdist.errors import (
     PeerLostError,
     UsageError,
 )
+from asyncdist.groups.group import Group
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.collective_cases import between_two
 from asyncdist.transport.device_p2p import MAX_PAYLOAD_NBYTES, ControlChannel, ControlMessage
@@ -641,3 +643,25 @@ def test_control_message_round_trip():
     for message in (ControlMessage("cuda_ipc", 7, 1 << 40, b"x" * MAX_PAYLOAD_NBYTES), ControlMessage("", 0, 0)):
         assert message.packed().numel() == 512
         assert ControlMessage.unpacked(message.packed()) == message
+
+
+def test_blocking_receive_returns_before_the_device_has_the_data(monkeypatch):
+    devices, streams = {}, [PretendStreams(), PretendStreams()]
+    streams[1].hold()
+    group_for = Group._group_for
+    monkeypatch.setattr(Group, "_group_for", lambda self, value: devices.get(self) or group_for(self, value))
+
+    def program(group):
+        rank = group.rank()
+        devices[group] = device = device_group(group, (), streams[rank])
+        tensor = torch.full((LARGE,), float(1 - rank))
+        if rank == 0:
+            sync.send(tensor, 1, group=group)
+            found = None
+        else:
+            found = sync.recv(tensor, 0, group=group)
+            streams[1].release()
+        device.close()
+        return found, tensor.unique().tolist()
+
+    assert run_ranks(2, program) == [(None, [1.0]), (0, [1.0])]

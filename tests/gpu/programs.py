@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import itertools
 import time
 
@@ -25,10 +26,15 @@ DTYPES = [
     torch.int64,
     torch.int16,
     torch.uint8,
+    torch.uint16,
+    torch.uint64,
     torch.bool,
 ]
 # Cycles for which a stream is busy: some milliseconds.
 BUSY = 20_000_000
+
+# A rank that hangs says where, before the test gives up on it.
+faulthandler.dump_traceback_later(45)
 
 
 @contextlib.contextmanager
@@ -58,7 +64,8 @@ class Moved:
             return [self._moved(one) for one in value]
         if not isinstance(value, torch.Tensor):
             return value
-        self.tensors.append(value.to(self._device))
+        # A copy also on the host: cases overwrite their inputs when the operation has completed.
+        self.tensors.append(value.to(self._device, copy=True))
         return self.tensors[-1]
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from asyncdist.base.ops import Collective, ReduceOp
+from asyncdist.base.ops import Collective
 from asyncdist.errors import MismatchError, TransportUnavailableError
 from asyncdist.memory.buffers import Memory, TensorBlocks
 from asyncdist.memory.reduce_kernels import Arithmetic
@@ -39,8 +39,6 @@ from asyncdist_transports.staged import Staged
 _SMALL_NBYTES = 64 << 10
 # Fingerprint of the call.
 _HEAD = struct.Struct("<Q")
-# torch has no CUDA kernels for minima and maxima of these.
-_COMPARED_ON_HOST = (torch.uint16, torch.uint32, torch.uint64)
 
 Views = dict[int, list[torch.Tensor]]
 """The tensors that each rank publishes in a call, flat, by rank."""
@@ -125,9 +123,6 @@ class CudaIpc(DeviceCollectives):
         # Only pairs of ranks know the sizes of an all_to_all. A barrier also orders the streams.
         if signature.collective in (Collective.all_to_all, Collective.barrier):
             return False
-        compares = signature.kernels is not None and signature.kernels.op in (ReduceOp.MIN, ReduceOp.MAX)
-        if compares and signature.dtype in _COMPARED_ON_HOST:
-            return True
         count = sum(signature.sizes) or signature.count
         if signature.collective in (Collective.reduce_scatter, Collective.all_gather) and not signature.sizes:
             count *= self.context.size

@@ -16,6 +16,7 @@ from asyncdist.errors import TransportUnavailableError
 from asyncdist.transport.device_streams import cuda_missing
 
 HANDLE_NBYTES = 64
+_GRANULARITY = 2 << 20
 # Values of CUpointer_attribute.
 _BUFFER_ID, _LEGACY_IPC_CAPABLE = 7, 10
 
@@ -69,19 +70,29 @@ class Driver:
         """Return the allocation that holds an address of this process."""
         base, number, shareable = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_int()
         pointer = ctypes.c_uint64(address)
+        self._bind_context()
         self._check(self._libcuda.cuMemGetAddressRange_v2(ctypes.byref(base), None, pointer))
         self._check(self._libcuda.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, pointer))
         self._check(self._libcuda.cuPointerGetAttribute(ctypes.byref(shareable), _LEGACY_IPC_CAPABLE, pointer))
         return Allocation(base.value, number.value, bool(shareable.value))
+
+    def _bind_context(self) -> None:
+        """Make the device's context current in this thread: the driver's own calls need one, and torch creates it late."""
+        with torch.cuda.device(self._device):
+            self._runtime.setDevice(self._device.index)
 
     def _check(self, status: int) -> None:
         if status:
             raise TransportUnavailableError(f"the CUDA driver reports error {status} for an address")
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of new memory that other processes can map; release it with `free`."""
+        """Return the address of new memory that other processes can map; release it with `free`.
+
+        CUDA places small allocations side by side, and a peer that maps one of them can reach its neighbours. So the size
+        is rounded up to whole units of CUDA's allocator.
+        """
         with torch.cuda.device(self._device):
-            return int(self._runtime.malloc(nbytes))
+            return int(self._runtime.malloc(-(-nbytes // _GRANULARITY) * _GRANULARITY))
 
     def free(self, address: int) -> None:
         """Free what `allocate` returned."""

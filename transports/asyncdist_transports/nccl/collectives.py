@@ -17,10 +17,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.memory.buffers import Memory
-from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
+from asyncdist.memory.reduce_kernels import Arithmetic, divide
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.transport.device_p2p import DeviceP2P
 from asyncdist.transport.device_streams import becomes_idle
@@ -348,11 +347,6 @@ def reduce_on_device(kernels: Arithmetic, rows: Sequence[torch.Tensor], out: tor
     """Reduce all ranks' contributions into ``out`` on the device."""
     if len(rows) == 1:
         out.copy_(rows[0])
-    elif out.dtype is torch.uint16 and kernels.op in (ReduceOp.MIN, ReduceOp.MAX):
-        # torch has no device kernels for these.
-        wide = [row.to(torch.int32) for row in rows]
-        arithmetic(kernels.op, torch.int32).reduce(wide, wide[0])
-        out.copy_(wide[0])
     else:
         kernels.reduce(rows, out)
 
