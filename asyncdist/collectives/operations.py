@@ -60,6 +60,8 @@ class CollectiveOps(ABC):
     context: GroupContext
     """The rank and size in the group, and the settings, for the preparation of calls."""
     _rank: int
+    _device_if_not_host: torch.device | None = None
+    """``device``; None for the host, whose tensors are recognized faster."""
 
     def __init__(self) -> None:
         self._prepared: BoundedCache[Hashable, PreparedCollective] = BoundedCache(_CACHED_CALLS)
@@ -101,7 +103,7 @@ class CollectiveOps(ABC):
         outputs: list[OutputTensor] = []
         values: Sequence[Any] = tensors
         try:
-            key = cache_key((name, arguments), tensors)
+            key = cache_key((name, arguments), tensors, self._device_if_not_host)
             if key is None:
                 group = self._group_for(tensors)
                 if group is not self:

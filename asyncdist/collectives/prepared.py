@@ -52,18 +52,26 @@ def schedules_over_links(
     return schedules if native is None else preceded(native.publish(number, prepared.fingerprint), schedules)
 
 
-def cache_key(key: tuple[Hashable, ...], values: Sequence[Any], *, contiguous: bool = False) -> Any:
+def cache_key(
+    key: tuple[Hashable, ...], values: Sequence[Any], device: torch.device | None = None, *, contiguous: bool = False
+) -> Any:
     """Return ``key`` extended by the dtypes and shapes of the values: tensors, lists of tensors, and None.
 
+    Args:
+        key: What else distinguishes calls.
+        values: The arguments of the call.
+        device: The device of tensors that need no conversion; None is the host.
+        contiguous: Whether all tensors have been converted.
+
     Returns:
-        The key; None if a value needs conversion. ``contiguous`` says that all tensors have been converted.
+        The key; None if a value needs conversion.
     """
     for value in values:
         kind = type(value)
         if kind is _Tensor:
             dtype = value.dtype
             if not contiguous and not (
-                value.is_cpu
+                (value.is_cpu if device is None else value.device == device)
                 and value.layout is _STRIDED
                 and value.is_contiguous()
                 and not (value.requires_grad or value.is_inference() or value.is_neg())
@@ -73,7 +81,7 @@ def cache_key(key: tuple[Hashable, ...], values: Sequence[Any], *, contiguous: b
             key += (dtype, value.shape)
         # `finish_call` takes no nested lists.
         elif kind is list and not (value and type(value[0]) is list):
-            within = cache_key((), value, contiguous=contiguous)
+            within = cache_key((), value, device, contiguous=contiguous)
             if within is None:
                 return None
             key += (within,)

@@ -2,6 +2,10 @@
 
 `DeviceGroup` adds each operation when it is issued. The callbacks that it passes decide what a failure means. A caller that
 waits for events alone, as `DeviceLending` does, passes no callbacks.
+
+The thread polls often only while somebody waits for an enqueued operation: a callback, an ``await``, a hook. A blocking
+caller does not, and a thread that polls beside it would take the interpreter from it several times in each call. The
+operations that nobody waits for are finished by the calls that follow them, or by the thread some milliseconds later.
 """
 
 from __future__ import annotations
@@ -22,8 +26,12 @@ from asyncdist.transport.device_streams import DeviceEvent
 
 log = logging.getLogger("asyncdist")
 
-# Polling interval in seconds; it doubles while nothing completes.
+# Polling interval in seconds while somebody waits; it doubles while nothing completes.
 _SHORTEST, _LONGEST = 20e-6, 2e-3
+# The interval while nobody waits.
+_UNHURRIED = 10e-3
+# How many operations that nobody waits for a call finishes.
+_MOST_RETIRED = 4
 # Seconds after which an operation is slow: the group then checks that its peers are still there.
 _SLOW = 0.05
 # Seconds for which the idle thread waits for another operation.
@@ -55,9 +63,15 @@ class Pending:
 
     def enqueued(self, value: Any, event: DeviceEvent) -> None:
         """Record that all device work is enqueued, with ``event`` recorded behind it."""
-        self.value = value
+        self.value, self.event = value, event
         self.work.enqueued(value, event)
-        self.event = event
+        if self.entry.has_hooks:
+            self.work.hurry()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for the device to complete the operation."""
+        return self.event is not None and (self.work.has_callbacks or self.entry.has_hooks)
 
 
 def _nothing(*told: Any) -> None:
@@ -81,19 +95,47 @@ class CompletionWatcher:
         late: Callable[[Pending], None] = _nothing,
         broken: Callable[[Pending, Exception], None] = _nothing,
     ) -> None:
-        self._thread = DaemonThreadPool(name, max_threads=1, idle_timeout=_IDLE_TIMEOUT)
+        self._thread = DaemonThreadPool(name, max_threads=1, idle_timeout=0.0)
         self._slow, self._late, self._broken = slow, late, broken
         self._pending: list[Pending] = []
         self._steps: list[tuple[DeviceEvent, Work]] = []
         self._changed = threading.Condition()
-        self._polling = False
+        self._polling = self._hurried = self._closed = False
         self._pause = _SHORTEST
 
     def add(self, pending: Pending) -> None:
-        """Watch an operation until it completes or is removed."""
+        """Watch an operation until it completes or is removed. Finish some of the earlier ones that are complete."""
+        self._retire()
+        pending.work.hurry = self.hurry
         with self._changed:
             self._pending.append(pending)
-            self._wake()
+            self._ensure_polling()
+
+    def _retire(self) -> None:
+        """Finish the oldest operations, as long as nobody waits for them and the device has completed them."""
+        for _ in range(_MOST_RETIRED):
+            oldest = next(iter(self._pending), None)
+            if oldest is None or oldest.is_awaited or not self._has_ended_well(oldest):
+                return
+
+    def _has_ended_well(self, pending: Pending) -> bool:
+        """Return whether the device has completed an operation, which is finished then."""
+        try:
+            if pending.event is None or not pending.event.query():
+                return False
+        # The thread reports the failure of the device.
+        except Exception:
+            return False
+        self._remove_and_finish(pending)
+        return True
+
+    def _remove_and_finish(self, pending: Pending) -> None:
+        with self._changed:
+            if pending not in self._pending:
+                # Another thread has seen its completion and removed it.
+                return
+            self._pending.remove(pending)
+        _end(pending)
 
     def entries(self) -> list[Entry]:
         """Return the flight-recorder entries of all pending operations. Thread-safe."""
@@ -107,15 +149,19 @@ class CompletionWatcher:
         step = Work()
         with self._changed:
             self._steps.append((event, step))
-            self._wake()
+            self._ensure_polling()
+        self.hurry()
         return step
 
-    def _wake(self) -> None:
-        """Let the thread poll at once. The caller holds the lock."""
-        self._pause = _SHORTEST
-        if self._polling:
+    def hurry(self) -> None:
+        """Let the thread poll at once, and often until something completes: somebody waits."""
+        with self._changed:
+            self._hurried, self._pause = True, _SHORTEST
             self._changed.notify()
-        else:
+
+    def _ensure_polling(self) -> None:
+        """Start the thread if it does not run. The caller holds the lock."""
+        if not self._polling:
             self._polling = True
             self._thread.submit(self._run)
 
@@ -128,6 +174,9 @@ class CompletionWatcher:
 
     def close(self) -> None:
         """End the thread as soon as nothing is pending."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
         self._thread.shutdown(wait=False)
 
     def _run(self) -> None:
@@ -136,12 +185,22 @@ class CompletionWatcher:
                 self._poll(pending)
             except Exception:
                 log.exception("polling %r failed", pending[0].entry.op if pending else "an event")
+            # The idle thread must not keep tensors alive.
+            del pending
 
     def _still_pending(self) -> list[Pending] | None:
-        """Return the pending operations. Without any, and without events, the thread stops, and the next one starts it."""
+        """Return the pending operations when there are some, or events; None to end the thread, if long there are none.
+
+        The thread looks for them now and then, because to wake it would delay the caller that adds one.
+        """
         with self._changed:
-            self._polling = bool(self._pending or self._steps)
-            return list(self._pending) if self._polling else None
+            until = monotonic() + _IDLE_TIMEOUT
+            while not (self._pending or self._steps):
+                if self._closed or monotonic() > until:
+                    self._polling = False
+                    return None
+                self._changed.wait(_UNHURRIED)
+            return list(self._pending)
 
     def _poll(self, pending: list[Pending]) -> None:
         have_ended = [self._poll_one(one) for one in pending]
@@ -152,9 +211,15 @@ class CompletionWatcher:
         for one in oldest:
             if monotonic() - one.issued > _SLOW:
                 self._slow(one)
+        is_awaited = any(one.is_awaited for one in pending)
         with self._changed:
-            pause, self._pause = self._pause, min(2 * self._pause, _LONGEST)
-            self._changed.wait(pause)
+            if is_awaited or self._steps:
+                pause, self._pause = self._pause, min(2 * self._pause, _LONGEST)
+            else:
+                pause = _UNHURRIED
+            if not self._hurried:
+                self._changed.wait(pause)
+            self._hurried = False
 
     def _finish_steps(self) -> bool:
         """Finish the intermediate steps that the device has passed; return whether there was one."""
@@ -175,12 +240,7 @@ class CompletionWatcher:
             self._broken(pending, cause)
             return True
         if has_passed:
-            with self._changed:
-                if pending not in self._pending:
-                    # Another thread has seen its completion and removed it.
-                    return True
-                self._pending.remove(pending)
-            _end(pending)
+            self._remove_and_finish(pending)
             return True
         if monotonic() >= pending.deadline:
             self._late(pending)

@@ -36,13 +36,16 @@ class DeviceWork(Work):
 
     _enqueue_lock: ClassVar[threading.Lock] = threading.Lock()
 
+    hurry: Callable[[], object] = staticmethod(lambda: None)
+    """Called when somebody waits for the device, once the operation is enqueued: the completion watcher then polls."""
+
     def __init__(self, streams: Streams, home: Progress | None = None) -> None:
         super().__init__(None)
         self._streams = streams
         self._home = home
-        self._enqueued = threading.Event()
         self._event: DeviceEvent | None = None
         self._enqueue_callbacks: list[Callable[[], object]] | None = []
+        """None once the operation is enqueued or has failed."""
 
     # -- the executor's side -----------------------------------------------------------------------
 
@@ -50,6 +53,19 @@ class DeviceWork(Work):
         """Record that all device work is enqueued, with ``event`` recorded behind it. Called by the executor."""
         self._value, self._event = value, event
         self._set_enqueued()
+        if self._callbacks:
+            self.hurry()
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether callbacks wait for the completion, as an ``await`` does."""
+        return bool(self._callbacks)
+
+    def _add_callback(self, callback: Callable[[Any], object]) -> None:
+        super()._add_callback(callback)
+        # `enqueued` sets the event before it looks for callbacks.
+        if self._event is not None and not self._done:
+            self.hurry()
 
     def finish(self, value: Any = None, error: BaseException | None = None) -> bool:
         if not self._done:
@@ -60,9 +76,8 @@ class DeviceWork(Work):
 
     def _set_enqueued(self) -> None:
         with self._enqueue_lock:
-            due, self._enqueue_callbacks = self._enqueue_callbacks or [], None
-        self._enqueued.set()
-        for call in due:
+            due, self._enqueue_callbacks = self._enqueue_callbacks, None
+        for call in due or ():
             call()
 
     # -- order of streams ----------------------------------------------------------------------
@@ -106,7 +121,7 @@ class DeviceWork(Work):
         Raises:
             UsageError: The operation is not enqueued yet, so `wait` could not have returned.
         """
-        if not self._enqueued.is_set():
+        if self._enqueue_callbacks is not None:
             raise UsageError("the operation is not completed: await it, or call wait() first")
         return self._outcome()
 
@@ -149,10 +164,13 @@ class DeviceWork(Work):
         finished.wait(_ERROR_TIMEOUT)
 
     def _wait_until_enqueued(self, timeout: Timeout) -> None:
-        if self._home is not None and not self._enqueued.is_set():
+        if self._enqueue_callbacks is None:
+            return
+        if self._home is not None:
             self._home.refuse_loop_thread("this operation")
-        limit = seconds(timeout)
-        if not self._enqueued.wait(None if limit == math.inf else limit):
+        enqueued, limit = threading.Event(), seconds(timeout)
+        self.when_enqueued(enqueued.set)
+        if not enqueued.wait(None if limit == math.inf else limit):
             raise WaitTimeoutError(
                 f"the operation was not completed within {limit:g} s and continues: wait again or abort the group"
             )

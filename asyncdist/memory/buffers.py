@@ -155,8 +155,9 @@ def _outside_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of an inference tensor as a tensor that can be written outside of inference mode."""
     with torch.inference_mode(False):
         if tensor.numel() == 0:
-            return torch.empty(0, dtype=tensor.dtype, device="cpu")
-        return torch.from_numpy(tensor.view(torch.uint8).numpy()).view(tensor.dtype)
+            return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        # Unlike numpy's arrays, these also share the memory of devices.
+        return torch.utils.dlpack.from_dlpack(tensor.view(torch.uint8)).view(tensor.dtype)
 
 
 NOTHING = Memory(torch.empty(0, dtype=torch.uint8, device="cpu"))

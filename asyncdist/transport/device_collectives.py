@@ -37,6 +37,16 @@ if TYPE_CHECKING:
 Capabilities = Mapping[str, Any]
 
 
+class _Gather:
+    """The tensors of the gathers of payloads of one length, and views of their memory."""
+
+    def __init__(self, nbytes: int, size: int) -> None:
+        self.own = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self.all = torch.empty(size * nbytes, dtype=torch.uint8, device="cpu")
+        self.own_view = Memory(self.own).view
+        self.views = [Memory(part).view for part in self.all.split(nbytes)]
+
+
 class DeviceContext:
     """The group of a backend: the ranks, this rank's device, and the CPU group for control traffic.
 
@@ -58,6 +68,7 @@ class DeviceContext:
         self.others = [rank for rank in range(self.size) if rank != self.rank]
         self.deadline = math.inf
         self.inherited: dict[str, Any] = {}
+        self._gathers: dict[int, _Gather] = {}
 
     @property
     def machine(self) -> str:
@@ -77,10 +88,12 @@ class DeviceContext:
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Gather payloads of equal length from all ranks, and return them by rank. Blocks; raises GroupError."""
-        own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        gathered = torch.empty(self.size * len(payload), dtype=torch.uint8, device="cpu")
-        self.host.all_gather_single(gathered, own, background=False, timeout=self.remaining).result()
-        return [bytes(part.numpy()) for part in gathered.split(len(payload))]
+        gather = self._gathers.get(len(payload))
+        if gather is None:
+            gather = self._gathers[len(payload)] = _Gather(len(payload), self.size)
+        gather.own_view[:] = payload
+        self.host.all_gather_single(gather.all, gather.own, background=False, timeout=self.remaining).result()
+        return list(map(bytes, gather.views))
 
     def mismatch_error(self, rank: int, own: int, other: int) -> Exception:
         """Return the error to raise if the fingerprint of ``rank``'s call differs from this rank's."""

@@ -85,12 +85,17 @@ class PretendStreams(Streams):
     def on_comm_stream(self) -> AbstractContextManager[object]:
         return self._within()
 
-    def record_event(self) -> DeviceEvent:
+    def record_event(self, event: Any = None) -> DeviceEvent:
+        if event is not None:
+            event.record()
+            return event
         self._note("record_event")
         return PretendStreamEvent(self._passing, self.broken)
 
-    def wait_event(self, event: DeviceEvent) -> None:
-        assert isinstance(event, PretendStreamEvent)
+    def wait_event(self, event: Any) -> None:
+        if not isinstance(event, PretendStreamEvent):
+            event.wait()
+            return
         self._note("wait_event")
 
     def ordered_after(self, event: DeviceEvent) -> AbstractContextManager[object]:

@@ -94,6 +94,9 @@ class Staged(DeviceCollectives):
             to_host: Whether this rank contributes data.
             to_device: Whether this rank receives a result.
         """
+        if memory.nbytes <= self._piece_nbytes:
+            self._in_one_piece(memory, start, *args, to_host=to_host, to_device=to_device)
+            return
         pieces = memory.tensor.split(max(1, self._piece_nbytes // memory.itemsize))
         copied: deque[tuple[torch.Tensor, DeviceEvent | None]] = deque()
         with_peers: deque[tuple[torch.Tensor, HostWork]] = deque()
@@ -112,6 +115,17 @@ class Staged(DeviceCollectives):
                 work.wait()
                 if to_device:
                     pieces[step - 2].copy_(pinned, non_blocking=True)
+
+    def _in_one_piece(
+        self, memory: Memory, start: Callable[..., HostWork], *args: Any, to_host: bool, to_device: bool
+    ) -> None:
+        pinned = self.context.streams.pinned(memory.count, memory.dtype)
+        if to_host:
+            pinned.copy_(memory.tensor, non_blocking=True)
+            self.context.streams.record_event().synchronize()
+        start(pinned, *args, **self._options).result()
+        if to_device:
+            memory.tensor.copy_(pinned, non_blocking=True)
 
     # -- collectives ---------------------------------------------------------------------------
 

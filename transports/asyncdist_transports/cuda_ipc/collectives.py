@@ -133,7 +133,8 @@ class CudaIpc(DeviceCollectives):
     def _exchange_views(self, fingerprint: int, tensors: Sequence[torch.Tensor]) -> Views:
         """Exchange the ready events; return the published tensors by rank. All ranks publish the same number of tensors."""
         exported = [self._memory.exports.export(tensor, slot) for slot, tensor in enumerate(tensors)]
-        self._ready.record()
+        streams = self.context.streams
+        streams.record_event(self._ready)
         payload = _HEAD.pack(fingerprint) + b"".join(location.pack() for _, location in exported)
         gathered = self.context.all_gather_bytes(payload)
         views = {self.context.rank: [tensor for tensor, _ in exported]}
@@ -142,7 +143,7 @@ class CudaIpc(DeviceCollectives):
             if peer_fingerprint != fingerprint:
                 raise self.context.mismatch_error(rank, fingerprint, peer_fingerprint)
             ready, _ = self._peer_events[rank]
-            ready.wait()
+            streams.wait_event(ready)
             views[rank] = [self._view(rank, location, tensors[0].dtype) for location in _split(gathered[rank])]
         return views
 
@@ -153,10 +154,11 @@ class CudaIpc(DeviceCollectives):
 
     def _finish(self) -> None:
         """Exchange the done events, when all work of this rank is enqueued. Later work in the stream waits for them."""
-        self._done.record()
+        streams = self.context.streams
+        streams.record_event(self._done)
         self.context.barrier()
         for _, done in self._peer_events.values():
-            done.wait()
+            streams.wait_event(done)
 
     # -- reductions ----------------------------------------------------------------------------
 

@@ -19,9 +19,11 @@ HANDLE_NBYTES = 64
 _GRANULARITY = 2 << 20
 # Values of CUpointer_attribute.
 _BUFFER_ID, _LEGACY_IPC_CAPABLE = 7, 10
+_INVALID_CONTEXT = 201
+_KEPT_ALLOCATIONS = 4096
 
 Event = Any
-"""A `torch.cuda.Event`: ``record()`` and ``wait()`` in the calling thread's current stream."""
+"""A `torch.cuda.Event`, which `Streams.record_event` and `Streams.wait_event` take."""
 
 
 class Allocation(NamedTuple):
@@ -42,11 +44,14 @@ class Driver:
         try:
             from cupy.cuda import runtime
 
-            self._libcuda = ctypes.CDLL("libcuda.so.1")
+            # The calls take less time than it takes to give up the interpreter and get it back.
+            self._libcuda = ctypes.PyDLL("libcuda.so.1")
         except (ImportError, OSError) as cause:
             raise TransportUnavailableError(f"CUDA is not available: {cause}") from cause
         self._runtime: Any = runtime
         self._device = device
+        self._allocations: dict[int, Allocation] = {}
+        """What `allocation` has found, by number."""
 
     @staticmethod
     def missing() -> str | None:
@@ -68,20 +73,29 @@ class Driver:
 
     def allocation(self, address: int) -> Allocation:
         """Return the allocation that holds an address of this process."""
-        base, number, shareable = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_int()
-        pointer = ctypes.c_uint64(address)
-        self._bind_context()
-        self._check(self._libcuda.cuMemGetAddressRange_v2(ctypes.byref(base), None, pointer))
-        self._check(self._libcuda.cuPointerGetAttribute(ctypes.byref(number), _BUFFER_ID, pointer))
-        self._check(self._libcuda.cuPointerGetAttribute(ctypes.byref(shareable), _LEGACY_IPC_CAPABLE, pointer))
-        return Allocation(base.value, number.value, bool(shareable.value))
+        number, pointer = ctypes.c_uint64(), ctypes.c_uint64(address)
+        self._ask(self._libcuda.cuPointerGetAttribute, ctypes.byref(number), _BUFFER_ID, pointer)
+        found = self._allocations.get(number.value)
+        if found is None:
+            base, shareable = ctypes.c_uint64(), ctypes.c_int()
+            self._ask(self._libcuda.cuMemGetAddressRange_v2, ctypes.byref(base), None, pointer)
+            self._ask(self._libcuda.cuPointerGetAttribute, ctypes.byref(shareable), _LEGACY_IPC_CAPABLE, pointer)
+            found = Allocation(base.value, number.value, bool(shareable.value))
+            if len(self._allocations) >= _KEPT_ALLOCATIONS:
+                self._allocations.clear()
+            # Memory without a number of its own may be another allocation the next time.
+            if number.value:
+                self._allocations[number.value] = found
+        return found
 
-    def _bind_context(self) -> None:
-        """Make the device's context current in this thread: the driver's own calls need one, and torch creates it late."""
-        with torch.cuda.device(self._device):
-            self._runtime.setDevice(self._device.index)
-
-    def _check(self, status: int) -> None:
+    def _ask(self, question: Callable[..., int], *arguments: Any) -> None:
+        """Call a function of the driver. Raises TransportUnavailableError if it reports an error."""
+        status = question(*arguments)
+        if status == _INVALID_CONTEXT:
+            # torch creates the context of a thread late.
+            with torch.cuda.device(self._device):
+                self._runtime.setDevice(self._device.index)
+                status = question(*arguments)
         if status:
             raise TransportUnavailableError(f"the CUDA driver reports error {status} for an address")
 

@@ -17,6 +17,8 @@ import torch
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Allocation, Driver
 
 _KEPT_MAPPINGS = 256
+# Tensors of one mapping that are kept.
+_KEPT_VIEWS = 256
 _KEPT_HANDLES = 4096
 _EXPORTED = struct.Struct(f"<QQQQ{HANDLE_NBYTES}s")
 
@@ -104,6 +106,14 @@ class Exports:
             self._driver.free(address)
 
 
+class _Mapping(NamedTuple):
+    """A mapped allocation: its number, its local address, and tensors of its memory by offset and size."""
+
+    number: int
+    address: int
+    views: dict[tuple[int, int], torch.Tensor]
+
+
 class Imports:
     """Memory of other processes, mapped here. ``wait_until_idle`` blocks until no queued work uses a mapping.
 
@@ -114,21 +124,26 @@ class Imports:
     def __init__(self, driver: Driver, wait_until_idle: Callable[[], None]) -> None:
         self._driver = driver
         self._wait_until_idle = wait_until_idle
-        self._mapped: OrderedDict[tuple[Peer, int], tuple[int, int]] = OrderedDict()
+        self._mapped: OrderedDict[tuple[Peer, int], _Mapping] = OrderedDict()
 
     def open(self, peer: Peer, exported: ExportedMemory) -> torch.Tensor:
         """Return the exported memory of a peer as a uint8 tensor. Raises RuntimeError if CUDA cannot map it."""
         key = peer, exported.base
-        number, address = self._mapped.get(key, (None, 0))
-        if number != exported.number:
-            if number is not None:
+        mapping = self._mapped.get(key)
+        if mapping is None or mapping.number != exported.number:
+            if mapping is not None:
                 self._unmap(key)
             elif len(self._mapped) >= _KEPT_MAPPINGS:
                 self._unmap(next(iter(self._mapped)))
-            address = self._driver.map(exported.handle)
-            self._mapped[key] = exported.number, address
+            mapping = self._mapped[key] = _Mapping(exported.number, self._driver.map(exported.handle), {})
         self._mapped.move_to_end(key)
-        return self._driver.bytes_at(address + exported.offset, exported.nbytes)
+        place = exported.offset, exported.nbytes
+        view = mapping.views.get(place)
+        if view is None:
+            if len(mapping.views) >= _KEPT_VIEWS:
+                mapping.views.clear()
+            view = mapping.views[place] = self._driver.bytes_at(mapping.address + exported.offset, exported.nbytes)
+        return view
 
     def forget(self, peer: Peer) -> None:
         """Unmap the memory of a peer."""
@@ -138,11 +153,10 @@ class Imports:
         if keys:
             self._wait_until_idle()
         for key in keys:
-            _, address = self._mapped.pop(key)
-            self._driver.unmap(address)
+            self._driver.unmap(self._mapped.pop(key).address)
 
     def close(self) -> None:
         """Unmap everything; no queued work may use it."""
         while self._mapped:
-            _, (_, address) = self._mapped.popitem()
-            self._driver.unmap(address)
+            _, mapping = self._mapped.popitem()
+            self._driver.unmap(mapping.address)

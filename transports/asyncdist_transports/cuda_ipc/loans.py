@@ -53,7 +53,7 @@ class CudaIpcLoans(DeviceLoans):
         exported = [self._locate(tensor) for tensor in tensors]
         event, handle = own = self._events.acquire(_ANY_BORROWER)
         with self.streams.ordered_after(ready):
-            event.record()
+            self.streams.record_event(event)
         return DeviceLoan([_LOCATION.pack(each, handle) for each in exported], own)
 
     def _locate(self, tensor: torch.Tensor) -> bytes:

@@ -58,7 +58,7 @@ class CudaIpcP2P(DeviceP2P):
         own = self._events.acquire(channel.peer)
         try:
             _, location = self._memory.exports.export(data, slot)
-            own[0].record()
+            streams.record_event(own[0])
             offer = _OFFER.pack(self._machine, self._memory.probe, location.pack(), own[1])
             acknowledged = self._acknowledged[channel.peer]
             channel.send(self.name, offer + b"".join(map(_ACKNOWLEDGED.pack, acknowledged[:_MAX_ACKNOWLEDGED])))
@@ -66,7 +66,7 @@ class CudaIpcP2P(DeviceP2P):
             answer = yield from channel.recv()
             # After a refusal no stream waits for the event's record, so it is not reused.
             self._events.release(channel.peer, own)
-            self._events.of(channel.peer, answer.payload).wait()
+            streams.wait_event(self._events.of(channel.peer, answer.payload))
             acknowledged.append(channel.number)
             return streams.record_event()
         finally:
@@ -88,10 +88,10 @@ class CudaIpcP2P(DeviceP2P):
         for (number,) in _ACKNOWLEDGED.iter_unpack(offer[_OFFER.size :]):
             self._events.release(peer, self._answered.pop((peer, number)))
         streams.wait_event(before)
-        offered.wait()
+        streams.wait_event(offered)
         data.copy_(sent)
         answer, handle = self._answered[peer, channel.number] = self._events.acquire(peer)
-        answer.record()
+        streams.record_event(answer)
         event = streams.record_event()
         yield channel.send(payload=handle)
         return event
