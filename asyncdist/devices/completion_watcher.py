@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -86,6 +86,7 @@ class CompletionWatcher:
         slow: Called as ``slow(pending)``, repeatedly, for the oldest operations once they have lasted 50 ms.
         late: Called as ``late(pending)`` when the deadline has passed.
         broken: Called as ``broken(pending, cause)`` when the device reports a failure.
+        calm: Called as ``calm()`` when no operation is slow any more.
     """
 
     def __init__(
@@ -94,13 +95,14 @@ class CompletionWatcher:
         slow: Callable[[Pending], None] = _nothing,
         late: Callable[[Pending], None] = _nothing,
         broken: Callable[[Pending, Exception], None] = _nothing,
+        calm: Callable[[], None] = _nothing,
     ) -> None:
         self._thread = DaemonThreadPool(name, max_threads=1, idle_timeout=0.0)
-        self._slow, self._late, self._broken = slow, late, broken
+        self._slow, self._late, self._broken, self._calm = slow, late, broken, calm
         self._pending: list[Pending] = []
         self._steps: list[tuple[DeviceEvent, Work]] = []
         self._changed = threading.Condition()
-        self._polling = self._hurried = self._closed = False
+        self._polling = self._hurried = self._closed = self._was_slow = False
         self._pause = _SHORTEST
 
     def add(self, pending: Pending) -> None:
@@ -189,13 +191,13 @@ class CompletionWatcher:
             del pending
 
     def _still_pending(self) -> list[Pending] | None:
-        """Return the pending operations when there are some, or events; None to end the thread, if long there are none.
+        """Return the pending operations; None to end the thread, after a while without any, and without events.
 
         The thread looks for them now and then, because to wake it would delay the caller that adds one.
         """
         with self._changed:
             until = monotonic() + _IDLE_TIMEOUT
-            while not (self._pending or self._steps):
+            while not (self._pending or self._steps or self._was_slow):
                 if self._closed or monotonic() > until:
                     self._polling = False
                     return None
@@ -208,9 +210,7 @@ class CompletionWatcher:
             self._pause = _SHORTEST
             return
         oldest = dict.fromkeys([*pending[:1], *[one for one in pending if one.numbered][:1]])
-        for one in oldest:
-            if monotonic() - one.issued > _SLOW:
-                self._slow(one)
+        self._note_slow([one for one in oldest if monotonic() - one.issued > _SLOW])
         is_awaited = any(one.is_awaited for one in pending)
         with self._changed:
             if is_awaited or self._steps:
@@ -220,6 +220,13 @@ class CompletionWatcher:
             if not self._hurried:
                 self._changed.wait(pause)
             self._hurried = False
+
+    def _note_slow(self, operations: Sequence[Pending]) -> None:
+        was_slow, self._was_slow = self._was_slow, bool(operations)
+        for one in operations:
+            self._slow(one)
+        if was_slow and not operations:
+            self._calm()
 
     def _finish_steps(self) -> bool:
         """Finish the intermediate steps that the device has passed; return whether there was one."""

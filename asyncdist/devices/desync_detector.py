@@ -4,6 +4,9 @@ Some backends (NCCL) do not compare calls: mismatched calls hang. A rank whose c
 its sequence number and fingerprint to its two ring neighbours, which compare them with their own call. If any two ranks
 differ, two neighbours differ. Calls that complete in time cost nothing.
 
+A rank listens from its first slow call on. If the backend compares calls itself, it stops when no call is slow any more:
+while a receive is pending, calls on the host take several times as long.
+
 The reports use a side group of their own. It has a receive from any source pending, so it fails when all other ranks
 have left in order. That failure must not affect operations that those ranks have completed.
 """
@@ -71,6 +74,12 @@ class DesyncDetector:
             self._posted_receive = self._side_group.group().recv(report, None, _TAG, timeout=math.inf)
             self._posted_receive.add_done_callback(lambda work: self._on_report(work, report))
 
+    def rest(self) -> None:
+        """Stop to listen until the next `listen`: no call is slow any more."""
+        if self._posted_receive is not None:
+            self._posted_receive = None
+            self._side_group.rest()
+
     def report_call(self, number: int, fingerprint: int, since: float) -> None:
         """Report a call to both neighbours, once, if it has lasted long enough since ``since`` (monotonic seconds).
 
@@ -99,7 +108,8 @@ class DesyncDetector:
         self._side_group.close()
 
     def _on_report(self, work: HostWork, report: torch.Tensor) -> None:
-        if work.exception() is not None:
+        # The receive of a rank that rests, or is closed, fails.
+        if work.exception() is not None or work is not self._posted_receive:
             return
         number, fingerprint = _REPORT.unpack(bytes(report.numpy()))
         self._posted_receive = None

@@ -115,7 +115,13 @@ class DeviceGroup(CollectiveOps):
         self._sequence = itertools.count(1)
         self._last_number = 0
         self._executor = SerialExecutor(f"asyncdist-{device}")
-        self._watcher = CompletionWatcher(f"asyncdist-watch-{device}", self._check_health, self._on_timeout, self._fail)
+        self._watcher = CompletionWatcher(
+            f"asyncdist-watch-{device}",
+            self._check_health,
+            self._on_timeout,
+            self._fail,
+            self._on_calm,
+        )
         self.messages = DevicePointToPoint(
             host, DeviceContext(host, self._streams.with_new_stream()), backend_classes, self._watcher, self._guarded
         )
@@ -159,7 +165,7 @@ class DeviceGroup(CollectiveOps):
         plan: Plan,
         options: CallOptions,
         executor: SerialExecutor,
-        do: Callable[[Pending, DeviceEvent], None],
+        do: Callable[[Pending, DeviceEvent | None], None],
         *,
         held: Any = None,
         inline: bool = False,
@@ -170,7 +176,8 @@ class DeviceGroup(CollectiveOps):
             tag: Tag of a message; None for a collective.
             options: Options of the call.
             executor: Executor that runs ``do``.
-            do: Called as ``do(pending, before)`` in the executor; enqueues the device work, after the event ``before``.
+            do: Called as ``do(pending, before)`` in the executor; enqueues the device work, after the event
+                ``before`` (None: at once).
             held: Objects to keep alive until the device is done.
             inline: Whether ``do`` may run in the calling thread, because it never waits for peers.
         """
@@ -197,7 +204,7 @@ class DeviceGroup(CollectiveOps):
         deadline = now + seconds(options.get("timeout"), self.timeout)
         work = DeviceWork(self._streams, self.host.mesh.progress)
         pending = Pending(work, plan, entry, now, deadline, numbered=tag is None, held=held)
-        before = self._streams.record_event()
+        before = self._streams.position()
         self._watcher.add(pending)
         call = functools.partial(self._run_call, pending, functools.partial(do, pending, before))
         executor.put(call, inline=blocking or inline)
@@ -222,7 +229,7 @@ class DeviceGroup(CollectiveOps):
             self._fail(pending, cause)
 
     def _run_collective(
-        self, native: PreparedCall, tensors: Sequence[Any], pending: Pending, before: DeviceEvent
+        self, native: PreparedCall, tensors: Sequence[Any], pending: Pending, before: DeviceEvent | None
     ) -> None:
         self._context.deadline = pending.deadline
         with self._streams.on_comm_stream():
@@ -249,7 +256,7 @@ class DeviceGroup(CollectiveOps):
         if not self._last_number:
             return
 
-        def do(pending: Pending, before: DeviceEvent) -> None:
+        def do(pending: Pending, before: DeviceEvent | None) -> None:
             self._context.deadline = pending.deadline
             with self._streams.on_comm_stream():
                 self._connected_backend().split(None if part is None else part._context, number)
@@ -278,11 +285,11 @@ class DeviceGroup(CollectiveOps):
         name: str,
         tag: int,
         plan: Plan,
-        transfer: Callable[[float, DeviceEvent], Transfer[TransferResult]],
+        transfer: Callable[[float, DeviceEvent | None], Transfer[TransferResult]],
         held: Any,
         options: CallOptions,
     ) -> DeviceWork:
-        def do(pending: Pending, before: DeviceEvent) -> None:
+        def do(pending: Pending, before: DeviceEvent | None) -> None:
             self.messages.resume(transfer(pending.deadline, before), pending)
 
         return self._start(name, tag, plan, options, self.messages.executor, do, held=held)
@@ -311,6 +318,11 @@ class DeviceGroup(CollectiveOps):
             pending.problem_since = pending.problem_since or monotonic()
             if monotonic() - pending.problem_since > _DRAIN_TIMEOUT:
                 self._fail(pending, cause)
+
+    def _on_calm(self) -> None:
+        # A backend that does not compare calls needs the reports of ranks whose own calls are slow.
+        if self._backend is not None and self._backend.compares:
+            self.desync_detector.rest()
 
     def _on_timeout(self, pending: Pending) -> None:
         elapsed = monotonic() - pending.issued

@@ -145,7 +145,7 @@ class DeviceLending:
         device = loans.streams.device
         # The memory belongs to this thread's current stream, as that of any tensor that it makes.
         targets = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes, _ in lent]
-        before = loans.streams.record_event()
+        before = loans.streams.position()
         locations = [location for _, location in lent]
         while is_wanted():
             found = await self._run(self._read_if_ready, loans, owner, locations, targets, before)
@@ -163,7 +163,7 @@ class DeviceLending:
         owner: str,
         locations: Sequence[bytes],
         targets: Sequence[torch.Tensor],
-        before: DeviceEvent,
+        before: DeviceEvent | None,
     ) -> list[DeviceEvent] | DeviceEvent:
         """Enqueue the copies and return their event, or the events of the owner that its device has not passed."""
         events = {id(event): event for event in (loans.ready(owner, location) for location in locations)}

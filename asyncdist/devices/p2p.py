@@ -36,7 +36,7 @@ from asyncdist.transport.device_p2p import (
     TransferRefused,
     unlogged,
 )
-from asyncdist.transport.device_streams import DeviceEvent
+from asyncdist.transport.device_streams import DeviceEvent, completes_soon
 from asyncdist.transport.host_group import HostWork
 
 log = logging.getLogger("asyncdist")
@@ -44,8 +44,6 @@ log = logging.getLogger("asyncdist")
 _BY_HOST = "host"
 # Pieces in flight of a message that goes through the host.
 _PIPELINE_DEPTH = 3
-# Seconds for which a small copy is polled: that costs less than a wake-up.
-_SPIN_SECONDS = 50e-6
 
 
 TransferResult = tuple[Any, DeviceEvent]
@@ -113,7 +111,7 @@ class DevicePointToPoint:
     # -- sending -------------------------------------------------------------------------------
 
     def send(
-        self, memory: Memory, peer: int, tag: int, fingerprint: int, deadline: float, before: DeviceEvent
+        self, memory: Memory, peer: int, tag: int, fingerprint: int, deadline: float, before: DeviceEvent | None
     ) -> Transfer[TransferResult]:
         """Send a tensor's elements, which are ready after the event ``before``; ``deadline`` is in monotonic seconds."""
         host, data = self._host, memory.raw
@@ -135,7 +133,9 @@ class DevicePointToPoint:
                 log.info("messages to rank %d cannot use %s: %s", host.member_ids[peer], backend.name, why)
         return None, (yield from self._send_by_host(data, channel, before))
 
-    def _send_by_host(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent) -> Transfer[DeviceEvent]:
+    def _send_by_host(
+        self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent | None
+    ) -> Transfer[DeviceEvent]:
         in_flight = deque([channel.send(_BY_HOST)])
         streams = self._context.streams
         streams.wait_event(before)
@@ -145,7 +145,7 @@ class DevicePointToPoint:
             event = streams.record_event()
             if len(in_flight) == _PIPELINE_DEPTH:
                 yield in_flight.popleft()
-            if not _completes_soon(event):
+            if not completes_soon(event):
                 yield self._watcher.when_passed(event)
             in_flight.append(channel.send_data(pinned))
         yield from in_flight
@@ -154,7 +154,13 @@ class DevicePointToPoint:
     # -- receiving -----------------------------------------------------------------------------
 
     def receive(
-        self, target: OutputTensor, peer: int | None, tag: int, fingerprint: int, deadline: float, before: DeviceEvent
+        self,
+        target: OutputTensor,
+        peer: int | None,
+        tag: int,
+        fingerprint: int,
+        deadline: float,
+        before: DeviceEvent | None,
     ) -> Transfer[TransferResult]:
         """Receive into a tensor after the event ``before``. The value is the sender's global rank.
 
@@ -184,7 +190,7 @@ class DevicePointToPoint:
         return host.ranks[member], event
 
     def _receive_offer(
-        self, message: ControlMessage, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent
+        self, message: ControlMessage, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent | None
     ) -> Transfer[DeviceEvent]:
         """Receive by the first offered backend that this rank supports."""
         while message.kind != _BY_HOST:
@@ -196,7 +202,7 @@ class DevicePointToPoint:
         return (yield from self._receive_by_host(data, channel, before))
 
     def _receive_by_host(
-        self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent
+        self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent | None
     ) -> Transfer[DeviceEvent]:
         streams = self._context.streams
         streams.wait_event(before)
@@ -268,12 +274,3 @@ class DevicePointToPoint:
     def _close_backends(self) -> None:
         for backend in (self._backends or {}).values():
             backend.close()
-
-
-def _completes_soon(event: DeviceEvent) -> bool:
-    """Return whether the device passes an event within 50 us."""
-    until = monotonic() + _SPIN_SECONDS
-    while not event.query():
-        if monotonic() > until:
-            return False
-    return True

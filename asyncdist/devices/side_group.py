@@ -51,6 +51,13 @@ class SideGroup:
         if self._group is not None:
             self._group.abort(reason)
 
+    def rest(self) -> None:
+        """Destroy the group on this rank until the next call of `group`: its pending operations fail. Reports are lost."""
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
     def close(self) -> None:
         """Destroy the group on this rank and prevent its creation. Idempotent."""
         with self._lock:

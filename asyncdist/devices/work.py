@@ -140,7 +140,8 @@ class DeviceWork(Work):
         """
         self._wait_until_enqueued(timeout)
         self._outcome()
-        if self._event is not None and not self._done:
+        # Of an event that has passed no stream needs to know.
+        if self._event is not None and not self._done and not self._has_passed():
             self._streams.wait_event(self._event)
         return True
 

@@ -87,7 +87,7 @@ class DeviceLoans(ABC):
 
     @abstractmethod
     def read(
-        self, owner: str, locations: Sequence[bytes], targets: Sequence[torch.Tensor], before: DeviceEvent
+        self, owner: str, locations: Sequence[bytes], targets: Sequence[torch.Tensor], before: DeviceEvent | None
     ) -> DeviceEvent:
         """Enqueue copies of tensors that are ready; return the event after which they are complete. May block.
 
@@ -95,7 +95,7 @@ class DeviceLoans(ABC):
             owner: The process that lends them.
             locations: Their locations.
             targets: Flat uint8 tensors of this device, as large as they.
-            before: The event after which the targets may be written.
+            before: The event after which the targets may be written; None if that is now.
 
         Raises:
             TransferRefused: Memory cannot be mapped. No queued work uses the targets then.

@@ -145,17 +145,17 @@ class DeviceP2P(ABC):
     """Messages of at most this size go through the host."""
 
     @abstractmethod
-    def send(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent) -> Transfer[DeviceEvent]:
-        """Offer and send ``data``, which is ready after the event ``before``.
+    def send(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent | None) -> Transfer[DeviceEvent]:
+        """Offer and send ``data``, which is ready after the event ``before`` (None: now).
 
         Returns an event that the device passes when the data has been sent. Raises `TransferRefused`.
         """
 
     @abstractmethod
     def receive(
-        self, data: torch.Tensor, channel: ControlChannel, offer: bytes, before: DeviceEvent
+        self, data: torch.Tensor, channel: ControlChannel, offer: bytes, before: DeviceEvent | None
     ) -> Transfer[DeviceEvent]:
-        """Receive the offered message into ``data``, after the event ``before``.
+        """Receive the offered message into ``data``, after the event ``before`` (None: at once).
 
         Returns an event that the device passes when the data has arrived.
         Raises `TransferRefused`, before it sends anything.

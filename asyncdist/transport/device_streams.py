@@ -35,6 +35,7 @@ class DeviceEvent(Protocol):
 log = logging.getLogger("asyncdist")
 
 _POLL_INTERVAL = 1e-3
+_SPIN_SECONDS = 50e-6
 
 
 def becomes_idle(streams: Streams, timeout: float, is_cancelled: Callable[[], bool] = lambda: False) -> bool:
@@ -53,6 +54,15 @@ def becomes_idle(streams: Streams, timeout: float, is_cancelled: Callable[[], bo
     # A failed device completes no more work. torch and CUDA report this by errors of several types.
     except Exception:
         return False
+    return True
+
+
+def completes_soon(event: DeviceEvent) -> bool:
+    """Return whether the device passes an event within 50 us. The calling thread polls: that costs less than a wake-up."""
+    until = monotonic() + _SPIN_SECONDS
+    while not event.query():
+        if monotonic() > until:
+            return False
     return True
 
 
@@ -87,7 +97,22 @@ class Streams(ABC):
 
     @abstractmethod
     def wait_event(self, event: Any) -> None:
-        """Make later work in the current stream wait for an event: of `record_event`, or of another process."""
+        """Make later work in the current stream wait for an event: of `record_event`, or of another process.
+
+        None is an event that has passed.
+        """
+
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """Return whether the device has completed all work in the current stream."""
+
+    def position(self) -> DeviceEvent | None:
+        """Record an event in the current stream; None if the device has completed all work in it.
+
+        Where processes share a device, an event makes the device change to the process of the stream, which takes more
+        than 0.1 ms on an H200.
+        """
+        return None if self.is_idle() else self.record_event()
 
     @abstractmethod
     def ordered_after(self, event: DeviceEvent) -> AbstractContextManager[object]:
@@ -173,7 +198,11 @@ class CudaStreams(Streams):
         return event  # type: ignore[no-any-return]
 
     def wait_event(self, event: Any) -> None:
-        self._current().wait_event(event)
+        if event is not None:
+            self._current().wait_event(event)
+
+    def is_idle(self) -> bool:
+        return self._current().query()
 
     def ordered_after(self, event: Any) -> AbstractContextManager[object]:
         # torch takes streams from a fixed pool, so this creates no new stream.

@@ -57,9 +57,11 @@ def run_cases(run, size, cases, **options):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("small", [0, 64 << 10], ids=["all", "large"])
 @pytest.mark.parametrize("shareable", [True, False], ids=["exported", "copied"])
+@pytest.mark.parametrize("idle", [False, True], ids=["busy", "idle"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_collective(size, shareable, small, monkeypatch, run):
+def test_every_collective(size, idle, shareable, small, monkeypatch, run):
     monkeypatch.setattr(module, "_SMALL_NBYTES", small)
+    monkeypatch.setattr(PretendStreams, "is_idle", lambda self: idle)
     run_cases(run, size, device_cases(size, [1, 300, 40_000], torch.float32), shareable=shareable)
 
 

@@ -115,6 +115,23 @@ async def test_call_fails_when_all_peers_have_left():
         assert "it has destroyed its process group" in str(said)
 
 
+async def test_rank_listens_only_while_a_call_is_slow_if_the_backend_compares(eventually):
+    streams = streams_of(2)
+    async with devices_of(2, (), streams, timeout=60) as groups:
+        for _ in range(2):
+            for each in streams:
+                each.hold()
+            works = [group.all_reduce(torch.ones(4)) for group in groups]
+            await eventually(lambda: all(group.host.mesh.operations for group in groups))
+            await eventually(lambda: all(group.desync_detector._posted_receive for group in groups))
+            for each in streams:
+                each.release()
+            await asyncio.gather(*works)
+            # Otherwise every later call on the host would be slower.
+            await eventually(lambda: not any(group.host.mesh.operations for group in groups))
+        assert [group.desync_detector.error for group in groups] == [None] * 2
+
+
 async def test_refused_call_takes_no_sequence_number():
     streams = streams_of(2)
     async with devices_of(2, [Silent], streams) as groups:

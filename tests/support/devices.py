@@ -93,10 +93,13 @@ class PretendStreams(Streams):
         return PretendStreamEvent(self._passing, self.broken)
 
     def wait_event(self, event: Any) -> None:
-        if not isinstance(event, PretendStreamEvent):
+        if isinstance(event, PretendStreamEvent):
+            self._note("wait_event")
+        elif event is not None:
             event.wait()
-            return
-        self._note("wait_event")
+
+    def is_idle(self) -> bool:
+        return False
 
     def ordered_after(self, event: DeviceEvent) -> AbstractContextManager[object]:
         assert isinstance(event, PretendStreamEvent)

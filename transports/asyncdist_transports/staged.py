@@ -17,11 +17,13 @@ import torch
 from asyncdist.memory.buffers import Memory
 from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
-from asyncdist.transport.device_streams import DeviceEvent, cuda_missing
+from asyncdist.transport.device_streams import DeviceEvent, completes_soon, cuda_missing
 from asyncdist.transport.host_group import HostWork
 
 # Pieces in flight: one is copied to the host, one is with the peers, one is copied back.
 _PIPELINE_DEPTH = 3
+# Size up to which the host waits for the copy to the device.
+_SMALL_NBYTES = 64 << 10
 
 
 class Staged(DeviceCollectives):
@@ -126,6 +128,10 @@ class Staged(DeviceCollectives):
         start(pinned, *args, **self._options).result()
         if to_device:
             memory.tensor.copy_(pinned, non_blocking=True)
+            if memory.nbytes <= _SMALL_NBYTES:
+                # The caller's stream then need not wait for the copy. Where processes share the device, that would make
+                # the device change between them.
+                completes_soon(self.context.streams.record_event())
 
     # -- collectives ---------------------------------------------------------------------------
 

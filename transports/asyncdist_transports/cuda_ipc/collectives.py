@@ -2,14 +2,15 @@
 
 Every collective exchanges data on the host twice, with the device work between:
 
-    ready     each rank records an event, and publishes where its tensors are; its stream then waits for the events
-              of all ranks, after which it may read and write the published tensors
-    done      each rank records its second event; its stream waits for those of all ranks, after which no rank uses
-              the tensors any more
+    ready     each rank publishes where its tensors are, and records an event unless its stream is idle; the streams of
+              the ranks that use these tensors then wait for the event
+    done      each rank that has used tensors of others records its second event; the streams of the owners wait for it,
+              after which no other rank uses their tensors any more
 
 The events are interprocess events, one for each of the two steps. An event is recorded again only after all streams wait
 for the last record, which the exchange between the two guarantees. Small tensors go through pinned host memory
-instead: where ranks share a device, the device would have to switch between the processes twice.
+instead: where ranks share a device, the device would have to change between the processes twice, and each change takes
+more than 0.1 ms. For the same reason no event is recorded that no stream needs.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from asyncdist_transports.cuda_ipc.peer_memory import PeerMemory
 from asyncdist_transports.staged import Staged
 
 _SMALL_NBYTES = 64 << 10
-# Fingerprint of the call.
-_HEAD = struct.Struct("<Q")
+# Fingerprint of the call, and whether the ready event was recorded.
+_HEAD = struct.Struct("<Q?")
 
 Views = dict[int, list[torch.Tensor]]
 """The tensors that each rank publishes in a call, flat, by rank."""
@@ -131,19 +132,25 @@ class CudaIpc(DeviceCollectives):
     # -- the two exchanges ---------------------------------------------------------------------
 
     def _exchange_views(self, fingerprint: int, tensors: Sequence[torch.Tensor]) -> Views:
-        """Exchange the ready events; return the published tensors by rank. All ranks publish the same number of tensors."""
+        """Exchange the ready events; return the published tensors by rank. All ranks publish the same number of tensors.
+
+        A rank that publishes nothing but empty tensors needs not be waited for.
+        """
         exported = [self._memory.exports.export(tensor, slot) for slot, tensor in enumerate(tensors)]
         streams = self.context.streams
-        streams.record_event(self._ready)
-        payload = _HEAD.pack(fingerprint) + b"".join(location.pack() for _, location in exported)
+        has_work = not streams.is_idle()
+        if has_work:
+            streams.record_event(self._ready)
+        payload = _HEAD.pack(fingerprint, has_work) + b"".join(location.pack() for _, location in exported)
         gathered = self.context.all_gather_bytes(payload)
         views = {self.context.rank: [tensor for tensor, _ in exported]}
         for rank in self.context.others:
-            (peer_fingerprint,) = _HEAD.unpack_from(gathered[rank])
+            peer_fingerprint, peer_has_work = _HEAD.unpack_from(gathered[rank])
             if peer_fingerprint != fingerprint:
                 raise self.context.mismatch_error(rank, fingerprint, peer_fingerprint)
-            ready, _ = self._peer_events[rank]
-            streams.wait_event(ready)
+            if peer_has_work:
+                ready, _ = self._peer_events[rank]
+                streams.wait_event(ready)
             views[rank] = [self._view(rank, location, tensors[0].dtype) for location in _split(gathered[rank])]
         return views
 
@@ -152,13 +159,25 @@ class CudaIpc(DeviceCollectives):
             return torch.empty(0, dtype=dtype, device=self.context.streams.device)
         return self._memory.imports.open(rank, location).view(dtype)
 
-    def _finish(self) -> None:
-        """Exchange the done events, when all work of this rank is enqueued. Later work in the stream waits for them."""
-        streams = self.context.streams
-        streams.record_event(self._done)
+    def _finish(self, users: Sequence[int] | None = None, owners: Sequence[int] | None = None) -> None:
+        """Exchange the done events, when all work of this rank is enqueued. Later work of the owners waits for them.
+
+        Args:
+            users: The ranks that have used tensors of others; None for all ranks.
+            owners: The ranks whose tensors others have used; None for all ranks.
+        """
+        streams, own_rank = self.context.streams, self.context.rank
+        if users is None or own_rank in users:
+            streams.record_event(self._done)
         self.context.barrier()
-        for _, done in self._peer_events.values():
-            streams.wait_event(done)
+        if owners is None or own_rank in owners:
+            for rank in self.context.others if users is None else users:
+                if rank != own_rank:
+                    _, done = self._peer_events[rank]
+                    streams.wait_event(done)
+
+    def _all_but(self, root: int) -> list[int]:
+        return [rank for rank in range(self.context.size) if rank != root]
 
     # -- reductions ----------------------------------------------------------------------------
 
@@ -183,7 +202,7 @@ class CudaIpc(DeviceCollectives):
         views = self._exchange_views(fingerprint, [memory.tensor])
         if self.context.rank == root:
             self._reduce(kernels, memory.tensor, [views[rank][0] for rank in self.context.others], memory.tensor)
-        self._finish()
+        self._finish(users=[root], owners=self._all_but(root))
 
     def reduce_scatter(self, fingerprint: int, inputs: Sequence[Memory], own: Memory, kernels: Arithmetic) -> None:
         views = self._exchange_views(fingerprint, [block.tensor for block in inputs])
@@ -208,7 +227,7 @@ class CudaIpc(DeviceCollectives):
         views = self._exchange_views(fingerprint, [memory.tensor if is_root else memory.tensor[:0]])
         if not is_root:
             memory.tensor.copy_(views[root][0])
-        self._finish()
+        self._finish(users=self._all_but(root), owners=[root])
 
     def all_gather(self, fingerprint: int, rows: Sequence[tuple[Sequence[Memory], Memory]]) -> None:
         views = self._exchange_views(fingerprint, [own.tensor for _, own in rows])
@@ -225,7 +244,7 @@ class CudaIpc(DeviceCollectives):
         if self.context.rank == root:
             for rank in self.context.others:
                 blocks[rank].tensor.copy_(views[rank][0])
-        self._finish()
+        self._finish(users=[root], owners=self._all_but(root))
 
     def scatter(self, fingerprint: int, own: Memory, blocks: Sequence[Memory], root: int) -> None:
         is_root = self.context.rank == root
@@ -233,7 +252,7 @@ class CudaIpc(DeviceCollectives):
         views = self._exchange_views(fingerprint, published)
         if not is_root:
             own.tensor.copy_(views[root][self.context.rank])
-        self._finish()
+        self._finish(users=self._all_but(root), owners=[root])
 
     def all_to_all(self, fingerprint: int, incoming: Sequence[Memory], outgoing: Sequence[Memory]) -> None:
         views = self._exchange_views(fingerprint, [memory.tensor for memory in outgoing])

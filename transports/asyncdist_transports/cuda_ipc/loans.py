@@ -79,7 +79,7 @@ class CudaIpcLoans(DeviceLoans):
         return event
 
     def read(
-        self, owner: str, locations: Sequence[bytes], targets: Sequence[torch.Tensor], before: DeviceEvent
+        self, owner: str, locations: Sequence[bytes], targets: Sequence[torch.Tensor], before: DeviceEvent | None
     ) -> DeviceEvent:
         with self.streams.on_comm_stream():
             self.streams.wait_event(before)

@@ -51,7 +51,7 @@ class CudaIpcP2P(DeviceP2P):
         self._acknowledged: dict[int, list[int]] = defaultdict(list)
         """By peer: answered messages of this rank that the next offer lists."""
 
-    def send(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent) -> Transfer[DeviceEvent]:
+    def send(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent | None) -> Transfer[DeviceEvent]:
         streams = self._context.streams
         streams.wait_event(before)
         slot = self._free_slots.pop() if self._free_slots else next(self._new_slots)
@@ -73,7 +73,7 @@ class CudaIpcP2P(DeviceP2P):
             self._free_slots.append(slot)
 
     def receive(
-        self, data: torch.Tensor, channel: ControlChannel, offer: bytes, before: DeviceEvent
+        self, data: torch.Tensor, channel: ControlChannel, offer: bytes, before: DeviceEvent | None
     ) -> Transfer[DeviceEvent]:
         streams, peer = self._context.streams, channel.peer
         machine, probe, location, handle = _OFFER.unpack_from(offer)

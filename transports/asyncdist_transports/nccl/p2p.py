@@ -83,7 +83,7 @@ class PairCommunicator:
         """Return the turn of another message. Only the lower rank calls this."""
         return next(self._unassigned_turns)
 
-    def put(self, name: str, data: torch.Tensor, turn: int, before: DeviceEvent) -> Transfer[DeviceEvent]:
+    def put(self, name: str, data: torch.Tensor, turn: int, before: DeviceEvent | None) -> Transfer[DeviceEvent]:
         """Enqueue a call when its turn has come.
 
         Args:
@@ -126,7 +126,7 @@ class NcclP2P(DeviceP2P):
         self._device = hashlib.blake2b(identity.encode(), digest_size=16).digest()
         self._pairs: dict[int, PairCommunicator] = {}
 
-    def send(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent) -> Transfer[DeviceEvent]:
+    def send(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent | None) -> Transfer[DeviceEvent]:
         pair = self._pair(channel.peer)
         channel.send(self.name, _OFFER.pack(self._device, self._bindings.version, pair.unique_id))
         answer = yield from channel.recv()
@@ -138,7 +138,7 @@ class NcclP2P(DeviceP2P):
         return event
 
     def receive(
-        self, data: torch.Tensor, channel: ControlChannel, offer: bytes, before: DeviceEvent
+        self, data: torch.Tensor, channel: ControlChannel, offer: bytes, before: DeviceEvent | None
     ) -> Transfer[DeviceEvent]:
         device, version, unique_id = _OFFER.unpack(offer)
         if device == self._device:
