@@ -83,6 +83,11 @@ class DaemonThreadPool(concurrent.futures.Executor):
                 thread.join()
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a call has not ended."""
+        return bool(self._unfinished)
+
+    @property
     def unfinished(self) -> set[Future[Any]]:
         """The futures of the calls that have not ended."""
         return set(self._unfinished)
@@ -137,10 +142,15 @@ class SerialExecutor:
 
     def put(self, call: Callable[[], object], *, inline: bool = False) -> None:
         """Run a call after the earlier calls. With ``inline``, run it before this returns if no call is pending."""
-        if inline and not self._pool.unfinished and self._running.acquire(blocking=False):
-            self._run(call)
-        else:
+        if not (inline and self.run_now(call)):
             self._pool.submit(self._run_queued, call)
+
+    def run_now(self, call: Callable[..., object], *args: Any) -> bool:
+        """Run a call in this thread if no call is pending; return whether it was run."""
+        if self._pool.is_busy or not self._running.acquire(blocking=False):
+            return False
+        self._run(call, *args)
+        return True
 
     def close(self, last: Callable[[], object]) -> None:
         """Run one more call, in this thread if no call is pending. The executor's thread ends after it."""
@@ -151,9 +161,9 @@ class SerialExecutor:
         self._running.acquire()
         self._run(call)
 
-    def _run(self, call: Callable[[], object]) -> None:
+    def _run(self, call: Callable[..., object], *args: Any) -> None:
         try:
-            call()
+            call(*args)
         except Exception:
             log.exception("a call in the executor %r failed", self._name)
         finally:

@@ -22,7 +22,7 @@ from asyncdist.devices.work import DeviceWork
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
 from asyncdist.tracing.recorder import Entry
-from asyncdist.transport.device_streams import DeviceEvent
+from asyncdist.transport.device_streams import DeviceEvent, completes_soon
 
 log = logging.getLogger("asyncdist")
 
@@ -65,8 +65,6 @@ class Pending:
         """Record that all device work is enqueued, with ``event`` recorded behind it."""
         self.value, self.event = value, event
         self.work.enqueued(value, event)
-        if self.entry.has_hooks:
-            self.work.hurry()
 
     @property
     def is_awaited(self) -> bool:
@@ -101,38 +99,41 @@ class CompletionWatcher:
         self._slow, self._late, self._broken, self._calm = slow, late, broken, calm
         self._pending: list[Pending] = []
         self._steps: list[tuple[DeviceEvent, Work]] = []
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._polling = self._hurried = self._closed = self._was_slow = False
         self._pause = _SHORTEST
 
     def add(self, pending: Pending) -> None:
         """Watch an operation until it completes or is removed. Finish some of the earlier ones that are complete."""
-        self._retire()
+        for earlier in self._pending[:_MOST_RETIRED]:
+            if earlier.is_awaited or not _has_passed(earlier):
+                break
+            self._remove_and_finish(earlier)
         pending.work.hurry = self.hurry
-        with self._changed:
+        with self._lock:
             self._pending.append(pending)
             self._ensure_polling()
 
-    def _retire(self) -> None:
-        """Finish the oldest operations, as long as nobody waits for them and the device has completed them."""
-        for _ in range(_MOST_RETIRED):
-            oldest = next(iter(self._pending), None)
-            if oldest is None or oldest.is_awaited or not self._has_ended_well(oldest):
-                return
+    def enqueued(self, pending: Pending, value: Any, event: DeviceEvent) -> None:
+        """Record that an operation is enqueued. If somebody waits for it, poll for a moment here: no thread must wake up."""
+        pending.enqueued(value, event)
+        if pending.is_awaited:
+            self._finish_soon(pending, event)
 
-    def _has_ended_well(self, pending: Pending) -> bool:
-        """Return whether the device has completed an operation, which is finished then."""
+    def _finish_soon(self, pending: Pending, event: DeviceEvent) -> None:
         try:
-            if pending.event is None or not pending.event.query():
-                return False
+            has_passed = completes_soon(event)
         # The thread reports the failure of the device.
         except Exception:
-            return False
-        self._remove_and_finish(pending)
-        return True
+            has_passed = False
+        if has_passed:
+            self._remove_and_finish(pending)
+        else:
+            self.hurry()
 
     def _remove_and_finish(self, pending: Pending) -> None:
-        with self._changed:
+        with self._lock:
             if pending not in self._pending:
                 # Another thread has seen its completion and removed it.
                 return
@@ -254,14 +255,20 @@ class CompletionWatcher:
         return False
 
 
-def _ended_well(pending: Pending) -> bool:
+def _has_passed(pending: Pending) -> bool:
+    """Return whether the device has completed an operation, without an error."""
     try:
-        if pending.event is None or not pending.event.query():
-            return False
+        return pending.event is not None and pending.event.query()
+    # The polling thread reports the failure of the device.
     except Exception:
         return False
-    _end(pending)
-    return True
+
+
+def _ended_well(pending: Pending) -> bool:
+    has_passed = _has_passed(pending)
+    if has_passed:
+        _end(pending)
+    return has_passed
 
 
 def _step_ended(event: DeviceEvent, step: Work) -> bool:

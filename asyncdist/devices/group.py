@@ -206,21 +206,26 @@ class DeviceGroup(CollectiveOps):
         pending = Pending(work, plan, entry, now, deadline, numbered=tag is None, held=held)
         before = self._streams.position()
         self._watcher.add(pending)
-        call = functools.partial(self._run_call, pending, functools.partial(do, pending, before))
-        executor.put(call, inline=blocking or inline)
+        if not ((blocking or inline) and executor.run_now(self._run_call, pending, do, before)):
+            executor.put(functools.partial(self._run_call, pending, do, before))
         if blocking:
             # The caller gets the error from the work.
             with contextlib.suppress(GroupError):
                 work.wait()
         return work
 
-    def _run_call(self, pending: Pending, do: Callable[[], None]) -> None:
+    def _run_call(
+        self, pending: Pending, do: Callable[[Pending, DeviceEvent | None], None], before: DeviceEvent | None
+    ) -> None:
         """Run a call in its executor, unless the group has failed."""
         error = self.error or self.host.error or self._owner.error or self.messages.error
         if error is not None:
             self._fail(pending, error)
         elif not pending.work.failed:
-            self._guarded(pending, do)
+            try:
+                do(pending, before)
+            except Exception as cause:
+                self._fail(pending, cause)
 
     def _guarded(self, pending: Pending, do: Callable[[], None]) -> None:
         try:
@@ -238,7 +243,7 @@ class DeviceGroup(CollectiveOps):
                 pass
             finish = pending.plan.finish
             value = None if finish is None else finish()
-            pending.enqueued(value, self._streams.record_event())
+            self._watcher.enqueued(pending, value, self._streams.record_event())
 
     def _connected_backend(self) -> DeviceCollectives:
         """Return the backend; the first call negotiates it with the other ranks. Runs in the executor."""
@@ -260,7 +265,7 @@ class DeviceGroup(CollectiveOps):
             self._context.deadline = pending.deadline
             with self._streams.on_comm_stream():
                 self._connected_backend().split(None if part is None else part._context, number)
-                pending.enqueued(None, self._streams.record_event())
+                self._watcher.enqueued(pending, None, self._streams.record_event())
 
         work = self._start("split", None, Plan(), {}, self._executor, do)
         if part is not None:

@@ -100,7 +100,7 @@ class DevicePointToPoint:
                         awaited.result()
                     awaited = next(transfer)
             except StopIteration as end:
-                pending.enqueued(*end.value)
+                self._watcher.enqueued(pending, *end.value)
                 return
             except BaseException:
                 transfer.close()

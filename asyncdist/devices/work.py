@@ -53,8 +53,6 @@ class DeviceWork(Work):
         """Record that all device work is enqueued, with ``event`` recorded behind it. Called by the executor."""
         self._value, self._event = value, event
         self._set_enqueued()
-        if self._callbacks:
-            self.hurry()
 
     @property
     def has_callbacks(self) -> bool:
