@@ -116,7 +116,7 @@ class CompletionWatcher:
             self._ensure_polling()
 
     def enqueued(self, pending: Pending, value: Any, event: DeviceEvent) -> None:
-        """Record that an operation is enqueued. If somebody waits for it, poll for a moment here: no thread must wake up."""
+        """Record that an operation is enqueued. If somebody waits, poll for a moment here: no thread must wake up then."""
         pending.enqueued(value, event)
         if pending.is_awaited:
             self._finish_soon(pending, event)

@@ -76,6 +76,7 @@ class DevicePointToPoint:
         self.executor = SerialExecutor(f"asyncdist-{context.streams.device}-messages")
         self._host = host
         self._context, self._backend_classes, self._watcher, self._guarded = context, backend_classes, watch, guarded
+        context.when_passed = watch.when_passed
         self._numbers = itertools.count()
         self._piece_nbytes = max(1, context.host.mesh.config.device_piece_nbytes)
         self._backends: dict[str, DeviceP2P] | None = None
@@ -215,7 +216,7 @@ class DevicePointToPoint:
                 incoming.append((piece, pinned, channel.recv_data(pinned)))
             piece, pinned, received = incoming.popleft()
             yield received
-            piece.copy_(pinned, non_blocking=True)
+            streams.copy_to_device(piece, pinned)
         return streams.record_event()
 
     # -- backends ------------------------------------------------------------------------------

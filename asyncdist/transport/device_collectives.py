@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,8 +26,8 @@ from asyncdist.base.network import machine_name
 from asyncdist.base.ops import Collective
 from asyncdist.memory.buffers import Memory, block_memories, copy_overlapping_inputs, flat_memory
 from asyncdist.memory.reduce_kernels import Arithmetic
-from asyncdist.transport.device_streams import Streams
-from asyncdist.transport.host_group import HostGroup
+from asyncdist.transport.device_streams import DeviceEvent, Streams
+from asyncdist.transport.host_group import HostGroup, HostWork
 from asyncdist.transport.native import CallSignature, all_gather_rows
 
 if TYPE_CHECKING:
@@ -58,7 +58,11 @@ class DeviceContext:
         others: All ranks in the group but this one.
         deadline: Monotonic time at which the current call, or the start of the backend, times out.
         inherited: By backend name, the objects that a larger group has split off for this one.
+        when_passed: Returns a work that completes when the device has passed an event. Only point-to-point backends have
+            it: collectives wait.
     """
+
+    when_passed: Callable[[DeviceEvent], HostWork]
 
     def __init__(self, host: HostGroup, streams: Streams) -> None:
         self.host = host

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncdist.errors import UnsupportedError
+from asyncdist.transport.small_copies import SmallCopies
 
 # The number of streams of callers that are kept.
 _KEPT_STREAMS = 256
@@ -34,8 +35,8 @@ class DeviceEvent(Protocol):
 
 log = logging.getLogger("asyncdist")
 
-_POLL_INTERVAL = 1e-3
 _SPIN_SECONDS = 50e-6
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
 
 
 def becomes_idle(streams: Streams, timeout: float, is_cancelled: Callable[[], bool] = lambda: False) -> bool:
@@ -47,13 +48,22 @@ def becomes_idle(streams: Streams, timeout: float, is_cancelled: Callable[[], bo
     try:
         with streams.on_comm_stream():
             event = streams.record_event()
-        while not event.query():
-            if is_cancelled() or monotonic() > until:
-                return False
-            time.sleep(_POLL_INTERVAL)
+        return passes(event, lambda: is_cancelled() or monotonic() > until)
     # A failed device completes no more work. torch and CUDA report this by errors of several types.
     except Exception:
         return False
+
+
+def passes(event: DeviceEvent, is_cancelled: Callable[[], bool]) -> bool:
+    """Block until the device has passed an event; return whether it has. False once ``is_cancelled()`` is true."""
+    if completes_soon(event):
+        return True
+    pause = _SHORTEST_PAUSE
+    while not event.query():
+        if is_cancelled():
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
     return True
 
 
@@ -129,6 +139,11 @@ class Streams(ABC):
         Falls back to pageable memory, with which copies block the host. Raises RuntimeError if memory runs out.
         """
 
+    def copy_to_device(self, tensor: torch.Tensor, pinned: torch.Tensor) -> DeviceEvent:
+        """Enqueue a copy from memory of `pinned` to a flat tensor, in the current stream; return the event after it."""
+        tensor.copy_(pinned, non_blocking=True)
+        return self.record_event()
+
     @abstractmethod
     def record_stream(self, tensor: torch.Tensor) -> None:
         """Keep the allocator from reusing the memory of ``tensor`` before the communication stream has used it."""
@@ -137,6 +152,11 @@ class Streams(ABC):
     @abstractmethod
     def handle(self) -> int:
         """The communication stream's handle (``cudaStream_t``) for other libraries."""
+
+    @property
+    @abstractmethod
+    def current_handle(self) -> int:
+        """The current stream's handle."""
 
     @property
     @abstractmethod
@@ -172,13 +192,14 @@ class CudaStreams(Streams):
         self._stream = torch.cuda.Stream(self.device)
         self._known: dict[int, torch.cuda.Stream] = {}
         """torch's objects of the streams that were current, by their handles: to make one takes 5 us."""
+        self._small_copies = SmallCopies(self)
 
     def with_new_stream(self) -> CudaStreams:
         return CudaStreams(self.device)
 
     def _current(self) -> torch.cuda.Stream:
         """Return the calling thread's current stream."""
-        handle: int = torch._C._cuda_getCurrentRawStream(self.device.index)
+        handle = self.current_handle
         stream = self._known.get(handle)
         if stream is None:
             if len(self._known) >= _KEPT_STREAMS:
@@ -222,12 +243,20 @@ class CudaStreams(Streams):
             )
             return torch.empty(count, dtype=dtype, device="cpu")
 
+    def copy_to_device(self, tensor: torch.Tensor, pinned: torch.Tensor) -> DeviceEvent:
+        event: DeviceEvent | None = self._small_copies.copy(tensor, pinned)
+        return super().copy_to_device(tensor, pinned) if event is None else event
+
     def record_stream(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self._stream)
 
     @property
     def handle(self) -> int:
         return int(self._stream.cuda_stream)
+
+    @property
+    def current_handle(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     @property
     def uuid(self) -> str:

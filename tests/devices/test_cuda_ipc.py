@@ -108,6 +108,22 @@ def test_small_calls_go_through_the_host(collective, count, maps, run):
     assert any(run(2, program, made=made)) == maps
 
 
+def test_no_rank_waits_for_ever_for_the_device_of_another(run, until):
+    def program(device):
+        device.barrier().wait()
+        if device.rank() == 1:
+            device._backend._driver.holds = True
+        work = device.all_reduce(torch.ones(40_000))
+        if device.rank() == 1:
+            # Rank 0 has everything that it needs from this rank but the event.
+            until(lambda: device._backend._ready.records > device._backend._ready.passed)
+            device.host.abort("its process was killed")
+        with pytest.raises(GroupError, match="its process was killed"):
+            work.wait()
+
+    run(2, program)
+
+
 def test_mismatched_calls_raise(run):
     def program(device):
         tensor = torch.ones(100_000)

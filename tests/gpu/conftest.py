@@ -34,8 +34,11 @@ class Pair:
         self._nursery, self._folder = nursery, folder
         self._worlds = 0
 
-    def start(self, function, *args, ranks=2):
-        """Start ``function(test, where, *args)`` on each rank; ``where`` is for ``init_process_group``."""
+    def start(self, function, *args, ranks=2, environments=({}, {})):
+        """Start ``function(test, where, *args)`` on each rank; ``where`` is for ``init_process_group``.
+
+        ``environments`` has further variables of each rank.
+        """
         self._worlds += 1
         meeting = (self._folder / f"world-{self._worlds}").as_uri()
         return [
@@ -44,15 +47,16 @@ class Pair:
                 function,
                 {"rank": rank, "world_size": ranks, "init_method": meeting, "timeout": 60.0},
                 *args,
+                environment=environments[rank],
             )
             for rank in range(ranks)
         ]
 
-    def run(self, function, *args, ranks=2):
+    def run(self, function, *args, **how):
         """Return the ranks' results, by rank."""
-        started = self.start(function, *args, ranks=ranks)
+        started = self.start(function, *args, **how)
         said = [rank.hear(PATIENCE) for rank in started]
-        assert [rank.wait(PATIENCE) for rank in started] == [0] * ranks, [rank.output() for rank in started]
+        assert [rank.wait(PATIENCE) for rank in started] == [0] * len(started), [rank.output() for rank in started]
         return said
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import faulthandler
 import itertools
+import threading
 import time
 
 import torch
@@ -17,6 +18,7 @@ from asyncdist.errors import PeerLostError
 from asyncdist.store import StoreServer
 from asyncdist.testing.arithmetic import reductions, same
 from asyncdist.testing.collective_cases import collective_cases, reducing
+from asyncdist_transports.cuda_ipc import collectives
 
 DTYPES = [
     torch.float32,
@@ -163,6 +165,11 @@ def freed(test, where, device):
             assert [part.unique().tolist() for part in output.chunk(size)] == [[value] for value in expected]
             del rubbish
     test.send("right")
+
+
+def identifier(test, where, device):
+    """Send the device's identifier."""
+    test.send(str(torch.cuda.get_device_properties(device).uuid))
 
 
 def two_groups(test, where, device):
@@ -431,6 +438,67 @@ def training(test, where, device, stock):
 
 def _exchange(group, rank, tensor):
     return [group.send(tensor, 1 - rank), group.recv(torch.empty_like(tensor), 1 - rank)]
+
+
+def left_behind(test, where, device, message=False):
+    """Lose the peer whose device has not begun its part of an operation, and use the device afterwards."""
+    with sync.process_group(**where) as group:
+        tensor = torch.ones(1_000_000, device=device)
+        for work in [group.all_reduce(tensor), *_exchange(group, where["rank"], tensor)]:
+            work.synchronize()
+        torch.cuda.synchronize()
+        if where["rank"] == 1:
+            keep_busy(2000 * BUSY)
+            (group.send(tensor, 0) if message else group.all_reduce(tensor)).wait()  # until it is killed
+        reached = threading.Event()
+
+        def noting(function):
+            return lambda *args: (reached.set(), function(*args))[1]
+
+        collectives.passes = noting(collectives.passes)
+        context = group.on(torch.device(device)).messages._context
+        context.when_passed = noting(context.when_passed)
+        work = group.recv(tensor, 1) if message else group.all_reduce(tensor)
+        assert reached.wait(30), "this rank does not wait for the peer's device"
+        test.send("waiting")
+        try:
+            work.wait()
+        except PeerLostError as error:
+            test.send((error.peer, str(error)))
+    # No stream waits for the peer: the device can complete everything.
+    torch.cuda.synchronize()
+    assert (tensor + 1).isfinite().all().item()
+
+
+def out_of_memory(test, where, device):
+    """Run out of device memory in one rank's reduction; both ranks get an error that says so."""
+    with sync.process_group(**where) as group:
+        tensor = torch.ones(50_000_000, dtype=torch.float16, device=device)
+        group.all_reduce(tensor[:1000]).synchronize()
+        if where["rank"] == 1:
+            # The mean of float16 needs a temporary tensor of 100 MB.
+            used = torch.cuda.memory_reserved() + 20_000_000
+            torch.cuda.set_per_process_memory_fraction(used / torch.cuda.get_device_properties(0).total_memory)
+        try:
+            group.all_reduce(tensor, asyncdist.ReduceOp.AVG).synchronize()
+        except asyncdist.errors.GroupError as error:
+            test.send(str(error))
+        else:
+            test.send("no error")
+    torch.cuda.synchronize()
+
+
+def made_in_inference_mode(test, where, device):
+    """Run operations on tensors that were made in inference mode."""
+    with world(where) as group, torch.inference_mode():
+        size = where["world_size"]
+        for count in (1000, 1_000_000):
+            tensor = torch.full((count,), float(where["rank"]), device=device)
+            group.all_reduce(tensor).wait()
+            assert tensor.unique().tolist() == [size * (size - 1) / 2]
+            group.broadcast(tensor.fill_(where["rank"]), size - 1).wait()
+            assert tensor.unique().tolist() == [size - 1.0]
+    test.send("right")
 
 
 def left_alone(test, where, device, count, message=False):

@@ -42,6 +42,17 @@ def test_two_groups_and_tensors_of_host_and_device(pair, ranks):
     assert pair.run("two_groups", CUDA, ranks=ranks) == ["right"] * ranks
 
 
+def test_tensors_made_in_inference_mode(pair):
+    assert pair.run("made_in_inference_mode", CUDA) == ["right"] * 2
+
+
+def test_ranks_that_name_the_device_differently(pair):
+    """One rank's CUDA_VISIBLE_DEVICES has the device's number, the other one's its identifier."""
+    (uuid,) = pair.run("identifier", CUDA, ranks=1)
+    visible = [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": f"GPU-{uuid}"}]
+    assert pair.run("two_groups", CUDA, environments=visible) == ["right"] * 2
+
+
 @pytest.mark.parametrize("stock", [False, True], ids=["our DDP", "torch's DDP on our back end"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_equals_that_of_one_process(pair, ranks, stock):
@@ -81,3 +92,19 @@ def test_killed_peer_is_named(pair, count, message):
     peer, words = survivor.hear()
     assert peer == 1, words
     assert survivor.wait() == 0, survivor.output()
+
+
+@pytest.mark.parametrize("message", [False, True], ids=["all_reduce", "recv"])
+def test_no_stream_waits_for_a_killed_process(pair, message):
+    survivor, victim = pair.start("left_behind", CUDA, message)
+    assert survivor.hear() == "waiting"
+    victim.kill()
+    peer, words = survivor.hear()
+    assert peer == 1, words
+    assert survivor.wait() == 0, survivor.output()
+
+
+def test_rank_without_device_memory_is_named(pair):
+    for words in pair.run("out_of_memory", CUDA):
+        assert "rank 1" in words
+        assert "out of memory" in words

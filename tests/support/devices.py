@@ -120,6 +120,10 @@ class PretendStreams(Streams):
         return 0
 
     @property
+    def current_handle(self) -> int:
+        return 0
+
+    @property
     def uuid(self) -> str:
         return self._uuid
 

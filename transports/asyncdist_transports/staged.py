@@ -77,7 +77,7 @@ class Staged(DeviceCollectives):
         host_outputs = [self.context.streams.pinned(memory.count, memory.dtype) for memory in outputs]
         start([pinned for pinned, _ in copies], host_outputs).result()
         for pinned, memory in zip(host_outputs, outputs, strict=True):
-            memory.tensor.copy_(pinned, non_blocking=True)
+            self.context.streams.copy_to_device(memory.tensor, pinned)
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -127,11 +127,11 @@ class Staged(DeviceCollectives):
             self.context.streams.record_event().synchronize()
         start(pinned, *args, **self._options).result()
         if to_device:
-            memory.tensor.copy_(pinned, non_blocking=True)
+            copied = self.context.streams.copy_to_device(memory.tensor, pinned)
             if memory.nbytes <= _SMALL_NBYTES:
                 # The caller's stream then need not wait for the copy. Where processes share the device, that would make
                 # the device change between them.
-                completes_soon(self.context.streams.record_event())
+                completes_soon(copied)
 
     # -- collectives ---------------------------------------------------------------------------
 

@@ -2,15 +2,17 @@
 
 Every collective exchanges data on the host twice, with the device work between:
 
-    ready     each rank publishes where its tensors are, and records an event unless its stream is idle; the streams of
-              the ranks that use these tensors then wait for the event
-    done      each rank that has used tensors of others records its second event; the streams of the owners wait for it,
-              after which no other rank uses their tensors any more
+    ready     each rank publishes where its tensors are, and records an event unless its stream is idle; the ranks that
+              use these tensors then wait for the event
+    done      each rank that has used tensors of others records its second event; the owners wait for it, after which no
+              other rank uses their tensors any more
 
-The events are interprocess events, one for each of the two steps. An event is recorded again only after all streams wait
-for the last record, which the exchange between the two guarantees. Small tensors go through pinned host memory
-instead: where ranks share a device, the device would have to change between the processes twice, and each change takes
-more than 0.1 ms. For the same reason no event is recorded that no stream needs.
+The host waits for the events of other processes, and no stream does: an event of a process that was killed never passes,
+and a stream that waits for it could not be freed any more. The events are interprocess events, one for each of the two
+steps. An event is recorded again only after all ranks have waited for the last record, which the exchange between the two
+guarantees. Small tensors go through pinned host memory instead: where ranks share a device, the device would have to change
+between the processes twice, and each change takes more than 0.1 ms. For the same reason no event is recorded that no rank
+needs.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.transport.device_loans import DeviceLoans
 from asyncdist.transport.device_p2p import DeviceP2P
-from asyncdist.transport.device_streams import Streams
+from asyncdist.transport.device_streams import DeviceEvent, Streams, passes
 from asyncdist.transport.native import CallSignature
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory
@@ -106,7 +108,7 @@ class CudaIpc(DeviceCollectives):
                 raise TransportUnavailableError(f"the memory mapped from rank {rank}'s device is not that rank's")
 
     def abort(self) -> None:
-        """Do nothing: the stream never waits for a call that a peer has not made."""
+        """Do nothing: the stream waits for no other rank."""
 
     def close(self) -> None:
         self._memory.close((self._ready, self._done))
@@ -149,8 +151,7 @@ class CudaIpc(DeviceCollectives):
             if peer_fingerprint != fingerprint:
                 raise self.context.mismatch_error(rank, fingerprint, peer_fingerprint)
             if peer_has_work:
-                ready, _ = self._peer_events[rank]
-                streams.wait_event(ready)
+                self._wait_for(self._peer_events[rank][0])
             views[rank] = [self._view(rank, location, tensors[0].dtype) for location in _split(gathered[rank])]
         return views
 
@@ -160,21 +161,27 @@ class CudaIpc(DeviceCollectives):
         return self._memory.imports.open(rank, location).view(dtype)
 
     def _finish(self, users: Sequence[int] | None = None, owners: Sequence[int] | None = None) -> None:
-        """Exchange the done events, when all work of this rank is enqueued. Later work of the owners waits for them.
+        """Exchange the done events, when all work of this rank is enqueued. The owners wait for them.
 
         Args:
             users: The ranks that have used tensors of others; None for all ranks.
             owners: The ranks whose tensors others have used; None for all ranks.
         """
-        streams, own_rank = self.context.streams, self.context.rank
+        own_rank = self.context.rank
         if users is None or own_rank in users:
-            streams.record_event(self._done)
+            self.context.streams.record_event(self._done)
         self.context.barrier()
         if owners is None or own_rank in owners:
             for rank in self.context.others if users is None else users:
                 if rank != own_rank:
-                    _, done = self._peer_events[rank]
-                    streams.wait_event(done)
+                    self._wait_for(self._peer_events[rank][1])
+
+    def _wait_for(self, event: DeviceEvent) -> None:
+        """Wait until the device of another rank has passed its event, or the group has failed."""
+        host = self.context.host
+        if not passes(event, lambda: host.error is not None):
+            assert host.error is not None
+            raise host.error
 
     def _all_but(self, root: int) -> list[int]:
         return [rank for rank in range(self.context.size) if rank != root]

@@ -3,12 +3,13 @@
 `CudaIpc.make_p2p` creates a `CudaIpcP2P`; `devices.p2p` runs its transfers.
 
     sender                                                    receiver
-    records an event, offers: location of the data      ──>   its stream waits for the event, and copies
-    its stream waits for the receiver's event: done     <──   records an event, answers with its handle: done
+    records an event, offers: location of the data      ──>   waits for the event, and copies
+    waits for the receiver's event: done                <──   records an event, answers with its handle: done
 
-The events are interprocess events, each for one peer. A rank records an event again only when it knows that the peer's
-stream waits for the last record. The answer tells the sender. A later offer, which lists the messages whose answers the
-sender has received, tells the receiver. The answer is the last control message, so that a peer may leave after it.
+The host polls the events, and no stream waits for another process. They are interprocess events, each for one peer. A rank
+records an event again only when it knows that the peer has seen it pass. The answer tells the sender. A later offer, which
+lists the messages whose answers the sender has seen pass, tells the receiver. The answer is the last control message, so
+that a peer may leave after it.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ class CudaIpcP2P(DeviceP2P):
             channel.send(self.name, offer + b"".join(map(_ACKNOWLEDGED.pack, acknowledged[:_MAX_ACKNOWLEDGED])))
             del acknowledged[:_MAX_ACKNOWLEDGED]
             answer = yield from channel.recv()
-            # After a refusal no stream waits for the event's record, so it is not reused.
+            # After a refusal the peer may still look at the event's record, so it is not reused.
             self._events.release(channel.peer, own)
-            streams.wait_event(self._events.of(channel.peer, answer.payload))
+            yield from self._passed(self._events.of(channel.peer, answer.payload))
             acknowledged.append(channel.number)
             return streams.record_event()
         finally:
@@ -87,8 +88,8 @@ class CudaIpcP2P(DeviceP2P):
             raise TransferRefused(f"its device's memory cannot be mapped: {cause}") from cause
         for (number,) in _ACKNOWLEDGED.iter_unpack(offer[_OFFER.size :]):
             self._events.release(peer, self._answered.pop((peer, number)))
+        yield from self._passed(offered)
         streams.wait_event(before)
-        streams.wait_event(offered)
         data.copy_(sent)
         answer, handle = self._answered[peer, channel.number] = self._events.acquire(peer)
         streams.record_event(answer)
@@ -96,8 +97,13 @@ class CudaIpcP2P(DeviceP2P):
         yield channel.send(payload=handle)
         return event
 
+    def _passed(self, event: DeviceEvent) -> Transfer[None]:
+        """Wait until the device of the peer has passed an event."""
+        if not event.query():
+            yield self._context.when_passed(event)
+
     def abort(self) -> None:
-        """Do nothing: the stream never waits for a call that a peer has not made."""
+        """Do nothing: the stream waits for no other rank."""
 
     def close(self) -> None:
         self._memory.close(self._events.made)
