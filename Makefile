@@ -1,8 +1,9 @@
-# Every target makes the virtual environment first if it is not there, except test-gpu and prove-gpu; PYTHON=, RANKS=, WORKERS=,
+# Every target makes the virtual environment first if it is not there, except test-gpu and prove-gpu; PYTHON=, RANKS=, WORKERS=, GPU_WORKERS=,
 # SECONDS=, SEED=, NEXT_VENV= and OUT= may be set.
 PYTHON ?= python3
 RANKS ?= 2
 WORKERS ?= 3
+GPU_WORKERS ?= 4
 SECONDS ?= 60
 VENV   ?= .venv
 CONSTRAINTS ?= constraints.txt
@@ -59,9 +60,10 @@ PYTHON_WITH_CUDA = python=$(PYTHON); \
 	$$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null \
 	    || { test ! -x $(BIN)/python || python=$(BIN)/python; }
 
-test-gpu:  ## run the tests that need a GPU; says why if they are skipped
+test-gpu:  ## run the tests that need a GPU, in GPU_WORKERS processes if pytest-xdist is there; says why if they are skipped
 	@$(PYTHON_WITH_CUDA); \
-	PYTHONPATH=$(CURDIR):$(CURDIR)/transports $$python -m pytest -q -rs -c tests/gpu/pytest.ini tests/gpu
+	$$python -c 'import xdist' 2>/dev/null && parallel='-n $(GPU_WORKERS) --dist worksteal'; \
+	PYTHONPATH=$(CURDIR):$(CURDIR)/transports $$python -m pytest -q -rs $$parallel -c tests/gpu/pytest.ini tests/gpu
 
 prove-gpu:  ## run the GPU tests, the benchmark and whole programs on a GPU in under nine minutes; reports go into OUT
 	@$(PYTHON_WITH_CUDA); $$python tests/gpu/prove.py --out '$(OUT)'

@@ -16,6 +16,7 @@ from asyncdist.bench.measure import measure_case
 from asyncdist.bench.pace import StartPacer
 from asyncdist.bench.plan import ON_DEVICES, BenchPlan
 from asyncdist.bench.report.device_table import device_page
+from asyncdist.bench.report.plot import benchmark_figure
 from asyncdist.bench.result import Report, ResultRow
 from asyncdist.bench.workloads.collectives import traffic
 from asyncdist.cli import main
@@ -71,8 +72,21 @@ def test_command_measures_shows_and_writes(report, monkeypatch, tmp_path):
     assert (plan.sizes[0], plan.sizes[-1]) == (4 << 10, 1 << 30)
     assert "1 x NVIDIA H100" in run.output
     assert "data is there" in run.output
-    assert json.loads((tmp_path / "device.json").read_text())["device_rows"]
-    assert "| 1 GiB |" in (tmp_path / "device.md").read_text()
+    assert json.loads((tmp_path / "device-1.json").read_text())["device_rows"]
+    assert "| 1 GiB |" in (tmp_path / "device-1.md").read_text()
+    assert (tmp_path / "device-1.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figure_has_a_line_for_each_measured_contender(report):
+    figure = benchmark_figure(report)
+    panels = [panel for panel in figure.axes if panel.get_title(loc="left")]
+    assert [panel.get_title(loc="left") for panel in panels] == [
+        "all_reduce, 2 ranks, CUDA tensors",
+        "broadcast, 2 ranks, CUDA tensors",
+    ]
+    labels = [line.get_label() for line in panels[0].lines]
+    assert labels == ["one process alone (the limit)", "gloo", "asyncdist, awaited", "asyncdist"]
+    assert figure.get_supxlabel().startswith("1 x NVIDIA H100; ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

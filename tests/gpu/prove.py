@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,10 @@ def bench_figures(name: str) -> Figures:
     """Return a function that takes the results from the file that the benchmark has written."""
 
     def figures(folder: Path, log: str) -> dict[str, Any]:
-        path = folder / f"{name}.json"
-        if not path.exists():
+        paths = sorted((folder / name).glob("*.json"))
+        if not paths:
             return {}
-        results = json.loads(path.read_text())
-        path.unlink()
+        results = json.loads(paths[0].read_text())
         rows = results["device_rows"] or results["rows"]
         return {"machine": results["machine"], "rows": rows} if rows else {"problem": "nothing was measured"}
 
@@ -174,6 +174,8 @@ def parts_for(device: str, folder: Path) -> list[Part]:
 
     def tests(name: str) -> Part:
         options = ["-v", "-rfEs", "--tb=short", "--durations=10", "-o", "faulthandler_timeout=90"]
+        if on_gpu and find_spec("xdist") is not None:
+            options += ["-n", str(max(1, min(8, (os.cpu_count() or 1) // 2))), "--dist", "worksteal"]
         command = [python, "-m", "pytest", *options, "-c", "tests/gpu/pytest.ini", "tests/gpu"]
         # On the CPU every test is skipped.
         return Part(name, command, 190, gpu_test_figures if on_gpu else test_figures)
@@ -182,7 +184,7 @@ def parts_for(device: str, folder: Path) -> list[Part]:
         how = ["--device", "cuda"] if on_gpu else ["--against", "gloo", "--repeat", "3"]
         ranks, sizes = (ranks, sizes) if on_gpu else (max(2, ranks), "4K,64K")
         command = [python, "-m", "asyncdist.cli", "bench", *collectives, "--ranks", str(ranks), "--sizes", sizes, *how]
-        return Part(name, [*command, "--json", str(folder / f"{name}.json")], limit, bench_figures(name))
+        return Part(name, [*command, "--output", str(folder / name)], limit, bench_figures(name))
 
     def program(name: str, ranks: int, path: str, *options: str, figures: Figures) -> Part:
         command = [*launch, f"--nproc-per-node={ranks}", path, "--device", device, *options]
@@ -198,7 +200,7 @@ def parts_for(device: str, folder: Path) -> list[Part]:
     return [
         Part("facts", [python, "-c", FACTS], 60, json_line),
         tests("tests"),
-        bench("bench-2", 90, 2, "4K,1M,100M", "all_reduce", "broadcast", *(["send"] if on_gpu else [])),
+        bench("bench-2", 90, 2, "4K,64K,1M,25M,100M", "all_reduce", "broadcast", *(["send"] if on_gpu else [])),
         program("stock-torch", 2, "tests/gpu/stock_torch.py", *small, figures=json_line),
         program("train-digits", 2, "examples/train_digits.py", *out[0], figures=digits),
         program("weight-sync", 3, "examples/weight_sync.py", *served, *out[1], figures=weight_sync_figures),

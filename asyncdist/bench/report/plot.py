@@ -34,6 +34,16 @@ _LINES = {
     "idle": ("torch.distributed that does nothing", "#f0c000", ":", 1.4, ""),
     "registered": ("asyncdist, registered tensors", "#009e73", "-", 2.6, "v"),
 }
+_LINES_ON_DEVICES = {
+    "copy": ("one process alone (the limit)", "#111111", ":", 1.6, ""),
+    "gloo": _LINES["gloo"],
+    "torch's nccl": ("torch's NCCL", "#e69f00", "-", 1.8, "P"),
+    "staged": ("asyncdist, through the host", "#9aa0a6", "--", 1.4, "x"),
+    "awaited": _LINES["awaited"],
+    "nccl": ("asyncdist over NCCL", "#cc79a7", "-", 1.8, "D"),
+    "cuda_ipc": ("asyncdist over mapped memory", "#009e73", "-", 1.8, "v"),
+    "asyncdist": _LINES["asyncdist"],
+}
 _FURTHER = ("#56b4e9", "--", 1.4, "x")  # a further transport
 _PANELS_ABREAST = 3
 _INK, _GRID = "#333333", "#e4e4e4"
@@ -49,7 +59,7 @@ def benchmark_figure(report: Report) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    sized = [row for row in report.of_kind("rows") if row.nbytes]
+    sized = [row for row in report.of_kind("rows") or report.of_kind("device_rows") if row.nbytes]
     names = list(dict.fromkeys(row.name for row in sized))
     between = by_hosts(report) if report.fewer_hosts and report.plan.link else {}
     count = len(names) + len(between)
@@ -59,7 +69,7 @@ def benchmark_figure(report: Report) -> Figure:
     figure = Figure(figsize=(0.8 + 5.2 * abreast + spare_width, 0.6 + 4.2 * lines), layout="constrained")
     FigureCanvasAgg(figure)
     panels = list(figure.subplots(lines, abreast, squeeze=False, sharey=not between).flat)
-    drawn = _lines(report.plan)
+    drawn = _lines_on_devices(sized) if report.plan.device == "cuda" else _lines(report.plan)
     for panel, name in zip(panels, names, strict=False):
         _panel(panel, [row for row in sized if row.name == name], drawn)
     for panel, (name, points) in zip(panels[len(names) :], between.items(), strict=False):
@@ -70,7 +80,8 @@ def benchmark_figure(report: Report) -> Figure:
     if names:
         _legend(figure, panels[0], spare)
     columns = int(15 * figure.get_figwidth())
-    figure.supxlabel(textwrap.fill(about_run(report), columns), fontsize=7.5, color="#666666")
+    about = "; ".join(filter(None, [sized[0].device if sized else "", about_run(report)]))
+    figure.supxlabel(textwrap.fill(about, columns), fontsize=7.5, color="#666666")
     return figure
 
 
@@ -80,6 +91,11 @@ def _lines(plan: BenchPlan) -> dict[str, Line]:
     behind, front = ("copy", "idle", "raw", "gloo", "mpi"), ("awaited", "torch", "asyncdist", "registered")
     order = (*behind, *further, *front)
     return {name: {**_LINES, **further}[name] for name in order if name in plan.contenders}
+
+
+def _lines_on_devices(rows: Sequence[ResultRow]) -> dict[str, Line]:
+    """Return how each contender that was measured on devices is drawn, in the order of drawing."""
+    return {name: line for name, line in _LINES_ON_DEVICES.items() if any(name in row.timings for row in rows)}
 
 
 def _legend(figure: Any, panel: Any, spare: Sequence[Any]) -> None:
@@ -111,7 +127,8 @@ def _panel(panel: Any, rows: Sequence[ResultRow], lines: Mapping[str, Line]) -> 
     panel.yaxis.set_major_locator(LogLocator(subs=(1,) if span > 300 else (1, 2, 5)))
     panel.yaxis.set_minor_formatter(NullFormatter())
     labels = "size of the tensor", "median time of a call (band: to p99)"
-    _finish(panel, f"{rows[0].name}, {rows[0].ranks} ranks", *labels)
+    ranks = f"{rows[0].ranks} rank{'s' * (rows[0].ranks > 1)}"
+    _finish(panel, f"{rows[0].name}, {ranks}{', CUDA tensors' * bool(rows[0].device)}", *labels)
 
 
 def _hosts_panel(

@@ -163,7 +163,8 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
     "--output",
     type=NewFolder(),
     is_eager=True,
-    help="Write bench.md, bench.json and bench.png into this folder; between hosts hosts.md and so on.",
+    help="Write bench.md, bench.json and bench.png into this folder; between hosts hosts.md and so on, on devices "
+    "device-2.md and so on, with the number of ranks.",
 )
 def bench(
     collectives: tuple[str, ...],
@@ -213,16 +214,16 @@ def bench(
         plan = _device_plan(collectives, ranks or 2, sizes, options["repeat"])
     else:
         plan = _cpu_plan(collectives, ranks, sizes, **options)
-        if plot_file is not None or output is not None:
-            from asyncdist.tracing.plotting import require_matplotlib
+    if plot_file is not None or output is not None:
+        from asyncdist.tracing.plotting import require_matplotlib
 
-            require_matplotlib(plot_file)
+        require_matplotlib(plot_file)
     with _progress_bar() as progress:
         report = sweep(plan, progress) if plan.hosts > 1 else launch.run(plan, progress)
     if device == "cuda":
         from asyncdist.bench.report.device_table import device_page
 
-        page, stem = device_page(report), "device"
+        page, stem = device_page(report), f"device-{plan.ranks}"
     else:
         from asyncdist.bench.report.tables import bench_page
 
@@ -233,7 +234,7 @@ def bench(
     if output is not None:
         write_page(page, report.as_json(), output, stem)
     for path in (plot_file, output and output / f"{stem}.png"):
-        if path is not None and device == "cpu":
+        if path is not None:
             _plot(report, path)
 
 
