@@ -61,7 +61,7 @@ class DeviceWork(Work):
 
     def _add_callback(self, callback: Callable[[Any], object]) -> None:
         super()._add_callback(callback)
-        # `enqueued` sets the event before it looks for callbacks.
+        # The watcher sets the event before it looks for callbacks.
         if self._event is not None and not self._done:
             self.hurry()
 

@@ -107,9 +107,10 @@ class Streams(ABC):
 
     @abstractmethod
     def wait_event(self, event: Any) -> None:
-        """Make later work in the current stream wait for an event: of `record_event`, or of another process.
+        """Make later work in the current stream wait for an event of this process; None is an event that has passed.
 
-        None is an event that has passed.
+        No stream may wait for an event of another process: if that process is killed, the event never passes, and the
+        stream cannot be freed any more.
         """
 
     @abstractmethod
@@ -140,7 +141,7 @@ class Streams(ABC):
         """
 
     def copy_to_device(self, tensor: torch.Tensor, pinned: torch.Tensor) -> DeviceEvent:
-        """Enqueue a copy from memory of `pinned` to a flat tensor, in the current stream; return the event after it."""
+        """Enqueue a copy from flat memory of `pinned` to a flat tensor, in the current stream; return the event after it."""
         tensor.copy_(pinned, non_blocking=True)
         return self.record_event()
 
