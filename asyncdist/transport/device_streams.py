@@ -141,7 +141,7 @@ class Streams(ABC):
         """
 
     def copy_to_device(self, tensor: torch.Tensor, pinned: torch.Tensor) -> DeviceEvent:
-        """Enqueue a copy from flat memory of `pinned` to a flat tensor, in the current stream; return the event after it."""
+        """Enqueue a copy from flat memory of `pinned` to a flat tensor in the current stream; return the event after it."""
         tensor.copy_(pinned, non_blocking=True)
         return self.record_event()
 
