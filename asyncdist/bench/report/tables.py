@@ -82,7 +82,7 @@ def about_run(report: Report) -> str:
 
 
 def _placed(plan: BenchPlan) -> str:
-    return about_hosts(plan) if plan.hosts > 1 else f"{plan.ranks} ranks"
+    return about_hosts(plan) if plan.hosts > 1 else f"{plan.ranks} rank{'s' * (plan.ranks > 1)}"
 
 
 def _beside(plan: BenchPlan) -> str:
