@@ -169,6 +169,7 @@ class DeviceGroup(CollectiveOps):
         *,
         held: Any = None,
         inline: bool = False,
+        carry: Callable[[Pending, Callable[[], bool]], bool] | None = None,
     ) -> DeviceWork:
         """Issue a call in an executor and return its work.
 
@@ -180,6 +181,7 @@ class DeviceGroup(CollectiveOps):
                 ``before`` (None: at once).
             held: Objects to keep alive until the device is done.
             inline: Whether ``do`` may run in the calling thread, because it never waits for peers.
+            carry: Begins a blocking call, and continues it in the calling thread; None if ``do`` waits for peers itself.
         """
         if self._closed:
             raise NotInitializedError("the group was destroyed: make a new one")
@@ -206,7 +208,16 @@ class DeviceGroup(CollectiveOps):
         pending = Pending(work, plan, entry, now, deadline, numbered=tag is None, held=held)
         before = self._streams.position()
         self._watcher.add(pending)
-        if not ((blocking or inline) and executor.run_now(self._run_call, pending, do, before)):
+        run = functools.partial(executor.run_now, self._run_call, pending, do, before)
+        try:
+            has_run = carry(pending, run) if blocking and carry is not None else (blocking or inline) and run()
+        # Nobody continues the call of an interrupted caller.
+        except BaseException as interruption:
+            self._fail(pending, interruption)
+            # The caller has no work from which to retrieve the error.
+            work.exception()
+            raise
+        if not has_run:
             executor.put(functools.partial(self._run_call, pending, do, before))
         if blocking:
             # The caller gets the error from the work.
@@ -297,7 +308,7 @@ class DeviceGroup(CollectiveOps):
         def do(pending: Pending, before: DeviceEvent | None) -> None:
             self.messages.resume(transfer(pending.deadline, before), pending)
 
-        return self._start(name, tag, plan, options, self.messages.executor, do, held=held)
+        return self._start(name, tag, plan, options, self.messages.executor, do, held=held, carry=self.messages.carry)
 
     def _checked(self, tensor: Any) -> Any:
         """Return a tensor; raise UsageError if it is on another device."""

@@ -2,14 +2,17 @@
 
 The operations use an executor and a stream of their own, so that the ranks need not order them relative to collectives. No
 call in that executor blocks for a peer, so two ranks that send to each other at once do not deadlock. The CPU group matches
-the messages and detects different sizes or dtypes. The last resort is a transfer through pinned host memory.
+the messages and detects different sizes or dtypes. Small messages go through pinned host memory, which is also the last
+resort of large ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
@@ -29,6 +32,7 @@ from asyncdist.transport.device_p2p import (
     CONTROL_MESSAGE_NBYTES,
     MAX_CONCURRENT_MESSAGES,
     REFUSED,
+    SMALL_NBYTES,
     ControlChannel,
     ControlMessage,
     DeviceP2P,
@@ -87,7 +91,7 @@ class DevicePointToPoint:
     # -- transfers -----------------------------------------------------------------------------
 
     def resume(self, transfer: Transfer[TransferResult], pending: Pending, awaited: HostWork | None = None) -> None:
-        """Run a transfer until it waits for a work, whose completion resumes it. Runs in the executor.
+        """Run a transfer until it waits for a work, whose completion resumes it, or `carry`. Runs in the executor.
 
         ``awaited`` is the completed work that the transfer has waited for; None starts the transfer.
         """
@@ -106,8 +110,52 @@ class DevicePointToPoint:
             except BaseException:
                 transfer.close()
                 raise
+        if pending.is_carried:
+            pending.suspended = transfer, awaited
+            return
         again = functools.partial(self.resume, transfer, pending, awaited)
         awaited.add_done_callback(lambda _: self.executor.put(functools.partial(self._guarded, pending, again)))
+
+    def carry(self, pending: Pending, begin: Callable[[], bool]) -> bool:
+        """Run the transfer of a blocking call in its thread, until all of it is enqueued or has failed.
+
+        The thread drives the engine while the transfer waits for the peer, so no other thread has to wake up for each
+        control message. It has the executor only during the steps of the transfer.
+
+        Args:
+            pending: The call.
+            begin: Runs the first step in the executor; returns False if the executor is busy. Nothing has happened then.
+
+        Returns:
+            What ``begin`` has returned.
+        """
+        promise = self._host.mesh.progress.promises.make
+        pending.is_carried = True
+        with promise():
+            if not begin():
+                pending.is_carried = False
+                return False
+            self._carry_on(pending)
+        while pending.suspended is not None:
+            _wait_for_thread(pending.suspended[1], pending)
+            with promise():
+                self._resume_carried(pending)
+                self._carry_on(pending)
+        return True
+
+    def _carry_on(self, pending: Pending) -> None:
+        """Continue until the transfer waits for a work that another thread completes: that of a device event."""
+        while pending.suspended is not None and pending.suspended[1].is_driven:
+            # The transfer gets the error.
+            with contextlib.suppress(Exception):
+                pending.suspended[1].wait()
+            self._resume_carried(pending)
+
+    def _resume_carried(self, pending: Pending) -> None:
+        assert pending.suspended is not None
+        (transfer, awaited), pending.suspended = pending.suspended, None
+        again = functools.partial(self.resume, transfer, pending, awaited)
+        self.executor.run_in_turn(self._guarded, pending, again)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -122,17 +170,32 @@ class DevicePointToPoint:
             plan.fingerprint = fingerprint
             return unlogged(host.start_message("send", tag, plan, timeout=max(0.0, deadline - monotonic())))
 
+        if data.numel() <= SMALL_NBYTES:
+            return None, (yield from self._send_small(data, send_first, before))
         number = next(self._numbers) % MAX_CONCURRENT_MESSAGES
         channel = ControlChannel(
             self._control_group.group(), peer, number, data.numel(), deadline, send_first, sends=True
         )
-        for backend in self._candidates(peer, data.numel()):
+        for backend in self._candidates(peer):
             try:
                 return None, (yield from backend.send(data, channel, before))
             except TransferRefused as why:
                 self.refused.add((peer, backend.name))
                 log.info("messages to rank %d cannot use %s: %s", host.member_ids[peer], backend.name, why)
         return None, (yield from self._send_by_host(data, channel, before))
+
+    def _send_small(
+        self, data: torch.Tensor, send: Callable[[torch.Tensor], HostWork], before: DeviceEvent | None
+    ) -> Transfer[DeviceEvent]:
+        streams = self._context.streams
+        streams.wait_event(before)
+        pinned = streams.pinned(_small_message_nbytes(data.numel()), torch.uint8)
+        pinned[: data.numel()].copy_(data, non_blocking=True)
+        event = streams.record_event()
+        if not completes_soon(event):
+            yield self._watcher.when_passed(event)
+        yield send(pinned)
+        return event
 
     def _send_by_host(
         self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent | None
@@ -167,25 +230,35 @@ class DevicePointToPoint:
 
         ``peer`` None receives from any rank; ``deadline`` is in monotonic seconds.
         """
-        host, data = self._host, target.memory.raw
-        buffer = torch.empty(CONTROL_MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
+        host, data, streams = self._host, target.memory.raw, self._context.streams
+        is_small = data.numel() <= SMALL_NBYTES
+        if is_small:
+            buffer = streams.pinned(_small_message_nbytes(data.numel()), torch.uint8)
+        else:
+            buffer = torch.empty(CONTROL_MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
         plan = p2p.receive(host.context, buffer, peer, host.member_ids)
         plan.fingerprint = fingerprint
         received = unlogged(host.start_message("recv", tag, plan, timeout=max(0.0, deadline - monotonic())))
         yield received
-        source, message = received.result(), ControlMessage.unpacked(buffer)
-        # The fingerprint holds the number of elements modulo 2**24.
-        if message.nbytes != data.numel():
-            raise MismatchError(source, f"rank {source} sent {message.nbytes} bytes where {data.numel()} were expected")
+        source = received.result()
         member = host.member_ids.index(source)
-        channel = ControlChannel(
-            self._control_group.group(), member, message.number, message.nbytes, deadline, sends=False
-        )
-        event = yield from self._receive_offer(message, data, channel, before)
+        if is_small:
+            streams.wait_event(before)
+            event = streams.copy_to_device(data, buffer[: data.numel()])
+        else:
+            message = ControlMessage.unpacked(buffer)
+            # The fingerprint holds the number of elements modulo 2**24.
+            if message.nbytes != data.numel():
+                expected = f"rank {source} sent {message.nbytes} bytes where {data.numel()} were expected"
+                raise MismatchError(source, expected)
+            channel = ControlChannel(
+                self._control_group.group(), member, message.number, message.nbytes, deadline, sends=False
+            )
+            event = yield from self._receive_offer(message, data, channel, before)
         if target.copied:
-            with self._context.streams.ordered_after(event):
+            with streams.ordered_after(event):
                 target.store()
-                event = self._context.streams.record_event()
+                event = streams.record_event()
         else:
             target.store()
         return host.ranks[member], event
@@ -221,9 +294,9 @@ class DevicePointToPoint:
 
     # -- backends ------------------------------------------------------------------------------
 
-    def _candidates(self, peer: int, nbytes: int) -> Iterator[DeviceP2P]:
+    def _candidates(self, peer: int) -> Iterator[DeviceP2P]:
         for name, backend in self.backends.items():
-            if nbytes > backend.min_nbytes and (peer, name) not in self.refused:
+            if (peer, name) not in self.refused:
                 yield backend
 
     def _backend(self, name: str) -> DeviceP2P:
@@ -275,3 +348,19 @@ class DevicePointToPoint:
     def _close_backends(self) -> None:
         for backend in (self._backends or {}).values():
             backend.close()
+
+
+def _small_message_nbytes(nbytes: int) -> int:
+    """Return the size of a message without a control message; none is as large as a control message.
+
+    The fingerprints of a small and of a large tensor can be equal, because they hold the number of elements modulo 2**24.
+    """
+    return nbytes + 1 if nbytes == CONTROL_MESSAGE_NBYTES else nbytes
+
+
+def _wait_for_thread(awaited: HostWork, pending: Pending) -> None:
+    """Block until another thread has completed a work, or the message that waits for it has failed."""
+    ended = threading.Event()
+    awaited.add_done_callback(lambda _: ended.set())
+    pending.work.when_enqueued(ended.set)
+    ended.wait()

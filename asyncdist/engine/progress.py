@@ -51,6 +51,7 @@ from asyncdist.base.descriptors import is_exhausted
 from asyncdist.engine.drivers.driver_loop import DriverLoop, LoopState
 from asyncdist.engine.drivers.idle_watch import IdleWatch
 from asyncdist.engine.drivers.loop_watcher import LoopWatcher
+from asyncdist.engine.drivers.promises import Promises
 from asyncdist.engine.drivers.waiting import MOST_POLLS, Waiting
 from asyncdist.engine.drivers.waker import Waker
 from asyncdist.engine.machine import Calls, Finishable, Machine
@@ -98,6 +99,7 @@ class Progress:
         self._in_trio = False
         """Whether trio tasks issue operations; see `serve_trio`."""
         self._waker: Waker | None = None
+        self.promises = Promises(self._hand_over)
         self.loop_watcher = LoopWatcher(self.drive_on_loop)
         self.idle_watch = IdleWatch(machine, self.lock, self._driver_lock, self.loop_watcher)
 
@@ -191,8 +193,7 @@ class Progress:
                 callback()
 
     def _expire(self) -> float:
-        now = monotonic()
-        if now >= self._machine.next_deadline():
+        if (now := monotonic()) >= self._machine.next_deadline():
             self._machine.expire(now)
         return now
 
@@ -330,7 +331,7 @@ class Progress:
 
     def _drive_locked(self, work: Finishable, until: float) -> None:
         ready: Iterable[int] | None = None
-        now = spin_until = 0.0
+        spin_until = (now := monotonic()) + self.waiting.spin
         while True:
             waits: list[Wait] | None = None
             with self.lock:
@@ -417,7 +418,7 @@ class Progress:
 
     def ensure_driven(self) -> None:
         """Let the loop drive the pending operations, unless a blocked thread drives them already."""
-        if self._driver_lock.locked() or self.state is _CLOSED:
+        if self._driver_lock.locked() or self.state is _CLOSED or self.promises.is_made_here():
             return
         running = _get_running_loop()
         if running is not None and running is self.loop and not self._slice_exhausted:

@@ -123,6 +123,11 @@ class Work(_Awaited[T_co]):
 
     # -- state and outcome ---------------------------------------------------------------------
 
+    @property
+    def is_driven(self) -> bool:
+        """Whether a thread that waits drives the operation; False if another thread completes it."""
+        return self._progress is not None
+
     def is_completed(self) -> bool:
         """Return whether the operation has succeeded or failed."""
         return self._done

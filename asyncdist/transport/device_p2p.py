@@ -1,6 +1,8 @@
 """The contract of device point-to-point backends, and the control protocol of one message.
 
-A message begins with a control message on the host, under the user's tag. The host therefore matches it with its receive
+A message of at most `SMALL_NBYTES` goes through the host at once, without any of this.
+
+A larger message begins with a control message on the host, under the user's tag. The host therefore matches it with its receive
 by the same rules for every backend. The first control message offers a backend; the receiver accepts or refuses it, and
 the sender then offers the next one. Further control messages use tags derived from the message's number. The last backend,
 through the host, needs no answer: the data follow. The transfer ends on both sides with the last control message. Its
@@ -28,6 +30,8 @@ T = TypeVar("T")
 Transfer = Generator[HostWork, None, T]
 """A generator that yields each work that it waits for, is resumed when the work has succeeded, and returns its result."""
 
+SMALL_NBYTES = 64 << 10
+"""The largest message that goes through the host without a control message. No backend gets it."""
 CONTROL_MESSAGE_NBYTES = 512
 REFUSED = "refused"
 _HEAD_OF_MESSAGE = struct.Struct("<16sQQH")
@@ -141,8 +145,6 @@ class DeviceP2P(ABC):
     """
 
     name: ClassVar[str]
-    min_nbytes: ClassVar[int] = 64 << 10
-    """Messages of at most this size go through the host."""
 
     @abstractmethod
     def send(self, data: torch.Tensor, channel: ControlChannel, before: DeviceEvent | None) -> Transfer[DeviceEvent]:

@@ -17,6 +17,9 @@ from asyncdist.config import Config
 class HostWork(Protocol):
     """The handle of an operation on the host: the part of `asyncdist.Work` that device transports use."""
 
+    @property
+    def is_driven(self) -> bool: ...
+
     def is_completed(self) -> bool: ...
 
     def result(self) -> Any: ...

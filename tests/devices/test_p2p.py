@@ -582,7 +582,18 @@ async def test_mismatched_size_that_the_fingerprint_cannot_hold_raises():
         huge = torch.ones(1, dtype=torch.uint8).expand(1 << 24)  # equals 0 modulo 2^24
         works = [first.send(huge, 1), second.recv(torch.empty(0, dtype=torch.uint8), 0)]
         outcomes = await asyncio.gather(*works, return_exceptions=True)
-        assert "rank 0 sent 16777216 bytes where 0 were expected" in str(outcomes[1])
+        assert isinstance(outcomes[1], MismatchError)
+        assert isinstance(outcomes[0], GroupError)
+
+
+@pytest.mark.parametrize("small", [0, 512, 40_000])
+async def test_small_and_large_messages_do_not_take_each_other_for_the_same(small):
+    """A large message begins with a control message of 512 bytes, and a small one has only its data."""
+    async with devices_of(2, [cuda_ipc_over()]) as (first, second):
+        large = torch.ones(1, dtype=torch.uint8).expand((1 << 24) + small)
+        works = [first.send(large, 1), second.recv(torch.empty(small, dtype=torch.uint8), 0)]
+        outcomes = await asyncio.gather(*works, return_exceptions=True)
+        assert isinstance(outcomes[1], MismatchError)
         assert isinstance(outcomes[0], GroupError)
 
 
@@ -665,3 +676,89 @@ def test_blocking_receive_returns_before_the_device_has_the_data(monkeypatch):
         return found, tensor.unique().tolist()
 
     assert run_ranks(2, program) == [(None, [1.0]), (0, [1.0])]
+
+
+# -- blocking calls ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocking_messages_in_both_directions(backend, transport, run):
+    sizes = (0, 1, 128, 16_384, 16_385, LARGE)
+
+    def program(device):
+        rank, found = device.rank(), []
+        for number, count in enumerate(sizes):
+            out, into = torch.full((count,), 10.0 * number + rank), torch.zeros(count)
+            calls = [lambda: device.send(out, 1 - rank, number, background=False)]  # noqa: B023
+            calls.append(lambda: device.recv(into, 1 - rank, number, background=False))  # noqa: B023
+            for call in calls if rank else calls[::-1]:
+                assert call().is_success()
+            found.append(into.unique().tolist())
+        return found
+
+    wanted = [[[10.0 * number + other] if count else [] for number, count in enumerate(sizes)] for other in (1, 0)]
+    assert run(2, program, kinds=classes_of(backend), transport=transport) == wanted
+
+
+def test_blocking_call_does_not_keep_earlier_messages_from_going_on(run):
+    """Rank 0's send waits for steps of its executor while its blocking receive waits for rank 1."""
+
+    def program(device):
+        large, small = torch.full((LARGE,), float(device.rank())), torch.full((4,), float(device.rank()))
+        if device.rank() == 0:
+            sent = device.send(large, 1)
+            device.recv(small, 1, background=False)
+            sent.wait()
+            return small.tolist()
+        device.recv(large, 0, background=False)
+        device.send(small, 0, background=False)
+        return large.unique().tolist()
+
+    assert run(2, program) == [[1.0] * 4, [0.0]]
+
+
+def test_blocking_receive_waits_for_the_senders_device(run, until):
+    def program(device):
+        tensor = torch.full((LARGE,), float(device.rank()))
+        if device.rank() == 0:
+            device.messages.backends["cuda_ipc"]._driver.holds = True
+            work = device.send(tensor, 1)
+            until(lambda: device.messages.backends["cuda_ipc"]._events.made)
+            device.messages.backends["cuda_ipc"]._driver.go_on()
+            work.wait()
+        else:
+            device.recv(tensor, 0, background=False)
+        return tensor.unique().tolist()
+
+    assert run(2, program) == [[0.0]] * 2
+
+
+def test_interrupted_blocking_receive_ends_the_group(monkeypatch):
+    interrupted = threading.Event()
+
+    def program(device):
+        if device.rank() == 0:
+            interrupted.wait(60)
+            with pytest.raises(GroupError, match="KeyboardInterrupt"):
+                device.recv(torch.zeros(4), 1).wait()
+            return
+        monkeypatch.setattr(device.messages, "_carry_on", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            device.recv(torch.zeros(4), 0, background=False)
+        interrupted.set()
+
+    def raise_interrupt(pending):
+        raise KeyboardInterrupt
+
+    run_on_devices(2, program)
+
+
+def test_blocking_receive_from_a_rank_that_leaves_raises():
+    def program(device):
+        if device.rank() == 1:
+            device.host.abort("this rank has left")
+            return
+        with pytest.raises(GroupError, match="this rank has left"):
+            device.recv(torch.zeros(4), 1, background=False).result()
+
+    run_on_devices(2, program)

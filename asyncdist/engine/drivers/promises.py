@@ -1,0 +1,36 @@
+"""Threads that drive their operations themselves, so that these do not wake the event loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from threading import get_ident
+
+
+class Promises:
+    """The threads that have promised to drive what they start. Thread-safe.
+
+    Args:
+        hand_over: Called at the end of each promise: lets another driver continue what is pending.
+    """
+
+    def __init__(self, hand_over: Callable[[], None]) -> None:
+        self._hand_over = hand_over
+        self._threads: set[int] = set()
+
+    def is_made_here(self) -> bool:
+        """Return whether the calling thread has made a promise."""
+        return bool(self._threads) and get_ident() in self._threads
+
+    @contextlib.contextmanager
+    def make(self) -> Iterator[None]:
+        """Let the calling thread promise, within this context, to wait for each operation that it starts.
+
+        It does nothing else that lasts.
+        """
+        self._threads.add(get_ident())
+        try:
+            yield
+        finally:
+            self._threads.discard(get_ident())
+            self._hand_over()
