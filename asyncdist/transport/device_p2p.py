@@ -2,11 +2,11 @@
 
 A message of at most `SMALL_NBYTES` goes through the host at once, without any of this.
 
-A larger message begins with a control message on the host, under the user's tag. The host therefore matches it with its receive
-by the same rules for every backend. The first control message offers a backend; the receiver accepts or refuses it, and
-the sender then offers the next one. Further control messages use tags derived from the message's number. The last backend,
-through the host, needs no answer: the data follow. The transfer ends on both sides with the last control message. Its
-sender waits until it has been sent, so either rank may leave when its own half is complete.
+A larger message begins with a control message on the host, under the user's tag. The host therefore matches it with its
+receive by the same rules for every backend. The first control message offers a backend; the receiver accepts or refuses
+it, and the sender then offers the next one. Further control messages use tags derived from the message's number. The last
+backend, through the host, needs no answer: the data follow. The transfer ends on both sides with the last control message.
+Its sender waits until it has been sent, so either rank may leave when its own half is complete.
 
 `DeviceP2P.send` and `DeviceP2P.receive` are generators: they yield a work and are resumed when it is complete, so a
 message whose peer is late does not block other messages. To write a backend, implement `DeviceP2P`, and return it from
