@@ -9,5 +9,8 @@ The algorithms are in `asyncdist.algorithms`. This folder applies them to tensor
 `data_movement`  plans of collectives that move data
 `sparse`         the plan of an all-reduce of sparse tensors
 `p2p`            plans of point-to-point messages and of collectives on Python objects
+`recorded`       the steps of small calls over links, which are made once
 `hierarchical`   collectives over several hosts: shared memory inside each host, messages along the rails between them
+`first_rail`     the small ones of these, in which one rank of each host exchanges for all
+`node`           the part of both inside a host
 """

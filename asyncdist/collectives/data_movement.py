@@ -18,6 +18,7 @@ from asyncdist.algorithms import pairwise, recursive_doubling, tree
 from asyncdist.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.base.ops import Collective
 from asyncdist.collectives import validation
+from asyncdist.collectives.first_rail import GATHERS
 from asyncdist.collectives.group_context import (
     Cut,
     GroupContext,
@@ -27,7 +28,7 @@ from asyncdist.collectives.group_context import (
     striped_blocks,
     stripes,
 )
-from asyncdist.collectives.hierarchical import BARRIER_KERNELS, GATHERS
+from asyncdist.collectives.hierarchical import BARRIER_KERNELS
 from asyncdist.collectives.prepared import PreparedCollective
 from asyncdist.collectives.recorded import LocalCopy, RecordedCall, Recording, recorded_blocks
 from asyncdist.engine.operation import Plan

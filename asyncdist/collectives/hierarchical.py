@@ -17,6 +17,8 @@ reduce                reduce to one member       tree among these members
 barrier               as a small all_reduce
 ====================  =========================  ==============================  ======================
 
+`asyncdist.collectives.first_rail` has the small ones.
+
 **Numbers.** Each node numbers its own native collectives (`Native`). The n-th one must be the same on all members of
 the node, in whatever order parts complete. A call therefore reserves the numbers of all its parts before it returns,
 and members make calls in the same order. Its operation may start later, in another thread. A part has consecutive
@@ -43,8 +45,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
@@ -57,18 +57,15 @@ from asyncdist.algorithms.hierarchy import (
     contiguous,
     gather_runs,
     part_count,
-    travels_whole,
 )
 from asyncdist.algorithms.schedule import Reduce, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
 from asyncdist.base.ops import Collective, ReduceOp
-from asyncdist.collectives.node import NodeCollectives, plain
-from asyncdist.collectives.recorded import RecordedCall
-from asyncdist.engine.direct_calls import MAX_WAITING_NBYTES
-from asyncdist.memory.bounded_cache import BoundedCache
+from asyncdist.collectives.first_rail import FirstRailCollectives, Sources
+from asyncdist.collectives.node import NodeCollectives, plain, store_result, widened
 from asyncdist.memory.buffers import Memory, Scratch, TensorBlocks
-from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic, divide
-from asyncdist.transport.native import Native, PreparedCall
+from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic
+from asyncdist.transport.native import Native
 
 _CACHED_CALLS = 512
 
@@ -77,43 +74,6 @@ BARRIER_KERNELS = arithmetic(ReduceOp.MAX, torch.uint8)
 
 Part = Callable[[int], Schedule]
 """``part(number)`` is the schedule of a part whose native collectives have the numbers from ``number`` on."""
-
-Sources = Sequence[Memory] | TensorBlocks
-
-GATHERS: dict[str, Callable[..., Schedule]] = {
-    "direct": pairwise.all_gather,
-    "ring": ring.all_gather,
-    "doubling": recursive_doubling.all_gather,
-}
-"""The schedules of an all-gather, by name."""
-
-
-class _SmallAllReduce(NamedTuple):
-    """The prepared steps of a small all-reduce: two native calls, and the exchange of the first members."""
-
-    reduce: PreparedCall | None
-    exchange: Callable[[torch.Tensor, torch.Tensor], Schedule]
-    broadcast: PreparedCall | None
-
-
-class _SmallAllGather(NamedTuple):
-    """The prepared steps of a small all-gather, in which all blocks lie in one memory, node after node.
-
-    Attributes:
-        gather: Gathers the blocks of the node at its first member; None if this rank is alone on its node.
-        own: The range of the node's blocks in the memory of all.
-        exchange: The exchange of the first members.
-        broadcast: Copies all blocks from the first member to the node.
-    """
-
-    gather: PreparedCall | None
-    own: slice
-    exchange: Callable[[torch.Tensor], Schedule]
-    broadcast: PreparedCall | None
-
-
-def _nothing(*memories: Memory) -> Schedule:
-    yield from ()
 
 
 class HierarchicalCollectives:
@@ -140,16 +100,12 @@ class HierarchicalCollectives:
         self._reserving = threading.Lock()
         self._size = sum(len(members) for members in layout.nodes)
         self._hosts = hosts = len(layout.nodes)
-        # The model takes longer than a small call over shared memory.
-        self._small_calls: BoundedCache[tuple[int, int], _SmallAllReduce] = BoundedCache(_CACHED_CALLS)
-        self._small_gathers: BoundedCache[tuple[int, int], _SmallAllGather | None] = BoundedCache(_CACHED_CALLS)
-        self._order = [rank for members in layout.nodes for rank in members]
+        self._small = FirstRailCollectives(layout, self._node, model, scratch)
         self._ring_order = [(layout.node - 1 - passed) % hosts for passed in range(hosts)]
         """The nodes in the order in which a ring of nodes needs their blocks, and in which it delivers them."""
-        remembering = lru_cache(_CACHED_CALLS)
-        self._choose = remembering(lambda collective, nbytes: choose(collective, nbytes, hosts, model=model))
-        self._is_small = remembering(
-            lambda collective, nbytes: nbytes <= MAX_WAITING_NBYTES and travels_whole(collective, nbytes, layout, model)
+        # The model takes longer than a small call over shared memory.
+        self._choose = lru_cache(_CACHED_CALLS)(
+            lambda collective, nbytes: choose(collective, nbytes, hosts, model=model)
         )
 
     def open(self) -> None:
@@ -179,8 +135,8 @@ class HierarchicalCollectives:
 
         def parts() -> Iterator[tuple[int, Part]]:
             for memory in memories:
-                if self._is_small("all_reduce", memory.nbytes):
-                    yield 2, partial(self._all_reduce_small, call, memory, kernels)
+                if self._small.takes("all_reduce", memory.nbytes):
+                    yield self._small.NUMBERS, partial(self._small.all_reduce, call, memory, kernels)
                     continue
                 blocks = TensorBlocks.split(memory, self._cut(memory.nbytes, overlaps=True))
                 for part in range(len(blocks)):
@@ -193,7 +149,7 @@ class HierarchicalCollectives:
 
     def _all_reduce_slices(self, call: int, memory: Memory, kernels: Arithmetic, number: int) -> Schedule:
         layout = self._layout
-        narrow, wide = self._node.slices(memory), self._node.slices(self._widened(memory, kernels))
+        narrow, wide = self._node.slices(memory), self._node.slices(widened(memory, kernels))
         own, result = wide[layout.place], narrow[layout.place]
         yield from self._node.reduce_scatter(number, call, wide, own, kernels)
         if layout.carries:
@@ -216,7 +172,7 @@ class HierarchicalCollectives:
 
         def within_node(number: int) -> Schedule:
             narrow = self._node.slices(memory)
-            wide[:] = self._node.slices(self._widened(memory, kernels))
+            wide[:] = self._node.slices(widened(memory, kernels))
             cut = [TensorBlocks.split(piece, hosts) for piece in wide]
             for end, ranges in reduced:
                 for low, high in ranges:
@@ -242,7 +198,7 @@ class HierarchicalCollectives:
                 while progress.ready < passed + 2:
                     yield layout.rank
                 yield step
-            self._store_result(blocks[layout.node], results[layout.node], kernels)
+            store_result(blocks[layout.node], results[layout.node], kernels, self._size)
             progress.arrived = 1
             for step in among(rail, ring.all_gather(layout.node, hosts, results)):
                 yield step
@@ -252,32 +208,6 @@ class HierarchicalCollectives:
         if layout.carries:
             yield 0, along_rail
 
-    def _all_reduce_small(self, call: int, memory: Memory, kernels: Arithmetic, number: int) -> Schedule:
-        own, members = self._widened(memory, kernels), self._layout.members
-        steps = self._small_calls.get((call, own.count)) or self._prepare_small(call, own, memory, kernels)
-        if steps.reduce is not None:
-            yield from among(members, steps.reduce(number, own.tensor))
-        if self._layout.place == 0:
-            scratch = self._scratch.take(own.count, own.dtype)
-            yield from steps.exchange(own.tensor, scratch.tensor)
-            self._scratch.give(scratch)
-            self._store_result(own, memory, kernels)
-        if steps.broadcast is not None:
-            yield from among(members, steps.broadcast(number + 1, memory.tensor))
-
-    def _prepare_small(self, call: int, own: Memory, memory: Memory, kernels: Arithmetic) -> _SmallAllReduce:
-        layout, hosts = self._layout, self._hosts
-        reduce = broadcast = None
-        if not self._node.is_alone:
-            reduce = self._node.prepared(Collective.reduce, call, own, plain(kernels), root=0)
-            broadcast = self._node.prepared(Collective.broadcast, call, memory, root=0)
-
-        def doubling(data: Memory, scratch: Memory) -> Schedule:
-            return among(layout.rail(0), recursive_doubling.all_reduce(layout.node, hosts, data, scratch))
-
-        recorded = RecordedCall(doubling if layout.place == 0 else _nothing, [own.tensor, own.tensor])
-        return self._small_calls.add((call, own.count), _SmallAllReduce(reduce, recorded.schedule, broadcast))
-
     def _reduce_along(self, own: Memory, result: Memory, kernels: Arithmetic) -> Schedule:
         """All-reduce ``own`` along the rail of this rank into ``result``, whose dtype may be narrower."""
         place, hosts = self._layout.node, self._hosts
@@ -286,25 +216,18 @@ class HierarchicalCollectives:
             scratch = self._scratch.take(own.count, own.dtype)
             yield from recursive_doubling.all_reduce(place, hosts, own, scratch)
             self._scratch.give(scratch)
-            self._store_result(own, result, kernels)
+            store_result(own, result, kernels, self._size)
             return
         # The ring gathers narrow results where partial sums are wide.
         if algorithm == "halving" and not kernels.widens:
             halves = TensorBlocks.split(own, recursive_doubling.floor_power_of_two(hosts))
             yield from recursive_doubling.halving_all_reduce(place, hosts, halves)
-            self._store_result(own, result, kernels)
+            store_result(own, result, kernels, self._size)
             return
         blocks, results = TensorBlocks.split(own, hosts), TensorBlocks.split(result, hosts)
         yield from ring.reduce_scatter(place, hosts, blocks)
-        self._store_result(blocks[place], results[place], kernels)
+        store_result(blocks[place], results[place], kernels, self._size)
         yield from ring.all_gather(place, hosts, results)
-
-    def _store_result(self, own: Memory, result: Memory, kernels: Arithmetic) -> None:
-        """Store a reduction over all ranks as the result: divide an average, and round to the dtype of ``result``."""
-        if kernels.averages:
-            divide(own.tensor, self._size)
-        if kernels.widens:
-            result.tensor.copy_(own.tensor)
 
     def reduce(self, memory: Memory, root: int, kernels: Arithmetic, call: int) -> Iterator[Schedule]:
         """Store the reduction in the memory of the root. The memory of the other ranks is only read."""
@@ -323,7 +246,7 @@ class HierarchicalCollectives:
             if layout.rank == leader:
                 yield from among(leaders, tree.reduce(layout.node, self._hosts, leaders.index(root), own))
             if at_root:
-                self._store_result(own, piece, kernels)
+                store_result(own, piece, kernels, self._size)
 
         # A single rail carries all parts, because the root receives all of them.
         blocks = TensorBlocks.split(memory, part_count(memory.nbytes, 1, self._hosts, self._model.segment_nbytes))
@@ -337,14 +260,14 @@ class HierarchicalCollectives:
         natives = 1 + sum(len(list(layout.turns(other))) for other in range(self._hosts) if other != layout.node)
 
         def part(which: int, number: int) -> Schedule:
-            wanted = [self._widened(blocks[which], kernels) for blocks in cut]
+            wanted = [widened(blocks[which], kernels) for blocks in cut]
             result = owns[which]
             total = self._scratch.take(result.count, kernels.accumulator) if kernels.widens else result
             yield from self._node.reduce_scatter(
                 number, call, [wanted[rank] for rank in layout.members], total, kernels
             )
             yield from self._give_partial_sums(number + 1, call, wanted, total, kernels)
-            self._store_result(total, result, kernels)
+            store_result(total, result, kernels, self._size)
             if kernels.widens:
                 self._scratch.give(total)
 
@@ -377,8 +300,8 @@ class HierarchicalCollectives:
 
     def all_gather(self, rows: Sequence[Sources], call: int, *, equal: bool) -> Iterator[Schedule]:
         """Copy, for each row, each rank's ``row[rank]`` to all ranks. ``equal``: one row of equal blocks."""
-        if equal and (small := self._small_gather(rows[0], call)) is not None:
-            return self._numbered([(2, partial(self._gather_small_row, small, rows[0]))])
+        if equal and (steps := self._small.gather_steps(rows[0], call)) is not None:
+            return self._numbered([(self._small.NUMBERS, partial(self._small.all_gather, steps, rows[0]))])
 
         def parts() -> Iterator[tuple[int, Part]]:
             for row in rows:
@@ -388,51 +311,6 @@ class HierarchicalCollectives:
                     yield from self._gather_row(call, [blocks[which] for blocks in cut])
 
         return self._numbered(parts())
-
-    def _small_gather(self, row: Sources, call: int) -> _SmallAllGather | None:
-        """Return the prepared steps of an all-gather of blocks of equal size; None unless these are small."""
-        key = call, row[self._layout.rank].count
-        try:
-            return self._small_gathers[key]
-        except KeyError:
-            return self._small_gathers.add(key, self._prepare_small_gather(row, call))
-
-    def _prepare_small_gather(self, row: Sources, call: int) -> _SmallAllGather | None:
-        layout, hosts, own = self._layout, self._hosts, row[self._layout.rank]
-        count, nbytes = own.count, self._size * own.nbytes
-        if not (count and self._is_small("all_gather", nbytes)):
-            return None
-        bounds = [0, *(count * total for total in accumulate(map(len, layout.nodes)))]
-        run = GATHERS[self._choose("all_gather", nbytes)]
-
-        def exchange(whole: Memory) -> Schedule:
-            return among(layout.rail(0), run(layout.node, hosts, TensorBlocks(whole, bounds)))
-
-        whole = torch.empty(bounds[-1], dtype=own.dtype, device="cpu")
-        gather = broadcast = None
-        if not self._node.is_alone:
-            gather = self._node.prepared(Collective.gather, call, own, root=0)
-            broadcast = self._node.prepared(Collective.broadcast, call, Memory(whole), root=0)
-        recorded = RecordedCall(exchange if layout.place == 0 else _nothing, [whole])
-        within = slice(bounds[layout.node], bounds[layout.node + 1])
-        return _SmallAllGather(gather, within, recorded.schedule, broadcast)
-
-    def _gather_small_row(self, steps: _SmallAllGather, row: Sources, number: int) -> Schedule:
-        layout, own, is_first = self._layout, row[self._layout.rank], self._layout.place == 0
-        whole = self._scratch.take(self._size * own.count, own.dtype)
-        blocks = whole.tensor
-        if steps.gather is None:
-            blocks[steps.own].copy_(own.tensor)
-        else:
-            of_node = blocks[steps.own] if is_first else None
-            yield from among(layout.members, steps.gather(number, of_node, own.tensor))
-        if is_first:
-            yield from steps.exchange(blocks)
-        if steps.broadcast is not None:
-            yield from among(layout.members, steps.broadcast(number + 1, blocks))
-        for rank, block in zip(self._order, blocks.split(own.count), strict=True):
-            row[rank].tensor.copy_(block)
-        self._scratch.give(whole)
 
     def _gather_row(self, call: int, row: Sequence[Memory]) -> Iterator[tuple[int, Part]]:
         """Yield the two halves of a part of an all-gather: one copies blocks within the node as they arrive, the other
@@ -503,9 +381,6 @@ class HierarchicalCollectives:
         """Yield the single part of a barrier: an all-reduce with `BARRIER_KERNELS`."""
         anything = Memory(torch.zeros(1, dtype=torch.uint8, device="cpu"))
         return self.all_reduce([anything], BARRIER_KERNELS, call)
-
-    def _widened(self, memory: Memory, kernels: Arithmetic) -> Memory:
-        return Memory(memory.tensor.to(kernels.accumulator)) if kernels.widens else memory
 
 
 def _begun(parts: Iterable[tuple[int, Part]], number: int) -> Iterator[Schedule]:

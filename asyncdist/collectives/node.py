@@ -9,7 +9,7 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective
 from asyncdist.memory.bounded_cache import BoundedCache
 from asyncdist.memory.buffers import Memory, TensorBlocks
-from asyncdist.memory.reduce_kernels import Arithmetic
+from asyncdist.memory.reduce_kernels import Arithmetic, divide
 from asyncdist.transport.native import CallSignature, Native, PreparedCall
 
 _CACHED_CALLS = 512
@@ -104,3 +104,16 @@ def _sizes(blocks: Sequence[Memory]) -> tuple[int, ...]:
 def plain(kernels: Arithmetic) -> Arithmetic:
     """Return the arithmetic of partial results, in the dtype of the accumulator and without division."""
     return kernels._replace(widens=False, averages=False)
+
+
+def widened(memory: Memory, kernels: Arithmetic) -> Memory:
+    """Return memory of the accumulator's dtype with the same values; the memory itself if that is its dtype."""
+    return Memory(memory.tensor.to(kernels.accumulator)) if kernels.widens else memory
+
+
+def store_result(own: Memory, result: Memory, kernels: Arithmetic, size: int) -> None:
+    """Store a reduction over all ``size`` ranks as the result: divide an average, and round to the dtype of ``result``."""
+    if kernels.averages:
+        divide(own.tensor, size)
+    if kernels.widens:
+        result.tensor.copy_(own.tensor)
