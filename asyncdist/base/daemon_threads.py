@@ -152,11 +152,6 @@ class SerialExecutor:
         self._run(call, *args)
         return True
 
-    def run_in_turn(self, call: Callable[..., object], *args: Any) -> None:
-        """Run a call in this thread, when the call that runs now has ended. It may overtake pending calls."""
-        self._running.acquire()
-        self._run(call, *args)
-
     def close(self, last: Callable[[], object]) -> None:
         """Run one more call, in this thread if no call is pending. The executor's thread ends after it."""
         self.put(last, inline=True)

@@ -22,9 +22,7 @@ from asyncdist.devices.work import DeviceWork
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
 from asyncdist.tracing.recorder import Entry
-from asyncdist.transport.device_p2p import Transfer
 from asyncdist.transport.device_streams import DeviceEvent, completes_soon
-from asyncdist.transport.host_group import HostWork
 
 log = logging.getLogger("asyncdist")
 
@@ -50,8 +48,6 @@ class Pending:
         numbered: Whether it is a collective with a sequence number; False for a message, which has a tag.
         event: Completion event; None until all device work is enqueued.
         problem_since: Monotonic time at which a peer failure was first seen while it waited; 0 if none was.
-        is_carried: Whether the caller of a message waits for the works that its transfer waits for.
-        suspended: The transfer of such a message, and the work that it waits for.
     """
 
     work: DeviceWork
@@ -64,8 +60,6 @@ class Pending:
     value: Any = None
     held: Any = None
     problem_since: float = 0.0
-    is_carried: bool = False
-    suspended: tuple[Transfer[Any], HostWork] | None = None
 
     def enqueued(self, value: Any, event: DeviceEvent) -> None:
         """Record that all device work is enqueued, with ``event`` recorded behind it."""

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
@@ -169,7 +170,6 @@ class DeviceGroup(CollectiveOps):
         *,
         held: Any = None,
         inline: bool = False,
-        carry: Callable[[Pending, Callable[[], bool]], bool] | None = None,
     ) -> DeviceWork:
         """Issue a call in an executor and return its work.
 
@@ -181,7 +181,6 @@ class DeviceGroup(CollectiveOps):
                 ``before`` (None: at once).
             held: Objects to keep alive until the device is done.
             inline: Whether ``do`` may run in the calling thread, because it never waits for peers.
-            carry: Begins a blocking call, and continues it in the calling thread; None if ``do`` waits for peers itself.
         """
         if self._closed:
             raise NotInitializedError("the group was destroyed: make a new one")
@@ -208,21 +207,14 @@ class DeviceGroup(CollectiveOps):
         pending = Pending(work, plan, entry, now, deadline, numbered=tag is None, held=held)
         before = self._streams.position()
         self._watcher.add(pending)
-        run = functools.partial(executor.run_now, self._run_call, pending, do, before)
-        try:
-            has_run = carry(pending, run) if blocking and carry is not None else (blocking or inline) and run()
-        # Nobody continues the call of an interrupted caller.
-        except BaseException as interruption:
-            self._fail(pending, interruption)
-            # The caller has no work from which to retrieve the error.
-            work.exception()
-            raise
-        if not has_run:
-            executor.put(functools.partial(self._run_call, pending, do, before))
-        if blocking:
-            # The caller gets the error from the work.
-            with contextlib.suppress(GroupError):
-                work.wait()
+        # The caller of a blocking message drives what the message waits for.
+        with self.host.mesh.progress.promises.make() if blocking and tag is not None else contextlib.nullcontext():
+            if not ((blocking or inline) and executor.run_now(self._run_call, pending, do, before)):
+                executor.put(functools.partial(self._run_call, pending, do, before))
+            if blocking:
+                # The caller gets the error from the work.
+                with contextlib.suppress(GroupError):
+                    work.wait()
         return work
 
     def _run_call(
@@ -308,7 +300,9 @@ class DeviceGroup(CollectiveOps):
         def do(pending: Pending, before: DeviceEvent | None) -> None:
             self.messages.resume(transfer(pending.deadline, before), pending)
 
-        return self._start(name, tag, plan, options, self.messages.executor, do, held=held, carry=self.messages.carry)
+        # The first step of the first message loads drivers, for which an event loop must not wait.
+        inline = self.messages.is_open and _get_running_loop() is None
+        return self._start(name, tag, plan, options, self.messages.executor, do, held=held, inline=inline)
 
     def _checked(self, tensor: Any) -> Any:
         """Return a tensor; raise UsageError if it is on another device."""

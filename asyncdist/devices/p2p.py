@@ -8,11 +8,9 @@ resort of large ones.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
@@ -91,9 +89,15 @@ class DevicePointToPoint:
     # -- transfers -----------------------------------------------------------------------------
 
     def resume(self, transfer: Transfer[TransferResult], pending: Pending, awaited: HostWork | None = None) -> None:
-        """Run a transfer until it waits for a work, whose completion resumes it, or `carry`. Runs in the executor.
+        """Run a transfer until it waits for a work, whose completion resumes it. Runs in the executor.
 
-        ``awaited`` is the completed work that the transfer has waited for; None starts the transfer.
+        A thread that waits for the message drives the awaited work, and then continues the transfer itself. No other
+        thread has to wake up.
+
+        Args:
+            transfer: The transfer.
+            pending: The call.
+            awaited: The completed work that the transfer has waited for; None starts the transfer.
         """
         if pending.work.failed:
             transfer.close()
@@ -110,52 +114,10 @@ class DevicePointToPoint:
             except BaseException:
                 transfer.close()
                 raise
-        if pending.is_carried:
-            pending.suspended = transfer, awaited
-            return
-        again = functools.partial(self.resume, transfer, pending, awaited)
-        awaited.add_done_callback(lambda _: self.executor.put(functools.partial(self._guarded, pending, again)))
-
-    def carry(self, pending: Pending, begin: Callable[[], bool]) -> bool:
-        """Run the transfer of a blocking call in its thread, until all of it is enqueued or has failed.
-
-        The thread drives the engine while the transfer waits for the peer, so no other thread has to wake up for each
-        control message. It has the executor only during the steps of the transfer.
-
-        Args:
-            pending: The call.
-            begin: Runs the first step in the executor; returns False if the executor is busy. Nothing has happened then.
-
-        Returns:
-            What ``begin`` has returned.
-        """
-        promise = self._host.mesh.progress.promises.make
-        pending.is_carried = True
-        with promise():
-            if not begin():
-                pending.is_carried = False
-                return False
-            self._carry_on(pending)
-        while pending.suspended is not None:
-            _wait_for_thread(pending.suspended[1], pending)
-            with promise():
-                self._resume_carried(pending)
-                self._carry_on(pending)
-        return True
-
-    def _carry_on(self, pending: Pending) -> None:
-        """Continue until the transfer waits for a work that another thread completes: that of a device event."""
-        while pending.suspended is not None and pending.suspended[1].is_driven:
-            # The transfer gets the error.
-            with contextlib.suppress(Exception):
-                pending.suspended[1].wait()
-            self._resume_carried(pending)
-
-    def _resume_carried(self, pending: Pending) -> None:
-        assert pending.suspended is not None
-        (transfer, awaited), pending.suspended = pending.suspended, None
-        again = functools.partial(self.resume, transfer, pending, awaited)
-        self.executor.run_in_turn(self._guarded, pending, again)
+        again = functools.partial(self._guarded, pending, functools.partial(self.resume, transfer, pending, awaited))
+        promises = self._host.mesh.progress.promises
+        awaited.add_done_callback(lambda _: self.executor.put(again, inline=promises.is_made_here()))
+        pending.work.suspended(awaited)
 
     # -- sending -------------------------------------------------------------------------------
 
@@ -308,6 +270,11 @@ class DevicePointToPoint:
         return backend
 
     @property
+    def is_open(self) -> bool:
+        """Whether the backends have been created."""
+        return self._backends is not None
+
+    @property
     def backends(self) -> dict[str, DeviceP2P]:
         """Return the usable backends by name, the preferred first; they are created on first use."""
         if self._backends is None:
@@ -356,11 +323,3 @@ def _small_message_nbytes(nbytes: int) -> int:
     The fingerprints of a small and of a large tensor can be equal, because they hold the number of elements modulo 2**24.
     """
     return nbytes + 1 if nbytes == CONTROL_MESSAGE_NBYTES else nbytes
-
-
-def _wait_for_thread(awaited: HostWork, pending: Pending) -> None:
-    """Block until another thread has completed a work, or the message that waits for it has failed."""
-    ended = threading.Event()
-    awaited.add_done_callback(lambda _: ended.set())
-    pending.work.when_enqueued(ended.set)
-    ended.wait()

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncdist.base.deadline import Timeout, seconds
@@ -17,6 +17,7 @@ from asyncdist.engine.work import Work
 from asyncdist.errors import UsageError, WaitTimeoutError
 from asyncdist.memory.torch_compile import excluded_from_compile
 from asyncdist.transport.device_streams import DeviceEvent, Streams
+from asyncdist.transport.host_group import HostWork
 
 if TYPE_CHECKING:
     from asyncdist.engine.progress import Progress
@@ -44,6 +45,9 @@ class DeviceWork(Work):
         self._streams = streams
         self._home = home
         self._event: DeviceEvent | None = None
+        self._awaited: HostWork | None = None
+        self._waiters: list[threading.Event] = []
+        """Set when `suspended` is called, and when the operation is enqueued or has failed."""
         self._enqueue_callbacks: list[Callable[[], object]] | None = []
         """None once the operation is enqueued or has failed."""
 
@@ -53,6 +57,12 @@ class DeviceWork(Work):
         """Record that all device work is enqueued, with ``event`` recorded behind it. Called by the executor."""
         self._value, self._event = value, event
         self._set_enqueued()
+
+    def suspended(self, awaited: HostWork) -> None:
+        """Record the work for which the operation waits, which then continues it: a waiting thread drives it."""
+        self._awaited = awaited
+        for waiter in list(self._waiters):
+            waiter.set()
 
     @property
     def has_callbacks(self) -> bool:
@@ -167,9 +177,34 @@ class DeviceWork(Work):
             return
         if self._home is not None:
             self._home.refuse_loop_thread("this operation")
-        enqueued, limit = threading.Event(), seconds(timeout)
-        self.when_enqueued(enqueued.set)
-        if not enqueued.wait(None if limit == math.inf else limit):
+        limit = seconds(timeout)
+        if not self._drive_until_enqueued(monotonic() + limit):
             raise WaitTimeoutError(
                 f"the operation was not completed within {limit:g} s and continues: wait again or abort the group"
             )
+
+    def _drive_until_enqueued(self, until: float) -> bool:
+        """Block until the operation is enqueued or has failed; return False at the monotonic time ``until``.
+
+        While it waits for a work that is driven by those who wait for it, this thread drives that work.
+        """
+        moved = threading.Event()
+        self._waiters.append(moved)
+        self.when_enqueued(moved.set)
+        try:
+            while True:
+                # What happens from here on sets it again.
+                moved.clear()
+                awaited, left = self._awaited, until - monotonic()
+                if self._enqueue_callbacks is None:
+                    return True
+                if left <= 0:
+                    return False
+                if self._home is not None and awaited is not None and awaited.is_driven and not awaited.is_completed():
+                    # The operation gets the error of the awaited work.
+                    with self._home.promises.make(), contextlib.suppress(Exception):
+                        awaited.wait(left)
+                else:
+                    moved.wait(min(left, threading.TIMEOUT_MAX))
+        finally:
+            self._waiters.remove(moved)

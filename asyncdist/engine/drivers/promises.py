@@ -28,9 +28,13 @@ class Promises:
 
         It does nothing else that lasts.
         """
-        self._threads.add(get_ident())
+        thread = get_ident()
+        if thread in self._threads:
+            yield
+            return
+        self._threads.add(thread)
         try:
             yield
         finally:
-            self._threads.discard(get_ident())
+            self._threads.discard(thread)
             self._hand_over()
