@@ -22,6 +22,7 @@ import trio
 
 import asyncdist
 from asyncdist import sync
+from asyncdist.engine.direct_calls import DirectCalls
 from asyncdist.engine.executor import Executor
 from asyncdist.errors import GroupAbortedError, PeerLostError
 from asyncdist.membership.agreement import AgreementMessage
@@ -87,15 +88,23 @@ class Rank:
 
         Over links, before the ``number``-th send or receive; over shared memory, after 10 ``number`` lines of its code.
         """
-        do, left = Executor.perform, [number]
+        perform, begin, left = Executor.perform, DirectCalls._begin, [number]
 
-        def die_or_do(executor, task, action):
-            if left[0] == 0:
+        def spend(actions):
+            if left[0] < actions:
                 os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            do(executor, task, action)
+            left[0] -= actions
 
-        Executor.perform = die_or_do
+        def die_or_perform(executor, task, action):
+            spend(1)
+            perform(executor, task, action)
+
+        # Small calls do without an executor. A step of theirs sends and receives at once.
+        def die_or_begin(calls, step, *args):
+            spend(len(step.sends) + len(step.receives))
+            return begin(calls, step, *args)
+
+        Executor.perform, DirectCalls._begin = die_or_perform, die_or_begin
         lines = [10 * number]
 
         def count_lines(frame, event, argument):
