@@ -77,10 +77,10 @@ async def calibrate(path: Path) -> Calibration:
 async def _measure(world: World, hosts: Sequence[int]) -> list[Values]:
     """Return the values of each round, the same on all ranks."""
     rounds = []
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         own: Values | None = None
         if world.group.rank() in hosts:
-            own = await measure_links(world.mesh, hosts, limit=_LIMIT, repeat=_REPEAT)
+            own = await measure_links(world.mesh, hosts, limit=_LIMIT, repeat=_REPEAT, name=f"calibration {number}")
         every: list[Values | None] = [None] * world.group.size()
         await world.group.all_gather_object(every, own)
         values = combined(every)

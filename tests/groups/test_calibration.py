@@ -177,7 +177,9 @@ async def test_lanes_are_not_measured_on_a_link_without_them(monkeypatch):
 async def test_lanes_of_a_slow_link_are_not_measured():
     async with world_of(2, transport="tcp") as groups:
         until = time.monotonic() + 0.01
-        pairs = (measure_lanes(group.mesh, [0, 1], beta=1e-6, until=until, threads=True) for group in groups)
+        pairs = (
+            measure_lanes(group.mesh, [0, 1], "calibration", beta=1e-6, until=until, threads=True) for group in groups
+        )
         assert await asyncio.gather(*pairs) == [{}, {}]
         assert [group.mesh.config.lanes for group in groups] == [DEFAULT_LANES] * 2
 
@@ -187,8 +189,8 @@ async def test_threads_are_tried_if_both_hosts_have_cores_for_them(cores, names)
     async with world_of(2, transport="tcp") as groups:
         until = time.monotonic() + 60.0
         pairs = [
-            measure_lanes(groups[0].mesh, [0, 1], beta=1e-8, until=until, threads=True),
-            measure_lanes(groups[1].mesh, [0, 1], beta=1e-9, until=until, threads=cores),
+            measure_lanes(groups[0].mesh, [0, 1], "calibration", beta=1e-8, until=until, threads=True),
+            measure_lanes(groups[1].mesh, [0, 1], "calibration", beta=1e-9, until=until, threads=cores),
         ]
         one, other = await asyncio.gather(*pairs)
     assert one.keys() == other.keys() == {FEW_LANES, MANY_LANES, *([MANY_LANES_WITH_THREADS] if cores else [])}

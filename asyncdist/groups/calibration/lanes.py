@@ -37,12 +37,15 @@ _THREADS_NBYTES = 8 << 20
 """Bytes of the smallest tensor whose messages are so large that threads move them."""
 
 
-async def measure_lanes(mesh: Endpoint, pair: Sequence[int], *, beta: float, until: float, threads: bool) -> Values:
+async def measure_lanes(
+    mesh: Endpoint, pair: Sequence[int], name: str, *, beta: float, until: float, threads: bool
+) -> Values:
     """Measure with each candidate; both ranks call this at the same time.
 
     Args:
         mesh: This rank's endpoint. Its world has no groups that communicate yet.
         pair: The two ranks.
+        name: The first part of the names of the groups that measure.
         beta: Seconds per byte over one connection, as this rank knows it.
         until: Monotonic time at which the measurement should have ended.
         threads: Whether this host has cores left for threads.
@@ -53,10 +56,10 @@ async def measure_lanes(mesh: Endpoint, pair: Sequence[int], *, beta: float, unt
     before = mesh.config
     groups: dict[str, Group] = {}
     try:
-        for name, settings in CANDIDATES.items():
+        for candidate, settings in CANDIDATES.items():
             # Each tensor that is measured is striped, in two messages.
             mesh.config = before.with_(stripe_nbytes=_NBYTES[0] // 2, **settings)
-            groups[name] = Group(mesh, pair, f"calibration, {name}", _TIMEOUT)
+            groups[candidate] = Group(mesh, pair, f"{name}, {candidate}", _TIMEOUT)
         mesh.config = before.with_(**CANDIDATES[FEW_LANES])
         # The slower host decides for both, so that both make the same calls.
         worst = torch.tensor([beta, time.monotonic() - until, float(not threads)], dtype=torch.float64)

@@ -50,7 +50,13 @@ def first_of_hosts(processes: Sequence[Mapping[str, Any] | None]) -> list[int]:
 
 
 async def measure_links(
-    mesh: Endpoint, ranks: Sequence[int], *, limit: float | None = None, repeat: int = 5, lanes: bool = True
+    mesh: Endpoint,
+    ranks: Sequence[int],
+    *,
+    limit: float | None = None,
+    repeat: int = 5,
+    lanes: bool = True,
+    name: str = "calibration",
 ) -> Values:
     """Measure the links between neighbours in a ring of ranks; each of them calls this at the same time.
 
@@ -60,12 +66,14 @@ async def measure_links(
         limit: Seconds after which the measurement ends, with what it has found; `LIMIT` by default.
         repeat: The number of rounds with small messages of each kind.
         lanes: Whether to compare few connections with many.
+        name: Name of the groups that measure. Each measurement of a world needs a name of its own: a rank discards messages
+            of a group that it has destroyed, also if it is about to make one with the same name.
 
     Returns:
         The values that were found; without any if a link is too slow or fails.
     """
     limit = LIMIT if limit is None else limit
-    group = Group(mesh, ranks, "calibration", _CONNECT_LIMIT + limit)
+    group = Group(mesh, ranks, name, _CONNECT_LIMIT + limit)
     ring = _Ring(group)
     try:
         with contextlib.suppress(GroupError, TransportUnavailableError, TimeoutError):
@@ -75,7 +83,7 @@ async def measure_links(
             async with asyncio.timeout(limit):
                 await ring.measure(until, repeat)
                 if lanes:
-                    ring.found |= await _measure_lanes(mesh, ranks, ring.found, until)
+                    ring.found |= await _measure_lanes(mesh, ranks, ring.found, until, name)
     finally:
         ring.close()
         # The flight recorder is for the program's operations.
@@ -83,14 +91,19 @@ async def measure_links(
     return ring.found
 
 
-async def _measure_lanes(mesh: Endpoint, ranks: Sequence[int], found: Values, until: float) -> Values:
+async def _measure_lanes(mesh: Endpoint, ranks: Sequence[int], found: Values, until: float, name: str) -> Values:
     """Compare few connections with many between the two hosts of each pair in the order of the ranks."""
     place = ranks.index(mesh.rank)
     pair = ranks[place & -2 : (place & -2) + 2]
     if len(pair) < 2 or "beta" not in found or not mesh.link(pair[1 - place % 2]).has_lanes:
         return {}
     return await measure_lanes(
-        mesh, pair, beta=found["beta"], until=until, threads=mesh.config.tcp_threads == "auto" and _has_cores(mesh)
+        mesh,
+        pair,
+        name,
+        beta=found["beta"],
+        until=until,
+        threads=mesh.config.tcp_threads == "auto" and _has_cores(mesh),
     )
 
 
