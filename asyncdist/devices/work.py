@@ -205,6 +205,8 @@ class DeviceWork(Work):
                     with self._home.promises.make(), contextlib.suppress(Exception):
                         awaited.wait(left)
                 else:
-                    moved.wait(min(left, threading.TIMEOUT_MAX))
+                    # For as long as a device takes, this thread drives nothing.
+                    with contextlib.nullcontext() if self._home is None else self._home.promises.withdrawn():
+                        moved.wait(min(left, threading.TIMEOUT_MAX))
         finally:
             self._waiters.remove(moved)

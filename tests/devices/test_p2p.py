@@ -734,6 +734,27 @@ def test_blocking_receive_waits_for_the_senders_device(run, until):
     assert run(2, program) == [[0.0]] * 2
 
 
+def test_operations_go_on_while_a_blocking_receive_waits_for_a_device(run):
+    """Rank 0's device goes on only when rank 1 has answered a message that it received in the background."""
+
+    def program(device):
+        tensor, host = torch.full((LARGE,), float(device.rank())), device.host
+        if device.rank() == 0:
+            device.messages.backends["cuda_ipc"]._driver.holds = True
+            work = device.send(tensor, 1)
+            host.send(torch.ones(1), 1, 7).wait()
+            host.recv(torch.ones(1), 1, 8).wait()
+            device.messages.backends["cuda_ipc"]._driver.go_on()
+            work.wait()
+        else:
+            asked = host.recv(torch.ones(1), 0, 7)
+            asked.add_done_callback(lambda _: host.send(torch.ones(1), 0, 8))
+            device.recv(tensor, 0, background=False)
+        return tensor.unique().tolist()
+
+    assert run(2, program) == [[0.0]] * 2
+
+
 def test_wait_for_a_message_ends_at_its_timeout(run):
     def program(device):
         if device.rank() == 1:

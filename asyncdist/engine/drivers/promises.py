@@ -38,3 +38,17 @@ class Promises:
         finally:
             self._threads.discard(thread)
             self._hand_over()
+
+    @contextlib.contextmanager
+    def withdrawn(self) -> Iterator[None]:
+        """Withdraw a promise of the calling thread within this context, in which it waits for something else."""
+        thread = get_ident()
+        if thread not in self._threads:
+            yield
+            return
+        self._threads.discard(thread)
+        self._hand_over()
+        try:
+            yield
+        finally:
+            self._threads.add(thread)
