@@ -150,7 +150,7 @@ class Endpoint:
         placement = self.transport_selector.placement if self.transport_selector.local_size > 1 else None
         await_spin = min(spin, self.config.await_spin_us * 1e-6)
         self.progress.waiting.configure(spin, await_spin, placement, crowded=crowded)
-        self.progress.idle_watch.last_call = lambda: self.recorder.last
+        self.progress.loop_driver.idle_watch.last_call = lambda: self.recorder.last
         self.progress.ensure_driven()
 
     def notices_flushed(self) -> Until:

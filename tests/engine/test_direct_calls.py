@@ -157,7 +157,7 @@ async def test_part_of_a_message_is_put_back_when_its_group_fails(short_writes, 
         def failing(self, channel, *arguments, **options):
             if self.rank == 0:
                 taken.append(source.taken)
-                with self.progress.lock:
+                with self.progress.turns.lock:
                     self.failures.fail(channel, GroupAbortedError("on purpose", peer=0))
                 taken.append(source.taken)
             return issue(self, channel, *arguments, **options)

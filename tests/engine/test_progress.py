@@ -19,7 +19,7 @@ import torch
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.engine import progress as progress_module
-from asyncdist.engine.drivers import driver_loop, waiting, waker
+from asyncdist.engine.drivers import attempts, home_loop, loop_driver, turns, waiting, waker
 from asyncdist.engine.machine import READ
 from asyncdist.engine.progress import Progress
 from asyncdist.errors import GroupError
@@ -137,7 +137,7 @@ def test_loop_that_completes_the_work_wakes_the_sleeping_inline_driver(asleep):
 
     machine = IdleMachine(complete)
     progress = Progress(machine)
-    progress.lock = gate = Gate(machine.asked_for_waits)
+    progress.turns.lock = gate = Gate(machine.asked_for_waits)
     progress.ensure_driven()
     assert gate.reached.wait(PATIENCE)
     until = monotonic() + PATIENCE
@@ -152,7 +152,7 @@ def test_thread_that_completes_the_work_before_the_first_sleep_wakes_the_driver(
     flag = Flag()
     machine = IdleMachine(lambda: setattr(flag, "done", True))
     progress = Progress(machine)
-    sleep = progress._sleep
+    sleep = progress.turns.sleep
 
     def sleep_late(waits, until):
         other = threading.Thread(target=progress.submit, args=(lambda: None,))
@@ -160,7 +160,7 @@ def test_thread_that_completes_the_work_before_the_first_sleep_wakes_the_driver(
         other.join()
         return sleep(waits, until)
 
-    monkeypatch.setattr(progress, "_sleep", sleep_late)
+    monkeypatch.setattr(progress.turns, "sleep", sleep_late)
     until = monotonic() + PATIENCE
     progress.drive(flag, until)
     assert flag.done
@@ -174,7 +174,7 @@ async def test_send_of_another_thread_does_not_leave_the_loop_asleep(eventually)
     async with world_of(2, transport="shm", timeout=120) as (first, second):
         received, into = [], torch.zeros(1)
         second.recv(into, 0).add_done_callback(received.append)
-        await eventually(lambda: second.mesh.progress.state is driver_loop.LoopState.RESTING)
+        await eventually(lambda: second.mesh.progress.loop_driver.state is loop_driver.LoopState.RESTING)
         assert second.send(torch.ones(1), 0, tag=1).is_completed()  # the ring has space
         first.send(torch.full((1,), 5.0), 1)
         await eventually(lambda: received)
@@ -191,7 +191,7 @@ class BusyMachine:
 
     def step(self):
         self.turns += 1
-        self.clock += progress_module._SLICE / 10
+        self.clock += turns.TIME_SLICE / 10
 
     def advance(self, ready):
         if self.moves:
@@ -219,11 +219,17 @@ class BusyMachine:
         return []
 
 
+def set_clock(monkeypatch, machine):
+    """Let the drivers read the clock of a machine."""
+    for module in (attempts, loop_driver, progress_module, turns):
+        monkeypatch.setattr(module, "monotonic", lambda: machine.clock)
+
+
 @pytest.mark.parametrize("first_driver", ["call", "await", "loop"])
 async def test_busy_machine_gets_one_time_slice_per_turn_of_the_loop(monkeypatch, first_driver):
     """The call, the await and the loop drive one after another."""
     machine = BusyMachine()
-    monkeypatch.setattr(progress_module, "monotonic", lambda: machine.clock)
+    set_clock(monkeypatch, machine)
     progress = Progress(machine, asyncio.get_running_loop())
     if first_driver == "call":
         assert not progress.attempt(machine.steps(), WorkingGroup(), 1, wait=False)
@@ -234,7 +240,7 @@ async def test_busy_machine_gets_one_time_slice_per_turn_of_the_loop(monkeypatch
     assert 10 <= machine.turns <= 12
     for _ in range(3):
         before = machine.turns
-        asyncio.get_running_loop().call_soon(progress.drive_on_loop)  # as for another ready descriptor
+        asyncio.get_running_loop().call_soon(progress.loop_driver.drive)  # as for another ready descriptor
         await asyncio.sleep(0)
         assert 10 <= machine.turns - before <= 13
     machine.moves = False
@@ -245,10 +251,10 @@ async def test_timer_runs_after_the_loop_has_met_an_inline_attempt():
     """An attempt hands nothing over to the loop."""
     async with world_of(1) as (group,):
         mesh, ran = group.world.mesh, asyncio.Event()
-        with mesh.progress._driver_lock:
-            with mesh.progress.lock:
+        with mesh.progress.turns.driver_lock:
+            with mesh.progress.turns.lock:
                 mesh.timers.schedule("timer", monotonic(), ran.set)
-            mesh.progress.drive_on_loop()
+            mesh.progress.loop_driver.drive()
         async with asyncio.timeout(PATIENCE):
             await ran.wait()
 
@@ -260,13 +266,13 @@ def test_waiting_call_spins_for_a_limited_time_and_yields_its_core_if_ranks_outn
 
     def offers(crowded):
         machine = BusyMachine()
-        monkeypatch.setattr(progress_module, "monotonic", lambda: machine.clock)
+        set_clock(monkeypatch, machine)
         progress, looks = Progress(machine), 2 if crowded else 512
         placement = SimpleNamespace(spread=lambda: spread.append(machine.clock), home=None)
         progress.waiting.configure(1.0, 0.0, placement, crowded=crowded)
         offered.clear()
         assert not progress.attempt((1 for _ in machine.steps()), WorkingGroup(), 1, wait=True)
-        between = looks * progress_module._SLICE / 10
+        between = looks * turns.TIME_SLICE / 10
         assert 1.0 <= machine.clock <= 1.0 + 2.01 * between
         return len(offered)
 
@@ -323,7 +329,7 @@ def attempt_in_thread(progress, flag, group):
 
 def test_blocking_call_that_sleeps_for_its_peer_needs_no_operation(signalled, asleep, monkeypatch):
     machine, progress = signalled
-    monkeypatch.setattr(progress_module, "_LONGEST_ATTEMPT", PATIENCE)
+    monkeypatch.setattr(attempts, "LONGEST_ATTEMPT", PATIENCE)
     flag = Flag()
     thread, results = attempt_in_thread(progress, flag, WorkingGroup())
     assert asleep.wait(PATIENCE)
@@ -334,16 +340,16 @@ def test_blocking_call_that_sleeps_for_its_peer_needs_no_operation(signalled, as
     thread.join()
     assert results == [True]
     # Peers need not signal any more.
-    assert not progress.lock.locked()
+    assert not progress.turns.lock.locked()
     assert machine.advanced
 
 
 def test_blocking_call_that_sleeps_for_a_message_wakes_for_it_alone(signalled, asleep, monkeypatch):
     """The schedule reads the message itself: the machine, which would post it as unexpected, is not asked to."""
     machine, progress = signalled
-    monkeypatch.setattr(progress_module, "_LONGEST_ATTEMPT", PATIENCE)
+    monkeypatch.setattr(attempts, "LONGEST_ATTEMPT", PATIENCE)
     monkeypatch.setattr(machine, "arrivals", lambda peer: ((machine.sock.fileno(), READ),) if peer == 1 else ())
-    progress._prepare_sleep()
+    progress.turns.prepare_sleep()
     machine.asked_for_waits.clear()
     flag = Flag()
     thread, results = attempt_in_thread(progress, flag, WorkingGroup())
@@ -360,7 +366,7 @@ def test_blocking_call_that_sleeps_for_a_message_wakes_for_it_alone(signalled, a
 @pytest.mark.parametrize("event", ["the group fails", "another operation begins"])
 def test_blocking_call_that_sleeps_becomes_an_operation_when_another_thread_acts(event, signalled, asleep, monkeypatch):
     machine, progress = signalled
-    monkeypatch.setattr(progress_module, "_LONGEST_ATTEMPT", PATIENCE)
+    monkeypatch.setattr(attempts, "LONGEST_ATTEMPT", PATIENCE)
     group = WorkingGroup()
     thread, results = attempt_in_thread(progress, Flag(), group)
     assert asleep.wait(PATIENCE)
@@ -394,7 +400,7 @@ def test_call_that_takes_long_yields_the_lock_to_another_threads_action(wait):
         yield ()
         looking = threading.Thread(target=progress.look, args=[lambda: ran.set() or True])
         looking.start()
-        while not progress._inbox:
+        while not progress.turns.inbox:
             time.sleep(1e-4)
         yield from machine.steps()
 
@@ -446,7 +452,7 @@ def socket_machine():
 def test_socket_is_not_closed_while_a_loop_is_about_to_watch_it(socket_machine, monkeypatch, until):
     """A thread retires the socket between the loop's calls of `waits` and `watch`. uvloop aborts if it is closed then."""
     machine, progress = socket_machine
-    watch, closed = progress.loop_watcher.watch, []
+    watch, closed = progress.loop_driver.watcher.watch, []
 
     def watch_late(loop, wanted):
         if wanted:
@@ -456,12 +462,12 @@ def test_socket_is_not_closed_while_a_loop_is_about_to_watch_it(socket_machine, 
             closed.append(machine.sock.fileno() < 0)
         watch(loop, wanted)
 
-    monkeypatch.setattr(progress.loop_watcher, "watch", watch_late)
+    monkeypatch.setattr(progress.loop_driver.watcher, "watch", watch_late)
     progress.ensure_driven()
     until(lambda: closed)
     assert closed == [False]
     until(lambda: machine.sock.fileno() < 0)
-    assert not progress.loop_watcher.is_registered
+    assert not progress.loop_driver.watcher.is_registered
 
 
 def test_close_during_a_turn_of_the_loop_leaves_no_registration(socket_machine, monkeypatch):
@@ -485,14 +491,14 @@ def test_close_during_a_turn_of_the_loop_leaves_no_registration(socket_machine, 
         return SocketMachine.waits(machine)
 
     closing = threading.Thread(target=close)
-    progress.lock = Lock(requested)
+    progress.turns.lock = Lock(requested)
     monkeypatch.setattr(machine, "waits", waits)
     progress.ensure_driven()
     assert requested.wait(PATIENCE)
     closing.join(PATIENCE)
     background_loop().call(lambda: None)  # after that turn
     assert machine.sock.fileno() < 0
-    assert not progress.loop_watcher.is_registered
+    assert not progress.loop_driver.watcher.is_registered
 
 
 def test_background_operation_without_descriptors_for_the_loop_fails(monkeypatch):
@@ -510,7 +516,7 @@ def test_background_operation_without_descriptors_for_the_loop_fails(monkeypatch
         thread = threading.current_thread()
         try:
             with monkeypatch.context() as patch:
-                patch.setattr(driver_loop, "background_loop", lambda: background_loop_of(thread))
+                patch.setattr(home_loop, "background_loop", lambda: background_loop_of(thread))
                 return group.all_reduce(torch.ones(1)).wait(PATIENCE)
         finally:
             failed.set()

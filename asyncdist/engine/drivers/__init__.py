@@ -1,1 +1,1 @@
-"""The means by which the two drivers of `asyncdist.engine.progress` wait: a sleeping thread's poll, and an event loop."""
+"""The two drivers of `asyncdist.engine.progress`, an inline one and an event loop, and the means by which they wait."""

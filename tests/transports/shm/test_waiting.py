@@ -51,7 +51,7 @@ async def test_word_published_before_sleep_is_seen():
         shm_of(zero).asleep[0] = 0
         other = one.barrier()
         assert not signals
-        with mesh.progress.lock:
+        with mesh.progress.turns.lock:
             # Sets the flag, checks once more, and sees the step of the peer.
             assert mesh.waits() is None
         await asyncio.gather(work, other)
@@ -224,7 +224,7 @@ async def test_word_published_after_sleep_flag_wakes_the_rank():
         for member in one._native._slots.others:
             member.signal = noted
         work = zero.barrier()
-        with zero.mesh.progress.lock:
+        with zero.mesh.progress.turns.lock:
             assert zero.mesh.waits()
         await one.barrier()
         assert flags[0] == 1
@@ -242,7 +242,7 @@ async def test_message_arriving_while_falling_asleep_is_seen():
         shm_of(one).local_peers[0].signal = lambda: pytest.fail("a wake-up for a rank that is awake")
         await one.send(torch.arange(3.0), 0)
         del shm_of(one).local_peers[0].signal
-        with zero.mesh.progress.lock:
+        with zero.mesh.progress.turns.lock:
             assert zero.mesh.waits() is None
         await received
         assert tensor.tolist() == [0, 1, 2]
@@ -365,7 +365,7 @@ async def test_call_wakes_no_member_that_sleeps_in_a_later_one():
         wake, member.signal = member.signal, lambda: signals.append(True) or wake()
         await zero.reduce(tensors[0], 1)
         broadcast = zero.broadcast(tensors[0], 1)
-        with zero.mesh.progress.lock:
+        with zero.mesh.progress.turns.lock:
             assert zero.mesh.waits() is not None
         await one.reduce(tensors[1], 1)
         assert not signals

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import threading
 import warnings
 from collections.abc import AsyncGenerator, Callable
@@ -13,20 +12,7 @@ from typing import Any
 from asyncdist.base.background_loop import background_loop
 
 
-class LoopState(enum.Enum):
-    """The next step of the loop driver."""
-
-    IDLE = enum.auto()
-    """Nothing is pending, or another thread drives."""
-    SCHEDULED = enum.auto()
-    """The loop is about to call `_run_scheduled`."""
-    RESTING = enum.auto()
-    """An operation is pending, and peers signal new data on the watched descriptors."""
-    CLOSED = enum.auto()
-    """The machine is closed. No state follows."""
-
-
-class DriverLoop:
+class HomeLoop:
     """The loop that drives one machine: the user's loop until it ends, then the background loop.
 
     Args:
@@ -90,7 +76,7 @@ class LoopShutdownHook:
     def __init__(self, on_shutdown: Callable[[], None]) -> None:
         self._generator = self._wait(on_shutdown)
         with warnings.catch_warnings():
-            # asyncio warns if a loop that has shut down its generators continues. `DriverLoop.loop` then sees its end.
+            # asyncio warns if a loop that has shut down its generators continues. `HomeLoop.loop` then sees its end.
             warnings.simplefilter("ignore", ResourceWarning)
             self._step(self._generator.__anext__())
 

@@ -1,0 +1,147 @@
+"""Runs short collectives inline, in the calling thread and without an operation object."""
+
+from __future__ import annotations
+
+from asyncio import _get_running_loop
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import NamedTuple
+
+from asyncdist.algorithms.schedule import END_ATTEMPT, Schedule
+from asyncdist.engine.drivers.turns import TIME_SLICE, Turns
+from asyncdist.engine.drivers.waiting import MOST_POLLS
+from asyncdist.engine.machine import Calls
+from asyncdist.transport.base import Wait
+
+LONGEST_ATTEMPT = 10e-3
+"""Seconds for which a call sleeps for its peers before it becomes an operation, which others can see."""
+
+
+class _Sleep(NamedTuple):
+    """How an attempt sleeps: on which descriptors, and whether its schedule reads what arrives there itself."""
+
+    waits: Sequence[Wait]
+    are_read: bool
+
+
+class Attempts:
+    """The attempts of one rank to complete a collective at once.
+
+    Args:
+        turns: The turns of the rank's machine.
+        schedule_loop: Schedules the loop driver, if it is not scheduled.
+        hand_over: Lets other drivers continue what is pending.
+    """
+
+    def __init__(self, turns: Turns, schedule_loop: Callable[[], None], hand_over: Callable[[], None]) -> None:
+        self._turns, self._machine, self._waiting = turns, turns.machine, turns.waiting
+        self._schedule_loop, self._hand_over = schedule_loop, hand_over
+
+    def run(
+        self, schedule: Schedule, group: Calls, number: int, wait: bool, polls: int = MOST_POLLS, block: bool = False
+    ) -> bool:
+        """Run a native schedule, or a direct one over links, inline and without an operation object.
+
+        The schedule is not started if its group has failed: the memory of a destroyed group may belong to another group.
+
+        Args:
+            schedule: The schedule to run.
+            group: The channel of the group.
+            number: The number of the collective in the group.
+            wait: Whether to wait for peers for as long as an inline driver polls.
+            polls: Polls after which a waiting thread looks at the clock and offers its core, at most.
+            block: Whether to sleep for peers for a while where an inline driver sleeps at once.
+
+        Returns:
+            Whether the schedule is complete. If not, an operation continues it from where it stopped.
+        """
+        turns = self._turns
+        if not turns.driver_lock.acquire(False):
+            return False
+        asleep_until, drives, ready = 0.0, False, None
+        try:
+            while turns.lock.acquire(False):
+                try:
+                    if drives:
+                        turns.turn(ready)
+                        turns.expire()
+                    outcome = self._run(schedule, group, wait, polls, block)
+                    if outcome is True:
+                        group.started += 1
+                        group.highest = number if number > group.highest else group.highest
+                        return True
+                except BaseException as cause:
+                    if not isinstance(cause, Exception):
+                        self._machine.interrupted(cause)
+                        self._schedule_loop()
+                    raise
+                finally:
+                    turns.lock.release()
+                if outcome is False:
+                    return False
+                asleep_until = asleep_until or monotonic() + LONGEST_ATTEMPT
+                if monotonic() >= asleep_until:
+                    return False
+                ready = turns.sleep(outcome.waits, asleep_until)
+                drives = ready is None or not outcome.are_read
+            return False
+        finally:
+            turns.sleeping = False
+            turns.driver_lock.release()
+            if self._machine.finished:
+                turns.deliver()
+            if turns.standby or turns.inbox:
+                self._hand_over()
+
+    def _run(self, schedule: Schedule, group: Calls, wait: bool, most: int, block: bool) -> _Sleep | bool:
+        """Run a schedule; return whether it is complete or an operation continues it, or how to sleep for its peers."""
+        turns, waiting = self._turns, self._waiting
+        inbox = turns.inbox
+        if group.error is not None or inbox or self._machine.operations:
+            return False
+        until, polls, allowed = 0.0, 0, waiting.polls if wait else waiting.attempts
+        enough = most if most < allowed else allowed
+        # In an event loop the loop's other callbacks must run after each time slice.
+        end = 0.0 if wait or not (_get_running_loop() or turns.in_trio) else monotonic() + TIME_SLICE
+        sleep: _Sleep | None = None
+        for step in schedule:
+            if inbox or step is END_ATTEMPT:  # another thread needs the lock, or the schedule an operation
+                return False
+            if type(step) is not int:
+                polls, until = 0, 0.0
+                if end and monotonic() >= end:
+                    turns.slice_exhausted = True
+                    return False
+                continue
+            polls += 1
+            if polls < enough:
+                continue
+            if sleep is not None:
+                return sleep
+            polls, now = 0, monotonic()
+            if now >= waiting.look_at:
+                waiting.look(now)
+            if block and not waiting.spin:
+                sleep = self._prepare_sleep(group.members[step])
+                if sleep is None or sleep.are_read:
+                    return sleep or False
+                # The schedule is polled once more before the sleep: a peer that has moved before does not signal.
+                polls = enough - 1
+                continue
+            until = until or (now + waiting.spin if wait else now)
+            if now >= until:
+                return False
+            waiting.offer_core(now)
+        if sleep is not None:
+            # Peers need not signal any more, which would cost them a system call.
+            self._machine.advance(())
+        return True
+
+    def _prepare_sleep(self, peer: int) -> _Sleep | None:
+        """Return how a schedule sleeps for a peer; None to continue it in an operation."""
+        arrivals = self._machine.arrivals(peer) if self._turns.waker is not None else ()
+        if arrivals:
+            self._turns.sleeping = True
+            return _Sleep(arrivals, are_read=True)
+        waits = self._turns.prepare_sleep()
+        return None if waits is None else _Sleep(waits, are_read=False)
