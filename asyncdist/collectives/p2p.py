@@ -64,7 +64,10 @@ def receive(group: GroupContext, tensor: Any, source: int | None, members: Seque
         target.store()
         return sender
 
-    return Plan((part(),), _transfer(memory.dtype, memory.count), None, finish, nbytes=memory.nbytes, peer=source)
+    return Plan(
+        (part(),), _transfer(memory.dtype, memory.count), None, finish, nbytes=memory.nbytes, peer=source,
+        only_receives=True,
+    )  # fmt: skip
 
 
 # -- objects --------------------------------------------------------------------------------------
@@ -251,4 +254,4 @@ def receive_objects(
         values[:] = objects
         return sender
 
-    return Plan((size_part(), blob_part()), _MESSAGE, None, finish, window=1, peer=source)
+    return Plan((size_part(), blob_part()), _MESSAGE, None, finish, window=1, peer=source, only_receives=True)

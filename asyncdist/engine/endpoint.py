@@ -89,7 +89,7 @@ class Endpoint:
         """In a forked child: the objects that only the parent may use, kept so that they are not collected."""
         scratch = Scratch()
         self._executor = Executor(self, scratch, config.piece_nbytes)
-        self.operations = self._executor.operations
+        self.operations, self.acting = self._executor.operations, self._executor.acting
         self.recorder.pending.append(self._executor.pending)
         self.links: dict[int, Link] = {}
         self.inboxes: dict[int, MatchingQueue] = {}
@@ -438,6 +438,11 @@ class Endpoint:
     def busy(self) -> bool:
         # After a failure this rank stays reachable: a peer that connects later must learn of the failure too.
         return bool(self._executor.operations or self.failures.failed or self.timers) or self.transport_selector.busy()
+
+    def only_receives(self) -> bool:
+        if self.acting or self.failures.failed or self.timers or self.transport_selector.busy():
+            return False
+        return not any(operation.work.has_callbacks for operation in list(self.operations.values()))
 
     def next_deadline(self) -> float:
         if self.timers:

@@ -74,6 +74,7 @@ class Executor:
         self._polled: list[Task] = []
         self._due = math.inf
         self.operations: dict[bytes, Operation] = {}
+        self.acting: dict[bytes, Operation] = {}
         self.any_source: dict[bytes, deque[Receive]] = {}
 
     # -- operations ----------------------------------------------------------------------------
@@ -96,6 +97,8 @@ class Executor:
             self._end(operation, operation.failure(channel.error))
             return
         channel.operations[operation.key] = self.operations[operation.key] = operation
+        if not operation.plan.only_receives:
+            self.acting[operation.key] = operation
         self._due = min(self._due, operation.due)
         for part, generator in itertools.islice(operation.parts, operation.plan.window):
             self._add_task(operation, part, generator)
@@ -136,6 +139,7 @@ class Executor:
     def _end(self, operation: Operation, error: GroupError | None, value: Any = None) -> None:
         operation.over = True
         self.operations.pop(operation.key, None)
+        self.acting.pop(operation.key, None)
         operation.channel.operations.pop(operation.key, None)
         if not self.operations:
             self._due = math.inf

@@ -69,6 +69,13 @@ class Machine(Protocol):
     def operations(self) -> Mapping[bytes, object]:
         """The pending operations, by key."""
 
+    @property
+    def acting(self) -> Mapping[bytes, object]:
+        """The pending operations that do more than receive a message, by key."""
+
+    def only_receives(self) -> bool:
+        """Return whether nothing is pending but messages to receive, of which no callback is to learn."""
+
     def advance(self, ready: Iterable[int] | None) -> bool:
         """Make progress on the given descriptors, or on all; return whether anything moved."""
 

@@ -50,6 +50,7 @@ class Plan:
         window: The number of parts that may run at the same time.
         nbytes: The size of the payload.
         peer: The other member of a point-to-point message; None for a collective or a receive from any member.
+        only_receives: Whether it receives a message and sends nothing, so that no peer waits for its progress.
     """
 
     parts: Iterable[Schedule] = ()
@@ -59,6 +60,7 @@ class Plan:
     window: int = 4
     nbytes: int = 0
     peer: int | None = None
+    only_receives: bool = False
 
 
 class Channel:

@@ -65,7 +65,7 @@ class Progress:
         self.home, self.retire = self.loop_driver.home, self.loop_driver.retire
         self.promises = Promises(self._hand_over)
         # Bound here, because a forwarding method would cost each call a Python frame.
-        self.attempt = Attempts(turns, self._schedule_loop, self._hand_over).run
+        self.attempt = Attempts(turns, self.loop_driver, self._hand_over).run
 
     def serve_trio(self) -> None:
         """Let trio tasks issue and await operations: an inline attempt ends after a time slice, as in an asyncio loop."""
@@ -120,7 +120,7 @@ class Progress:
         if running is not None and running is self.loop and not turns.slice_exhausted:
             driver.drive()
         else:
-            driver.schedule()
+            driver.resume()
 
     def try_now(self, work: Finishable) -> None:
         """Try for a moment to complete ``work`` inline, unless this turn of the loop has used its time slice."""

@@ -128,6 +128,11 @@ class Work(_Awaited[T_co]):
         """Whether a thread that waits drives the operation; False if another thread completes it."""
         return self._progress is not None
 
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether anybody is to be told when the operation is complete."""
+        return bool(self._callbacks)
+
     def is_completed(self) -> bool:
         """Return whether the operation has succeeded or failed."""
         return self._done

@@ -23,6 +23,7 @@ from asyncdist.transport.wire_format import HEADER_NBYTES
 
 COUNT = 5
 BODY = 4 * COUNT
+PATIENCE = 10.0
 WHOLE = HEADER_NBYTES + BODY
 
 
@@ -178,6 +179,38 @@ async def test_messages_of_later_calls_do_not_disturb(issued):
         works += [zero.all_reduce(torch.full((count,), 2.0)) for count in (COUNT, 1, COUNT)]
         for work in works:
             assert (await work).eq(3).all()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_blocking_calls_make_no_operations_while_a_message_is_expected(issued, transport):
+    def program(group):
+        peer = 1 - group.rank()
+        for _ in range(2):
+            group.all_reduce(torch.ones(COUNT), background=False)
+        expected = [group.recv(torch.zeros(1), peer, tag=1), group.recv(torch.zeros(1), tag=2)]
+        group.barrier(background=False)
+        before = len(issued)
+        values = [group.all_reduce(torch.ones(COUNT), background=False).result()[0].item() for _ in range(50)]
+        # Another thread that takes the lock ends the attempt of a call.
+        few = len(issued) - before < 25
+        for tag in (1, 2):
+            group.send(torch.ones(1), peer, tag=tag, background=False)
+        return few, values == [2] * 50, [work.wait(PATIENCE) for work in expected]
+
+    assert run_ranks(2, program, transport=transport) == [(True, True, [True, True])] * 2
+
+
+@pytest.mark.parametrize("nbytes", [0, BODY, 300, 1 << 20])
+async def test_expected_message_may_arrive_before_that_of_a_call(nbytes):
+    async with connected_pair() as (zero, one):
+        expected = zero.recv(tensor := torch.zeros(nbytes, dtype=torch.uint8), 1, tag=3)
+        sent = one.send(torch.full((nbytes,), 7, dtype=torch.uint8), 0, tag=3)
+        works = [one.all_reduce(torch.ones(COUNT)), zero.all_reduce(torch.ones(COUNT))]
+        for work in works:
+            assert (await work).eq(2).all()
+        assert await expected == 1
+        await sent
+        assert tensor.eq(7).all()
 
 
 @pytest.mark.parametrize("nbytes", [0, BODY, 300])

@@ -11,8 +11,7 @@ import socket
 import threading
 import time
 from time import monotonic
-from types import SimpleNamespace
-from typing import ClassVar
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -209,7 +208,7 @@ class BusyMachine:
     def busy(self):
         return self.moves
 
-    operations: ClassVar = {}
+    operations = acting = MappingProxyType({})
     timers = ()
 
     def next_deadline(self):
@@ -247,14 +246,33 @@ async def test_busy_machine_gets_one_time_slice_per_turn_of_the_loop(monkeypatch
     progress.close()
 
 
+def test_program_whose_calls_are_complete_at_once_drives_its_receives(monkeypatch):
+    machine = BusyMachine()
+    set_clock(monkeypatch, machine)
+    machine.operations, machine.moves = {b"": None}, False
+    advanced = []
+    machine.advance = lambda ready: bool(advanced.append(machine.clock))
+    progress = Progress(machine)
+    for _ in range(1000):
+        machine.clock += 10e-6
+        assert progress.attempt(iter(()), WorkingGroup(), 1, wait=True)
+    gaps = [later - former for former, later in itertools.pairwise(advanced)]
+    assert advanced[0] <= 20e-6
+    assert all(0.45e-3 < gap < 0.55e-3 for gap in gaps)
+    assert len(gaps) > 15
+
+
 async def test_timer_runs_after_the_loop_has_met_an_inline_attempt():
-    """An attempt hands nothing over to the loop."""
+    """The loop leaves the driving to the attempt, which lets it resume."""
     async with world_of(1) as (group,):
         mesh, ran = group.world.mesh, asyncio.Event()
-        with mesh.progress.turns.driver_lock:
-            with mesh.progress.turns.lock:
-                mesh.timers.schedule("timer", monotonic(), ran.set)
+
+        def meet():
+            mesh.timers.schedule("timer", monotonic(), ran.set)
             mesh.progress.loop_driver.drive()
+            yield ()
+
+        assert mesh.progress.attempt(meet(), group.channel, 1, wait=True)
         async with asyncio.timeout(PATIENCE):
             await ran.wait()
 
@@ -282,12 +300,12 @@ def test_waiting_call_spins_for_a_limited_time_and_yields_its_core_if_ranks_outn
 
 
 class SignallingMachine(IdleMachine):
-    """A machine whose peers signal on a socket, and that has no operations until `operations` is set."""
+    """A machine whose peers signal on a socket, and that has no operations until `operations` and `acting` are set."""
 
     def __init__(self):
         super().__init__(lambda: None)
         self.sock, self.peer = socket.socketpair()
-        self.operations = {}
+        self.operations, self.acting = {}, {}
         self.advanced = []
 
     def advance(self, ready):
@@ -309,6 +327,73 @@ def signalled():
     progress.close()
     machine.sock.close()
     machine.peer.close()
+
+
+def test_call_does_not_run_inline_while_an_operation_needs_this_rank(signalled):
+    machine, progress = signalled
+    machine.operations = machine.acting = {b"": None}
+    assert not progress.attempt(iter(()), WorkingGroup(), 1, wait=True)
+    machine.acting = {}
+    assert progress.attempt(iter(()), WorkingGroup(), 1, wait=True)
+
+
+class ExpectingMachine(SignallingMachine):
+    """A machine of a blocking program that expects a message."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = {b"": None}
+
+    def busy(self):
+        return True
+
+    def only_receives(self):
+        return not self.acting
+
+
+@pytest.fixture
+def expecting():
+    """A machine that expects a message, its progress, and the list of the program's calls."""
+    machine, calls = ExpectingMachine(), [object()]
+    progress = Progress(machine)
+    progress.loop_driver.idle_watch.last_call = lambda: calls[-1]
+    yield machine, progress, calls
+    machine.acting = {}
+    progress.close()
+    machine.sock.close()
+    machine.peer.close()
+
+
+def test_loop_watches_for_an_expected_message_once_the_program_makes_no_calls(expecting, until):
+    machine, progress, _ = expecting
+    driver = progress.loop_driver
+    progress.ensure_driven()
+    until(lambda: driver.state is loop_driver.LoopState.RESTING)
+    assert machine.asked_for_waits.is_set()
+    assert list(driver.watcher.watched) == [machine.sock.fileno()]
+
+
+def test_calls_do_not_wake_the_loop_while_the_program_expects_only_messages(expecting, monkeypatch, until):
+    machine, progress, calls = expecting
+    driver = progress.loop_driver
+    monkeypatch.setattr(loop_driver, "_DEFERRAL", PATIENCE)
+    progress.ensure_driven()
+    until(lambda: driver.state is loop_driver.LoopState.DEFERRING)
+    assert not machine.asked_for_waits.is_set()
+    for _ in range(3):
+        calls.append(object())
+        assert progress.attempt(iter(()), WorkingGroup(), 1, wait=True)
+        flag = Flag()
+        flag.done = True
+        progress.drive(flag, math.inf, lambda: None)
+        progress.ensure_driven()
+    background_loop().call(lambda: None)  # what was scheduled has run
+    assert driver.state is loop_driver.LoopState.DEFERRING
+    assert not machine.asked_for_waits.is_set()
+    machine.acting = {b"": None}
+    progress.ensure_driven()
+    until(lambda: driver.state is loop_driver.LoopState.RESTING)
+    assert machine.asked_for_waits.is_set()
 
 
 def attempt_in_thread(progress, flag, group):
@@ -375,7 +460,7 @@ def test_blocking_call_that_sleeps_becomes_an_operation_when_another_thread_acts
         if event == "the group fails":
             group.error = GroupError("failed")
         else:
-            machine.operations = {b"": None}
+            machine.operations = machine.acting = {b"": None}
 
     progress.submit(act)
     thread.join()

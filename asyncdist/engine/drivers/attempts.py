@@ -8,6 +8,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from asyncdist.algorithms.schedule import END_ATTEMPT, Schedule
+from asyncdist.engine.drivers.loop_driver import LoopDriver, LoopState
 from asyncdist.engine.drivers.turns import TIME_SLICE, Turns
 from asyncdist.engine.drivers.waiting import MOST_POLLS
 from asyncdist.engine.machine import Calls
@@ -15,6 +16,8 @@ from asyncdist.transport.base import Wait
 
 LONGEST_ATTEMPT = 10e-3
 """Seconds for which a call sleeps for its peers before it becomes an operation, which others can see."""
+_TURN_EVERY = 0.5e-3
+"""Seconds after which a program whose calls are all complete at once drives its pending receives."""
 
 
 class _Sleep(NamedTuple):
@@ -29,13 +32,14 @@ class Attempts:
 
     Args:
         turns: The turns of the rank's machine.
-        schedule_loop: Schedules the loop driver, if it is not scheduled.
+        loop_driver: The loop driver of the machine.
         hand_over: Lets other drivers continue what is pending.
     """
 
-    def __init__(self, turns: Turns, schedule_loop: Callable[[], None], hand_over: Callable[[], None]) -> None:
+    def __init__(self, turns: Turns, loop_driver: LoopDriver, hand_over: Callable[[], None]) -> None:
         self._turns, self._machine, self._waiting = turns, turns.machine, turns.waiting
-        self._schedule_loop, self._hand_over = schedule_loop, hand_over
+        self._loop_driver, self._hand_over = loop_driver, hand_over
+        self._turn_at = 0.0
 
     def run(
         self, schedule: Schedule, group: Calls, number: int, wait: bool, polls: int = MOST_POLLS, block: bool = False
@@ -43,6 +47,8 @@ class Attempts:
         """Run a native schedule, or a direct one over links, inline and without an operation object.
 
         The schedule is not started if its group has failed: the memory of a destroyed group may belong to another group.
+        It is not started either if an operation is pending that does more than receive a message, because peers may wait
+        for the progress of that operation.
 
         Args:
             schedule: The schedule to run.
@@ -55,16 +61,17 @@ class Attempts:
         Returns:
             Whether the schedule is complete. If not, an operation continues it from where it stopped.
         """
-        turns = self._turns
-        if not turns.driver_lock.acquire(False):
+        turns, machine = self._turns, self._machine
+        if machine.acting or not turns.driver_lock.acquire(False):
             return False
-        asleep_until, drives, ready = 0.0, False, None
+        asleep_until, ready = 0.0, None
+        drives = has_driven = bool(machine.operations) and monotonic() >= self._turn_at
         try:
             while turns.lock.acquire(False):
                 try:
                     if drives:
                         turns.turn(ready)
-                        turns.expire()
+                        self._turn_at = turns.expire() + _TURN_EVERY
                     outcome = self._run(schedule, group, wait, polls, block)
                     if outcome is True:
                         group.started += 1
@@ -72,8 +79,7 @@ class Attempts:
                         return True
                 except BaseException as cause:
                     if not isinstance(cause, Exception):
-                        self._machine.interrupted(cause)
-                        self._schedule_loop()
+                        turns.interrupt(cause)
                     raise
                 finally:
                     turns.lock.release()
@@ -84,20 +90,24 @@ class Attempts:
                     return False
                 ready = turns.sleep(outcome.waits, asleep_until)
                 drives = ready is None or not outcome.are_read
+                has_driven = has_driven or not outcome.are_read
             return False
         finally:
             turns.sleeping = False
             turns.driver_lock.release()
-            if self._machine.finished:
+            if machine.finished:
                 turns.deliver()
             if turns.standby or turns.inbox:
                 self._hand_over()
+            # Peers no longer signal to the loop, or it has found that this thread drives.
+            elif has_driven or ((machine.operations or machine.timers) and self._loop_driver.state is LoopState.IDLE):
+                self._loop_driver.resume()
 
     def _run(self, schedule: Schedule, group: Calls, wait: bool, most: int, block: bool) -> _Sleep | bool:
         """Run a schedule; return whether it is complete or an operation continues it, or how to sleep for its peers."""
         turns, waiting = self._turns, self._waiting
         inbox = turns.inbox
-        if group.error is not None or inbox or self._machine.operations:
+        if group.error is not None or inbox or self._machine.acting:
             return False
         until, polls, allowed = 0.0, 0, waiting.polls if wait else waiting.attempts
         enough = most if most < allowed else allowed
@@ -139,7 +149,8 @@ class Attempts:
 
     def _prepare_sleep(self, peer: int) -> _Sleep | None:
         """Return how a schedule sleeps for a peer; None to continue it in an operation."""
-        arrivals = self._machine.arrivals(peer) if self._turns.waker is not None else ()
+        reads_alone = self._turns.waker is not None and not self._machine.operations
+        arrivals = self._machine.arrivals(peer) if reads_alone else ()
         if arrivals:
             self._turns.sleeping = True
             return _Sleep(arrivals, are_read=True)

@@ -1,17 +1,23 @@
 """Drives a machine from an event loop while no thread blocks.
 
-The driver is in one of four states (`LoopState`)::
+The driver is in one of five states (`LoopState`)::
 
                  schedule()             _run_scheduled()
       IDLE ------------------> SCHEDULED ---------------> IDLE
         |                          ^
         | the loop has driven, and | schedule()
         v an operation is pending  |
-      RESTING ---------------------+          any state --- close() ---> CLOSED
+      RESTING or DEFERRING --------+          any state --- close() ---> CLOSED
 
 The loop drives the machine in ``_run_scheduled``, when a watched descriptor is ready, and when the timer fires. In
 RESTING the peers signal new data, because the machine has asked for it; a turn of another thread ends that, so the
-thread schedules the loop again. `HomeLoop` replaces the user's loop by the background loop when the user's loop ends.
+thread schedules the loop again.
+
+DEFERRING serves blocking programs that make one call after another while they expect a message, such as the stages of a
+pipeline. To watch descriptors for the message would wake the background loop at each call. So the loop does not watch
+them before the program has made no call for a moment; the calls drive the receive meanwhile.
+
+`HomeLoop` replaces the user's loop by the background loop when the user's loop ends.
 """
 
 from __future__ import annotations
@@ -27,11 +33,11 @@ from asyncio import _get_running_loop
 from time import monotonic
 
 from asyncdist.base.descriptors import is_exhausted
-from asyncdist.engine.drivers.attempts import LONGEST_ATTEMPT
 from asyncdist.engine.drivers.home_loop import HomeLoop
 from asyncdist.engine.drivers.idle_watch import IdleWatch
 from asyncdist.engine.drivers.loop_watcher import LoopWatcher
 from asyncdist.engine.drivers.turns import TIME_SLICE, Turns
+from asyncdist.transport.base import Wait
 
 
 class LoopState(enum.Enum):
@@ -43,11 +49,16 @@ class LoopState(enum.Enum):
     """The loop is about to call `_run_scheduled`."""
     RESTING = enum.auto()
     """An operation is pending, and peers signal new data on the watched descriptors."""
+    DEFERRING = enum.auto()
+    """Only receives are pending, and the program makes calls. The timer fires soon, and no descriptor is watched."""
     CLOSED = enum.auto()
     """The machine is closed. No state follows."""
 
 
-_IDLE, _SCHEDULED, _RESTING, _CLOSED = LoopState
+_IDLE, _SCHEDULED, _RESTING, _DEFERRING, _CLOSED = LoopState
+
+_DEFERRAL = 1e-3
+"""Seconds without a call after which the loop watches descriptors for messages that the program expects."""
 
 
 class LoopDriver:
@@ -64,6 +75,7 @@ class LoopDriver:
         self.state = _IDLE
         self.watcher = LoopWatcher(self.drive)
         self.idle_watch = IdleWatch(turns.machine, turns.lock, turns.driver_lock, self.watcher)
+        self._last_call: object = None
 
     def _on_home_left(self, home: asyncio.AbstractEventLoop) -> None:
         """Continue on the background loop: a loop that has ended runs no more callbacks."""
@@ -79,7 +91,7 @@ class LoopDriver:
 
     def schedule(self) -> None:
         """Let the loop drive soon."""
-        if self.state in (_IDLE, _RESTING):
+        if self.state in (_IDLE, _RESTING, _DEFERRING):
             loop = self._existing_loop()
             if loop is None:
                 return
@@ -87,6 +99,11 @@ class LoopDriver:
             with contextlib.suppress(RuntimeError):  # another thread has closed the loop
                 call_soon = loop.call_soon if _get_running_loop() is loop else loop.call_soon_threadsafe
                 call_soon(self._run_scheduled)
+
+    def resume(self) -> None:
+        """Let the loop continue what is pending, after a thread has driven."""
+        if self.state is not _DEFERRING or self._turns.inbox or not self._machine.only_receives():
+            self.schedule()
 
     def _existing_loop(self) -> asyncio.AbstractEventLoop | None:
         """Return the loop; if the process has no descriptors for the background loop, fail all operations and return
@@ -120,29 +137,34 @@ class LoopDriver:
         """
         turns, machine = self._turns, self._machine
         if self.state is _RESTING:
-            self.state = _IDLE
+            self.state = _IDLE  # before the look at the driver lock; see `Attempts.run`
         loop = self.home.loop
         # A callback that the home loop had scheduled before it was left.
         if _get_running_loop() is not loop:
             return
         if turns.driver_lock.locked():
             self.watcher.watch(loop, {})
-            # It may be an attempt, which hands nothing over, and timers must run after it.
-            self.watcher.set_timer(loop, monotonic() + LONGEST_ATTEMPT if machine.timers else math.inf)
+            self.watcher.set_timer(loop, monotonic() + _DEFERRAL if self.state is _DEFERRING else math.inf)
             return
         with turns.lock:
             if self.state is _CLOSED:  # another thread may have closed the machine while this one waited for the lock
                 return
+            if self.state is _DEFERRING:
+                self.state = _IDLE
             if not self.home:
                 self.idle_watch.begin(loop)
             moved = self._take_turns(descriptor)
             now = turns.expire()
             if now >= turns.waiting.look_at:
                 turns.waiting.look(now)
-            wanted = machine.waits() if self.home or machine.busy() else self.idle_watch.wanted()
-            if wanted is not None and self.state is _IDLE and machine.busy():
-                self.state = _RESTING
             at = machine.next_deadline()
+            wanted: list[Wait] | None = []
+            if not moved and self._defers():
+                at = min(at, now + _DEFERRAL)
+            else:
+                wanted = machine.waits() if self.home or machine.busy() else self.idle_watch.wanted()
+                if wanted is not None and self.state is _IDLE and machine.busy():
+                    self.state = _RESTING
             if wanted is not None:  # under the lock, because `retire` closes sockets that the loop does not watch
                 self.watcher.watch(loop, dict(wanted))
         self.watcher.set_timer(loop, at)
@@ -150,6 +172,17 @@ class LoopDriver:
         turns.wake()
         if moved or wanted is None or turns.inbox or turns.slice_exhausted:
             self.schedule()
+
+    def _defers(self) -> bool:
+        """Return whether only receives are pending, and the program has made a call since the loop last drove."""
+        last_call = self.idle_watch.last_call
+        if self.home or self._turns.in_trio or last_call is None or not self._machine.operations:
+            return False
+        before, self._last_call = self._last_call, last_call()
+        if self._last_call is before or self.state is not _IDLE or not self._machine.only_receives():
+            return False
+        self.state = _DEFERRING
+        return True
 
     def _take_turns(self, descriptor: int | None) -> bool:
         """Drive the machine under the lock until the time slice ends or it waits; return whether it moved last."""

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import asyncdist
-from asyncdist.engine.progress import Progress
 from asyncdist.errors import GroupAbortedError, GroupError, OperationTimeoutError
 from asyncdist.testing.cluster import run_ranks
 
@@ -60,16 +59,7 @@ def test_late_rank_neither_writes_to_nor_reads_from_an_abandoned_tensor(call):
 
 def test_call_does_not_use_memory_of_a_destroyed_group(monkeypatch):
     """Another thread destroys the group, and makes the next one, between a call's checks and its first attempt."""
-    interruptions, attempt = {}, Progress.attempt
     both = threading.Barrier(2)
-
-    def attempt_late(progress, *args, **options):
-        interrupt = interruptions.pop(progress, None)
-        if interrupt is not None:
-            interrupt()
-        return attempt(progress, *args, **options)
-
-    monkeypatch.setattr(Progress, "attempt", attempt_late)
 
     def program(group):
         first = group.world.new_group(None)
@@ -85,7 +75,14 @@ def test_call_does_not_use_memory_of_a_destroyed_group(monkeypatch):
             made.append(group.world.new_group(None))
             made.append(made[0]._native._slots.words.tolist())
 
-        interruptions[group.mesh.progress] = change
+        attempt = group.mesh.progress.attempt
+
+        def attempt_late(*args, **options):
+            monkeypatch.setattr(group.mesh.progress, "attempt", attempt)
+            change()
+            return attempt(*args, **options)
+
+        monkeypatch.setattr(group.mesh.progress, "attempt", attempt_late)
         error = first.all_reduce(torch.ones(4), background=False).exception()
         assert isinstance(error, GroupError)
         both.wait(PATIENCE)
