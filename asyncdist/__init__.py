@@ -44,7 +44,7 @@ _NAMES: dict[str, tuple[str, str]] = {
         new_subgroups_by_enumeration revoke set_timeout split_group watch_members""".split()
     },
     **{name: ("asyncdist.store", name) for name in ("FileStore", "HashStore", "PrefixStore", "TCPStore")},
-    "Agreed": ("asyncdist.groups.regrouping", "Agreed"),
+    "Agreed": ("asyncdist.groups.members.regrouping", "Agreed"),
     "CommunicationSavings": ("asyncdist.ddp.low_communication.outer_training", "CommunicationSavings"),
     "Config": ("asyncdist.config", "Config"),
     "DiLoCo": ("asyncdist.ddp.low_communication.diloco", "DiLoCo"),
@@ -52,15 +52,15 @@ _NAMES: dict[str, tuple[str, str]] = {
     "DistributedSampler": ("asyncdist.ddp.sampler", "DistributedSampler"),
     "Group": ("asyncdist.groups.group", "Group"),
     "GroupMetrics": ("asyncdist.tracing.metrics", "GroupMetrics"),
-    "GroupStep": ("asyncdist.groups.step", "GroupStep"),
+    "GroupStep": ("asyncdist.groups.members.step", "GroupStep"),
     "JobSession": ("asyncdist.elastic.session", "JobSession"),
     "LocalSGD": ("asyncdist.ddp.low_communication.diloco", "LocalSGD"),
-    "MemberChange": ("asyncdist.groups.member_watch", "MemberChange"),
+    "MemberChange": ("asyncdist.groups.members.member_watch", "MemberChange"),
     "OperationRecord": ("asyncdist.tracing.hooks", "OperationRecord"),
     "P2POp": ("asyncdist.groups.collectives_api", "P2POp"),
     "ProcessGroup": ("asyncdist.groups.group", "Group"),  # torch's name, for annotations
     "ReduceOp": ("asyncdist.base.ops", "ReduceOp"),
-    "State": ("asyncdist.groups.training_state", "State"),
+    "State": ("asyncdist.groups.members.training_state", "State"),
     "SyncBatchNorm": ("asyncdist.ddp.sync_batchnorm", "SyncBatchNorm"),
     "Work": ("asyncdist.engine.work", "Work"),
     "ZeroRedundancyOptimizer": ("asyncdist.ddp.sharded_optimizer", "ZeroRedundancyOptimizer"),
@@ -133,10 +133,10 @@ if TYPE_CHECKING:
     from asyncdist.groups.default_world import split_group as split_group
     from asyncdist.groups.default_world import watch_members as watch_members
     from asyncdist.groups.group import Group as Group
-    from asyncdist.groups.member_watch import MemberChange as MemberChange
-    from asyncdist.groups.regrouping import Agreed as Agreed
-    from asyncdist.groups.step import GroupStep as GroupStep
-    from asyncdist.groups.training_state import State as State
+    from asyncdist.groups.members.member_watch import MemberChange as MemberChange
+    from asyncdist.groups.members.regrouping import Agreed as Agreed
+    from asyncdist.groups.members.step import GroupStep as GroupStep
+    from asyncdist.groups.members.training_state import State as State
     from asyncdist.memory.registered import empty as empty
     from asyncdist.store import FileStore as FileStore
     from asyncdist.store import HashStore as HashStore

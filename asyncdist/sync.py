@@ -47,10 +47,10 @@ from asyncdist.groups.default_world import (
     watch_members,
 )
 from asyncdist.groups.group import Group
-from asyncdist.groups.member_watch import MemberChange
-from asyncdist.groups.regrouping import Agreed
-from asyncdist.groups.step import GroupStep
-from asyncdist.groups.training_state import State
+from asyncdist.groups.members.member_watch import MemberChange
+from asyncdist.groups.members.regrouping import Agreed
+from asyncdist.groups.members.step import GroupStep
+from asyncdist.groups.members.training_state import State
 from asyncdist.groups.world import World, open_world
 from asyncdist.memory.registered import empty
 from asyncdist.store import FileStore, HashStore, PrefixStore, TCPStore

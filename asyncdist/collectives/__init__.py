@@ -3,6 +3,7 @@
 The algorithms are in `asyncdist.algorithms`. This folder applies them to tensors:
 
 `operations`     the collectives as methods of a group
+`object_ops`     the operations on Python objects as methods of a group
 `prepared`       the part of a call that is done once for tensors of the same dtypes and shapes
 `validation`     checks of the users' arguments
 `reductions`     plans of reductions

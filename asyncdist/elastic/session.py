@@ -31,8 +31,8 @@ from asyncdist.elastic.job import GenerationRecord, Job
 from asyncdist.engine.work import Work
 from asyncdist.errors import ExcludedError, GroupError, NoQuorumError, NotInitializedError, UsageError
 from asyncdist.groups.group import Group
+from asyncdist.groups.members.training_state import State
 from asyncdist.groups.procedure import BackgroundCall
-from asyncdist.groups.training_state import State
 from asyncdist.groups.world import World, discard_world, open_world
 from asyncdist.rendezvous.init_method import daemon_address
 from asyncdist.store.base import AsyncStoreBase

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from asyncdist.engine.work import Work
     from asyncdist.groups.default_world import AnyGroup
     from asyncdist.groups.group import Group
-    from asyncdist.groups.regrouping import Agreed
+    from asyncdist.groups.members.regrouping import Agreed
     from asyncdist.memory.tensor_types import ReductionLike, TensorLike, TensorListsT, TensorsT, TensorT
 
 

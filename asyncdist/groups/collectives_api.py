@@ -16,7 +16,7 @@ from asyncdist.engine.work import Work
 from asyncdist.errors import UsageError
 from asyncdist.groups.default_world import AnyGroup, resolve_group
 from asyncdist.groups.group import Group
-from asyncdist.groups.regrouping import Agreed
+from asyncdist.groups.members.regrouping import Agreed
 from asyncdist.memory.tensor_types import ReductionLike, TensorLike, TensorListsT, TensorsT, TensorT
 from asyncdist.memory.torch_compile import excluded_from_compile
 

@@ -15,7 +15,7 @@ from asyncdist.environment import Launch
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UsageError
 from asyncdist.groups import stock_ddp
 from asyncdist.groups.group import Group
-from asyncdist.groups.member_watch import MemberWatch
+from asyncdist.groups.members.member_watch import MemberWatch
 from asyncdist.groups.world import World
 from asyncdist.transport import registry
 

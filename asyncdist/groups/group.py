@@ -10,8 +10,6 @@ All ranks issue the operations of one group in the same order, from any thread. 
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import threading
 from asyncio import _get_running_loop
 from collections.abc import Callable, Iterable, Sequence
@@ -23,23 +21,18 @@ from asyncdist.algorithms.schedule import Schedule
 from asyncdist.algorithms.selection import forced_by
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.collectives import data_movement, p2p
-from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.collectives.group_context import GroupContext
 from asyncdist.collectives.hierarchical import HierarchicalCollectives
+from asyncdist.collectives.object_ops import ObjectOps
 from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
 from asyncdist.collectives.prepared import PreparedCollective, Result, device_of, finish_call, schedules_over_links
-from asyncdist.engine.agreements import REGROUP
 from asyncdist.engine.direct_calls import LINK_POLLS, MAX_DIRECT_NBYTES, MAX_WAITING_NBYTES
 from asyncdist.engine.drivers.waiting import MOST_POLLS
 from asyncdist.engine.endpoint import Endpoint
 from asyncdist.engine.operation import Channel, Plan
 from asyncdist.engine.work import Work, completed
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
-from asyncdist.groups.member_watch import MemberWatch, MemberWatches
-from asyncdist.groups.procedure import Procedure
-from asyncdist.groups.regrouping import Agreed, MemberAgreement, agreed, survivors
-from asyncdist.groups.step import GroupStep
-from asyncdist.groups.training_state import State, adopt
+from asyncdist.groups.members.member_ops import MemberOps
 from asyncdist.memory.buffers import Scratch
 from asyncdist.memory.registered import T, register
 from asyncdist.memory.torch_compile import excluded_from_compile
@@ -51,12 +44,12 @@ from asyncdist.transport.wire_format import channel_of
 if TYPE_CHECKING:
     from asyncdist.devices.group import DeviceGroup
 
-# Two threads may issue the first operations on a device, or regroup, at the same time.
+# Two threads may issue the first operations on a device at the same time.
 _first_use_lock = threading.Lock()
 
 
 @excluded_from_compile
-class Group(CollectiveOps):
+class Group(CollectiveOps, ObjectOps, MemberOps):
     """An ordered set of ranks of a world, a process group in the terms of torch.distributed.
 
     Make groups with `asyncdist.new_group` and similar functions, on every rank of the world in the same order. Methods
@@ -87,7 +80,7 @@ class Group(CollectiveOps):
         lineage: tuple[object, ...] | None = None,
         generation: int = 0,
     ) -> None:
-        super().__init__()
+        CollectiveOps.__init__(self)
         self.name = name
         self.ranks = tuple(ranks)
         self.member_ids = self.ranks if member_ids is None else tuple(member_ids)
@@ -118,20 +111,12 @@ class Group(CollectiveOps):
         self.hooks = GroupHooks(self.member_ids, mesh.rank, mesh.recorder.add, everywhere=world is not None)
         self._closed = False
         self._devices: dict[torch.device, DeviceGroup] = {}
-        self.changed = False
-        """Whether the members should begin another generation, as a `step` has found."""
         self.patient = False
         """Whether a background call first spins for its peers, if the calling thread runs no event loop."""
         self.aborted = False
         """Whether this rank has called `abort`. `error` may be set a moment later."""
         self.world = world
-        self._agreements = itertools.count(1)
-        self._regrouping: Work[Group] | None = None
-        self.regroup_in_job: Callable[[int, Timeout], Work[Group]] | None = None
-        """Regroups, given ``min_size`` and the timeout, and admits processes that wait; set by the session of a job."""
-        self._regrouping_in_job: Work[Group] | None = None
-        self.watches = MemberWatches(mesh, self.member_ids)
-        """The streams of `watch_members`, and who waits to join."""
+        MemberOps.__init__(self, mesh, self.member_ids)
         mesh.progress.submit(self._open)
 
     def _open(self) -> None:
@@ -390,161 +375,7 @@ class Group(CollectiveOps):
             options["timeout"] = 2 * (self.timeout if timeout is None else timeout)
         return self._run_plan(name, data_movement.monitored_barrier, (), options)
 
-    # -- objects -------------------------------------------------------------------------------
-    # With ``weights_only``, given on every rank, objects are restricted to what torch.load(weights_only=True) reads.
-    # They are then never pickled, even if ASYNCDIST_ALLOW_PICKLE allows pickles.
-
-    def all_gather_object(
-        self, output: list[Any], value: Any, weights_only: bool = False, **options: Unpack[CallOptions]
-    ) -> Work[list[Any]]:
-        """Gather every rank's object into every rank's list."""
-        args = output, value, weights_only
-        return self._run_plan("all_gather_object", p2p.all_gather_object, args, options)
-
-    def gather_object(
-        self, value: Any, output: list[Any] | None, dst: int, weights_only: bool = False, **options: Unpack[CallOptions]
-    ) -> Work[list[Any] | None]:
-        """Gather every rank's object into the list of rank ``dst``; ``output`` is None on the other ranks."""
-        args = value, output, dst, weights_only
-        return self._run_plan("gather_object", p2p.gather_object, args, options)
-
-    def scatter_object_list(
-        self,
-        output: list[Any],
-        values: Sequence[Any] | None,
-        src: int,
-        weights_only: bool = False,
-        **options: Unpack[CallOptions],
-    ) -> Work[list[Any]]:
-        """Put the ``i``-th object of rank ``src``'s list into rank ``i``'s ``output[0]``."""
-        args = output, values, src, weights_only
-        return self._run_plan("scatter_object_list", p2p.scatter_objects, args, options)
-
-    def broadcast_object_list(
-        self, values: list[Any], src: int, weights_only: bool = False, **options: Unpack[CallOptions]
-    ) -> Work[list[Any]]:
-        """Replace every rank's list by the list of rank ``src``."""
-        args = values, src, weights_only
-        return self._run_plan("broadcast_object_list", p2p.broadcast_objects, args, options)
-
-    def send_object_list(
-        self, values: Sequence[Any], dst: int, tag: int = 0, weights_only: bool = False, **options: Unpack[CallOptions]
-    ) -> Work[None]:
-        """Send a list of objects to rank ``dst``."""
-        args = values, dst, weights_only
-        return self._run_plan("send_object_list", p2p.send_objects, args, options, tag)
-
-    def recv_object_list(
-        self,
-        values: list[Any],
-        src: int | None = None,
-        tag: int = 0,
-        weights_only: bool = False,
-        **options: Unpack[CallOptions],
-    ) -> Work[int]:
-        """Receive a list of objects of the same length; the result is the global rank of the sender."""
-        args = values, src, self.member_ids, weights_only
-        return self._run_plan("recv_object_list", self._receiving(p2p.receive_objects), args, options, tag)
-
-    # -- membership ----------------------------------------------------------------------------
-
-    def agree(self, flag: bool | int = True, *, background: bool = True, timeout: Timeout = None) -> Work[Agreed]:
-        """Agree with all members on the AND of a flag, although members may end during the call.
-
-        Every member calls it, as often as the others. It also works after the group has failed. All members that get a
-        result get the same one. A cancelled waiter has voted nevertheless.
-
-        Args:
-            flag: This member's flag; or several, as the bits of a whole number.
-            background: False returns only when the agreement is complete.
-            timeout: Limit in seconds or as a timedelta; None takes the group's.
-
-        Returns:
-            A work whose value is an `Agreed`: the flag, and the members that did not take part. The flag is False if one of
-            these is alive, because it has called `regroup` or destroyed the group instead.
-
-        Raises:
-            OperationTimeoutError: A member that is alive has not called it in time.
-            NoQuorumError: This member is cut off from others that may be alive and go on.
-            ExcludedError: The others have agreed without this member, which they hold lost.
-
-        Example:
-            >>> committed, lost = await group.agree(loss.isfinite().all().item())
-        """
-        limit = self._limit("agree", background, timeout)
-        number = next(self._agreements)
-        agreement = MemberAgreement(self.mesh, self.channel, "agree", number, flag, agreed)
-        agreement.start(limit, background=background)
-        return agreement.work
-
-    def regroup(self, *, min_size: int = 1, background: bool = True, timeout: Timeout = None) -> Work[Group]:
-        """Make the group of the members that are alive, which replaces this one, and destroy this one.
-
-        Every member calls it, usually after an error. If the group has not failed, the first call makes it fail on all
-        members, so that they call it too. Connections and registered tensors are kept. A member that ends then is left
-        out, or is lost in the new group. Repeated calls return the same work: after a cancelled wait, call it again.
-
-        The group of a job (`join`) also admits the processes that wait, as `JobSession.generations` does, and waits for
-        more if it has too few members. All members of the new group then call `adopt`, as newcomers do.
-
-        The new group has the ids of its members in `member_ids`, and a `generation` higher by one. The successor of the
-        default group becomes the default group, so its members have new global ranks, from 0 on; other groups keep theirs.
-
-        Args:
-            min_size: The fewest members to go on with. The largest one that a member passes counts.
-            background: False returns only when the new group exists.
-            timeout: Limit in seconds or as a timedelta; None takes the group's.
-
-        Returns:
-            A work whose value is the new group.
-
-        Raises:
-            OperationTimeoutError: A member that is alive has not called it in time.
-            NoQuorumError: Fewer than ``min_size`` members are left, or others may be alive elsewhere and go on.
-            ExcludedError: The others go on without this member, which they hold lost.
-
-        Example:
-            >>> try:
-            ...     await group.all_reduce(gradients)
-            ... except RuntimeError:  # every error of asyncdist is one
-            ...     group = await group.regroup(min_size=2)
-        """
-        if self.regroup_in_job is None:
-            return self.regroup_members(min_size=min_size, background=background, timeout=timeout)
-        min_size = whole_number_of("min_size", min_size)
-        with _first_use_lock:
-            if self._regrouping_in_job is None:
-                self._regrouping_in_job = self.regroup_in_job(min_size, timeout)
-        if not background:
-            self._regrouping_in_job.wait()
-        return self._regrouping_in_job
-
-    def regroup_members(self, *, min_size: int = 1, background: bool = True, timeout: Timeout = None) -> Work[Group]:
-        """Do as `regroup`, and admit no process that waits."""
-        begun = self._regrouping
-        limit = self.timeout if begun is not None else self._limit("regroup", background, timeout)
-        min_size = whole_number_of("min_size", min_size)
-        with _first_use_lock:
-            begun = self._regrouping
-            if begun is None:
-                agreement = MemberAgreement(
-                    self.mesh,
-                    self.channel,
-                    "regroup",
-                    REGROUP,
-                    min_size,
-                    lambda *votes: self._succeed(survivors(*votes)),
-                )
-                self._regrouping = agreement.work
-        if begun is None:
-            agreement.start(limit, background=background)
-            return agreement.work
-        if not background:
-            self.mesh.progress.refuse_loop_thread("regroup")
-            self.mesh.progress.drive(begun, math.inf)
-        return begun
-
-    def _succeed(self, member_ids: list[int]) -> Group:
+    def _successor(self, member_ids: list[int]) -> Group:
         """Make the group of the members that go on, and destroy this one."""
         world, generation = self.world, self.generation + 1
         is_default = world is not None and world.group is self
@@ -558,47 +389,6 @@ class Group(CollectiveOps):
             world.succeed(self, successor)
         self.close()
         return successor
-
-    def step(self) -> GroupStep:
-        """Return a context whose block all surviving members complete, or of which nothing counts; see `GroupStep`."""
-        return GroupStep(self)
-
-    def adopt(self, state: State) -> Procedure[bool]:
-        """Pass the state of a member with the highest step on to every member that lacks it. Every member calls it.
-
-        A member lacks the state if it is new to the job, or if its step differs. At the first call no member has a history,
-        and the state of rank 0 becomes that of all. Tensors from 64 KiB on are received in place where they fit.
-
-        Args:
-            state: The state of this member.
-
-        Returns:
-            A call to await, or to ``wait()`` for: whether this member has received the state. If a member is lost
-            during the call, it returns False, and `changed` is True.
-
-        Raises:
-            UsageError: The parts of the members' states differ, or a value is not plain data.
-
-        Example:
-            >>> await group.adopt(state)
-        """
-        return Procedure(functools.partial(adopt, self, state))
-
-    def revoke(self, reason: str = "revoke() was called") -> None:
-        """Fail all pending operations of this group on every rank, as `abort` does. Connections stay usable.
-
-        The members then call `regroup`, or `agree` first.
-        """
-        self.abort(reason)
-
-    def watch_members(self) -> MemberWatch:
-        """Return a stream of what happens to members: lost, suspected, recovered; and of who waits to join the job.
-
-        Example:
-            >>> async for change in group.watch_members():
-            ...     print(f"member {change.member} is {change.change}: {change.reason}")
-        """
-        return self.watches.begin()
 
     # -- termination ---------------------------------------------------------------------------
 

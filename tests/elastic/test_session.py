@@ -15,8 +15,8 @@ from asyncdist.elastic.job import GenerationRecord, Job
 from asyncdist.elastic.session import JobSession, join
 from asyncdist.errors import GroupError, StoreConnectionError, UsageError
 from asyncdist.groups.group import Group
-from asyncdist.groups.member_watch import MemberChange, MemberWatch
-from asyncdist.groups.training_state import State
+from asyncdist.groups.members.member_watch import MemberChange, MemberWatch
+from asyncdist.groups.members.training_state import State
 from asyncdist.groups.world import World
 from asyncdist.store import AsyncStore, StoreServer
 

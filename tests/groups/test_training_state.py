@@ -1,4 +1,4 @@
-"""`asyncdist.groups.training_state`: which members receive a state, and what a transfer keeps."""
+"""`asyncdist.groups.members.training_state`: which members receive a state, and what a transfer keeps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncdist.errors import UsageError
-from asyncdist.groups.training_state import State, adopt
+from asyncdist.groups.members.training_state import State, adopt
 from asyncdist.testing.cluster import world_of
 
 

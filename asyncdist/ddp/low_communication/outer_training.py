@@ -36,8 +36,8 @@ from asyncdist.ddp.low_communication.fragments import Fragment, fragments_of
 from asyncdist.errors import ExcludedError, GroupError, MismatchError, NoQuorumError, UsageError
 from asyncdist.groups.default_world import AnyGroup, resolve_group
 from asyncdist.groups.group import Group
+from asyncdist.groups.members.training_state import State
 from asyncdist.groups.procedure import Procedure
-from asyncdist.groups.training_state import State
 
 log = logging.getLogger("asyncdist")
 

@@ -12,8 +12,8 @@ from asyncdist.base.error_text import describe_error
 from asyncdist.engine.trio_tasks import run_on_background_loop
 from asyncdist.engine.work import Work
 from asyncdist.errors import ExcludedError, GroupError, NoQuorumError
-from asyncdist.groups.member_watch import MemberWatches
-from asyncdist.groups.regrouping import Agreed
+from asyncdist.groups.members.member_watch import MemberWatches
+from asyncdist.groups.members.regrouping import Agreed
 
 T = TypeVar("T")
 
