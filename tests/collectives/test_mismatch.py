@@ -170,6 +170,38 @@ async def test_ranks_that_wait_for_each_other_in_different_calls(transport):
         assert all("reduce(3 x float32" in str(error) and "broadcast(3 x float32" in str(error) for error in errors)
 
 
+# Calls in which rank 1 of three gives data to the others, as rank 0 does in a broadcast from there.
+GIVES_DATA = {
+    "broadcast": lambda g, tensor: g.broadcast(tensor, 1),
+    "scatter": lambda g, tensor: g.scatter(tensor.clone(), [tensor] * 3, 1),
+    "gather": lambda g, tensor: g.gather(tensor, None, 0),
+    "reduce": lambda g, tensor: g.reduce(tensor, 0),
+}
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("call", GIVES_DATA)
+async def test_ranks_that_wait_for_each_other_to_read(transport, call, registered):
+    """The tensors do not fit into what a rank stages ahead, so that each rank waits for its readers."""
+    async with world_of(3, transport=transport) as groups:
+        among = [group.world.new_group(None) for group in groups]
+        tensors = [ones(2_500_000) for _ in among]
+        for group, tensor in zip(among, tensors, strict=True):
+            if registered:
+                group.register(tensor)
+        starts = (
+            lambda: among[0].broadcast(tensors[0], 0),
+            lambda: GIVES_DATA[call](among[1], tensors[1]),
+            lambda: among[2].broadcast(tensors[2], 0),
+        )
+        errors = await outcomes([start() for start in starts])
+        if transport != "shm":  # what a rank sends may have left before the others call
+            errors = await outcomes([group.barrier() for group in among])
+        assert [type(error) for error in errors] == [MismatchError] * 3
+        assert f"{call}(2500000 x float32" in str(errors[0])
+        assert "broadcast(2500000 x float32, root 0" in str(errors[1])
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", ["inproc", "tcp"])  # in shared memory a call publishes its fingerprint
 @pytest.mark.parametrize("alike", [True, False], ids=["the same", "another"])

@@ -199,14 +199,46 @@ class SlotTable:
         self.fence.light()
 
     def wait_read(self, number: int, round_index: int, members: Sequence[SlotMember]) -> Schedule:
-        """Wait until each of ``members`` has read this member's piece of a round, or has finished."""
+        """Wait until each of ``members`` has read this member's piece of a round, or has finished.
+
+        Raises the mismatch error if one of them has made another call: it may wait for its own readers.
+        """
         at, goal, finished = number % SLOTS * LINE, number << SHIFT | round_index + 1, number << SHIFT | FINISHED
         for member in members:
             words = member.words
             while words[at + READ_ROUNDS] < goal and words[at] < finished:
+                self._check_reader(number, member)
                 yield member.rank
         # The members' loads of the piece come before the next stores to it.
         self.fence.light()
+
+    def wait_finished(self, number: int, members: Sequence[SlotMember]) -> Schedule:
+        """Wait until all ``members`` have read all data of the others. Raises the mismatch error as `wait_read` does."""
+        at, finished = number % SLOTS * LINE, number << SHIFT | FINISHED
+        for member in members:
+            words = member.words
+            while words[at] < finished:
+                self._check_reader(number, member)
+                yield member.rank
+            self._check_reader(number, member)
+        # The members' loads of the data come before the next stores to it.
+        self.fence.light()
+
+    def _check_reader(self, number: int, member: SlotMember) -> None:
+        """Raise the mismatch error if a member that this one waits for has made another call than this one."""
+        own_call = self.words[number % SLOTS * LINE + CALL]
+        if self._call_of(member, number) not in (None, own_call):
+            self.check_calls(number, own_call, (member,))
+
+    def _call_of(self, member: SlotMember, number: int) -> int | None:
+        """Return the fingerprint of a member's call; None if it has not posted, or is in a later collective already."""
+        words, at = member.words, number % SLOTS * LINE
+        if words[at] <= number << SHIFT:
+            return None
+        self.fence.light()
+        call = words[at + CALL]
+        self.fence.light()
+        return call if words[at] >> SHIFT == number else None
 
     def check_calls(self, number: int, call: int, members: Sequence[SlotMember]) -> None:
         """Raise the mismatch error if one of ``members``, which have all posted, has made another call."""
@@ -231,10 +263,8 @@ class SlotTable:
                 # The member has not posted yet.
                 if member.words[at] <= before << SHIFT:
                     return
-                self.fence.light()
-                member_call = member.words[at + CALL]
-                self.fence.light()
-                if member_call != call and member.words[at] >> SHIFT == before:
+                member_call = self._call_of(member, before)
+                if member_call is not None and member_call != call:
                     raise self._mismatch_error(self.world_ranks[member.rank], call, member_call)
             self.deferred_checks.popleft()
 

@@ -126,7 +126,7 @@ class CollectiveState:
         if self.location:
             self.slots.publish(self.number, FINISHED)
             try:
-                yield from self.slots.wait_reached(self.number, FINISHED, readers)
+                yield from self.slots.wait_finished(self.number, readers)
             except BaseException:
                 self._withdraw()
                 raise
