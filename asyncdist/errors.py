@@ -56,8 +56,9 @@ _ADDRESS = re.compile(rf"{re.escape(_SEE)}\w+")
 class AsyncdistError(RuntimeError):
     """Base of every error of this package. The last line of ``str(error)`` is the address of the class's page."""
 
+    # Not named `message`: torch's DataLoader calls error classes with such an attribute with ``message=``.
     @property
-    def message(self) -> str:
+    def summary(self) -> str:
         """What happened, where, and what to do next, without the address of the page: for use inside other texts."""
         # The text may contain the whole text of another error, also of one that another process raised.
         return _ADDRESS.sub("", self._text())
@@ -65,7 +66,7 @@ class AsyncdistError(RuntimeError):
     def __str__(self) -> str:
         # The classes of these modules have pages; a class derived from them elsewhere is described by its base's.
         documented = next(kind for kind in type(self).__mro__ if kind.__module__ in _DOCUMENTED)
-        return f"{self.message}{_SEE}{documented.__name__.lower()}"
+        return f"{self.summary}{_SEE}{documented.__name__.lower()}"
 
     def _text(self) -> str:
         return super().__str__()
@@ -110,6 +111,8 @@ class AlreadyInitializedError(UsageError):
     """The default process group already exists."""
 
     def _reason(self) -> str:
+        if self.args:
+            return str(self.args[0])
         return (
             "the default process group already exists: call destroy_process_group() first, "
             "or open an independent world with asyncdist.process_group(...)"

@@ -211,7 +211,7 @@ async def collect(number: int, rollouts: asyncio.Queue[dict[str, Any]], history:
             await rollouts.put(rollout)
     except rpc.CalleeLostError as error:
         history.events.append((time.monotonic() - begun, f"actor {number} is lost"))
-        print(f"actor {number}: {error.message}", flush=True)
+        print(f"actor {number}: {error.summary}", flush=True)
 
 
 async def learn(job: str, actors: dict[int, subprocess.Popen[bytes]]) -> History:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._utils import ExceptionWrapper
 
 from asyncdist import errors
 from asyncdist.base.error_text import describe_error
@@ -60,8 +61,22 @@ def test_message_ends_with_the_address_of_the_class(kind: type[AsyncdistError]) 
     error = make(kind)
     *text, last = str(error).splitlines()
     assert last == f"see {address(kind)}"
-    assert "\n".join(text) == error.message
+    assert "\n".join(text) == error.summary
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@every_error
+def test_worker_of_a_data_loader_passes_the_text_on(kind: type[AsyncdistError]) -> None:
+    """The loader raises an error of the worker's class, or a RuntimeError, with the traceback of the worker."""
+    text = make(kind).summary
+    try:
+        raise make(kind)
+    except AsyncdistError:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(RuntimeError, match="in DataLoader worker process 0") as raised:
+        wrapped.reraise()
+    assert text in str(raised.value)
+    assert "test_worker_of_a_data_loader" in str(raised.value)
 
 
 @every_error
@@ -86,7 +101,7 @@ def test_error_of_an_internal_class_has_the_address_of_its_documented_base() -> 
 def test_nested_messages_repeat_no_address() -> None:
     inner = AddressError("the port is in use")
     outer = UsageError(f"the store failed ({inner}); then: {UsageError(f'{inner}, and more')}")
-    assert outer.message == "the store failed (the port is in use); then: the port is in use, and more"
+    assert outer.summary == "the store failed (the port is in use); then: the port is in use, and more"
     assert str(outer).count("https://") == 1
     assert describe_error(inner) == "the port is in use"
 

@@ -7,7 +7,7 @@ from asyncdist.errors import AsyncdistError
 
 def describe_error(error: BaseException) -> str:
     """Return an exception in a few words: the system's text for its ``errno``, else its message, else its class name."""
-    message = error.message if isinstance(error, AsyncdistError) else str(error)
+    message = error.summary if isinstance(error, AsyncdistError) else str(error)
     return str(getattr(error, "strerror", None) or message or type(error).__name__)
 
 

@@ -348,8 +348,8 @@ class PeerChannel:
     def fail_by(self, error: Exception) -> None:
         """End the channel, because a message of the peer could not be handled. Called while the error is handled."""
         if isinstance(error, ProtocolError):
-            log.error("the channel to %s ends: %s", self.peer.name, error.message)
-            self.fail(error.message)
+            log.error("the channel to %s ends: %s", self.peer.name, error.summary)
+            self.fail(error.summary)
         else:
             log.exception("the handler of the channel to %s failed", self.peer.name)
             self.fail(f"this process could not handle a message of it: {type(error).__name__}: {error}")

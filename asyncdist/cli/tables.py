@@ -142,7 +142,7 @@ def _show_registered(console: Console, title: str, group: str) -> None:
         try:
             kind = registry.load_class(name, group)
         except TransportUnavailableError as error:
-            rows.append((0, name, f"[red]no[/]: {escape(error.message)}", ""))
+            rows.append((0, name, f"[red]no[/]: {escape(error.summary)}", ""))
             continue
         reason = kind.probe()
         usable = "[green]yes[/]" if reason is None else f"[yellow]no[/]: {escape(reason)}"

@@ -196,12 +196,12 @@ class JobSession:
             try:
                 return await self._continue(deadline, min_size)
             except (ExcludedError, NoQuorumError) as error:
-                log.warning("member %d joins the job again: %s", self._job.id, error.message)
+                log.warning("member %d joins the job again: %s", self._job.id, error.summary)
                 break
             except GroupError as error:
                 if deadline.expired():
                     raise
-                log.info("member %d: a generation could not begin: %s", self._job.id, error.message)
+                log.info("member %d: a generation could not begin: %s", self._job.id, error.summary)
         await self._leave_world()
         return await self._join()
 
@@ -238,7 +238,7 @@ class JobSession:
                 try:
                     return await self._enter_world(world, record)
                 except GroupError as error:
-                    log.info("member %d: generation %d did not begin: %s", job.id, tried, error.message)
+                    log.info("member %d: generation %d did not begin: %s", job.id, tried, error.summary)
                     await self._leave_world()
             # The members may have named this process in a generation that it has not seen, and pass it over since.
             await job.wait_to_join()

@@ -150,7 +150,7 @@ class GroupFailures:
         self.failed[channel.number] = error
         log.info("rank %d: group %r failed: %s", self._rank, channel.name, error.reason)
         if self._config.dump_dir:
-            self._recorder.dump(self._config.dump_dir, error.message)
+            self._recorder.dump(self._config.dump_dir, error.summary)
         for one in (channel, channel.sibling):
             if one is not None and one.error is None:
                 one.error = error

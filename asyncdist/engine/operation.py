@@ -236,7 +236,7 @@ def local_failure(cause: BaseException, rank: int) -> GroupError:
         error = GroupError(f"rank {rank} {describe_exhaustion(cause)}")
         error.advice = "raise the limit on open files (ulimit -n) or close some, then create the process group again"
     else:
-        reason = cause.message if isinstance(cause, AsyncdistError) else f"{type(cause).__name__}: {cause}"
+        reason = cause.summary if isinstance(cause, AsyncdistError) else f"{type(cause).__name__}: {cause}"
         error = GroupError(f"failed on rank {rank}: {reason}")
     error.__cause__ = cause
     return error

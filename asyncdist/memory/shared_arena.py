@@ -46,7 +46,7 @@ def unavailable() -> str | None:
     try:
         arena()
     except SharedMemoryError as error:
-        return error.message
+        return error.summary
     return None
 
 

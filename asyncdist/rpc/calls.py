@@ -175,7 +175,7 @@ class Caller:
             if packed is None:
                 packed = self._carrier.pack([list(args), kwargs], lender=self.loans)
         except UsageError as error:
-            raise UsageError(f"{target}.{method}() at {self.peer}: {error.message}") from error
+            raise UsageError(f"{target}.{method}() at {self.peer}: {error.summary}") from error
         self._number = number = self._number + 1
         call = RemoteCall(self, number, target, method, limit, deadline)
         call.limits_stream = told is not None

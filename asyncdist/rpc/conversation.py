@@ -199,7 +199,7 @@ class ConversationHandler:
             else:
                 value = carrier.unpack(head, buffers)[_LENGTHS[context.kind] - 1]
         except ProtocolError as error:
-            self._unreadable(conversation, context, error.message)
+            self._unreadable(conversation, context, error.summary)
             return
         if context.call is not None:
             conversation.callee.arrived(context.call, value)

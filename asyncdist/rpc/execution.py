@@ -356,7 +356,7 @@ class Callee:
         try:
             return self._budget.carrier.pack(value, snapshot=snapshot, lender=self._loans)
         except UsageError as error:
-            raise ResultNotCarried(error.message) from error
+            raise ResultNotCarried(error.summary) from error
 
     def _returned(self, execution: Execution, packed: PackedValue) -> None:
         if execution.is_cancelled:

@@ -33,7 +33,7 @@ def describe(error: BaseException) -> list[str]:
     """Return the class, the message and the traceback of an exception as texts."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    message = error.message if isinstance(error, AsyncdistError) else _text_of(error)
+    message = error.summary if isinstance(error, AsyncdistError) else _text_of(error)
     lines = traceback.format_exception(kind, error, _beyond_this_package(error), limit=-30)
     return [_shortened(name), _shortened(message), _shortened("".join(lines))]
 

@@ -198,7 +198,7 @@ class RemoteObjects(Sequence[RemoteObject]):
             lender = AnyLender(each._caller.loans for each in self._objects)
             packed = self._carrier.pack([list(args), keywords], lender=lender)
         except UsageError as error:
-            raise UsageError(f"{self._name}.{method}() at {len(self)} objects: {error.message}") from error
+            raise UsageError(f"{self._name}.{method}() at {len(self)} objects: {error.summary}") from error
         calls = [
             each._caller.start(each._name, each._key + key, method, args, keywords, timeout, packed)
             for each in self._objects

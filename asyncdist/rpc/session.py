@@ -172,7 +172,7 @@ class RpcSession:
                     try:
                         return (await self._objects_of(record))[0]
                     except PeerLostError as error:
-                        seen[change.id] = error.message
+                        seen[change.id] = error.summary
         except TimeoutError as error:
             found = "; ".join(seen.values())
             present = f"there are: {found}" if found else "no process has published it"

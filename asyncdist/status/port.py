@@ -113,7 +113,7 @@ class StatusPort:
             except (OSError, EOFError):
                 pass
             except ProtocolError as error:
-                log.warning("rank %d: the status port ended a connection: %s", self._mesh.rank, error.message)
+                log.warning("rank %d: the status port ended a connection: %s", self._mesh.rank, error.summary)
 
     async def _converse(self, connection: StatusConnection, gathering: StatusGathering) -> None:
         while True:

@@ -131,7 +131,7 @@ def device_backends(backend: str | None, device: str) -> list[type[DeviceCollect
         try:
             loaded.append(load_class(one, DEVICE_BACKENDS))
         except TransportUnavailableError as cause:
-            log.info("%s", cause.message)
+            log.info("%s", cause.summary)
     return sorted(loaded, key=lambda kind: -kind.preference)
 
 

@@ -142,7 +142,7 @@ class Publishing:
                 await exchange.drop(self._kept.pop(0)[0])
             await exchange.table.forget_all_but({each.version.key for each, _ in self._kept})
         except StoreError as error:
-            log.warning("old versions of %r could not be deleted from the store: %s", self._name, error.message)
+            log.warning("old versions of %r could not be deleted from the store: %s", self._name, error.summary)
 
     async def _watch(self) -> None:
         """Announce the newest version again if the store has lost it, and note when another publisher takes over."""
@@ -186,7 +186,7 @@ class Publishing:
     def _note_replaced(self, error: PublisherReplacedError) -> None:
         if self._replaced is None:
             self._replaced = error
-            log.error("%s", error.message)
+            log.error("%s", error.summary)
 
     # -- readers -------------------------------------------------------------------------------
 

@@ -164,7 +164,7 @@ class Subscribing:
                     self._seen = version
                     raise
                 # Its publisher has died, or a newer version has replaced it.
-                log.info("%s", error.message)
+                log.info("%s", error.summary)
                 if self._latest is not version:
                     backoff.reset()
 

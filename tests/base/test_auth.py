@@ -101,7 +101,7 @@ def test_dialler_without_tls_is_told_to_use_tls():
     error, _, sent, _ = run(dial("secret", "store", D_NONCE), tls_only())
     assert isinstance(error, ProtocolError)
     reason = "the store requires TLS: set ASYNCDIST_TLS_CA to the certificate authority that signed its certificate"
-    assert error.message == reason
+    assert error.summary == reason
     assert sent == MAGIC + D_NONCE
 
 

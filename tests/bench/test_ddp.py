@@ -40,7 +40,7 @@ def test_hooks_send_fewer_bytes_between_two_hosts(monkeypatch):
     try:
         report = run("hosts", rate="10gbit")
     except HostsUnavailableError as error:
-        pytest.skip(error.message)
+        pytest.skip(error.summary)
     (case,) = report.steps
     whole = case.contenders["asyncdist"].sent[0]
     assert whole > case.gradient_nbytes
@@ -54,7 +54,7 @@ def test_few_exchanges_send_few_bytes_and_are_as_good():
     try:
         report = run("diloco", every=5, outer_steps=2, slow_rate="10gbit")
     except HostsUnavailableError as error:
-        pytest.skip(error.message)
+        pytest.skip(error.summary)
     alone, parallel, diloco = report.training
     assert alone.sent[0] < diloco.sent[0] < parallel.sent[0] / 10
     assert all(0 < case.losses[0] < 3 for case in report.training)

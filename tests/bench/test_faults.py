@@ -39,7 +39,7 @@ def test_ranks_of_two_hosts_know_of_a_fault_and_go_on(fault):
     try:
         report = run(fault)
     except HostsUnavailableError as error:
-        pytest.skip(error.message)
+        pytest.skip(error.summary)
     assert [case.contender for case in report.faults] == ["shm+tcp"]
     assert report.faults[0].unaware == 0
     assert report.faults[0].again

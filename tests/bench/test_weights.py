@@ -31,7 +31,7 @@ def test_readers_on_other_hosts_are_measured():
     try:
         report = run_weights_benchmark(plan, lambda doing: None)
     except HostsUnavailableError as error:
-        pytest.skip(error.message)
+        pytest.skip(error.summary)
     assert [case.readers for case in report.cases] == [2]
     assert len(report.cases[0].read[0]) == 2
 

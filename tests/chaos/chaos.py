@@ -43,7 +43,7 @@ def main() -> int:
                 hosts.drop(0)
                 hosts.restore(0)
             except HostsUnavailableError as reason:
-                print(f"no worlds on two hosts: {reason.message}")
+                print(f"no worlds on two hosts: {reason.summary}")
                 hosts = None
         nursery = stack.enter_context(Nursery(_MODULES))
         return run(given, seed, networks, nursery, hosts)

@@ -27,7 +27,7 @@ def run(nursery, tmp_path):
                     hosts.drop(0)
                     hosts.restore(0)
                 except HostsUnavailableError as reason:
-                    pytest.skip(reason.message)
+                    pytest.skip(reason.summary)
             world = ChaosWorld(plan, nursery, hosts, tmp_path / "kept")
             world.run()
             return world

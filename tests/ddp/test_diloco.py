@@ -281,7 +281,7 @@ async def test_too_few_survivors_are_an_error(toy):
     async with world_of(2) as groups:
         error, other = await asyncio.gather(*map(program, groups), return_exceptions=True)
     assert isinstance(error, NoQuorumError)
-    assert "2" in error.message
+    assert "2" in error.summary
     assert isinstance(other, ZeroDivisionError)
 
 

@@ -336,7 +336,7 @@ async def test_timeout_error_mentions_missing_connection(unanswered):
         assert re.search(
             rf"rank 1 to take data \(rank 0 has no connection to rank 1 at {host}:{port} yet, tried for \d s\); "
             r"check ASYNCDIST_SOCKET_IFNAME on that rank, routes and firewalls$",
-            late.value.message,
+            late.value.summary,
         )
         assert str(pickle.loads(pickle.dumps(late.value))) == str(late.value)
 
@@ -353,7 +353,7 @@ async def test_reported_timeout_mentions_missing_connection_to_waiting_rank(unan
             r"rank 1 timed out after 0\.5 s, waiting for data from rank 0 .*\(rank 0 has no connection to rank 1",
             str(aborted),
         )
-        assert aborted.message.endswith("check ASYNCDIST_SOCKET_IFNAME on that rank, routes and firewalls")
+        assert aborted.summary.endswith("check ASYNCDIST_SOCKET_IFNAME on that rank, routes and firewalls")
 
 
 async def test_unaccepted_connection_is_not_reported_as_network_problem():

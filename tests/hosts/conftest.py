@@ -12,7 +12,7 @@ def pytest_runtest_call():
     try:
         return (yield)
     except HostsUnavailableError as error:
-        pytest.skip(error.message)
+        pytest.skip(error.summary)
 
 
 @pytest.fixture
@@ -21,6 +21,6 @@ def hosts():
     try:
         hosts = Hosts()
     except HostsUnavailableError as error:
-        pytest.skip(error.message)
+        pytest.skip(error.summary)
     with hosts:
         yield hosts

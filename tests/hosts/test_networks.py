@@ -40,7 +40,7 @@ def network():
         try:
             made.append(Hosts(*args, **options))
         except HostsUnavailableError as error:
-            pytest.skip(error.message)
+            pytest.skip(error.summary)
         return made[-1]
 
     yield network

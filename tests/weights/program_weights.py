@@ -32,7 +32,7 @@ def publisher(test: Any, job: str, width: int, tries: int = 0) -> None:
             try:
                 test.send(("published", publisher.publish(step).number))
             except WeightsError as error:
-                test.send((type(error).__name__, error.message))
+                test.send((type(error).__name__, error.summary))
             step = step + 1 if tries and step < tries else test.recv()
 
 

@@ -330,7 +330,7 @@ async def test_later_publisher_replaces_the_first(job, caplog):
             assert await take(subscriber) == (50, {2.0})
             await second.publish(51)
             assert await take(subscriber) == (51, {2.0})
-    assert caplog.messages.count(PublisherReplacedError(1, 2).message) == 1
+    assert caplog.messages.count(PublisherReplacedError(1, 2).summary) == 1
 
 
 @contextlib.asynccontextmanager
@@ -374,7 +374,7 @@ async def test_publisher_whose_version_is_lost_after_another_has_taken_over_says
         await publishing.publish(1)
         monkeypatch.setattr(VersionTable, "announce", refuse)
         await table.store.delete_key("latest")
-        await eventually(lambda: PublisherReplacedError(1, 2).message in caplog.messages)
+        await eventually(lambda: PublisherReplacedError(1, 2).summary in caplog.messages)
         with pytest.raises(PublisherReplacedError):
             await publishing.publish(2)
 

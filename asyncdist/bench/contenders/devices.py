@@ -144,7 +144,7 @@ def _open_backends(
             if name not in ("asyncdist", device_group.backend):
                 raise TransportUnavailableError(f"the ranks selected {device_group.backend}")
         except (GroupError, TransportUnavailableError) as error:
-            absent[name] = error.message
+            absent[name] = error.summary
         else:
             yield name, group
 

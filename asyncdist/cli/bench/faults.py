@@ -64,7 +64,7 @@ def bench_faults(parts: tuple[str, ...], output: Path | None, **options: Any) ->
         try:
             Hosts(2).close()
         except HostsUnavailableError as error:
-            err.print(f"{', '.join(ON_TWO_HOSTS)} are left out: {error.message}")
+            err.print(f"{', '.join(ON_TWO_HOSTS)} are left out: {error.summary}")
             parts = tuple(part for part in parts if part not in ON_TWO_HOSTS)
     plan = FaultsPlan(parts=tuple(dict.fromkeys(parts)), **options)
     with err.status("starting") as status:

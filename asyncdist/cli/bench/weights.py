@@ -52,7 +52,7 @@ def bench_weights(parts: tuple[str, ...], output: Path | None, **options: Any) -
         try:
             Hosts(2).close()
         except HostsUnavailableError as error:
-            err.print(f"hosts is left out: {error.message}")
+            err.print(f"hosts is left out: {error.summary}")
             parts = tuple(part for part in parts if part != "hosts")
     plan = WeightsPlan(parts=tuple(dict.fromkeys(parts)), **options)
     with err.status("starting") as status:

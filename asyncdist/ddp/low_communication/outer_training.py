@@ -311,7 +311,7 @@ class OuterTraining:
             if not _is_elastic(self._group):
                 raise
             # The job goes on without this member, which joins it again.
-            log.warning("%s: an outer step was not taken: %s", type(self).__name__, error.message)
+            log.warning("%s: an outer step was not taken: %s", type(self).__name__, error.summary)
             self._drop_exchanges()
             self._group.changed = True
             return

@@ -152,7 +152,7 @@ async def _until_all(agent: RpcAgent, stage: str, deadline: Deadline) -> None:
                         raise PeerLostError(f"worker {agent.infos[rank].name!r}", "it ended without shutdown()")
             await complete
     except StoreConnectionError as error:
-        raise PeerLostError(f"worker {agent.infos[0].name!r}", f"its store is gone: {error.message}") from error
+        raise PeerLostError(f"worker {agent.infos[0].name!r}", f"its store is gone: {error.summary}") from error
     except TimeoutError as error:
         reason = "not all workers have called shutdown() and ended their calls"
         raise StoreTimeoutError("wait", keys, None, reason) from error

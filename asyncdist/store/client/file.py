@@ -150,7 +150,7 @@ class FileReplica:
             # An incomplete last frame is no error: the next process that appends cuts it off.
             if self._salt and not misplaced and not log_format.has_frame_after(data, start, self._salt):
                 return
-            raise self._damaged(error.after(base).message) from None
+            raise self._damaged(error.after(base).summary) from None
         except (ProtocolError, ValueError) as error:
             raise self._damaged(f"at offset {self._offset}: {error}") from None
 

@@ -243,7 +243,7 @@ class ClientProtocol:
             try:
                 self.output.append(self._message(request, command))
             except UsageError as error:
-                self._drop_ephemeral(request, error.message)
+                self._drop_ephemeral(request, error.summary)
         self._send_held()
 
     def _send_held(self) -> None:

@@ -129,7 +129,7 @@ class ServerConnection(asyncio.Protocol, ABC):
         try:
             self.receive(data)
         except (ProtocolError, AuthenticationError) as error:
-            self.refuse(error.message)
+            self.refuse(error.summary)
         except Exception:
             self.fail()
 

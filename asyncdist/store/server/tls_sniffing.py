@@ -126,7 +126,7 @@ class SniffingListener:
                 self._make, sock, ssl=self._context if tls else None, ssl_handshake_timeout=timeout
             )
         except ssl.SSLError as error:
-            self._refuse(peer, handshake_error(error).message)
+            self._refuse(peer, handshake_error(error).summary)
         except OSError as error:
             self._refuse(peer, f"it hung up during the TLS handshake ({error})")
 

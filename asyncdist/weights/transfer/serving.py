@@ -116,7 +116,7 @@ class VersionServer:
             pass  # `closed` ends the request
         except AsyncdistError as error:
             if channel.error is None:
-                channel.send(encode(REFUSED, question.number, error.message))
+                channel.send(encode(REFUSED, question.number, error.summary))
 
     async def _share(self, channel: PeerChannel, question: Question, request: _Request) -> None:
         held = request.held

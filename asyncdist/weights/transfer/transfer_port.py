@@ -160,7 +160,7 @@ class TransferPort:
                 await self._map(channel, held, manifest, entry)
                 return
             except SharedMemoryError as error:
-                log.warning("%s is copied, because it cannot be mapped: %s", held.version, error.message)
+                log.warning("%s is copied, because it cannot be mapped: %s", held.version, error.summary)
         if held.memory is None:
             held.place(await self.pool.take(held.selection.layout.nbytes))
         if not held.is_complete:

@@ -80,7 +80,7 @@ def test_refusals_become_typed_errors(protocol, reason, kind):
     protocol.receive(answer(request, OperationKind.REFUSED, (reason, "why")))
     (error,) = handler.answers
     assert type(error) is kind
-    assert error.message == "why"
+    assert error.summary == "why"
 
 
 def test_reply_that_crosses_its_cancel_is_dropped(protocol):

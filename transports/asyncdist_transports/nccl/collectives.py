@@ -59,7 +59,7 @@ class Nccl(DeviceCollectives):
         try:
             cls.load()
         except TransportUnavailableError as cause:
-            return cause.message
+            return cause.summary
         except Exception as cause:
             return f"{type(cause).__name__}: {cause}"
         return None

@@ -278,7 +278,7 @@ async def _authenticate(sock: socket.socket, handshake: Handshake) -> None:
     except StopIteration:
         return
     except AsyncdistError as error:
-        raise PeerRefused(error.message) from error
+        raise PeerRefused(error.summary) from error
 
 
 def _send_introduction(sock: socket.socket, host: Host, arena: Arena, control_offset: int) -> None:
@@ -306,7 +306,7 @@ async def _receive_introduction(sock: socket.socket, host: Host, expected: Colle
         try:
             return rank, ArenaMapping(descriptors[0], nbytes), control_offset
         except AsyncdistError as error:
-            raise PeerRefused(error.message) from error
+            raise PeerRefused(error.summary) from error
     except PeerRefused as refusal:
         refusal.rank = rank
         _send(sock, str(refusal).encode()[:_PACKET_NBYTES])

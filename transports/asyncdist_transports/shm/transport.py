@@ -83,7 +83,7 @@ class ShmTransport(Transport):
             shared.arena().allocate(RING_NBYTES).free()
         # Not using shared memory is better than failing later.
         except SharedMemoryError as error:
-            return error.message
+            return error.summary
         return None
 
     # -- connecting ----------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class ShmTransport(Transport):
             try:
                 moved = local_peer.move_messages() or moved
             except AsyncdistError as error:
-                self._lose_peer(local_peer, error.message)
+                self._lose_peer(local_peer, error.summary)
             if local_peer.end_reason is not None and local_peer.drained and local_peer.peer in self._connected:
                 self._lose_peer(local_peer, local_peer.end_reason)
         return moved
@@ -315,7 +315,7 @@ class ShmTransport(Transport):
         except PeerGone as gone:
             reason = str(gone)
         except AsyncdistError as error:
-            reason = error.message
+            reason = error.summary
         self._by_descriptor.pop(local_peer.sock.fileno(), None)
         local_peer.mark_ended(reason)
         # Messages that the peer sent before its end are still in the ring, and are read first.

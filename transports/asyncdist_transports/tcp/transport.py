@@ -218,7 +218,7 @@ class TcpTransport(Transport):
         except Ended as end:
             self._ended(connection, str(end))
         except AsyncdistError as error:
-            self._ended(connection, error.message, is_lost=True)
+            self._ended(connection, error.summary, is_lost=True)
         except MemoryError:
             self._ended(connection, "it sent a message that does not fit into this rank's memory", is_lost=True)
         return True
