@@ -26,6 +26,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "PeerLostError": (1, "connection closed"),
     "MismatchError": (1, "rank 0 called barrier"),
     "RendezvousTimeoutError": ([0], [1], 60.0, "tcp://host:1"),
+    "JobTimeoutError": ("job", 1, 0, 2, 0, 60.0),
     "StoreTimeoutError": ("get", ["key"], 3.0),
     "UnevenInputsError": ([0], [1]),
     "DigestError": ("layer.weight", "publisher (process 7 on node1)", "version 3"),

@@ -19,7 +19,8 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,7 +30,14 @@ from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.config import Config
 from asyncdist.elastic.job import GenerationRecord, Job
 from asyncdist.engine.work import Work
-from asyncdist.errors import ExcludedError, GroupError, NoQuorumError, NotInitializedError, UsageError
+from asyncdist.errors import (
+    ExcludedError,
+    GroupError,
+    JobTimeoutError,
+    NoQuorumError,
+    NotInitializedError,
+    UsageError,
+)
 from asyncdist.groups.group import Group
 from asyncdist.groups.members.training_state import State
 from asyncdist.groups.procedure import BackgroundCall
@@ -149,7 +157,8 @@ class JobSession:
         A body that calls `Group.regroup` itself goes on with the group that this returns, whose `changed` then counts.
 
         Raises:
-            TimeoutError: Fewer than ``min_size`` processes were present for longer than the timeout.
+            JobTimeoutError: Fewer than ``min_size`` processes were present for longer than the timeout, or the members have
+                not admitted this one.
             StoreConnectionError: The store cannot be reached any more.
         """
         return Generations(self)
@@ -219,6 +228,17 @@ class JobSession:
         if self.group is not None:
             self.group.watches.note_waiting(process)
 
+    async def _until(self, condition: Callable[[], bool], deadline: Deadline, size: int) -> None:
+        """Wait until a condition holds; raise JobTimeoutError if it does not before the deadline."""
+        job, begun = self._job, monotonic()
+        try:
+            await job.until(condition, deadline)
+        except TimeoutError:
+            present = len(job.members) + len(job.candidates())
+            raise JobTimeoutError(
+                self._name, present, len(job.members), size, job.record.number, monotonic() - begun
+            ) from None
+
     # -- as a process that waits ---------------------------------------------------------------
 
     async def _join(self) -> Group:
@@ -227,7 +247,8 @@ class JobSession:
         tried = job.record.number  # before others learn that this process waits
         await job.wait_to_join()
         while True:
-            await job.until(functools.partial(self._may_proceed, tried), deadline)
+            size = self._min_size if job.record.number else self._start_size
+            await self._until(functools.partial(self._may_proceed, tried), deadline, size)
             record = job.record
             if record.number == tried:
                 await self._found(record)
@@ -305,7 +326,7 @@ class JobSession:
         if group.rank() == 0:
             begun = False
             while not begun:
-                await job.until(lambda: len(ids) + len(job.candidates()) >= min_size, deadline)
+                await self._until(lambda: len(ids) + len(job.candidates()) >= min_size, deadline, min_size)
                 candidates, before = job.candidates(), job.record
                 if job.id not in before.members:
                     break
@@ -313,7 +334,7 @@ class JobSession:
                 begun = await job.begin_generation(before, number, (*ids, *candidates))
                 if not begun:
                     # A record that names this process is that of an earlier rank 0, which was lost.
-                    await job.until(functools.partial(_is_replaced, job, before), deadline)
+                    await self._until(functools.partial(_is_replaced, job, before), deadline, min_size)
             answer = [[number, list(candidates.items())] if begun else []]
         await group.broadcast_object_list(answer, 0, timeout=deadline.remaining())
         if not answer[0]:

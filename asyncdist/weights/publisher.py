@@ -106,6 +106,6 @@ class Publisher:
             What each subscriber uses.
 
         Raises:
-            TimeoutError: Some still use an older version; the message names them.
+            WaitTimeoutError: Some still use an older version; the message names them.
         """
         return await run_in_background(self._publishing.wait_for_readers(version, timeout))

@@ -13,7 +13,7 @@ from torch import nn
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
-from asyncdist.errors import StoreError, UsageError
+from asyncdist.errors import StoreError, UnsupportedError, UsageError, WaitTimeoutError
 from asyncdist.weights.content.layout import layout_of
 from asyncdist.weights.content.manifest import Manifest
 from asyncdist.weights.content.selection import whole_selection
@@ -97,7 +97,7 @@ class Publishing:
             if self._replaced is not None:
                 raise self._replaced
             await self._cleaned()
-            tensors = tensors_of(self._source)
+            tensors = _published(self._source)
             layout = layout_of(tensors)
             selection = whole_selection(layout)
             segment = await exchange.port.pool.take(layout.nbytes)
@@ -209,13 +209,26 @@ class Publishing:
         except TimeoutError:
             behind = [each for each in await self.readers() if each.version < number]
             names = ", ".join(f"process {each.pid} on {each.host} (version {each.version})" for each in behind[:8])
-            raise TimeoutError(f"these readers do not use version {number} yet: {names}") from None
+            raise WaitTimeoutError(
+                f"these readers do not use version {number} yet: {names}; they do when they have swapped it in: wait again"
+            ) from None
         raise WeightsError("the watch of the readers has ended")
 
     def _opened(self) -> WeightsExchange:
         if self._exchange is None:
             raise UsageError("the publisher is not open: use it inside its (async) with block")
         return self._exchange
+
+
+def _published(source: Source) -> Mapping[str, torch.Tensor]:
+    """Return the tensors to publish; raise if there are none, or one has no values."""
+    tensors = tensors_of(source)
+    if not tensors:
+        raise UsageError("there are no weights to publish: the module or dict contains no tensors")
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise UnsupportedError(f"{name} is on the meta device and has no values to publish: load the weights first")
+    return tensors
 
 
 def tensors_of(source: Source) -> Mapping[str, torch.Tensor]:

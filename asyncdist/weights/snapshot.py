@@ -38,6 +38,8 @@ async def take_snapshot(
         threads.submit(_copy, tensors, blocks, shares, memory, digests, stop) for _ in range(min(2, cores, len(shares)))
     ]
     futures = [asyncio.wrap_future(each) for each in copying]
+    if not futures:
+        return digests
     try:
         await asyncio.wait(futures)
     except asyncio.CancelledError:

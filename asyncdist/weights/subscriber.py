@@ -105,7 +105,8 @@ class Subscriber:
             timeout: Seconds or a timedelta; None means no limit.
 
         Raises:
-            TimeoutError: No newer version has arrived in time.
+            WaitTimeoutError: No newer version has arrived in time, or all copies are still read. A transfer that has begun
+                goes on, and the next call returns its version.
             DigestError: All sources have sent bytes of a parameter that were not published. The next call waits for a
                 newer version.
             UsageError: The published tensors do not fit ``like`` and ``slices``.

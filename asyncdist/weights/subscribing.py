@@ -14,7 +14,7 @@ from typing import Any
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.config import Config
-from asyncdist.errors import AsyncdistError, StoreError, UnsupportedError, UsageError
+from asyncdist.errors import AsyncdistError, StoreError, UnsupportedError, UsageError, WaitTimeoutError
 from asyncdist.weights.content.manifest import Manifest
 from asyncdist.weights.content.selection import Selection, Slices, select
 from asyncdist.weights.errors import DigestError, WeightsError
@@ -137,15 +137,25 @@ class Subscribing:
             self._fetching = asyncio.create_task(self._fetch())
             self._fetching.add_done_callback(lambda done: done.cancelled() or done.exception())
         fetching = self._fetching
-        limit = Deadline.after(timeout).remaining_or_none()
-        await asyncio.wait([fetching], timeout=limit)
+        await asyncio.wait([fetching], timeout=Deadline.after(timeout).remaining_or_none())
         if not fetching.done():
-            raise TimeoutError(f"no version of {self._name!r} newer than {self._seen} has arrived within {limit:g} s")
+            raise WaitTimeoutError(self._delay(seconds(timeout)))
         if fetching.cancelled() or self._ready is None:
             fetching.cancelled() or fetching.result()
             raise UsageError("the subscriber has been closed while this call waited for a version")
         self._seen = self._ready[0].version
         return self._seen
+
+    def _delay(self, limit: float) -> str:
+        """Say why `next` has returned no version within ``limit`` seconds."""
+        if not self._is_new(self._latest):
+            return f"no version of {self._name!r} newer than {self._seen} has been published within {limit:g} s"
+        if self._copies.spare is None:
+            return (
+                f"{self._latest} of {self._name!r} waits for a copy of the model: within {limit:g} s no request has left "
+                "reading() on the older one; let requests end sooner, or pass copies=3"
+            )
+        return f"{self._latest} of {self._name!r} has not arrived completely within {limit:g} s: wait again"
 
     def _is_new(self, version: Version) -> bool:
         return version.number > self._seen.number and version.key != self._seen.key

@@ -144,6 +144,44 @@ async def test_compressed_members_hold_the_same_outer_parameters(toy, compress):
         toy.assert_equal(other, found[0])
 
 
+class WithComplexWeights(nn.Module):
+    """A model with complex weights, or with the same weights as pairs of real numbers."""
+
+    def __init__(self, *, as_pairs):
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(3))
+        weights = torch.tensor([1 + 2j, 3 - 1j])
+        self.weights = nn.Parameter(torch.view_as_real(weights).clone() if as_pairs else weights)
+
+    def loss(self, rank):
+        weights = self.weights if self.weights.is_complex() else torch.view_as_complex(self.weights)
+        return (weights * (1 + rank * 1j) - self.bias[:2]).abs().square().sum() + self.bias.square().sum()
+
+
+@pytest.mark.parametrize("make", [BlockingDiLoCo, BlockingLocalSGD])
+def test_complex_parameters_are_pairs_of_real_numbers(make):
+    def train(group, *, as_pairs):
+        model = WithComplexWeights(as_pairs=as_pairs)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with make(model, optimizer, every=2, group=group) as training:
+            for _ in range(6):
+                optimizer.zero_grad()
+                model.loss(group.rank()).backward()
+                training.step()
+        return [each.detach() for each in model.parameters()]
+
+    def program(group):
+        bias, weights = train(group, as_pairs=False)
+        real_bias, pairs = train(group, as_pairs=True)
+        torch.testing.assert_close(bias, real_bias)
+        torch.testing.assert_close(torch.view_as_real(weights), pairs)
+        assert pairs[:, 1].abs().min() > 0.01
+        return weights.tolist()
+
+    first, second = run_ranks(2, program)
+    assert first == second
+
+
 async def test_local_sgd_averages_parameters(toy):
     async def program(group):
         model = toy.network()

@@ -13,7 +13,7 @@ import torch
 from asyncdist.elastic import session as session_module
 from asyncdist.elastic.job import GenerationRecord, Job
 from asyncdist.elastic.session import JobSession, join
-from asyncdist.errors import GroupError, StoreConnectionError, UsageError
+from asyncdist.errors import GroupError, JobTimeoutError, StoreConnectionError, UsageError
 from asyncdist.groups.group import Group
 from asyncdist.groups.members.member_watch import MemberChange, MemberWatch
 from asyncdist.groups.members.training_state import State
@@ -72,6 +72,30 @@ async def test_founders_form_one_generation_and_end_together(job: str) -> None:
     assert sizes == [3, 3, 3]
     assert [state.step for state in states] == [5, 5, 5]
     assert all(torch.equal(state.weights, torch.full((4,), 5.0)) for state in states)
+
+
+async def waits_in_vain(job: str, min_size: int, words: str) -> None:
+    """Join a job, and expect an error whose message matches ``words``."""
+    async with join(job, min_size=min_size, backend="inproc", timeout=0.3) as session:
+        with pytest.raises(JobTimeoutError, match=words) as raised:
+            await anext(session.generations())
+    assert isinstance(raised.value, TimeoutError)
+
+
+async def test_error_says_how_many_processes_a_job_lacks(job: str) -> None:
+    await waits_in_vain(job, 3, "in job 'test' 1 process is present, and a generation needs 3; start the others")
+
+
+async def test_error_says_that_members_admit_nobody(job: str) -> None:
+    words = "2 processes are present, .* 1 of them are members of generation 1, which have not begun another"
+    async with join(job, backend="inproc") as session:
+        await anext(session.generations())
+        await waits_in_vain(job, 1, words)
+
+
+async def test_error_says_that_a_job_may_have_ended(job: str) -> None:
+    await train(job, new_state(), 2)
+    await waits_in_vain(job, 2, "1 process is present, .* generation 1 has no member left: if the job has ended")
 
 
 async def test_founders_wait_for_the_least_number_of_members(job: str) -> None:

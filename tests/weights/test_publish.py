@@ -20,6 +20,7 @@ from asyncdist.errors import (
     StoreTimeoutError,
     UnsupportedError,
     UsageError,
+    WaitTimeoutError,
 )
 from asyncdist.memory import shared_segment
 from asyncdist.store import StoreServer
@@ -116,7 +117,7 @@ async def test_requests_of_the_old_version_drain_while_new_ones_get_the_new_one(
             assert values(current) == {1.0}
         await publisher.publish(int(fill(model, 2)[2].bias[0]))
         # Both copies are in use, so the next version waits for the old request.
-        with pytest.raises(TimeoutError, match="newer than version 2"):
+        with pytest.raises(TimeoutError, match=r"version 3 .* waits for a copy of the model"):
             await subscriber.next(0.05)
         assert values(read) == {0.0}
         old.__exit__(None, None, None)
@@ -305,6 +306,23 @@ async def test_model_on_the_meta_device_says_what_is_received(job):
         assert await take(subscriber) == (None, {2.0})
 
 
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [(torch.nn.Flatten(), "no weights to publish"), ({"a": torch.empty(3, device="meta")}, "a is on the meta device")],
+)
+async def test_weights_without_values_are_refused(job, source, words):
+    async with Publisher(source, job=job) as publisher:
+        with pytest.raises(UsageError, match=words):
+            await publisher.publish()
+
+
+async def test_tensors_without_elements_are_published(job):
+    state = {"a": torch.empty(0, 3)}
+    async with Publisher(state, job=job) as publisher, Subscriber(like=state, job=job) as subscriber:
+        await publisher.publish(7)
+        assert (await subscriber.next(LIMIT)).step == 7
+
+
 async def test_reader_that_does_not_fit_is_told_and_waits_for_a_version_that_does(job):
     state = {"a": torch.zeros(3)}
     async with Publisher(state, job=job) as publisher, Subscriber(like={"a": torch.zeros(4)}, job=job) as subscriber:
@@ -416,7 +434,7 @@ async def test_keys_are_deleted_with_the_last_process(job):
     async with Publisher(network(2.0), job=job) as publisher:
         assert publisher.incarnation == 1
         async with Subscriber(like=network(), job=job) as subscriber:
-            with pytest.raises(TimeoutError):
+            with pytest.raises(WaitTimeoutError, match=r"newer than .* has been published within 0.05 s"):
                 await subscriber.next(0.05)
 
 
@@ -425,7 +443,7 @@ async def test_publisher_learns_what_its_readers_use(job):
     async with Publisher(model, job=job) as publisher, Subscriber(like=model, job=job) as subscriber:
         version = await publisher.publish()
         assert [each.version for each in await publisher.readers()] == [0]
-        with pytest.raises(TimeoutError, match="do not use version 1 yet: process"):
+        with pytest.raises(WaitTimeoutError, match="do not use version 1 yet: process"):
             await publisher.wait_for_readers(timeout=0.05)
         waiting = asyncio.create_task(publisher.wait_for_readers(version, LIMIT))
         await take(subscriber)

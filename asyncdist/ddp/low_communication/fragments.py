@@ -21,7 +21,8 @@ class Fragment:
         members: Names and parameters, of one device.
 
     Attributes:
-        outer: The outer values of all parameters, one after the other: float32, or float64 if a parameter is.
+        outer: The outer values of all parameters, one after the other: float32, or float64 if a parameter is. Those of a
+            complex parameter are pairs of real numbers.
         feedback: The error of compression of this fragment's pseudo-gradients.
         exchanged_at: The number of inner steps at the last exchange.
     """
@@ -35,7 +36,7 @@ class Fragment:
                 f"a fragment has parameters on {', '.join(sorted(map(str, devices)))}: pass fragments=[...] with one "
                 "device each"
             )
-        wide = any(parameter.dtype == torch.float64 for parameter in self.parameters)
+        wide = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in self.parameters)
         self._dtype = torch.float64 if wide else torch.float32
         self.feedback = ErrorFeedback()
         self.exchanged_at = 0
@@ -57,15 +58,17 @@ class Fragment:
 
     def _flat(self) -> torch.Tensor:
         with torch.no_grad():
-            return torch.cat([parameter.detach().reshape(-1).to(self._dtype) for parameter in self.parameters])
+            return torch.cat([_reals(parameter).reshape(-1).to(self._dtype) for parameter in self.parameters])
 
     def _views(self, flat: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        parts = flat.split([parameter.numel() for parameter in self.parameters])
-        for parameter, part in zip(self.parameters, parts, strict=True):
-            yield parameter, part.view(parameter.shape)
+        """Yield each parameter with its part of ``flat``, in the shape of its real numbers; see `_reals`."""
+        reals = [_reals(parameter) for parameter in self.parameters]
+        parts = flat.split([each.numel() for each in reals])
+        for parameter, each, part in zip(self.parameters, reals, parts, strict=True):
+            yield parameter, part.view(each.shape)
 
     def outer_values(self) -> dict[str, torch.Tensor]:
-        """Return the outer values by the names of the parameters, as views."""
+        """Return the outer values by the names of the parameters, as views; complex ones as pairs of real numbers."""
         return {name: view for name, (_, view) in zip(self.names, self._views(self.outer), strict=True)}
 
     def pseudo_gradient(self) -> torch.Tensor:
@@ -90,7 +93,8 @@ class Fragment:
                     parameter.grad = None
                 self.use_outer_values()
                 for parameter, part in self._views(average):
-                    parameter.grad = part.to(parameter.dtype)
+                    parameter.grad = torch.empty_like(parameter)
+                    _reals(parameter.grad).copy_(part)
             optimizer.step()
         finally:
             for parameter, gradient in gradients:
@@ -99,13 +103,19 @@ class Fragment:
         if own is not None:
             with torch.no_grad():
                 for parameter, part in self._views(own):
-                    parameter.lerp_(part.to(parameter.dtype), keep)
+                    reals = _reals(parameter)
+                    reals.lerp_(part.to(reals.dtype), keep)
 
     def use_outer_values(self) -> None:
         """Set the parameters to the outer values."""
         with torch.no_grad():
             for parameter, part in self._views(self.outer):
-                parameter.copy_(part)
+                _reals(parameter).copy_(part)
+
+
+def _reals(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor as real numbers: with a further dimension of two if it is complex."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
 def fragments_of(model: nn.Module, wanted: int | Sequence[nn.Module | Iterable[nn.Parameter]]) -> list[Fragment]:
