@@ -11,7 +11,7 @@ from torch import nn
 
 from asyncdist.base.ops import ReduceOp
 from asyncdist.ddp import DistributedDataParallel, hooks
-from asyncdist.errors import UsageError
+from asyncdist.errors import UnsupportedError, UsageError
 
 
 def averaging(group, bucket):
@@ -332,5 +332,41 @@ def test_state_of_hooks_belongs_to_one_model(together, toy):
         copied = copy.deepcopy(model)
         toy.loss_of(copied, *toy.share(group, toy.samples())).backward()
         toy.assert_close(toy.gradients(copied), gradients_of(toy, group, hooks.average, 1))
+
+    together(2, rank)
+
+
+class ComplexNetwork(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.full((16, 16), 1 + 2j))
+        self.empty = nn.Parameter(torch.empty(0, 5))
+
+    def forward(self, factor):
+        return (self.weights * factor - 1).abs().square().sum() + self.empty.sum()
+
+
+@pytest.mark.parametrize("hook", [hooks.fp16, hooks.bf16, hooks.Quantized("int8"), hooks.TopK()])
+def test_hook_that_sends_fewer_bits_refuses_complex_gradients(together, hook):
+    def rank(group):
+        model = DistributedDataParallel(ComplexNetwork(), process_group=group)
+        model.register_async_comm_hook(hook)
+        with pytest.raises(UnsupportedError, match="cannot compress complex gradients"):
+            model(1j).backward()
+
+    together(2, rank)
+
+
+@pytest.mark.parametrize("make", [lambda: hooks.average, lambda: hooks.PowerSGD(start=1)])
+def test_hook_averages_complex_gradients_as_they_are(together, make):
+    def rank(group):
+        model, reference = DistributedDataParallel(ComplexNetwork(), process_group=group), ComplexNetwork()
+        model.register_async_comm_hook(make())
+        for _ in range(3):
+            model.zero_grad()
+            model(1j + group.rank()).backward()
+        (sum(reference(1j + each) for each in range(2)) / 2).backward()
+        torch.testing.assert_close(model.module.weights.grad, reference.weights.grad)
+        assert reference.weights.grad.imag.abs().min() > 0.1
 
     together(2, rank)

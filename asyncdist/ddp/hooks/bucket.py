@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from asyncdist.ddp.backward.bucket_memory import Bucket
+from asyncdist.errors import UnsupportedError
 
 
 class GradientBucket:
@@ -33,6 +34,16 @@ class GradientBucket:
 
     def buffer(self) -> torch.Tensor:
         """Return the gradients of this rank as one flat tensor, not divided by the number of ranks."""
+        return self._flat
+
+    def real_buffer(self) -> torch.Tensor:
+        """Return `buffer`, for a hook that sends fewer bits of real numbers.
+
+        Raises:
+            UnsupportedError: The gradients are complex.
+        """
+        if self._flat.is_complex():
+            raise UnsupportedError("the hook cannot compress complex gradients: use hooks.average or hooks.PowerSGD")
         return self._flat
 
     def gradients(self) -> list[torch.Tensor]:

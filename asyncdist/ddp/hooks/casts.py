@@ -37,7 +37,7 @@ async def fp16(bucket: GradientBucket, group: Group) -> torch.Tensor:
         The averages in float16.
     """
     # Divided before the sum, which could exceed the range.
-    sent = bucket.buffer().to(torch.float16).div_(group.size())
+    sent = bucket.real_buffer().to(torch.float16).div_(group.size())
     await group.all_reduce(sent, ReduceOp.SUM)
     return sent
 
@@ -55,6 +55,6 @@ async def bf16(bucket: GradientBucket, group: Group) -> torch.Tensor:
     Example:
         >>> model.register_async_comm_hook(asyncdist.ddp.hooks.bf16)
     """
-    sent = bucket.buffer().to(torch.bfloat16).div_(group.size())
+    sent = bucket.real_buffer().to(torch.bfloat16).div_(group.size())
     await group.all_reduce(sent, ReduceOp.SUM)
     return sent

@@ -66,7 +66,7 @@ class PowerSGD:
         return flat
 
     def _is_compressed(self, gradient: torch.Tensor) -> bool:
-        if gradient.dim() < 2:
+        if gradient.dim() < 2 or gradient.is_complex() or not gradient.numel():
             return False
         rows, columns = gradient.shape[0], gradient.numel() // max(gradient.shape[0], 1)
         return 2 * self._rank * (rows + columns) <= rows * columns

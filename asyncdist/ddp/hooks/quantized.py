@@ -46,6 +46,6 @@ class Quantized:
     async def __call__(self, bucket: GradientBucket, group: Group) -> torch.Tensor:
         """Average a bucket."""
         feedback = self._feedback.setdefault(bucket.key(), ErrorFeedback())
-        average = await average_of(group, bucket.buffer().float(), self._codec, feedback)
+        average = await average_of(group, bucket.real_buffer().float(), self._codec, feedback)
         feedback.residual = average.lost
         return average.values

@@ -43,7 +43,7 @@ class TopK:
 
     async def __call__(self, bucket: GradientBucket, group: Group) -> torch.Tensor:
         """Average a bucket."""
-        flat, ranks = bucket.buffer(), group.size()
+        flat, ranks = bucket.real_buffer(), group.size()
         if ranks == 1:
             return flat
         values = flat.float().clone()
