@@ -125,7 +125,9 @@ class LoopThreadError(UsageError):
 
     def _reason(self) -> str:
         what = self.args[0] if self.args else "this operation"
-        return f"wait() for {what} on the event loop's own thread would never return: use `await` instead"
+        return (
+            f"wait() for {what} on the event loop's own thread would never return: use `await`, or asyncio.to_thread()"
+        )
 
 
 class UnsupportedError(UsageError):

@@ -125,6 +125,7 @@ class GroupFailures:
         if self.channels.pop(channel.prefix, None) is None:
             return
         closed = GroupAbortedError("the group was destroyed while this operation was pending", peer=self._rank)
+        closed.advice = "wait for its operations before you destroy a group"
         if channel.error is None:
             channel.error = closed
         self._discard(channel, None)
@@ -296,6 +297,7 @@ class GroupFailures:
             f"this process was forked from rank {self._rank} and is not a rank itself; create the world in the child",
             peer=self._rank,
         )
+        error.advice = ""
         self.lost_peers.update(dict.fromkeys(range(self._world_size), error))
         for channel in self.channels.values():
             channel.error = channel.error or error

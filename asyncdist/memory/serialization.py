@@ -65,10 +65,12 @@ def pack(value: Any, *, allow_pickle: bool, weights_only: bool = False, extensio
         if weights_only:
             return msgpack.ExtType(_SAVED, _save(part))
         if not allow_pickle:
+            # The callers with an extension have no such argument.
+            restricted = "pass weights_only=True on every rank if torch.load reads it with that, or "
             raise UsageError(
-                f"an object of type {_type_of(part)} cannot be sent as plain data; send its fields, or pass "
-                "weights_only=True on every rank if torch.load reads it with that, "
-                "or set ASYNCDIST_ALLOW_PICKLE=1 on every rank if you trust them all"
+                f"an object of type {_type_of(part)} cannot be sent as plain data; send its fields, or "
+                f"{restricted if extension is None else ''}"
+                "set ASYNCDIST_ALLOW_PICKLE=1 on every rank if you trust them all"
             )
         return msgpack.ExtType(_PICKLE, _pickled(part))
 

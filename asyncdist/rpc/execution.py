@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import inspect
 import logging
 import sys
 from collections import deque
@@ -353,6 +354,8 @@ class Callee:
     # -- answering ---------------------------------------------------------------------------------
 
     def _pack(self, value: Any, *, snapshot: bool) -> PackedValue:
+        if inspect.isgenerator(value):
+            raise ResultNotCarried("it is a generator: write the method as `async def` with `yield`, to send a stream")
         try:
             return self._budget.carrier.pack(value, snapshot=snapshot, lender=self._loans)
         except UsageError as error:
@@ -411,8 +414,9 @@ class Callee:
     def _refuse_overload(self, number: int) -> None:
         budget = self._budget
         if budget.is_closing:
-            reason = "the callee is closing"
-        elif len(self._calls) >= self._credits:
+            self._fail(number, Failure.REFUSED, "its process is leaving the session and accepts no more calls")
+            return
+        if len(self._calls) >= self._credits:
             reason = f"{self._credits} calls of this caller are open, and the callee accepts no more"
         else:
             reason = f"{budget.num_calls} calls of all callers are open, and the callee accepts no more"

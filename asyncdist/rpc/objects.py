@@ -106,6 +106,10 @@ class ServedObjects:
             raise NoSuchObject(f"{name!r} is private: it cannot be called remotely")
         function = served if name == CALL_METHOD and callable(served) else getattr(served, name, None)
         if not callable(function):
+            if inspect.getattr_static(served, name, None) is not None:
+                raise NoSuchObject(
+                    f"{name!r} is an attribute of an object of type {kind}, not a method: serve a method that returns it"
+                )
             names = [each for each in dir(served) if not each.startswith("_")]
             close = difflib.get_close_matches(name, names, 3)
             hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""

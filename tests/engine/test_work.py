@@ -328,7 +328,7 @@ async def test_timed_out_wait_in_a_thread_leaves_the_operation_pending(transport
 async def test_wait_on_the_thread_of_the_loop_is_refused(transport):
     async with world_of(2, transport=transport) as (zero, one):
         work = zero.all_reduce(ones())
-        with pytest.raises(LoopThreadError, match="use `await` instead"):
+        with pytest.raises(LoopThreadError, match=r"use `await`, or asyncio.to_thread\(\)"):
             work.wait()
         with pytest.raises(LoopThreadError, match="all_reduce on the event loop"):
             one.all_reduce(ones(), background=False)

@@ -63,6 +63,13 @@ class Echo:
 
     value = 3
 
+    @property
+    def count(self):
+        return len(self.log)
+
+    def numbers(self):
+        yield 1
+
 
 class Odd(Exception):
     """An exception whose message cannot be made."""
@@ -139,8 +146,11 @@ async def test_result_is_as_it_was_when_the_method_returned(serving):
 async def test_pickles_pass_only_where_they_are_allowed(serving):
     value = OrderedDict(a=1)
     async with serving(Echo()) as it:
-        with pytest.raises(UsageError, match=r"it.echo\(\) at process \d+.*OrderedDict cannot be sent as plain data"):
+        with pytest.raises(
+            UsageError, match=r"it.echo\(\) at process \d+.*OrderedDict cannot be sent as plain data"
+        ) as raised:
             await it.echo(value)
+        assert "weights_only" not in str(raised.value)
     async with serving(Echo(), settings={"allow_pickle": True}) as it:
         assert await it.echo(value) == value
         assert type(await it.echo(value)) is OrderedDict
@@ -186,7 +196,8 @@ async def test_exception_of_the_method_arrives_with_its_name_message_and_traceba
     ("method", "arguments", "reason"),
     [
         ("ehco", (), "has no method 'ehco'; did you mean 'echo'"),
-        ("value", (), "has no method 'value'"),
+        ("value", (), "'value' is an attribute of an object of type Echo, not a method"),
+        ("count", (), "'count' is an attribute of an object of type Echo, not a method"),
         ("plain", (), "the arguments do not fit: "),
         ("note", (1, 2), "the arguments do not fit: "),
     ],
@@ -196,6 +207,12 @@ async def test_call_that_cannot_run_is_refused_with_the_reason(serving, method, 
         with pytest.raises(rpc.CallRefusedError, match=f"it.{method}.. at {it.peer}: .*{reason}"):
             await it.call(method, arguments)
         assert await it.echo(1) == 1
+
+
+async def test_generator_is_refused_as_a_result(serving):
+    async with serving(Echo()) as it:
+        with pytest.raises(rpc.ResultError, match="it is a generator: write the method as `async def` with `yield`"):
+            await it.numbers()
 
 
 async def test_private_methods_cannot_be_called(serving):
