@@ -28,7 +28,7 @@ def caps(bucket_cap_mb: float | str) -> tuple[int, int]:
         raise UsageError(f"bucket_cap_mb is a number of MiB or 'auto', not {bucket_cap_mb!r}")
     cap = int(bucket_cap_mb * MIB)
     if cap <= 0:
-        raise ValueError(f"bucket_cap_mb must be greater than 0 (MiB), not {bucket_cap_mb!r}")
+        raise UsageError(f"bucket_cap_mb must be greater than 0 (MiB), not {bucket_cap_mb!r}")
     return limits_of(cap)
 
 
