@@ -225,10 +225,7 @@ class DeviceGroup(CollectiveOps):
         if error is not None:
             self._fail(pending, error)
         elif not pending.work.failed:
-            try:
-                do(pending, before)
-            except Exception as cause:
-                self._fail(pending, cause)
+            self._guarded(pending, functools.partial(do, pending, before))
 
     def _guarded(self, pending: Pending, do: Callable[[], None]) -> None:
         try:

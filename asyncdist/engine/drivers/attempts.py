@@ -9,13 +9,11 @@ from typing import NamedTuple
 
 from asyncdist.algorithms.schedule import END_ATTEMPT, Schedule
 from asyncdist.engine.drivers.loop_driver import LoopDriver, LoopState
-from asyncdist.engine.drivers.turns import TIME_SLICE, Turns
+from asyncdist.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns
 from asyncdist.engine.drivers.waiting import MOST_POLLS
 from asyncdist.engine.machine import Calls
 from asyncdist.transport.base import Wait
 
-LONGEST_ATTEMPT = 10e-3
-"""Seconds for which a call sleeps for its peers before it becomes an operation, which others can see."""
 _TURN_EVERY = 0.5e-3
 """Seconds after which a program whose calls are all complete at once drives its pending receives."""
 
@@ -100,7 +98,7 @@ class Attempts:
             if turns.standby or turns.inbox:
                 self._hand_over()
             # Peers no longer signal to the loop, or it has found that this thread drives.
-            elif has_driven or ((machine.operations or machine.timers) and self._loop_driver.state is LoopState.IDLE):
+            elif machine.operations and (has_driven or self._loop_driver.state is LoopState.IDLE):
                 self._loop_driver.resume()
 
     def _run(self, schedule: Schedule, group: Calls, wait: bool, most: int, block: bool) -> _Sleep | bool:

@@ -36,7 +36,7 @@ from asyncdist.base.descriptors import is_exhausted
 from asyncdist.engine.drivers.home_loop import HomeLoop
 from asyncdist.engine.drivers.idle_watch import IdleWatch
 from asyncdist.engine.drivers.loop_watcher import LoopWatcher
-from asyncdist.engine.drivers.turns import TIME_SLICE, Turns
+from asyncdist.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns
 from asyncdist.transport.base import Wait
 
 
@@ -144,7 +144,9 @@ class LoopDriver:
             return
         if turns.driver_lock.locked():
             self.watcher.watch(loop, {})
-            self.watcher.set_timer(loop, monotonic() + _DEFERRAL if self.state is _DEFERRING else math.inf)
+            # It may be an attempt, which hands over nothing but receives, and timers must run after it.
+            again = _DEFERRAL if self.state is _DEFERRING else LONGEST_ATTEMPT if machine.timers else math.inf
+            self.watcher.set_timer(loop, monotonic() + again)
             return
         with turns.lock:
             if self.state is _CLOSED:  # another thread may have closed the machine while this one waited for the lock

@@ -13,6 +13,8 @@ from asyncdist.engine.drivers.waker import Waker
 from asyncdist.engine.machine import Machine
 from asyncdist.transport.base import Wait
 
+LONGEST_ATTEMPT = 10e-3
+"""Seconds for which a call sleeps for its peers before it becomes an operation, which others can see."""
 TIME_SLICE = 1e-3
 """Seconds for which the machine continues in an event loop before the loop's other callbacks run."""
 

@@ -165,3 +165,16 @@ async def test_oversubscribed_members_copy_the_first_result(oversubscribed, coun
             await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
             assert all(torch.equal(tensor, sum(numbers(count, rank + turn) for rank in range(3))) for tensor in tensors)
     assert len(reductions) == CALLS * (1 if oversubscribed else 3)
+
+
+async def test_different_calls_before_the_end_of_a_group_are_logged(caplog):
+    """Each rank is a root, which waits for no other, and no later call compares them."""
+    async with world_of(2, transport="shm") as groups:
+        among = [group.world.new_group(None) for group in groups]
+        for group in among:
+            await group.broadcast(torch.ones(4), group.rank())
+        for group in among:
+            group.close()
+        assert "calls before the end of the group had wrong results: " in caplog.text
+        assert "broadcast(4 x float32, root 0" in caplog.text
+        assert "broadcast(4 x float32, root 1" in caplog.text

@@ -8,12 +8,15 @@ group.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective
+from asyncdist.errors import GroupError
 from asyncdist.memory.buffers import Memory
 from asyncdist.transport.native import CallSignature, Native, PreparedCall
 from asyncdist_transports.shm.collectives import zero_copy
@@ -22,6 +25,8 @@ from asyncdist_transports.shm.collectives.slot_table import DONE, SlotTable
 from asyncdist_transports.shm.collectives.small import small_exchange_for
 from asyncdist_transports.shm.collectives.staging import CollectiveState
 from asyncdist_transports.shm.collectives.streaming import StagedStream
+
+log = logging.getLogger("asyncdist")
 
 
 class ShmNative(Native):
@@ -38,6 +43,11 @@ class ShmNative(Native):
         self._show()
 
     def close(self) -> None:
+        # No later call raises the error of these.
+        try:
+            self._slots.check_deferred(math.inf)
+        except GroupError as error:
+            log.error("calls before the end of the group had wrong results: %s", error.summary)
         self._hide()
 
     def publish(self, sequence: int, fingerprint: int) -> Schedule:

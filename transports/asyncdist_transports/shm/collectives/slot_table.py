@@ -250,11 +250,11 @@ class SlotTable:
         if self.deferred_checks:
             self.check_deferred(number)
 
-    def check_deferred(self, number: int) -> None:
+    def check_deferred(self, number: float) -> None:
         """Raise the mismatch error if a member made another call in a collective that this member did not wait for.
 
-        ``number`` is the current collective. A member checks before it runs the next collective in a slot, so at least one
-        of two members that differ detects it.
+        ``number`` is the current collective; infinity after the last one. A member checks before it runs the next
+        collective in a slot, so at least one of two members that differ detects it.
         """
         while self.deferred_checks and self.deferred_checks[0][0] < number:
             before, call = self.deferred_checks[0]
@@ -265,6 +265,7 @@ class SlotTable:
                     return
                 member_call = self._call_of(member, before)
                 if member_call is not None and member_call != call:
+                    self.deferred_checks.clear()
                     raise self._mismatch_error(self.world_ranks[member.rank], call, member_call)
             self.deferred_checks.popleft()
 
