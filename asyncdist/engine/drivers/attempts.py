@@ -97,8 +97,8 @@ class Attempts:
                 turns.deliver()
             if turns.standby or turns.inbox:
                 self._hand_over()
-            # Peers no longer signal to the loop, or it has found that this thread drives.
-            elif machine.operations and (has_driven or self._loop_driver.state is LoopState.IDLE):
+            # Peers no longer signal to the loop, another thread has begun an operation, or the loop has met this thread.
+            elif machine.operations and (has_driven or machine.acting or self._loop_driver.state is LoopState.IDLE):
                 self._loop_driver.resume()
 
     def _run(self, schedule: Schedule, group: Calls, wait: bool, most: int, block: bool) -> _Sleep | bool:
