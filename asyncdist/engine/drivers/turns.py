@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -118,7 +119,7 @@ class Turns:
             if waker is None or self.inbox:  # a thread added an action after this driver's last turn
                 return None
             seconds = min(until, self.machine.next_deadline()) - monotonic()
-            return self.waiting.sleep(lambda: waker.sleep(waits, seconds))
+            return self.waiting.sleep(functools.partial(waker.sleep, waits, seconds))
         finally:
             self.sleeping = False
 
