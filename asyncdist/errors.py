@@ -60,7 +60,7 @@ class AsyncdistError(RuntimeError):
     # Not named `message`: torch's DataLoader calls error classes with such an attribute with ``message=``.
     @property
     def summary(self) -> str:
-        """What happened, where, and what to do next, without the address of the page: for use inside other texts."""
+        """The message without the address of the page, for use inside other texts."""
         # The text may contain the whole text of another error, also of one that another process raised.
         return _ADDRESS.sub("", self._text())
 

@@ -3,9 +3,9 @@
 `DeviceGroup` adds each operation when it is issued. The callbacks that it passes decide what a failure means. A caller that
 waits for events alone, as `DeviceLending` does, passes no callbacks.
 
-The thread polls often only while somebody waits for an enqueued operation: a callback, an ``await``, a hook. A blocking
+The thread polls often only while something waits for an enqueued operation: a callback, an ``await``, a hook. A blocking
 caller does not, and a thread that polls beside it would take the interpreter from it several times in each call. The
-operations that nobody waits for are finished by the calls that follow them, or by the thread some milliseconds later.
+operations that nothing waits for are finished by the calls that follow them, or by the thread some milliseconds later.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from asyncdist.transport.device_streams import DeviceEvent, completes_soon
 
 log = logging.getLogger("asyncdist")
 
-# Polling interval in seconds while somebody waits; it doubles while nothing completes.
+# Polling interval in seconds while something waits; it doubles while nothing completes.
 _SHORTEST, _LONGEST = 20e-6, 2e-3
-# The interval while nobody waits.
+# The interval while nothing waits.
 _UNHURRIED = 10e-3
-# How many operations that nobody waits for a call finishes.
+# How many operations that nothing waits for a call finishes.
 _MOST_RETIRED = 4
 # Seconds after which an operation is slow: the group then checks that its peers are still there.
 _SLOW = 0.05
@@ -68,7 +68,7 @@ class Pending:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for the device to complete the operation."""
+        """Whether something waits for the device to complete the operation."""
         return self.event is not None and (self.work.has_callbacks or self.entry.has_hooks)
 
 
@@ -116,7 +116,7 @@ class CompletionWatcher:
             self._ensure_polling()
 
     def enqueued(self, pending: Pending, value: Any, event: DeviceEvent) -> None:
-        """Record that an operation is enqueued. If somebody waits, poll for a moment here: no thread must wake up then."""
+        """Record that an operation is enqueued. If something waits, poll for a moment here: no thread must wake up then."""
         pending.enqueued(value, event)
         if pending.is_awaited:
             self._finish_soon(pending, event)
@@ -157,7 +157,7 @@ class CompletionWatcher:
         return step
 
     def hurry(self) -> None:
-        """Let the thread poll at once, and often until something completes: somebody waits."""
+        """Let the thread poll at once, and often until something completes: something waits."""
         with self._changed:
             self._hurried, self._pause = True, _SHORTEST
             self._changed.notify()

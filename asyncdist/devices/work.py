@@ -38,7 +38,7 @@ class DeviceWork(Work):
     _enqueue_lock: ClassVar[threading.Lock] = threading.Lock()
 
     hurry: Callable[[], object] = staticmethod(lambda: None)
-    """Called when somebody waits for the device, once the operation is enqueued: the completion watcher then polls."""
+    """Called when something waits for the device, once the operation is enqueued: the completion watcher then polls."""
 
     def __init__(self, streams: Streams, home: Progress | None = None) -> None:
         super().__init__(None)
@@ -186,7 +186,7 @@ class DeviceWork(Work):
     def _drive_until_enqueued(self, until: float) -> bool:
         """Block until the operation is enqueued or has failed; return False at the monotonic time ``until``.
 
-        While it waits for a work that is driven by those who wait for it, this thread drives that work.
+        While it waits for a work that its waiting threads drive, this thread drives that work.
         """
         moved = threading.Event()
         self._waiters.append(moved)

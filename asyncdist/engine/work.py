@@ -130,7 +130,7 @@ class Work(_Awaited[T_co]):
 
     @property
     def has_callbacks(self) -> bool:
-        """Whether anybody is to be told when the operation is complete."""
+        """Whether callbacks run when the operation is complete."""
         return bool(self._callbacks)
 
     def is_completed(self) -> bool:

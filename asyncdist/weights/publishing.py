@@ -221,7 +221,7 @@ class Publishing:
 
 
 def _published(source: Source) -> Mapping[str, torch.Tensor]:
-    """Return the tensors to publish; raise if there are none, or one has no values."""
+    """Return the tensors to publish; raise if the source has no tensors, or one has no values."""
     tensors = tensors_of(source)
     if not tensors:
         raise UsageError("there are no weights to publish: the module or dict contains no tensors")

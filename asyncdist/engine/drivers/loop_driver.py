@@ -10,12 +10,12 @@ The driver is in one of five states (`LoopState`)::
       RESTING or DEFERRING --------+          any state --- close() ---> CLOSED
 
 The loop drives the machine in ``_run_scheduled``, when a watched descriptor is ready, and when the timer fires. In
-RESTING the peers signal new data, because the machine has asked for it; a turn of another thread ends that, so the
+RESTING the peers signal new data, because the machine has requested it; a turn of another thread ends that, so the
 thread schedules the loop again.
 
 DEFERRING serves blocking programs that make one call after another while they expect a message, such as the stages of a
 pipeline. To watch descriptors for the message would wake the background loop at each call. So the loop does not watch
-them before the program has made no call for a moment; the calls drive the receive meanwhile.
+them before the program has made no call for a moment. Until then the calls drive the receive.
 
 `HomeLoop` replaces the user's loop by the background loop when the user's loop ends.
 """
