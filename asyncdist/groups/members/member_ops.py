@@ -106,7 +106,8 @@ class MemberOps(ABC):
         more if it has too few members. All members of the new group then call `adopt`, as newcomers do.
 
         The new group has the ids of its members in `member_ids`, and a `generation` higher by one. The successor of the
-        default group becomes the default group, so its members have new global ranks, from 0 on; other groups keep their ranks.
+        default group becomes the default group, so its members have new global ranks, from 0 on. Other groups keep their
+        ranks.
 
         Args:
             min_size: The fewest members to go on with. The largest one that a member passes counts.
