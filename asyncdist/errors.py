@@ -17,7 +17,7 @@
     ├── WaitTimeoutError (TimeoutError)      only the wait ended; the operation continues
     ├── RendezvousError                      the ranks did not find each other
     │   ├── RendezvousTimeoutError (TimeoutError)
-    │   ├── JobTimeoutError (TimeoutError)   too few processes were present in a job
+    │   ├── JobTimeoutError (TimeoutError)   a job had too few processes: see `asyncdist.elastic.errors`
     │   └── AddressError (OSError)           a port is in use, a host does not resolve
     │       └── LookUpTimeoutError (TimeoutError)  the name server did not answer in time
     ├── StoreError
@@ -50,7 +50,7 @@ from asyncdist.base.ops import is_message
 DOCUMENTATION = "https://asyncdist.readthedocs.io/en/stable/"
 """Where the documentation of this release is published. It is set nowhere else."""
 _SEE = f"\nsee {DOCUMENTATION}errors/#"
-_DOCUMENTED = (__name__, "asyncdist.rpc.errors", "asyncdist.weights.errors")
+_DOCUMENTED = (__name__, "asyncdist.elastic.errors", "asyncdist.rpc.errors", "asyncdist.weights.errors")
 _ADDRESS = re.compile(rf"{re.escape(_SEE)}\w+")
 
 
@@ -358,39 +358,6 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
             f"after {self.timeout:g} s {what}; "
             "check whether the missing ranks were started with the same address, world size and token"
         )
-
-
-class JobTimeoutError(RendezvousError, TimeoutError):
-    """This process became no member of a generation of its job in time.
-
-    Attributes:
-        job: The name of the job.
-        present: Number of processes that were present: members of the present generation, and those that waited.
-        members: Number of these that were members.
-        min_size: Number of processes that a generation needs.
-        generation: The number of the last generation; 0 before the first.
-        timeout: Seconds for which this process waited.
-    """
-
-    def __init__(self, job: str, present: int, members: int, min_size: int, generation: int, timeout: float) -> None:
-        super().__init__(job, present, members, min_size, generation, timeout)
-        self.job, self.present, self.members = job, present, members
-        self.min_size, self.generation, self.timeout = min_size, generation, timeout
-
-    def _text(self) -> str:
-        present = f"{self.present} process{' is' if self.present == 1 else 'es are'} present"
-        what = f"after {self.timeout:.3g} s in job {self.job!r} {present}, and a generation needs {self.min_size}"
-        if self.members:
-            return (
-                f"{what}; {self.members} of them are members of generation {self.generation}, which have not begun "
-                "another: they do so where their code goes through generations(), or calls regroup()"
-            )
-        if self.generation:
-            return (
-                f"{what}; generation {self.generation} has no member left: if the job has ended, start another one under "
-                "another name; otherwise start more processes with the same address, name and token"
-            )
-        return f"{what}; start the others with the same address, name and token"
 
 
 class AddressError(RendezvousError, OSError):

@@ -13,6 +13,7 @@ from torch._utils import ExceptionWrapper
 
 from asyncdist import errors
 from asyncdist.base.error_text import describe_error
+from asyncdist.elastic import errors as elastic_errors
 from asyncdist.engine.operation import local_failure
 from asyncdist.errors import AddressError, AsyncdistError, GroupAbortedError, UsageError
 from asyncdist.groups.group import Group
@@ -42,7 +43,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 KINDS = [
     kind
-    for module in (errors, rpc_errors, weights_errors)
+    for module in (errors, elastic_errors, rpc_errors, weights_errors)
     for _, kind in inspect.getmembers(module, inspect.isclass)
     if issubclass(kind, AsyncdistError) and kind.__module__ == module.__name__
 ]

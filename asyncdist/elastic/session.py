@@ -28,12 +28,12 @@ from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.config import Config
+from asyncdist.elastic.errors import JobTimeoutError
 from asyncdist.elastic.job import GenerationRecord, Job
 from asyncdist.engine.work import Work
 from asyncdist.errors import (
     ExcludedError,
     GroupError,
-    JobTimeoutError,
     NoQuorumError,
     NotInitializedError,
     UsageError,

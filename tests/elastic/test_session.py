@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from asyncdist.elastic import session as session_module
+from asyncdist.elastic.errors import JobTimeoutError
 from asyncdist.elastic.job import GenerationRecord, Job
 from asyncdist.elastic.session import JobSession, join
-from asyncdist.errors import GroupError, JobTimeoutError, StoreConnectionError, UsageError
+from asyncdist.errors import GroupError, StoreConnectionError, UsageError
 from asyncdist.groups.group import Group
 from asyncdist.groups.members.member_watch import MemberChange, MemberWatch
 from asyncdist.groups.members.training_state import State
