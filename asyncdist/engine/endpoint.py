@@ -30,7 +30,7 @@ from asyncdist.engine.drivers.core_use import CoreUse
 from asyncdist.engine.executor import Executor
 from asyncdist.engine.group_failures import GroupFailures
 from asyncdist.engine.heartbeat import Heartbeat
-from asyncdist.engine.machine import Until
+from asyncdist.engine.machine import Sleep, Until
 from asyncdist.engine.operation import Channel, Operation, Plan, awaited
 from asyncdist.engine.progress import Progress
 from asyncdist.engine.routing import Addresses, TransportSelector
@@ -426,9 +426,15 @@ class Endpoint:
         # Peers signal from now on. A peer that moved data just before did not signal, so check once more.
         return None if self._executor.run() else waits
 
-    def arrivals(self, peer: int) -> tuple[Wait, ...]:
+    def sleep(self, peer: int) -> Sleep | None:
         inbox = self.inboxes.get(peer)
-        return () if inbox is None or inbox.source is None else inbox.source.arrivals
+        if inbox is not None and inbox.source is not None:
+            return Sleep(inbox.source.arrivals, None)
+        for transport in self.transport_selector.transports:
+            if transport.shares_memory(peer):
+                waits = transport.waits()
+                return None if waits is None else Sleep(waits, transport.advance)
+        return None
 
     def interrupted(self, cause: BaseException) -> None:
         self.failures.interrupted(cause)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from asyncdist.transport.base import Wait
 
@@ -52,6 +52,22 @@ class Calls(Protocol):
     highest: int
 
 
+Advance = Callable[[Iterable[int] | None], bool]
+"""Makes progress on the given descriptors, or on all; returns whether anything moved."""
+
+
+class Sleep(NamedTuple):
+    """How a thread sleeps for a peer.
+
+    Attributes:
+        waits: The descriptors and poll events to sleep on.
+        advance: Reads what has arrived on the descriptors, under the lock; None if the schedule reads it itself.
+    """
+
+    waits: Sequence[Wait]
+    advance: Advance | None
+
+
 class Machine(Protocol):
     """The pending operations of one rank. Its `Progress` calls the methods under its lock.
 
@@ -85,10 +101,10 @@ class Machine(Protocol):
         Until the next `advance`, peers signal new data on these descriptors.
         """
 
-    def arrivals(self, peer: int) -> tuple[Wait, ...]:
-        """Return the descriptors on which the next message of a peer arrives, for a direct schedule that reads it.
+    def sleep(self, peer: int) -> Sleep | None:
+        """Return how to sleep for what one peer does next, and for as little else as possible.
 
-        Empty if there are none, or if the peer has to signal its messages.
+        None if nothing less than `waits` reports it, or if something has moved.
         """
 
     def busy(self) -> bool:

@@ -198,6 +198,10 @@ class Transport(ABC):
     def link(self, peer: int, address: Address) -> Link:
         """Return a link to a peer. The link connects on first use."""
 
+    def shares_memory(self, peer: int) -> bool:
+        """Return whether all that a peer does for the native collectives of this transport is signalled on its `waits`."""
+        return False
+
     @abstractmethod
     def advance(self, ready: Iterable[int] | None) -> bool:
         """Send and receive without waiting, on the given descriptors or on all; return whether any bytes moved."""

@@ -19,7 +19,7 @@ import torch
 from asyncdist.base.background_loop import background_loop
 from asyncdist.engine import progress as progress_module
 from asyncdist.engine.drivers import attempts, home_loop, loop_driver, turns, waiting, waker
-from asyncdist.engine.machine import READ
+from asyncdist.engine.machine import READ, Sleep
 from asyncdist.engine.progress import Progress
 from asyncdist.errors import GroupError
 from asyncdist.testing.cluster import run_ranks, world_of
@@ -70,8 +70,8 @@ class IdleMachine:
         self.asked_for_waits.set()
         return []
 
-    def arrivals(self, peer):
-        return ()
+    def sleep(self, peer):
+        return None
 
     def busy(self):
         return False
@@ -433,7 +433,7 @@ def test_blocking_call_that_sleeps_for_a_message_wakes_for_it_alone(signalled, a
     """The schedule reads the message itself: the machine, which would post it as unexpected, is not asked to."""
     machine, progress = signalled
     monkeypatch.setattr(attempts, "LONGEST_ATTEMPT", PATIENCE)
-    monkeypatch.setattr(machine, "arrivals", lambda peer: ((machine.sock.fileno(), READ),) if peer == 1 else ())
+    monkeypatch.setattr(machine, "sleep", lambda peer: Sleep([(machine.sock.fileno(), READ)], None) if peer == 1 else None)
     progress.turns.prepare_sleep()
     machine.asked_for_waits.clear()
     flag = Flag()

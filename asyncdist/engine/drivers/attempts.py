@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from asyncio import _get_running_loop
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic
-from typing import NamedTuple
 
 from asyncdist.algorithms.schedule import END_ATTEMPT, Schedule
 from asyncdist.engine.drivers.loop_driver import LoopDriver, LoopState
 from asyncdist.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns
 from asyncdist.engine.drivers.waiting import MOST_POLLS
-from asyncdist.engine.machine import Calls
-from asyncdist.transport.base import Wait
+from asyncdist.engine.machine import Advance, Calls, Sleep
 
 _TURN_EVERY = 0.5e-3
 """Seconds after which a program whose calls are all complete at once drives its pending receives."""
-
-
-class _Sleep(NamedTuple):
-    """How an attempt sleeps: on which descriptors, and whether its schedule reads what arrives there itself."""
-
-    waits: Sequence[Wait]
-    are_read: bool
 
 
 class Attempts:
@@ -63,6 +54,7 @@ class Attempts:
         if machine.acting or not turns.driver_lock.acquire(False):
             return False
         asleep_until, ready = 0.0, None
+        advance: Advance | None = None
         drives = has_driven = bool(machine.operations) and monotonic() >= self._turn_at
         try:
             while turns.lock.acquire(False):
@@ -70,6 +62,8 @@ class Attempts:
                     if drives:
                         turns.turn(ready)
                         self._turn_at = turns.expire() + _TURN_EVERY
+                    elif advance is not None:
+                        turns.turn(ready, advance)
                     outcome = self._run(schedule, group, wait, polls, block)
                     if outcome is True:
                         group.started += 1
@@ -86,9 +80,9 @@ class Attempts:
                 asleep_until = asleep_until or monotonic() + LONGEST_ATTEMPT
                 if monotonic() >= asleep_until:
                     return False
-                ready = turns.sleep(outcome.waits, asleep_until)
-                drives = ready is None or not outcome.are_read
-                has_driven = has_driven or not outcome.are_read
+                ready, advance = turns.sleep(outcome.waits, asleep_until), outcome.advance
+                drives = ready is None or advance == machine.advance
+                has_driven = has_driven or advance is not None
             return False
         finally:
             turns.sleeping = False
@@ -101,7 +95,7 @@ class Attempts:
             elif machine.operations and (has_driven or machine.acting or self._loop_driver.state is LoopState.IDLE):
                 self._loop_driver.resume()
 
-    def _run(self, schedule: Schedule, group: Calls, wait: bool, most: int, block: bool) -> _Sleep | bool:
+    def _run(self, schedule: Schedule, group: Calls, wait: bool, most: int, block: bool) -> Sleep | bool:
         """Run a schedule; return whether it is complete or an operation continues it, or how to sleep for its peers."""
         turns, waiting = self._turns, self._waiting
         inbox = turns.inbox
@@ -111,7 +105,8 @@ class Attempts:
         enough = most if most < allowed else allowed
         # In an event loop the loop's other callbacks must run after each time slice.
         end = 0.0 if wait or not (_get_running_loop() or turns.in_trio) else monotonic() + TIME_SLICE
-        sleep: _Sleep | None = None
+        sleep: Sleep | None = None
+        awaited = -1
         for step in schedule:
             if inbox or step is END_ATTEMPT:  # another thread needs the lock, or the schedule an operation
                 return False
@@ -124,14 +119,14 @@ class Attempts:
             polls += 1
             if polls < enough:
                 continue
-            if sleep is not None:
+            if sleep is not None and step == awaited:
                 return sleep
             polls, now = 0, monotonic()
             if now >= waiting.look_at:
                 waiting.look(now)
             if block and not waiting.spin:
-                sleep = self._prepare_sleep(group.members[step])
-                if sleep is None or sleep.are_read:
+                sleep, awaited = self._prepare_sleep(group.members[step]), step
+                if sleep is None or sleep.advance is None:
                     return sleep or False
                 # The schedule is polled once more before the sleep: a peer that has moved before does not signal.
                 polls = enough - 1
@@ -140,17 +135,18 @@ class Attempts:
             if now >= until:
                 return False
             waiting.offer_core(now)
-        if sleep is not None:
+        if sleep is not None and sleep.advance is not None:
             # Peers need not signal any more, which would cost them a system call.
-            self._machine.advance(())
+            sleep.advance(())
         return True
 
-    def _prepare_sleep(self, peer: int) -> _Sleep | None:
+    def _prepare_sleep(self, peer: int) -> Sleep | None:
         """Return how a schedule sleeps for a peer; None to continue it in an operation."""
-        reads_alone = self._turns.waker is not None and not self._machine.operations
-        arrivals = self._machine.arrivals(peer) if reads_alone else ()
-        if arrivals:
-            self._turns.sleeping = True
-            return _Sleep(arrivals, are_read=True)
-        waits = self._turns.prepare_sleep()
-        return None if waits is None else _Sleep(waits, are_read=False)
+        turns, machine = self._turns, self._machine
+        if turns.waker is not None and not machine.operations:
+            sleep = machine.sleep(peer)
+            if sleep is not None:
+                turns.sleeping = True
+                return sleep
+        waits = turns.prepare_sleep()
+        return None if waits is None else Sleep(waits, machine.advance)

@@ -11,7 +11,7 @@ from time import monotonic
 from asyncdist.base.descriptors import is_exhausted
 from asyncdist.engine.drivers.waiting import Waiting
 from asyncdist.engine.drivers.waker import Waker
-from asyncdist.engine.machine import Machine
+from asyncdist.engine.machine import Advance, Machine
 from asyncdist.transport.base import Wait
 
 LONGEST_ATTEMPT = 10e-3
@@ -54,14 +54,19 @@ class Turns:
 
     # -- under the lock ------------------------------------------------------------------------
 
-    def turn(self, ready: Iterable[int] | None) -> bool:
-        """Run the actions of other threads, and drive the machine once; return whether anything moved."""
+    def turn(self, ready: Iterable[int] | None, advance: Advance | None = None) -> bool:
+        """Run the actions of other threads, and drive the machine once; return whether anything moved.
+
+        Args:
+            ready: The descriptors that are ready; None if they are unknown.
+            advance: Drives a part of the machine; None for all of it.
+        """
         inbox, moved = self.inbox, False
         try:
             while inbox:
                 inbox.popleft()()
                 moved = True
-            return self.machine.advance(ready) or moved
+            return (advance or self.machine.advance)(ready) or moved
         except BaseException as cause:
             self.interrupt(cause)
             if not is_exhausted(cause):
@@ -113,12 +118,14 @@ class Turns:
 
     def sleep(self, waits: Sequence[Wait], until: float) -> list[int] | None:
         """Sleep until a descriptor is ready, the waker rings or a deadline passes; return the ready descriptors, or
-        None if they are unknown."""
+        None if they are unknown or a deadline has passed before."""
         try:
             waker = self.waker
             if waker is None or self.inbox:  # a thread added an action after this driver's last turn
                 return None
             seconds = min(until, self.machine.next_deadline()) - monotonic()
+            if seconds <= 0:
+                return None
             return self.waiting.sleep(functools.partial(waker.sleep, waits, seconds))
         finally:
             self.sleeping = False

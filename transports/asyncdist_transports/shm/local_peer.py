@@ -103,7 +103,10 @@ class LocalPeer:
         return READABLE | WRITABLE if self._unsent_control else READABLE
 
     def receive_packets(self) -> None:
-        """Handle the packets that have arrived. Raises PeerGone at the end, and ProtocolError for a malformed packet."""
+        """Handle the packets that have arrived, up to a wake-up: most often it is the only one.
+
+        Raises PeerGone at the end, and ProtocolError for a malformed packet.
+        """
         while True:
             try:
                 packet = self.sock.recv(PACKET_NBYTES)
@@ -115,8 +118,9 @@ class LocalPeer:
             if not packet:
                 self._peer_closed = True
                 raise PeerGone("its connection has ended")
-            if packet != WAKE_PACKET:
-                self._dispatch_control(packet)
+            if packet == WAKE_PACKET:
+                return
+            self._dispatch_control(packet)
 
     def _dispatch_control(self, packet: bytes) -> None:
         at = 0

@@ -285,6 +285,9 @@ class ShmTransport(Transport):
 
     # -- driving -------------------------------------------------------------------------------
 
+    def shares_memory(self, peer: int) -> bool:
+        return peer in self._connected
+
     def advance(self, ready: Iterable[int] | None) -> bool:
         self.asleep[0] = 0
         moved = False
