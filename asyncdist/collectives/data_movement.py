@@ -379,7 +379,7 @@ def barrier(group: GroupContext) -> PreparedCollective:
     if native is not None:
         return PreparedCollective(call, 0, native.prepare(CallSignature(Collective.barrier, call, torch.uint8, (0,))))
     if hierarchical is not None:
-        return PreparedCollective(call, 0, parts=lambda: hierarchical.barrier(call), fold=BARRIER_KERNELS.fold)
+        return PreparedCollective(call, 0, recorded=lambda: hierarchical.barrier(call), fold=BARRIER_KERNELS.fold)
     recorded = RecordedCall(lambda: recursive_doubling.barrier(group.rank, group.size, NOTHING, NOTHING), [])
     return PreparedCollective(call, 0, recorded=recorded.schedule)
 

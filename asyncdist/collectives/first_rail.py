@@ -99,17 +99,17 @@ class FirstRailCollectives:
 
     def all_reduce(self, call: int, memory: Memory, kernels: Arithmetic, number: int) -> Schedule:
         """Reduce the memory over all ranks in place."""
-        own, members = widened(memory, kernels), self._layout.members
+        own = widened(memory, kernels)
         steps = self._reductions.get((call, own.count)) or self._prepare_all_reduce(call, own, memory, kernels)
         if steps.reduce is not None:
-            yield from among(members, steps.reduce(number, own.tensor))
+            yield from steps.reduce(number, own.tensor)
         if self._layout.place == 0:
             scratch = self._scratch.take(own.count, own.dtype)
             yield from steps.exchange(own.tensor, scratch.tensor)
             self._scratch.give(scratch)
             store_result(own, memory, kernels, self._size)
         if steps.broadcast is not None:
-            yield from among(members, steps.broadcast(number + 1, memory.tensor))
+            yield from steps.broadcast(number + 1, memory.tensor)
 
     def _prepare_all_reduce(self, call: int, own: Memory, memory: Memory, kernels: Arithmetic) -> SmallAllReduce:
         layout, hosts = self._layout, self._hosts
@@ -121,7 +121,7 @@ class FirstRailCollectives:
         def doubling(data: Memory, scratch: Memory) -> Schedule:
             return among(layout.rail(0), recursive_doubling.all_reduce(layout.node, hosts, data, scratch))
 
-        recorded = RecordedCall(doubling if layout.place == 0 else _nothing, [own.tensor, own.tensor])
+        recorded = RecordedCall(doubling if layout.place == 0 else _nothing, [own.tensor, own.tensor], kernels.fold)
         return self._reductions.add((call, own.count), SmallAllReduce(reduce, recorded.schedule, broadcast))
 
     # -- all_gather ------------------------------------------------------------------------------
@@ -156,18 +156,18 @@ class FirstRailCollectives:
 
     def all_gather(self, steps: SmallAllGather, row: Sources, number: int) -> Schedule:
         """Copy each rank's ``row[rank]`` to all ranks."""
-        layout, own, is_first = self._layout, row[self._layout.rank], self._layout.place == 0
+        own, is_first = row[self._layout.rank], self._layout.place == 0
         whole = self._scratch.take(self._size * own.count, own.dtype)
         blocks = whole.tensor
         if steps.gather is None:
             blocks[steps.own].copy_(own.tensor)
         else:
             of_node = blocks[steps.own] if is_first else None
-            yield from among(layout.members, steps.gather(number, of_node, own.tensor))
+            yield from steps.gather(number, of_node, own.tensor)
         if is_first:
             yield from steps.exchange(blocks)
         if steps.broadcast is not None:
-            yield from among(layout.members, steps.broadcast(number + 1, blocks))
+            yield from steps.broadcast(number + 1, blocks)
         for rank, block in zip(self._order, blocks.split(own.count), strict=True):
             row[rank].tensor.copy_(block)
         self._scratch.give(whole)

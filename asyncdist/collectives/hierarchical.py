@@ -100,6 +100,7 @@ class HierarchicalCollectives:
         self._reserving = threading.Lock()
         self._size = sum(len(members) for members in layout.nodes)
         self._hosts = hosts = len(layout.nodes)
+        self._anything = Memory(torch.zeros(1, dtype=torch.uint8, device="cpu"))
         self._small = FirstRailCollectives(layout, self._node, model, scratch)
         self._ring_order = [(layout.node - 1 - passed) % hosts for passed in range(hosts)]
         """The nodes in the order in which a ring of nodes needs their blocks, and in which it delivers them."""
@@ -119,10 +120,14 @@ class HierarchicalCollectives:
     def _numbered(self, parts: Iterable[tuple[int, Part]]) -> Iterator[Schedule]:
         """Reserve the numbers of all parts, each of which comes with its count of native collectives; return schedules."""
         counted = list(parts)
+        return _begun(counted, self._reserve(sum(natives for natives, _ in counted)))
+
+    def _reserve(self, natives: int) -> int:
+        """Reserve the numbers of native collectives; return the first."""
         with self._reserving:
             first = self._last_number + 1
-            self._last_number += sum(natives for natives, _ in counted)
-        return _begun(counted, first)
+            self._last_number += natives
+        return first
 
     def _cut(self, nbytes: int, *, overlaps: bool = False) -> int:
         segment_nbytes = self._model.segment_nbytes
@@ -146,6 +151,13 @@ class HierarchicalCollectives:
                         yield 2, partial(self._all_reduce_slices, call, blocks[part], kernels)
 
         return self._numbered(parts())
+
+    def small_all_reduce(self, nbytes: int, kernels: Arithmetic, call: int) -> Callable[[Memory], Schedule] | None:
+        """Return a function that returns the only part of an all-reduce of a memory; None unless it is small."""
+        small = self._small
+        if not small.takes("all_reduce", nbytes):
+            return None
+        return lambda memory: small.all_reduce(call, memory, kernels, self._reserve(small.NUMBERS))
 
     def _all_reduce_slices(self, call: int, memory: Memory, kernels: Arithmetic, number: int) -> Schedule:
         layout = self._layout
@@ -242,7 +254,7 @@ class HierarchicalCollectives:
             if not self._node.is_alone:
                 place = layout.members.index(leader)
                 run = self._node.prepared(Collective.reduce, call, own, plain(kernels), root=place)
-                yield from among(layout.members, run(number, own.tensor))
+                yield from run(number, own.tensor)
             if layout.rank == leader:
                 yield from among(leaders, tree.reduce(layout.node, self._hosts, leaders.index(root), own))
             if at_root:
@@ -367,7 +379,7 @@ class HierarchicalCollectives:
             if layout.node == root_node and not self._node.is_alone:
                 place = layout.members.index(root)
                 run = self._node.prepared(Collective.broadcast, call, piece, root=place)
-                yield from among(layout.members, run(number, piece.tensor))
+                yield from run(number, piece.tensor)
             if layout.carries:
                 rail = along(layout.node, self._hosts, root_node, slices[layout.place])
                 yield from among(layout.rail(layout.place), rail)
@@ -377,10 +389,10 @@ class HierarchicalCollectives:
         blocks = TensorBlocks.split(memory, self._cut(memory.nbytes))
         return self._numbered((1, partial(part, blocks[place])) for place in range(len(blocks)))
 
-    def barrier(self, call: int) -> Iterator[Schedule]:
-        """Yield the single part of a barrier: an all-reduce with `BARRIER_KERNELS`."""
-        anything = Memory(torch.zeros(1, dtype=torch.uint8, device="cpu"))
-        return self.all_reduce([anything], BARRIER_KERNELS, call)
+    def barrier(self, call: int) -> Schedule:
+        """Return the only part of a barrier: a small all-reduce with `BARRIER_KERNELS`."""
+        number = self._reserve(self._small.NUMBERS)
+        return self._small.all_reduce(call, self._anything, BARRIER_KERNELS, number)
 
 
 def _begun(parts: Iterable[tuple[int, Part]], number: int) -> Iterator[Schedule]:

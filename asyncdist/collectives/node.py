@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncdist.algorithms.hierarchy import NodeLayout, among
+from asyncdist.algorithms.hierarchy import NodeLayout
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective
 from asyncdist.memory.bounded_cache import BoundedCache
@@ -65,8 +65,7 @@ class NodeCollectives:
         """Reduce ``inputs[place]`` of all members into ``own``, which may be this rank's own input."""
         if self._native is not None:
             run = self.prepared(Collective.reduce_scatter, call, own, plain(kernels), sizes=_sizes(inputs))
-            schedule = run(number, own.tensor, [block.tensor for block in inputs])
-            yield from among(self._layout.members, schedule)
+            yield from run(number, own.tensor, [block.tensor for block in inputs])
         elif own is not inputs[0]:
             own.tensor.copy_(inputs[0].tensor)
 
@@ -78,12 +77,11 @@ class NodeCollectives:
         lists = [[block.tensor for block in row] for row in rows]
         if len(rows) == 1:
             run = self.prepared(Collective.all_gather, call, owns[0], sizes=_sizes(rows[0]))
-            schedule = run(number, lists[0], owns[0].tensor)
+            yield from run(number, lists[0], owns[0].tensor)
         else:
             sizes = tuple(block.count for row in rows for block in row)
             run = self.prepared(Collective.all_gather_coalesced, call, owns[0], sizes=sizes)
-            schedule = run(number, lists, [own.tensor for own in owns])
-        yield from among(self._layout.members, schedule)
+            yield from run(number, lists, [own.tensor for own in owns])
 
     def slices(self, memory: Memory) -> list[Memory]:
         """Cut memory into one slice per rail, and an empty slice for each member of the node outside the rails."""

@@ -74,13 +74,22 @@ def all_reduce(group: GroupContext, tensor: Any, op: Any) -> PreparedCollective:
         return PreparedCollective(call, nbytes, _prescaling(native.prepare(signature), op, in_place=True))
     hierarchical = group.hierarchical_for("all_reduce")
     if hierarchical is not None:
+        small = hierarchical.small_all_reduce(nbytes, kernels, call)
 
-        def parts(tensor: torch.Tensor) -> Iterable[Schedule]:
+        def scaled(tensor: torch.Tensor) -> Memory:
             memory = flat_memory(tensor)
             _prescale(memory, op)
-            return hierarchical.all_reduce([memory], kernels, call)
+            return memory
 
-        return PreparedCollective(call, nbytes, parts=parts, fold=kernels.fold, window=hierarchical.window)
+        if small is not None:
+            return PreparedCollective(call, nbytes, recorded=lambda tensor: small(scaled(tensor)), fold=kernels.fold)
+        return PreparedCollective(
+            call,
+            nbytes,
+            parts=lambda tensor: hierarchical.all_reduce([scaled(tensor)], kernels, call),
+            fold=kernels.fold,
+            window=hierarchical.window,
+        )
     algorithm = group.choose("all_reduce", nbytes)
     if _is_recorded(group, nbytes, op, kernels, keeps_scratch=algorithm == "doubling"):
         recorded = RecordedCall(partial(_all_reduce_steps, group, kernels, algorithm, None), [tensor], kernels.fold)

@@ -211,21 +211,22 @@ class DirectCalls:
         self, waiting: Sequence[_Message], rest: list[Any], key: bytes, fold: Fold | None, tries: int
     ) -> Iterator[Any]:
         """Complete a step: yield to wait for its messages; in an operation, yield what is left of it."""
-        moved, before = False, self._taken(waiting)
+        is_long = bool(waiting) and waiting[0].place.nbytes > MAX_DIRECT_NBYTES // 2
+        # A rank that gets more of a long message goes on waiting for the rest.
+        moved, before = False, self._taken(waiting) if is_long else 0
         while waiting and not rest:
             yield () if moved else waiting[0].action.peer
             if key in self._operations:
                 break
             waiting = self._receive(waiting, rest, key, fold, tries)
-            moved, before = (after := self._taken(waiting)) != before, after
+            if is_long:
+                moved, before = (after := self._taken(waiting)) != before, after
         if waiting or rest:
             if key not in self._operations:
                 yield END_ATTEMPT
             yield (*rest, *[message.action for message in waiting])
 
     def _taken(self, messages: Sequence[_Message]) -> int:
-        """Return how many bytes of long messages have arrived: a rank that gets more goes on waiting for the rest."""
-        if not messages or messages[0].place.nbytes <= MAX_DIRECT_NBYTES // 2:
-            return 0
+        """Return how many bytes of messages that are incomplete have arrived."""
         sources = [inbox.source for each in messages if (inbox := self._inboxes.get(each.peer)) is not None]
         return sum(source.taken for source in sources if source is not None)

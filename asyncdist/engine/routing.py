@@ -192,7 +192,8 @@ class TransportSelector:
         pairs = list(itertools.combinations(channel.members, 2))
         for name in self._reached:
             if all(self._both_reach(name, *pair) for pair in pairs):
-                return self._transport_named(name).native(channel.number, channel.members)
+                waits = range(len(channel.members))
+                return self._transport_named(name).native(channel.number, channel.members, waits)
         return None
 
     def node_layout(self, channel: Channel) -> tuple[NodeLayout, Native | None] | None:
@@ -205,5 +206,7 @@ class TransportSelector:
             nodes = layout(members, self._rank, functools.partial(self._both_reach, name))
             if nodes is not None:
                 node = tuple(members[rank] for rank in nodes.members)
-                return nodes, self._transport_named(name).native(channel.number, node) if len(node) > 1 else None
+                if len(node) == 1:
+                    return nodes, None
+                return nodes, self._transport_named(name).native(channel.number, node, nodes.members)
         return None

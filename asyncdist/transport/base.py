@@ -160,7 +160,7 @@ class Transport(ABC):
         """
         return None
 
-    def native(self, number: int, members: Sequence[int]) -> Native | None:
+    def native(self, number: int, members: Sequence[int], waits: Sequence[int]) -> Native | None:
         """Return the native collectives of a group whose members all reach each other by this transport, if any.
 
         Any thread may call this. Point-to-point messages of the group still use links.
@@ -168,6 +168,8 @@ class Transport(ABC):
         Args:
             number: The channel number of the group: equal on every member, and unique to the group.
             members: The world ranks of the members.
+            waits: What schedules yield to wait for each member: its rank in the group that runs them, which may have more
+                members.
         """
         return None
 

@@ -2,9 +2,9 @@
 
 If all ranks of a group share memory or a device, a `Native` runs collectives directly on the data, without messages.
 `Native.prepare` does the work that all calls with one `CallSignature` have in common, and returns a `PreparedCall`. That
-makes a schedule that sends nothing: it does a piece of the work and yields ``()``, or it yields the member that it waits
-for and is resumed when that member may have made progress. Either driver may run it, or the calling thread without a
-driver, and one driver may continue a schedule that another began.
+makes a schedule that sends nothing: it does a piece of the work and yields ``()``, or it yields the rank of the member
+that it waits for and is resumed when that member may have made progress. Either driver may run it, or the calling thread
+without a driver, and one driver may continue a schedule that another began.
 
 The native sees every collective of the group, at least by `Native.publish`, so that ranks detect different calls. Members
 and roots are ranks in the group.

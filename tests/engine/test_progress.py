@@ -433,7 +433,9 @@ def test_blocking_call_that_sleeps_for_a_message_wakes_for_it_alone(signalled, a
     """The schedule reads the message itself: the machine, which would post it as unexpected, is not asked to."""
     machine, progress = signalled
     monkeypatch.setattr(attempts, "LONGEST_ATTEMPT", PATIENCE)
-    monkeypatch.setattr(machine, "sleep", lambda peer: Sleep([(machine.sock.fileno(), READ)], None) if peer == 1 else None)
+    monkeypatch.setattr(
+        machine, "sleep", lambda peer: Sleep([(machine.sock.fileno(), READ)], None) if peer == 1 else None
+    )
     progress.turns.prepare_sleep()
     machine.asked_for_waits.clear()
     flag = Flag()

@@ -228,7 +228,7 @@ class ShmTransport(Transport):
 
     # -- groups --------------------------------------------------------------------------------
 
-    def native(self, number: int, members: Sequence[int]) -> Native | None:
+    def native(self, number: int, members: Sequence[int], waits: Sequence[int]) -> Native | None:
         if any(member != self.host.rank and member not in self.local_peers for member in members):
             return None  # a member has ended, and the group fails
         local_peers = [None if member == self.host.rank else self.local_peers[member] for member in members]
@@ -236,7 +236,7 @@ class ShmTransport(Transport):
         config = self.host.config
         slots = SlotTable(
             number, members.index(self.host.rank), members, local_peers, self._arena, self._fence,
-            config.shm_area_nbytes, self.host.difference, oversubscribed=self._oversubscribed,
+            config.shm_area_nbytes, waits, self.host.difference, oversubscribed=self._oversubscribed,
         )  # fmt: skip
         try:
             publish = functools.partial(self._publish, slots, self._control.reserve_entry())

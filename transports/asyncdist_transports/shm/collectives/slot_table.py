@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from asyncdist.algorithms.schedule import Schedule
+from asyncdist.algorithms.schedule import Schedule, Wait
 from asyncdist.errors import SharedMemoryError
 from asyncdist.memory.bounded_cache import BoundedCache
 from asyncdist.memory.shared_arena import PAGE_NBYTES, Arena, ArenaMapping
@@ -52,12 +52,18 @@ _CACHED_AREAS = 4096
 
 
 class SlotMember:
-    """Another member of a group: its words and memory, once its slot table has been found."""
+    """Another member of a group: its words and memory, once its slot table has been found.
 
-    __slots__ = ("asleep", "local_peer", "mapping", "offset", "rank", "signal", "words")
+    Args:
+        rank: The member's rank in the group.
+        wait: What a schedule yields to wait for the member.
+        local_peer: The member's process.
+    """
 
-    def __init__(self, rank: int, local_peer: LocalPeer) -> None:
-        self.rank = rank
+    __slots__ = ("asleep", "local_peer", "mapping", "offset", "rank", "signal", "wait", "words")
+
+    def __init__(self, rank: int, wait: Wait, local_peer: LocalPeer) -> None:
+        self.rank, self.wait = rank, wait
         self.local_peer = local_peer
         self.mapping, self.asleep, self.signal = local_peer.mapping, local_peer.asleep, local_peer.signal
         self.offset = -1
@@ -75,6 +81,7 @@ class SlotTable:
         arena: The arena of this process.
         fence: The barriers of this rank.
         area_nbytes: Size in bytes of an area, rounded up to whole pages.
+        waits: What schedules yield to wait for each member: see `Transport.native`.
         mismatch_error: Returns the error for a member's world rank, and this rank's and the member's call fingerprints.
         oversubscribed: Whether members share cores.
     """
@@ -88,6 +95,7 @@ class SlotTable:
         arena: Arena,
         fence: Fence,
         area_nbytes: int,
+        waits: Sequence[Wait],
         mismatch_error: Callable[[int, int, int], Exception],
         *,
         oversubscribed: bool = False,
@@ -99,7 +107,10 @@ class SlotTable:
         self._mismatch_error = mismatch_error
         self.oversubscribed = oversubscribed
         """Whether members share cores, so that one member's work delays the others."""
-        self.others = [SlotMember(rank, each) for rank, each in enumerate(local_peers) if each is not None]
+        self.wait = waits[rank]
+        self.others = [
+            SlotMember(member, waits[member], each) for member, each in enumerate(local_peers) if each is not None
+        ]
         self.members_by_rank: dict[int, SlotMember] = {member.rank: member for member in self.others}
         self.unresolved = list(self.others)
         """The members whose slot tables have not been found yet."""
@@ -137,7 +148,7 @@ class SlotTable:
             member = self.unresolved[-1]
             offset = member.local_peer.control.group_slots(self.number)
             if offset is None:
-                yield member.rank
+                yield member.wait
                 continue
             member.offset = offset
             member.words = member.mapping.words(offset, SLOTS * LINE)
@@ -151,14 +162,14 @@ class SlotTable:
         """Wait until every member, this one included, has published DONE for a collective."""
         at, done = number % SLOTS * LINE, number << SHIFT | DONE
         while self.words[at] < done:
-            yield self.rank
+            yield self.wait
         # An aborted collective leaves the count too high, which only makes others signal in vain: a forked child, which
         # closes its copy of the generator, must not write the words.
         self.words[AWAITS_SLOT] += 1
         for member in self.others:
             words = member.words
             while words[at] < done:
-                yield member.rank
+                yield member.wait
         self.words[AWAITS_SLOT] -= 1
 
     def post(self, number: int, call: int, location: int, step: int) -> None:
@@ -194,7 +205,7 @@ class SlotTable:
         for member in members:
             words = member.words
             while words[at] < goal:
-                yield member.rank
+                yield member.wait
         # The members' words are loaded before their data.
         self.fence.light()
 
@@ -208,7 +219,7 @@ class SlotTable:
             words = member.words
             while words[at + READ_ROUNDS] < goal and words[at] < finished:
                 self._check_reader(number, member)
-                yield member.rank
+                yield member.wait
         # The members' loads of the piece come before the next stores to it.
         self.fence.light()
 
@@ -219,7 +230,7 @@ class SlotTable:
             words = member.words
             while words[at] < finished:
                 self._check_reader(number, member)
-                yield member.rank
+                yield member.wait
             self._check_reader(number, member)
         # The members' loads of the data come before the next stores to it.
         self.fence.light()
@@ -291,7 +302,7 @@ class SlotTable:
         self.fence.light()
         for member in members:
             while member.words[WITHDRAWN]:
-                yield member.rank
+                yield member.wait
 
     # -- areas ---------------------------------------------------------------------------------
 
@@ -381,7 +392,7 @@ class SlotTable:
         self._streamed = number
         done = before << SHIFT | DONE
         while before != number and self.words[before % SLOTS * LINE] < done:
-            yield self.rank
+            yield self.wait
         first = (self._position - round_index) % areas
         self.words[number % SLOTS * LINE + STREAM] = number << SHIFT | first << 8 | areas
         return True

@@ -111,14 +111,14 @@ class SmallExchange:
         for member in self._sources:
             theirs = member.words
             while (seen := theirs[at]) <= now:
-                yield member.rank
+                yield member.wait
             light()
             # A member that calls something else may wait for this one without end.
             if theirs[at + CALL] != call:
                 slots.check_calls(number, call, [member])
             if seen < goal:
                 while theirs[at] < goal:
-                    yield member.rank
+                    yield member.wait
                 light()
         if slots.deferred_checks:
             slots.check_deferred(number)

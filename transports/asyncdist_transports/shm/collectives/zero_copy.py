@@ -123,7 +123,7 @@ class ZeroCopyAllReduce:
             for member in others:
                 words = member.words
                 while words[at] < posted:
-                    yield member.rank
+                    yield member.wait
                 # The member's step is loaded before its location and its data.
                 slots.fence.light()
                 if words[at + CALL] != call:
@@ -140,7 +140,7 @@ class ZeroCopyAllReduce:
             for member in others:
                 words = member.words
                 while words[at] < finished:
-                    yield member.rank
+                    yield member.wait
             slots.publish(number, DONE)
         except BaseException:
             slots.kept_tensors.append(data)
