@@ -28,7 +28,6 @@ from asyncdist.collectives.group_context import (
     striped_blocks,
     stripes,
 )
-from asyncdist.collectives.hierarchical import BARRIER_KERNELS
 from asyncdist.collectives.prepared import PreparedCollective
 from asyncdist.collectives.recorded import LocalCopy, RecordedCall, Recording, recorded_blocks
 from asyncdist.engine.operation import Plan
@@ -379,7 +378,7 @@ def barrier(group: GroupContext) -> PreparedCollective:
     if native is not None:
         return PreparedCollective(call, 0, native.prepare(CallSignature(Collective.barrier, call, torch.uint8, (0,))))
     if hierarchical is not None:
-        return PreparedCollective(call, 0, recorded=lambda: hierarchical.barrier(call), fold=BARRIER_KERNELS.fold)
+        return PreparedCollective(call, 0, recorded=lambda: hierarchical.barrier(call))
     recorded = RecordedCall(lambda: recursive_doubling.barrier(group.rank, group.size, NOTHING, NOTHING), [])
     return PreparedCollective(call, 0, recorded=recorded.schedule)
 

@@ -18,16 +18,17 @@ from asyncdist.algorithms import pairwise, recursive_doubling, ring
 from asyncdist.algorithms.hierarchy import NodeLayout, among, travels_whole
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.algorithms.selection import Model, choose
-from asyncdist.base.ops import Collective
+from asyncdist.base.ops import Collective, ReduceOp
 from asyncdist.collectives.node import NodeCollectives, plain, store_result, widened
 from asyncdist.collectives.recorded import RecordedCall
 from asyncdist.engine.direct_calls import MAX_WAITING_NBYTES
 from asyncdist.memory.bounded_cache import BoundedCache
-from asyncdist.memory.buffers import Memory, Scratch, TensorBlocks
-from asyncdist.memory.reduce_kernels import Arithmetic
+from asyncdist.memory.buffers import NOTHING, Memory, Scratch, TensorBlocks
+from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic
 from asyncdist.transport.native import PreparedCall
 
 _CACHED_CALLS = 512
+_BARRIER_KERNELS = arithmetic(ReduceOp.MAX, torch.uint8)
 
 Sources = Sequence[Memory] | TensorBlocks
 
@@ -40,10 +41,16 @@ GATHERS: dict[str, Callable[..., Schedule]] = {
 
 
 class SmallAllReduce(NamedTuple):
-    """The prepared steps of a small all-reduce: two native calls, and the exchange of the first members."""
+    """The prepared steps of a small all-reduce, or of a barrier.
+
+    Attributes:
+        reduce: Reduces to the first member of the node; None if this rank is alone on its node.
+        exchange: The exchange of the first members, given the data and scratch; for a barrier given nothing.
+        broadcast: Copies the result from the first member to the node.
+    """
 
     reduce: PreparedCall | None
-    exchange: Callable[[torch.Tensor, torch.Tensor], Schedule]
+    exchange: Callable[..., Schedule]
     broadcast: PreparedCall | None
 
 
@@ -86,6 +93,9 @@ class FirstRailCollectives:
         self._order = [rank for members in layout.nodes for rank in members]
         # The model takes longer than a small call over shared memory.
         self._reductions: BoundedCache[tuple[int, int], SmallAllReduce] = BoundedCache(_CACHED_CALLS)
+        self._barrier: SmallAllReduce | None = None
+        self._byte = Memory(torch.zeros(1, dtype=torch.uint8, device="cpu"))
+        """What a node reduces and copies in a barrier."""
         self._gathers: BoundedCache[tuple[int, int], SmallAllGather | None] = BoundedCache(_CACHED_CALLS)
         self._choose = lru_cache(_CACHED_CALLS)(
             lambda collective, nbytes: choose(collective, nbytes, hosts, model=model)
@@ -113,16 +123,44 @@ class FirstRailCollectives:
 
     def _prepare_all_reduce(self, call: int, own: Memory, memory: Memory, kernels: Arithmetic) -> SmallAllReduce:
         layout, hosts = self._layout, self._hosts
-        reduce = broadcast = None
-        if not self._node.is_alone:
-            reduce = self._node.prepared(Collective.reduce, call, own, plain(kernels), root=0)
-            broadcast = self._node.prepared(Collective.broadcast, call, memory, root=0)
 
         def doubling(data: Memory, scratch: Memory) -> Schedule:
             return among(layout.rail(0), recursive_doubling.all_reduce(layout.node, hosts, data, scratch))
 
         recorded = RecordedCall(doubling if layout.place == 0 else _nothing, [own.tensor, own.tensor], kernels.fold)
-        return self._reductions.add((call, own.count), SmallAllReduce(reduce, recorded.schedule, broadcast))
+        return self._reductions.add((call, own.count), self._around(recorded, call, own, memory, kernels))
+
+    def _around(
+        self, exchange: RecordedCall, call: int, own: Memory, memory: Memory, kernels: Arithmetic
+    ) -> SmallAllReduce:
+        """Return an exchange of the first members with what the nodes do before and after it."""
+        if self._node.is_alone:
+            return SmallAllReduce(None, exchange.schedule, None)
+        reduce = self._node.prepared(Collective.reduce, call, own, plain(kernels), root=0)
+        return SmallAllReduce(
+            reduce, exchange.schedule, self._node.prepared(Collective.broadcast, call, memory, root=0)
+        )
+
+    # -- barrier ---------------------------------------------------------------------------------
+
+    def barrier(self, call: int, number: int) -> Schedule:
+        """Complete when every rank has called the barrier."""
+        steps = self._barrier = self._barrier or self._prepare_barrier(call)
+        if steps.reduce is not None:
+            yield from steps.reduce(number, self._byte.tensor)
+        if self._layout.place == 0:
+            yield from steps.exchange()
+        if steps.broadcast is not None:
+            yield from steps.broadcast(number + 1, self._byte.tensor)
+
+    def _prepare_barrier(self, call: int) -> SmallAllReduce:
+        layout, hosts = self._layout, self._hosts
+
+        def dissemination() -> Schedule:
+            return among(layout.rail(0), recursive_doubling.barrier(layout.node, hosts, NOTHING, NOTHING))
+
+        recorded = RecordedCall(dissemination if layout.place == 0 else _nothing, [])
+        return self._around(recorded, call, self._byte, self._byte, _BARRIER_KERNELS)
 
     # -- all_gather ------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ all_gather            (all-gather, if uneven)    all-gather of its blocks       
 all_gather, small     gather to first member     all-gather on the first rail    broadcast
 broadcast             broadcast (root's node)    broadcast of a slice            all-gather of slices
 reduce                reduce to one member       tree among these members
-barrier               as a small all_reduce
+barrier               reduce to first member     barrier on the first rail       broadcast
 ====================  =========================  ==============================  ======================
 
 `asyncdist.collectives.first_rail` has the small ones.
@@ -46,8 +46,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 
-import torch
-
 from asyncdist.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.algorithms.hierarchy import (
     NodeLayout,
@@ -60,17 +58,14 @@ from asyncdist.algorithms.hierarchy import (
 )
 from asyncdist.algorithms.schedule import Reduce, Schedule, Send
 from asyncdist.algorithms.selection import Model, choose
-from asyncdist.base.ops import Collective, ReduceOp
+from asyncdist.base.ops import Collective
 from asyncdist.collectives.first_rail import FirstRailCollectives, Sources
 from asyncdist.collectives.node import NodeCollectives, plain, store_result, widened
 from asyncdist.memory.buffers import Memory, Scratch, TensorBlocks
-from asyncdist.memory.reduce_kernels import Arithmetic, arithmetic
+from asyncdist.memory.reduce_kernels import Arithmetic
 from asyncdist.transport.native import Native
 
 _CACHED_CALLS = 512
-
-BARRIER_KERNELS = arithmetic(ReduceOp.MAX, torch.uint8)
-"""The arithmetic of a barrier."""
 
 Part = Callable[[int], Schedule]
 """``part(number)`` is the schedule of a part whose native collectives have the numbers from ``number`` on."""
@@ -100,7 +95,6 @@ class HierarchicalCollectives:
         self._reserving = threading.Lock()
         self._size = sum(len(members) for members in layout.nodes)
         self._hosts = hosts = len(layout.nodes)
-        self._anything = Memory(torch.zeros(1, dtype=torch.uint8, device="cpu"))
         self._small = FirstRailCollectives(layout, self._node, model, scratch)
         self._ring_order = [(layout.node - 1 - passed) % hosts for passed in range(hosts)]
         """The nodes in the order in which a ring of nodes needs their blocks, and in which it delivers them."""
@@ -390,9 +384,8 @@ class HierarchicalCollectives:
         return self._numbered((1, partial(part, blocks[place])) for place in range(len(blocks)))
 
     def barrier(self, call: int) -> Schedule:
-        """Return the only part of a barrier: a small all-reduce with `BARRIER_KERNELS`."""
-        number = self._reserve(self._small.NUMBERS)
-        return self._small.all_reduce(call, self._anything, BARRIER_KERNELS, number)
+        """Return the only part of a barrier."""
+        return self._small.barrier(call, self._reserve(self._small.NUMBERS))
 
 
 def _begun(parts: Iterable[tuple[int, Part]], number: int) -> Iterator[Schedule]:
