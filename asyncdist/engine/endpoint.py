@@ -30,7 +30,7 @@ from asyncdist.engine.drivers.core_use import CoreUse
 from asyncdist.engine.executor import Executor
 from asyncdist.engine.group_failures import GroupFailures
 from asyncdist.engine.heartbeat import Heartbeat
-from asyncdist.engine.machine import Sleep, Until
+from asyncdist.engine.machine import Until
 from asyncdist.engine.operation import Channel, Operation, Plan, awaited
 from asyncdist.engine.progress import Progress
 from asyncdist.engine.routing import Addresses, TransportSelector
@@ -40,7 +40,7 @@ from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, Trans
 from asyncdist.membership.detector import Liveness
 from asyncdist.memory.buffers import Scratch
 from asyncdist.tracing.recorder import Entry, Recorder
-from asyncdist.transport.base import DiscardReceive, Link, MatchingQueue, Outgoing, Receive, Transport, Wait
+from asyncdist.transport.base import DiscardReceive, Link, MatchingQueue, Outgoing, Receive, Sleep, Transport, Wait
 from asyncdist.transport.process_identity import ProcessState, has_ended, pids_of_machine, process_state
 from asyncdist.transport.wire_format import ABORT, AGREE, CALLED, GOODBYE, HEARD, PROBE, SUSPECT, WAITING
 
@@ -431,9 +431,9 @@ class Endpoint:
         if inbox is not None and inbox.source is not None:
             return Sleep(inbox.source.arrivals, None)
         for transport in self.transport_selector.transports:
-            if transport.shares_memory(peer):
-                waits = transport.waits()
-                return None if waits is None else Sleep(waits, transport.advance)
+            sleep = transport.sleep(peer)
+            if sleep is not None:
+                return sleep
         return None
 
     def interrupted(self, cause: BaseException) -> None:
@@ -452,8 +452,8 @@ class Endpoint:
 
     def next_deadline(self) -> float:
         if self.timers:
-            return min(self._executor.next_deadline(), self.timers.next_due())
-        return self._executor.next_deadline()
+            return min(self._executor.next_deadline, self.timers.next_due())
+        return self._executor.next_deadline
 
     def expire(self, now: float) -> None:
         self.timers.run_due(now)

@@ -64,7 +64,19 @@ class Peers(Protocol):
 
 
 class Executor:
-    """Runs the operations of one rank. Called under the lock of the world's `Progress`."""
+    """Runs the operations of one rank. Called under the lock of the world's `Progress`.
+
+    Args:
+        peers: The rank's endpoint.
+        scratch: Memory for what is received and then reduced.
+        piece_nbytes: Bytes of a message that are received and reduced at a time.
+
+    Attributes:
+        next_deadline: The monotonic time at which `expire` has something to do; infinity for never.
+        operations: The pending operations, by key.
+        acting: Those that do more than receive a message.
+        any_source: The receives that take a message from any rank, by key.
+    """
 
     def __init__(self, peers: Peers, scratch: Scratch, piece_nbytes: int) -> None:
         self._peers = peers
@@ -72,7 +84,7 @@ class Executor:
         self._piece_nbytes = max(64, piece_nbytes)
         self._runnable: deque[Task] = deque()
         self._polled: list[Task] = []
-        self._due = math.inf
+        self.next_deadline = math.inf
         self.operations: dict[bytes, Operation] = {}
         self.acting: dict[bytes, Operation] = {}
         self.any_source: dict[bytes, deque[Receive]] = {}
@@ -99,7 +111,7 @@ class Executor:
         channel.operations[operation.key] = self.operations[operation.key] = operation
         if not operation.plan.only_receives:
             self.acting[operation.key] = operation
-        self._due = min(self._due, operation.due)
+        self.next_deadline = min(self.next_deadline, operation.due)
         for part, generator in itertools.islice(operation.parts, operation.plan.window):
             self._add_task(operation, part, generator)
         self.run()
@@ -142,7 +154,7 @@ class Executor:
         self.acting.pop(operation.key, None)
         operation.channel.operations.pop(operation.key, None)
         if not self.operations:
-            self._due = math.inf
+            self.next_deadline = math.inf
         has_hooks = operation.entry.finish(error)
         has_callbacks = operation.work.finish(value, error)
         if has_hooks:
@@ -315,9 +327,6 @@ class Executor:
 
     # -- time ----------------------------------------------------------------------------------
 
-    def next_deadline(self) -> float:
-        return self._due
-
     def expire(self, now: float) -> None:
         """Fail the channels of operations whose deadline has passed; query the peers of those that have waited long."""
         for operation in [operation for operation in self.operations.values() if operation.due <= now]:
@@ -331,4 +340,4 @@ class Executor:
                 self._peers.probe_waits(operation)
             else:
                 self._peers.fail(operation.channel, self._peers.timeout_error(operation))
-        self._due = min((operation.due for operation in self.operations.values()), default=math.inf)
+        self.next_deadline = min((operation.due for operation in self.operations.values()), default=math.inf)

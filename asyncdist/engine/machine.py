@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from asyncdist.transport.base import Wait
+from asyncdist.transport.base import Sleep, Wait
 
 READ, WRITE = select.POLLIN, select.POLLOUT
 
@@ -52,22 +52,6 @@ class Calls(Protocol):
     highest: int
 
 
-Advance = Callable[[Iterable[int] | None], bool]
-"""Makes progress on the given descriptors, or on all; returns whether anything moved."""
-
-
-class Sleep(NamedTuple):
-    """How a thread sleeps for a peer.
-
-    Attributes:
-        waits: The descriptors and poll events to sleep on.
-        advance: Reads what has arrived on the descriptors, under the lock; None if the schedule reads it itself.
-    """
-
-    waits: Sequence[Wait]
-    advance: Advance | None
-
-
 class Machine(Protocol):
     """The pending operations of one rank. Its `Progress` calls the methods under its lock.
 
@@ -104,7 +88,7 @@ class Machine(Protocol):
     def sleep(self, peer: int) -> Sleep | None:
         """Return how to sleep for what one peer does next, and for as little else as possible.
 
-        None if nothing less than `waits` reports it, or if something has moved.
+        None if nothing less than `waits` reports it.
         """
 
     def busy(self) -> bool:

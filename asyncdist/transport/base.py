@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from asyncdist.base.timers import TimerTable
 from asyncdist.transport.matching import (
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Address",
+    "Advance",
     "DiscardReceive",
     "Host",
     "Link",
@@ -55,6 +56,7 @@ __all__ = [
     "Outgoing",
     "Owner",
     "Receive",
+    "Sleep",
     "StalledMessage",
     "Transport",
     "UnexpectedMessage",
@@ -65,6 +67,20 @@ __all__ = [
 Address = Mapping[str, Any]
 Wait = tuple[int, int]
 """A file descriptor and the poll events to sleep on."""
+Advance = Callable[[Iterable[int] | None], bool]
+"""Makes progress on the given descriptors, or on all; returns whether anything moved."""
+
+
+class Sleep(NamedTuple):
+    """How a thread sleeps for a peer.
+
+    Attributes:
+        waits: The descriptors and poll events to sleep on.
+        advance: Reads what has arrived on the descriptors, under the lock; None if a schedule reads it itself.
+    """
+
+    waits: Sequence[Wait]
+    advance: Advance | None
 
 
 # -- the two classes that a transport implements --------------------------------------------------------
@@ -200,10 +216,6 @@ class Transport(ABC):
     def link(self, peer: int, address: Address) -> Link:
         """Return a link to a peer. The link connects on first use."""
 
-    def shares_memory(self, peer: int) -> bool:
-        """Return whether all that a peer does for the native collectives of this transport is signalled on its `waits`."""
-        return False
-
     @abstractmethod
     def advance(self, ready: Iterable[int] | None) -> bool:
         """Send and receive without waiting, on the given descriptors or on all; return whether any bytes moved."""
@@ -214,6 +226,13 @@ class Transport(ABC):
 
         From now until the next `advance`, peers signal new data on these descriptors.
         """
+
+    def sleep(self, peer: int) -> Sleep | None:
+        """Return how to sleep for what a peer does next in a native collective; None if `waits` alone reports it.
+
+        From now until the call of `Sleep.advance`, the peer signals it.
+        """
+        return None
 
     def pulse(self) -> None:  # noqa: B027 - optional
         """Show the peers that this process runs. Called without the lock, on a thread that no driver delays."""

@@ -19,10 +19,11 @@ import torch
 from asyncdist.base.background_loop import background_loop
 from asyncdist.engine import progress as progress_module
 from asyncdist.engine.drivers import attempts, home_loop, loop_driver, turns, waiting, waker
-from asyncdist.engine.machine import READ, Sleep
+from asyncdist.engine.machine import READ
 from asyncdist.engine.progress import Progress
 from asyncdist.errors import GroupError
 from asyncdist.testing.cluster import run_ranks, world_of
+from asyncdist.transport.base import Sleep
 
 pytestmark = pytest.mark.each_loop
 

@@ -10,7 +10,8 @@ from asyncdist.algorithms.schedule import END_ATTEMPT, Schedule
 from asyncdist.engine.drivers.loop_driver import LoopDriver, LoopState
 from asyncdist.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns
 from asyncdist.engine.drivers.waiting import MOST_POLLS
-from asyncdist.engine.machine import Advance, Calls, Sleep
+from asyncdist.engine.machine import Calls
+from asyncdist.transport.base import Advance, Sleep
 
 _TURN_EVERY = 0.5e-3
 """Seconds after which a program whose calls are all complete at once drives its pending receives."""

@@ -11,8 +11,8 @@ from time import monotonic
 from asyncdist.base.descriptors import is_exhausted
 from asyncdist.engine.drivers.waiting import Waiting
 from asyncdist.engine.drivers.waker import Waker
-from asyncdist.engine.machine import Advance, Machine
-from asyncdist.transport.base import Wait
+from asyncdist.engine.machine import Machine
+from asyncdist.transport.base import Advance, Wait
 
 LONGEST_ATTEMPT = 10e-3
 """Seconds for which a call sleeps for its peers before it becomes an operation, which others can see."""

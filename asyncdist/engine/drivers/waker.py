@@ -7,10 +7,12 @@ import math
 import os
 import select
 from collections.abc import Sequence
+from operator import itemgetter
 
 from asyncdist.engine.machine import READ
 from asyncdist.transport.base import Wait
 
+_descriptor_of = itemgetter(0)
 _KEPT_POLLS = 64
 """The number of sets of descriptors whose poll objects are kept."""
 
@@ -34,7 +36,8 @@ class Waker:
     def sleep(self, waits: Sequence[Wait], seconds: float) -> list[int] | None:
         """Sleep until a descriptor is ready, `ring` is called, or time is up; return the ready ones, None after `ring`."""
         poll = self._polls.get(wanted := tuple(waits)) or self._make_poll(wanted)
-        ready = [fd for fd, _ in poll.poll(None if seconds == math.inf else max(0, math.ceil(seconds * 1e3)))]
+        reported = poll.poll(None if seconds == math.inf else max(0, math.ceil(seconds * 1e3)))
+        ready = list(map(_descriptor_of, reported))
         if self.reader in ready:
             os.read(self.reader, 64)
             return None

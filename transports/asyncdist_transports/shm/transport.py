@@ -12,13 +12,14 @@ import logging
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
 from time import monotonic
 from typing import Any, ClassVar
 
 from asyncdist.errors import AsyncdistError, PeerLostError, SharedMemoryError, ranks
 from asyncdist.memory import shared_arena as shared
 from asyncdist.memory.shared_arena import Arena
-from asyncdist.transport.base import Address, Host, Link, Outgoing, Transport, Wait
+from asyncdist.transport.base import Address, Host, Link, Outgoing, Sleep, Transport, Wait
 from asyncdist.transport.native import Native
 from asyncdist_transports.shm import deferred_free
 from asyncdist_transports.shm.byte_ring import NBYTES as RING_NBYTES
@@ -33,7 +34,7 @@ from asyncdist_transports.shm.local_listener import (
     connect_peer,
     unreachable_reason,
 )
-from asyncdist_transports.shm.local_peer import LocalPeer, PeerGone
+from asyncdist_transports.shm.local_peer import READABLE, LocalPeer, PeerGone
 from asyncdist_transports.shm.memory_order import Fence
 
 log = logging.getLogger("asyncdist.shm")
@@ -285,18 +286,14 @@ class ShmTransport(Transport):
 
     # -- driving -------------------------------------------------------------------------------
 
-    def shares_memory(self, peer: int) -> bool:
-        return peer in self._connected
-
     def advance(self, ready: Iterable[int] | None) -> bool:
         self.asleep[0] = 0
         moved = False
-        if ready is not None:
-            for descriptor in ready:
-                local_peer = self._by_descriptor.get(descriptor)
-                if local_peer is not None:
-                    self._read_socket(local_peer)
-                    moved = True
+        for descriptor in ready or ():
+            local_peer = self._by_descriptor.get(descriptor)
+            if local_peer is not None:
+                self._read_socket(local_peer)
+                moved = True
         return self._pump() or moved
 
     def _pump(self) -> bool:
@@ -347,6 +344,23 @@ class ShmTransport(Transport):
         if self._pump():
             return None
         return [(descriptor, local_peer.poll_events()) for descriptor, local_peer in self._by_descriptor.items()]
+
+    def sleep(self, peer: int) -> Sleep | None:
+        if peer not in self._connected:
+            return None
+        self.asleep[0] = 1
+        self._fence.full()
+        # A signal of any peer clears the flag, and the awaited peer then signals no more.
+        return Sleep(list(zip(self._by_descriptor, repeat(READABLE))), self._wake_up)
+
+    def _wake_up(self, ready: Iterable[int] | None) -> bool:
+        """Read the signals of peers and their control messages, after `sleep`."""
+        self.asleep[0] = 0
+        for descriptor in ready or ():
+            local_peer = self._by_descriptor.get(descriptor)
+            if local_peer is not None:
+                self._read_socket(local_peer)
+        return True
 
     # -- heartbeats ----------------------------------------------------------------------------
 
