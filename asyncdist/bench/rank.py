@@ -80,7 +80,8 @@ def _measure(plan: BenchPlan, rank: int, table: Sequence[socket.socket | None], 
     pace = StartPacer(rank, table, sleeps=plan.shares_cores)
     reporter = _Reporter(pipe if rank == 0 else None, plan.parts)
     if plan.device == "cpu":
-        opening = contenders.open_contenders(plan, rank, folder, plain_sockets.Sockets(rank, table), pace)
+        sockets = plain_sockets.Sockets(rank, table, plan.ranks_per_host)
+        opening = contenders.open_contenders(plan, rank, folder, sockets, pace)
     else:
         opening = devices.open_device_contenders(plan, rank, folder, pace)
     with opening as field:

@@ -44,6 +44,25 @@ def test_plain_sockets_compute_every_collective(collective, ranks, nbytes, in_ra
     in_ranks(ranks, program)
 
 
+@pytest.mark.parametrize("ranks_per_host", [1, 2, 3])
+@pytest.mark.parametrize("collective", ["all_reduce", "barrier"])
+def test_plain_sockets_of_several_hosts_compute_small_collectives(collective, ranks_per_host, in_ranks):
+    ranks, log = 2 * ranks_per_host, []
+
+    def program(rank, sockets):
+        case = traffic(collective, rank, ranks, 4)
+        call = plain_sockets.prepare_socket_call(plain_sockets.Sockets(rank, sockets, ranks_per_host), case)
+        case.load()
+        log.append("called")
+        call()
+        log.append("returned")
+        case.check("raw")
+
+    in_ranks(ranks, program)
+    # No rank returns before all have called.
+    assert log.index("returned") == ranks
+
+
 def test_connection_without_token_is_closed():
     token = secrets.token_bytes(16)
     with listen_at("127.0.0.1") as lower, listen_at("127.0.0.1") as higher:

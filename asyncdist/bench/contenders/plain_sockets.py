@@ -1,7 +1,8 @@
 """The contender "raw": the collectives' traffic and additions over plain sockets between the same processes.
 
 The calling thread sends from and receives into the tensors without blocking, and calls `poll` only when no byte moves.
-There are no frames and no checks. Every rank exchanges directly with every other rank. Used by `contenders`.
+There are no frames and no checks. Every rank exchanges directly with every other rank. Only in small all-reduces and in
+barriers between hosts with several ranks, the first rank of each host exchanges for all of them. Used by `contenders`.
 """
 
 from __future__ import annotations
@@ -25,10 +26,16 @@ Call = Callable[[], object]
 
 
 class Sockets:
-    """Connected, non-blocking sockets to every other rank. ``sockets`` has them by rank, None for this rank."""
+    """The connections of one rank.
 
-    def __init__(self, rank: int, sockets: Sequence[socket.socket | None]) -> None:
-        self.rank = rank
+    Args:
+        rank: This rank.
+        sockets: Connected, non-blocking sockets by rank; None for this rank.
+        ranks_per_host: The number of ranks on each host. Neighbouring ranks share a host.
+    """
+
+    def __init__(self, rank: int, sockets: Sequence[socket.socket | None], ranks_per_host: int = 1) -> None:
+        self.rank, self.ranks_per_host = rank, ranks_per_host
         self.ranks = len(sockets)
         self.peers = [peer for peer in range(len(sockets)) if peer != rank]
         self._sockets = {peer: sock for peer, sock in enumerate(sockets) if sock is not None}
@@ -113,8 +120,39 @@ def _reduce_into(target: torch.Tensor, sockets: Sockets, sends: Spans) -> Call:
     return call
 
 
+def _by_hosts(sockets: Sockets, own: memoryview, other: memoryview, combine: Call) -> list[Call] | None:
+    """Return the steps of an exchange by the first rank of each host, with recursive doubling between the hosts.
+
+    None unless there are several hosts, a power of two, with several ranks each.
+
+    Args:
+        sockets: The connections.
+        own: This rank's bytes, and the result.
+        other: Receives the bytes of another rank.
+        combine: Combines both in ``own``.
+    """
+    rank, each = sockets.rank, sockets.ranks_per_host
+    hosts = sockets.ranks // each
+    if each == 1 or hosts == 1 or hosts & (hosts - 1):
+        return None
+    first = rank - rank % each
+    if rank != first:
+        return [partial(sockets.exchange, {first: own}, {}), partial(sockets.exchange, {}, {first: own})]
+    steps: list[Call] = []
+    for member in range(first + 1, first + each):
+        steps += [partial(sockets.exchange, {}, {member: other}), combine]
+    for bit in range(hosts.bit_length() - 1):
+        peer = (rank // each ^ 1 << bit) * each
+        steps += [partial(sockets.exchange, {peer: own}, {peer: other}), combine]
+    return [*steps, partial(sockets.exchange, dict.fromkeys(range(first + 1, first + each), own), {})]
+
+
 def _all_reduce(sockets: Sockets, case: Traffic) -> list[Call]:
     if case.nbytes <= _ONE_ROUND_NBYTES:
+        other = torch.empty_like(case.input)
+        steps = _by_hosts(sockets, _bytes(case.input), _bytes(other), partial(case.input.add_, other))
+        if steps is not None:
+            return steps
         return [_reduce_into(case.input, sockets, dict.fromkeys(sockets.peers, _bytes(case.input)))]
     parts = _parts(case.input, case.ranks)
     others, own = _spans(parts, sockets.peers), dict.fromkeys(sockets.peers, _bytes(parts[case.rank]))
@@ -181,8 +219,9 @@ def _scatter(sockets: Sockets, case: Traffic) -> list[Call]:
 
 
 def _barrier(sockets: Sockets, case: Traffic) -> list[Call]:
-    byte, buffers = memoryview(b"!"), {peer: memoryview(bytearray(1)) for peer in sockets.peers}
-    return [partial(sockets.exchange, dict.fromkeys(sockets.peers, byte), buffers)]
+    byte, buffers = memoryview(bytearray(1)), {peer: memoryview(bytearray(1)) for peer in sockets.peers}
+    steps = _by_hosts(sockets, byte, memoryview(bytearray(1)), lambda: None)
+    return steps or [partial(sockets.exchange, dict.fromkeys(sockets.peers, byte), buffers)]
 
 
 _STEPS: dict[str, Callable[[Sockets, Traffic], list[Call]]] = {
