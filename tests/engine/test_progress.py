@@ -254,6 +254,8 @@ def test_program_whose_calls_are_complete_at_once_drives_its_receives(monkeypatc
     advanced = []
     machine.advance = lambda ready: bool(advanced.append(machine.clock))
     progress = Progress(machine)
+    # The loop, on its thread, would drive too.
+    monkeypatch.setattr(progress.loop_driver, "resume", lambda: None)
     for _ in range(1000):
         machine.clock += 10e-6
         assert progress.attempt(iter(()), WorkingGroup(), 1, wait=True)
@@ -397,7 +399,7 @@ def test_calls_do_not_wake_the_loop_while_the_program_expects_only_messages(expe
     assert machine.asked_for_waits.is_set()
 
 
-def attempt_in_thread(progress, flag, group):
+def attempt_in_thread(progress, flag, group, schedule=None):
     """Run in another thread an attempt that waits for ``flag``; return the thread and the list for its result."""
     results = []
 
@@ -406,7 +408,7 @@ def attempt_in_thread(progress, flag, group):
             yield 1
 
     def run():
-        results.append(progress.attempt(steps(), group, 1, wait=True, block=True))
+        results.append(progress.attempt(schedule or steps(), group, 1, wait=True, block=True))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -449,6 +451,57 @@ def test_blocking_call_that_sleeps_for_a_message_wakes_for_it_alone(signalled, a
     assert not machine.advanced
     assert not machine.asked_for_waits.is_set()
     assert machine.sock.recv(64) == b"!"
+
+
+def test_blocking_call_that_sleeps_for_its_host_drives_nothing_else(signalled, asleep, monkeypatch):
+    machine, progress = signalled
+    monkeypatch.setattr(attempts, "LONGEST_ATTEMPT", PATIENCE)
+    woken = []
+
+    def wake_up(ready):
+        woken.append(list(ready))
+        return bool(machine.sock.recv(64)) if ready else False
+
+    monkeypatch.setattr(machine, "sleep", lambda peer: Sleep([(machine.sock.fileno(), READ)], wake_up))
+    progress.turns.prepare_sleep()
+    flag = Flag()
+    thread, results = attempt_in_thread(progress, flag, WorkingGroup())
+    assert asleep.wait(PATIENCE)
+    flag.done = True
+    machine.peer.send(b"!")
+    thread.join()
+    assert results == [True]
+    assert woken[0] == [machine.sock.fileno()]
+    assert not machine.advanced
+
+
+def test_blocking_call_sleeps_for_the_peer_that_it_waits_for_at_last(signalled, asleep, monkeypatch):
+    """The first peer moves between the preparation of the sleep and the last look before it."""
+    machine, progress = signalled
+    monkeypatch.setattr(attempts, "LONGEST_ATTEMPT", PATIENCE)
+    other, peer = socket.socketpair()
+    prepared, flag = [], Flag()
+
+    def sleep(peer):
+        prepared.append(peer)
+        return Sleep([((machine.sock if peer else other).fileno(), READ)], lambda ready: True)
+
+    def steps():
+        while not prepared:
+            yield 1
+        while not flag.done:
+            yield 0
+
+    monkeypatch.setattr(machine, "sleep", sleep)
+    progress.turns.prepare_sleep()
+    with other, peer:
+        thread, results = attempt_in_thread(progress, flag, WorkingGroup(), steps())
+        assert asleep.wait(PATIENCE)
+        flag.done = True
+        peer.send(b"!")
+        thread.join()
+    assert prepared == [1, 0]
+    assert results == [True]
 
 
 @pytest.mark.parametrize("event", ["the group fails", "another operation begins"])
