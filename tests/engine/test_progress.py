@@ -415,6 +415,17 @@ def attempt_in_thread(progress, flag, group, schedule=None):
     return thread, results
 
 
+def complete_once_asleep(machine, progress, asleep):
+    """Run an attempt in another thread; let what it waits for happen, and signal it, once the thread sleeps."""
+    flag = Flag()
+    thread, results = attempt_in_thread(progress, flag, WorkingGroup())
+    assert asleep.wait(PATIENCE)
+    flag.done = True
+    machine.peer.send(b"!")
+    thread.join()
+    assert results == [True]
+
+
 def test_blocking_call_that_sleeps_for_its_peer_needs_no_operation(signalled, asleep, monkeypatch):
     machine, progress = signalled
     monkeypatch.setattr(attempts, "LONGEST_ATTEMPT", PATIENCE)
@@ -441,13 +452,7 @@ def test_blocking_call_that_sleeps_for_a_message_wakes_for_it_alone(signalled, a
     )
     progress.turns.prepare_sleep()
     machine.asked_for_waits.clear()
-    flag = Flag()
-    thread, results = attempt_in_thread(progress, flag, WorkingGroup())
-    assert asleep.wait(PATIENCE)
-    flag.done = True
-    machine.peer.send(b"!")
-    thread.join()
-    assert results == [True]
+    complete_once_asleep(machine, progress, asleep)
     assert not machine.advanced
     assert not machine.asked_for_waits.is_set()
     assert machine.sock.recv(64) == b"!"
@@ -464,13 +469,7 @@ def test_blocking_call_that_sleeps_for_its_host_drives_nothing_else(signalled, a
 
     monkeypatch.setattr(machine, "sleep", lambda peer: Sleep([(machine.sock.fileno(), READ)], wake_up))
     progress.turns.prepare_sleep()
-    flag = Flag()
-    thread, results = attempt_in_thread(progress, flag, WorkingGroup())
-    assert asleep.wait(PATIENCE)
-    flag.done = True
-    machine.peer.send(b"!")
-    thread.join()
-    assert results == [True]
+    complete_once_asleep(machine, progress, asleep)
     assert woken[0] == [machine.sock.fileno()]
     assert not machine.advanced
 
