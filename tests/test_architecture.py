@@ -1,7 +1,7 @@
 """The layers of CONTRIBUTING.md: a folder is a layer, and imports only folders that stand above it in `LAYERS`.
 
-The checks read the source text of `asyncdist` and of the transports. Imports below ``TYPE_CHECKING`` and inside functions
-count like any other import.
+The checks read the source text of `asyncdist`, of the transports and of the benchmarks. Imports below ``TYPE_CHECKING``
+and inside functions count like any other import.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def modules(folder: str) -> dict[str, Path]:
 PRODUCT = modules("asyncdist")
 TRANSPORTS = modules("transports/asyncdist_transports")
 LIBRARY = {name: path for name, path in PRODUCT.items() if not name.startswith("asyncdist.testing")}
-EVERYTHING = {**PRODUCT, **TRANSPORTS}
+EVERYTHING = {**PRODUCT, **TRANSPORTS, **modules("benchmarks")}
 
 
 @functools.cache

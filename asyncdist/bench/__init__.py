@@ -3,8 +3,8 @@
 Reading order: `plan` says what to measure. `programs` starts processes; `launch` uses it to start the ranks, and collects
 their results. `rank` is the main function of a rank process. `workloads.collectives` defines the collectives, `contenders`
 execute them, and `measure` times the contenders in turns. `pace` and `pacing_sockets` make all ranks start a call together.
-`workloads.training` times training steps. `result` holds the figures, and `report` shows them. `store` is the benchmark of
-the store.
+`workloads.training` times training steps. `result` holds the figures, and `report` shows them.
+The repository has further benchmarks in `benchmarks`.
 
 The modules that the command line imports before it measures do not import torch.
 """

@@ -1,4 +1,4 @@
-"""Measures the links between the hosts of a job for a profile. Called by `asyncdist.cli.bench.collectives`.
+"""Measures the links between the hosts of a job for a profile. Called by `asyncdist.cli.bench`.
 
 A world measures the same at its start, for at most a tenth of a second. This takes more time, and each value is the median
 of several measurements.

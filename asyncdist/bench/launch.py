@@ -1,6 +1,6 @@
 """Start the rank processes of a run, alone or by Open MPI's ``mpirun``, and collect their results. No torch here.
 
-Called by `asyncdist.cli.bench.collectives`.
+Called by `asyncdist.cli.bench`.
 """
 
 from __future__ import annotations

@@ -40,11 +40,6 @@ STEPS = ("ddp", "fsdp2", "tensor_parallel")
 HEADS = 4
 """Attention heads of the transformer. The number of ranks must divide it for tensor parallel."""
 
-STORE_PARTS = ("torch", "asyncdist", "crowd", "memory", "restart")
-"""The parts of ``asyncdist bench store``: torch's clients, asyncdist's client, many connections, memory per connection, and
-a restart that reads the log.
-"""
-
 # (largest size in bytes, timed calls of each contender, calls in each turn)
 _CALLS = ((64 << 10, 1000, 100), (1 << 20, 150, 10), (8 << 20, 48, 4), (32 << 20, 24, 2))
 _CALLS_BEYOND = (12, 1)

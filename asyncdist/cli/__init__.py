@@ -7,17 +7,14 @@ from typing import Any
 import click
 
 from asyncdist import __version__
-from asyncdist.cli.bench.collectives import bench
-from asyncdist.cli.bench.ddp import bench_ddp
-from asyncdist.cli.bench.faults import bench_faults
-from asyncdist.cli.bench.rpc import bench_rpc
-from asyncdist.cli.bench.store import bench_store
-from asyncdist.cli.bench.weights import bench_weights
+from asyncdist.cli.bench import bench
 from asyncdist.cli.info import info
 from asyncdist.cli.store import store
 from asyncdist.cli.top import top
 from asyncdist.cli.trace import trace
 from asyncdist.errors import AsyncdistError, BenchmarkError
+
+SETTINGS_OF_HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 class _Failure(click.ClickException):
@@ -26,17 +23,8 @@ class _Failure(click.ClickException):
         self.exit_code = 1 if isinstance(error, BenchmarkError) else 2  # type: ignore[misc]
 
 
-class _Main(click.Group):
+class ReportingGroup(click.Group):
     """Prints the message of an `AsyncdistError` and exits with status 2, or 1 after a failed benchmark."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Resolve the commands whose names begin with `bench`; `bench` with any other argument measures collectives."""
-        for command in (bench_ddp, bench_faults, bench_rpc, bench_store, bench_weights):
-            if args[:2] == (command.name or "").split():
-                return command.name, command, args[2:]
-        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -45,7 +33,7 @@ class _Main(click.Group):
             raise _Failure(error) from error
 
 
-@click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=ReportingGroup, context_settings=SETTINGS_OF_HELP)
 @click.version_option(__version__, prog_name="asyncdist")
 def main() -> None:
     """The commands of asyncdist, a communication runtime for distributed PyTorch.

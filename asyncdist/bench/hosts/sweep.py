@@ -1,6 +1,6 @@
 """Run a plan between hosts, and its largest size between fewer hosts, for the bus bandwidth against hosts.
 
-Called by `asyncdist.cli.bench.collectives`.
+Called by `asyncdist.cli.bench`.
 """
 
 from __future__ import annotations

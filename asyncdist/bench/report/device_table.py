@@ -1,4 +1,4 @@
-"""The page of ``asyncdist bench --device cuda``. `asyncdist.cli.bench.collectives` calls it. It does not import torch."""
+"""The page of ``asyncdist bench --device cuda``. `asyncdist.cli.bench` calls it. It does not import torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Plot time against size on logarithmic axes, with one panel per collective and one line per contender.
 
-Called by `asyncdist.cli.bench.collectives`.
+Called by `asyncdist.cli.bench`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The page of ``asyncdist bench``: a digest, which the README also shows, and tables of collectives and training steps.
 
-Called by `asyncdist.cli.bench.collectives`.
+Called by `asyncdist.cli.bench`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""The benchmark of failures, behind ``asyncdist bench faults``. Reading order: `plan`, `ranks`, `benchmark`."""

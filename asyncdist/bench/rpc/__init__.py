@@ -1,1 +1,0 @@
-"""The benchmark of remote calls: `asyncdist bench rpc`."""

@@ -1,1 +1,0 @@
-"""The benchmark of the store: its measurements, and the processes of servers and clients. Called by `cli.bench.store`."""

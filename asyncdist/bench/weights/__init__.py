@@ -1,1 +1,0 @@
-"""``asyncdist bench weights``: how fast published weights reach readers, and what their requests notice of it."""

@@ -1,0 +1,1 @@
+"""The benchmark of remote calls: `python -m benchmarks rpc`."""
