@@ -277,7 +277,8 @@ def test_decision_index_lists_every_page_in_order() -> None:
     rows = re.findall(r"^\| \[(\d{4})\]\(([^)]+)\) \| (.*?) \|", index, re.MULTILINE)
     titles = [path.read_text(encoding="utf-8").partition("\n")[0][len("# 0000. ") :] for path in DECISIONS]
     assert rows == [(path.name[:4], path.name, title) for path, title in zip(DECISIONS, titles, strict=True)]
-    assert [int(number) for number, _, _ in rows] == list(range(1, len(DECISIONS) + 1))
+    numbers = [number for number, _, _ in rows]
+    assert numbers == sorted(set(numbers))
 
 
 @pages
