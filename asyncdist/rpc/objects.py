@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from enum import Enum
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from asyncdist.errors import UsageError
@@ -44,7 +45,7 @@ class ServedObjects:
     """
 
     def __init__(self, objects: dict[str, Any]) -> None:
-        self._named: dict[str, Sequence[Any]] = {}
+        self._named: dict[str | int, Sequence[Any]] = {}
         for name, served in objects.items():
             if not isinstance(name, str) or not name:
                 raise UsageError(f"objects are served under names that are texts, not {name!r}")
@@ -52,14 +53,13 @@ class ServedObjects:
             if not several:
                 raise UsageError(f"no object is served under the name {name!r}")
             self._named[name] = several
-        self._services: dict[str, Any] = {}
-        self._referenced: dict[int, Any] = {}
-        self._methods: dict[tuple[str | int, int, str], ServedMethod] = {}
+        self._services: dict[str | int, Any] = {}
+        self._referenced: dict[str | int, Any] = {}
 
     @property
     def counts(self) -> dict[str, int]:
         """The number of objects under each name."""
-        return {name: len(several) for name, several in self._named.items()}
+        return {str(name): len(several) for name, several in self._named.items()}
 
     def add_service(self, name: str, service: Any) -> None:
         """Serve an object of the session itself, which is not published."""
@@ -71,58 +71,71 @@ class ServedObjects:
 
     def remove_reference(self, number: int) -> None:
         """Forget the object of a reference."""
-        if self._referenced.pop(number, None) is not None:
-            for key in [key for key in self._methods if key[0] == number]:
-                del self._methods[key]
+        self._referenced.pop(number, None)
 
     def method(self, target: str | int, index: int, name: str) -> ServedMethod:
-        """Return a method. Raises NoSuchObject."""
-        key = (target, index, name)
-        method = self._methods.get(key)
-        if method is None:
-            method = self._methods[key] = self._find(target, index, name)
-        return method
+        """Return a method, as the object has it now. Raises NoSuchObject."""
+        served = self.object(target, index)
+        if name.startswith("_") and name != CALL_METHOD:
+            raise NoSuchObject(f"{name!r} is private: it cannot be called remotely")
+        try:
+            function = served if name == CALL_METHOD and callable(served) else getattr(served, name, None)
+        # A property of the program may raise anything.
+        except Exception as error:
+            raise NoSuchObject(
+                f"{name!r} of an object of type {type(served).__qualname__} cannot be read: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not callable(function):
+            raise NoSuchObject(_why_not_callable(served, name))
+        return ServedMethod(function, kind_of(function))
 
     def object(self, target: str | int, index: int) -> Any:
         """Return an object. Raises NoSuchObject."""
-        if isinstance(target, int):
-            if target not in self._referenced:
-                raise NoSuchObject("the object of this reference has been released")
+        several = self._named.get(target)
+        if several is not None:
+            if 0 <= index < len(several):
+                return several[index]
+            raise NoSuchObject(f"this process serves {len(several)} objects {target!r}, and none with number {index}")
+        if target in self._referenced:
             return self._referenced[target]
         if target in self._services:
             return self._services[target]
-        several = self._named.get(target)
-        if several is None:
-            names = ", ".join(map(repr, self._named)) or "none"
-            raise NoSuchObject(f"this process serves no object {target!r}; its names: {names}")
-        if not 0 <= index < len(several):
-            raise NoSuchObject(f"this process serves {len(several)} objects {target!r}, and none with number {index}")
-        return several[index]
+        if isinstance(target, int):
+            raise NoSuchObject("the object of this reference has been released")
+        names = ", ".join(map(repr, self._named)) or "none"
+        raise NoSuchObject(f"this process serves no object {target!r}; its names: {names}")
 
-    def _find(self, target: str | int, index: int, name: str) -> ServedMethod:
-        served = self.object(target, index)
-        kind = type(served).__qualname__
-        if name.startswith("_") and name != CALL_METHOD:
-            raise NoSuchObject(f"{name!r} is private: it cannot be called remotely")
-        function = served if name == CALL_METHOD and callable(served) else getattr(served, name, None)
-        if not callable(function):
-            if inspect.getattr_static(served, name, None) is not None:
-                raise NoSuchObject(
-                    f"{name!r} is an attribute of an object of type {kind}, not a method: serve a method that returns it"
-                )
-            names = [each for each in dir(served) if not each.startswith("_")]
-            close = difflib.get_close_matches(name, names, 3)
-            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-            raise NoSuchObject(f"an object of type {kind} has no method {name!r}{hint}")
-        return ServedMethod(function, kind_of(function))
+
+def _why_not_callable(served: Any, name: str) -> str:
+    kind = type(served).__qualname__
+    if inspect.getattr_static(served, name, None) is not None:
+        return f"{name!r} is an attribute of an object of type {kind}, not a method: serve a method that returns it"
+    names = [each for each in dir(served) if not each.startswith("_")]
+    close = difflib.get_close_matches(name, names, 3)
+    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    return f"an object of type {kind} has no method {name!r}{hint}"
+
+
+_KINDS = {
+    0: MethodKind.PLAIN,
+    inspect.CO_COROUTINE: MethodKind.COROUTINE,
+    inspect.CO_ASYNC_GENERATOR: MethodKind.STREAM,
+}
+_FLAGS = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def kind_of(function: Callable[..., Any]) -> MethodKind:
     """Return how a callable runs."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    if isinstance(function, MethodType):
+        function = function.__func__
+    # Each call asks for this. A function without attributes wraps no other one.
+    if isinstance(function, FunctionType) and not function.__dict__:
+        return _KINDS[function.__code__.co_flags & _FLAGS]
+    if isinstance(function, functools.partial):
+        return kind_of(function.func)
     if not (inspect.isroutine(function) or inspect.isclass(function)):
-        function = type(function).__call__
+        return kind_of(type(function).__call__)
     function = inspect.unwrap(function)
     if inspect.iscoroutinefunction(function):
         return MethodKind.COROUTINE

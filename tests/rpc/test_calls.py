@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import threading
+import weakref
 from collections import OrderedDict
 
 import numpy as np
@@ -213,6 +215,42 @@ async def test_generator_is_refused_as_a_result(serving):
     async with serving(Echo()) as it:
         with pytest.raises(rpc.ResultError, match="it is a generator: write the method as `async def` with `yield`"):
             await it.numbers()
+
+
+async def test_callable_attribute_is_called_as_it_is_now(serving):
+    class Model:
+        def __init__(self, value):
+            self.value = value
+
+        def __call__(self):
+            return self.value
+
+    class Owner:
+        def __init__(self):
+            self.model = Model(1)
+            self.function = lambda: "plain"
+
+        async def replace(self):
+            async def function():
+                return "coroutine"
+
+            self.model, self.function = Model(2), function
+
+        @property
+        def broken(self):
+            raise ValueError("no such model")
+
+    owner = Owner()
+    old = weakref.ref(owner.model)
+    async with serving(owner) as it:
+        assert (await it.model(), await it.function()) == (1, "plain")
+        await it.replace()
+        assert (await it.model(), await it.function()) == (2, "coroutine")
+        gc.collect()
+        assert old() is None
+        with pytest.raises(rpc.CallRefusedError, match=r"'broken' of an object of type .* ValueError: no such model"):
+            await it.broken()
+        assert await it.model() == 2
 
 
 async def test_private_methods_cannot_be_called(serving):
