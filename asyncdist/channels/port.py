@@ -92,7 +92,8 @@ class ChannelPort:
         identity = process_identity(config.host)
         self._greeting = Greeting(self.address.id, name, config.host, identity, bool(unix) and can_stage(), about)
         self._channels: set[PeerChannel] = set()
-        self._by_id: dict[str, PeerChannel] = {}
+        self._by_id: dict[str, list[PeerChannel]] = {}
+        """The channels to each peer: each side may have opened one."""
         self._dialling: dict[str, asyncio.Task[PeerChannel]] = {}
         self._busy_poll = AdaptiveBusyPoll.where_it_pays(self._loop, config)
         self._liveness = ChannelLiveness(config.heartbeat, config.host, lambda: self._channels)
@@ -107,6 +108,13 @@ class ChannelPort:
     def channels(self) -> list[PeerChannel]:
         """The open channels."""
         return list(self._channels)
+
+    def channel_to(self, peer: str) -> PeerChannel | None:
+        """Return an open channel to the port with this id; None if there is none."""
+        for channel in self._by_id.get(peer, ()):
+            if channel.is_open:
+                return channel
+        return None
 
     async def connect(
         self, address: ChannelAddress, timeout: Timeout = None, *, token: str | None = None
@@ -123,8 +131,8 @@ class ChannelPort:
             AuthenticationError: One side does not hold the token.
             TimeoutError: The timeout passed.
         """
-        channel = self._by_id.get(address.id)
-        if channel is not None and channel.error is None:
+        channel = self.channel_to(address.id)
+        if channel is not None:
             return channel
         if self._is_closed:
             raise PeerLostError(address.name, "this process has closed its port")
@@ -167,7 +175,7 @@ class ChannelPort:
         most = self._config.max_message_nbytes
         channel = PeerChannel(sock, peer, self, most_nbytes=most, is_dialled=is_dialled)
         self._channels.add(channel)
-        self._by_id.setdefault(peer.id, channel)
+        self._by_id.setdefault(peer.id, []).append(channel)
         self._liveness.start()
         channel.begin()
         return channel
@@ -179,9 +187,12 @@ class ChannelPort:
 
     def forget(self, channel: PeerChannel) -> None:
         """Forget a channel that has ended."""
-        self._channels.discard(channel)
-        if self._by_id.get(channel.peer.id) is channel:
-            del self._by_id[channel.peer.id]
+        if channel in self._channels:
+            self._channels.discard(channel)
+            siblings = self._by_id[channel.peer.id]
+            siblings.remove(channel)
+            if not siblings:
+                del self._by_id[channel.peer.id]
         if not self._channels:
             self._liveness.stop()
 

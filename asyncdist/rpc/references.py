@@ -36,6 +36,8 @@ from asyncdist.rpc.wire import GRANT, RELEASE, pack_plain
 REFERENCES = ""
 """The name under which each session serves its `ReferenceService`. No object of a program can have it."""
 _CONNECTED_WITHIN = 30.0
+_TOLD_WITHIN = 2.0
+"""Seconds for which a session that closes waits for owners to which it is connecting."""
 
 
 class RemoteReference:
@@ -222,14 +224,16 @@ class ReferenceTable:
         self._numbers = itertools.count(1)
         self._number_of: dict[int, int] = {}
         """The number of each object that is held, by its `id`."""
-        self._holds: dict[int, Counter[str]] = {}
-        """The holds on each object, by the id of the holder; negative if they are returned before their GRANT arrives."""
+        self._holds: dict[str, Counter[int]] = {}
+        """The holds of each holder on each object; negative if they are returned before their GRANT arrives."""
+        self._num_holders: Counter[int] = Counter()
+        """The holders of each object of this process that others, or this process, refer to."""
         self._held: dict[tuple[str, int], weakref.ref[RemoteReference]] = {}
         self._received: Counter[tuple[str, int]] = Counter()
         self._connecting: dict[str, asyncio.Task[None]] = {}
         """The connections to owners that are being opened, by the id of the owner."""
-        self._unreturned: Counter[tuple[str, int]] = Counter()
-        """Holds to return to owners to which this process is connecting."""
+        self._untold: dict[str, list[list[Any]]] = {}
+        """The messages for each owner to which this process is connecting, in order."""
         self._port: ChannelPort | None = None
 
     def open(self, port: ChannelPort) -> None:
@@ -237,7 +241,14 @@ class ReferenceTable:
         self._port = port
 
     async def close(self) -> None:
-        """End what connects to owners."""
+        """End what connects to owners. Those of references that this process has passed on are told first."""
+        granting = [
+            self._connecting[owner]
+            for owner, messages in self._untold.items()
+            if any(message[0] == GRANT for message in messages)
+        ]
+        if granting:
+            await asyncio.wait(granting, timeout=_TOLD_WITHIN)
         tasks = list(self._connecting.values())
         for task in tasks:
             task.cancel()
@@ -251,8 +262,8 @@ class ReferenceTable:
 
     @property
     def num_owned(self) -> int:
-        """The objects of this process to which other processes hold references."""
-        return len(self._holds)
+        """The objects of this process to which processes hold references."""
+        return len(self._num_holders)
 
     async def caller_for(self, address: ChannelAddress, target: str, method: str) -> Caller:
         """Return the table of calls over a channel to a port. Raises CalleeLostError if it cannot be reached."""
@@ -274,54 +285,51 @@ class ReferenceTable:
             if number is None:
                 number = self._number_of[id(target)] = next(self._numbers)
                 self.objects.add_reference(number, target)
-                self._holds[number] = Counter()
-            self._holds[number][self.address.id] += 1
+            self._hold(number, self.address.id, 1)
             return self._keep(self.address, number, type(target).__qualname__, tensor)
 
     def granted(self, channel: PeerChannel, number: int, holder: str) -> None:
         """Note a hold that a holder has given to another process."""
         with self._lock:
-            if number not in self._holds:
+            if number not in self._num_holders:
                 return
-            self._holds[number][holder] += 1
-            self._forget_if_free(number)
+            self._hold(number, holder, 1)
         if not self._is_connected(holder):
             self._loop.call_later(_CONNECTED_WITHIN, self._expect, holder)
 
     def released(self, channel: PeerChannel, number: int, count: int) -> None:
         """Note that a process returns its holds."""
-        self._return(number, channel.peer.id, count)
+        with self._lock:
+            if number in self._num_holders:
+                self._hold(number, channel.peer.id, -count)
 
     def departed(self, channel: PeerChannel) -> None:
         """Drop the holds of a process whose last channel has ended."""
-        if not self._is_connected(channel.peer.id):
-            self._drop_holds(channel.peer.id)
+        self._expect(channel.peer.id)
 
     def _expect(self, holder: str) -> None:
+        """Drop the holds of a process to which there is no channel."""
         if not self._is_connected(holder):
-            self._drop_holds(holder)
+            with self._lock:
+                for number, count in list(self._holds.get(holder, {}).items()):
+                    self._hold(number, holder, -count)
 
-    def _is_connected(self, holder: str) -> bool:
-        return self._port is not None and any(channel.peer.id == holder for channel in self._port.channels)
+    def _is_connected(self, peer: str) -> bool:
+        return self._port is not None and self._port.channel_to(peer) is not None
 
-    def _drop_holds(self, holder: str) -> None:
-        with self._lock:
-            for number in [number for number, holds in self._holds.items() if holder in holds]:
-                del self._holds[number][holder]
-                self._forget_if_free(number)
-
-    def _return(self, number: int, holder: str, count: int) -> None:
-        with self._lock:
-            if number in self._holds:
-                self._holds[number][holder] -= count
-                self._forget_if_free(number)
-
-    def _forget_if_free(self, number: int) -> None:
-        holds = self._holds[number]
-        for holder in [holder for holder, count in holds.items() if not count]:
-            del holds[holder]
+    def _hold(self, number: int, holder: str, change: int) -> None:
+        """Change the holds of a process on an object, and forget the object if none is left. Needs the lock."""
+        holds = self._holds.setdefault(holder, Counter())
+        before, now = holds[number], holds[number] + change
+        self._num_holders[number] += bool(now) - bool(before)
+        if now:
+            holds[number] = now
+            return
+        del holds[number]
         if not holds:
-            del self._holds[number]
+            del self._holds[holder]
+        if not self._num_holders[number]:
+            del self._num_holders[number]
             del self._number_of[id(self.objects.object(number, 0))]
             self.objects.remove_reference(number)
 
@@ -337,6 +345,7 @@ class ReferenceTable:
         owner = ChannelAddress.decode(address)
         reference = self._keep(owner, int(number), str(kind), tensor)
         if not (reference.is_owner or owner.id in self._connecting or self._is_connected(owner.id)):
+            self._untold[owner.id] = []
             self._connecting[owner.id] = self._loop.create_task(self._connect(owner))
         return reference
 
@@ -349,22 +358,20 @@ class ReferenceTable:
         holder, number = channel.peer.id, reference._number
         if reference.is_owner:
             with self._lock:
-                self._holds[number][holder] += 1
-            return
-        assert self._port is not None
-        for each in self._port.channels:
-            if each.peer.id == reference._address.id:
-                each.send(pack_plain([GRANT, number, holder]))
-                return
+                self._hold(number, holder, 1)
+        else:
+            self._tell(reference._address.id, [GRANT, number, holder])
 
     async def _connect(self, owner: ChannelAddress) -> None:
         assert self._port is not None
-        # Calls of the reference say why this process cannot connect.
-        with contextlib.suppress(AsyncdistError, TimeoutError):
-            await self._port.connect(owner)
-        del self._connecting[owner.id]
-        for owner_id, number in [key for key in self._unreturned if key[0] == owner.id]:
-            self._return_to(owner_id, number, self._unreturned.pop((owner_id, number)))
+        try:
+            # Calls of the reference say why this process cannot connect.
+            with contextlib.suppress(AsyncdistError, TimeoutError):
+                await self._port.connect(owner)
+        finally:
+            del self._connecting[owner.id]
+            for message in self._untold.pop(owner.id):
+                self._tell(owner.id, message)
 
     def _keep(self, address: ChannelAddress, number: int, kind: str, tensor: Sequence[Any] | None) -> RemoteReference:
         key = (address.id, number)
@@ -389,19 +396,21 @@ class ReferenceTable:
             count = self._received.pop(key)
         owner, number = key
         if owner == self.address.id:
-            self._return(number, owner, count)
-        elif owner in self._connecting:
-            self._unreturned[key] += count
+            with self._lock:
+                self._hold(number, owner, -count)
         else:
-            self._return_to(owner, number, count)
+            self._tell(owner, [RELEASE, number, count])
 
-    def _return_to(self, owner: str, number: int, count: int) -> None:
-        """Return holds to an owner. One to which there is no channel has dropped them."""
+    def _tell(self, owner: str, message: list[Any]) -> None:
+        """Send a message to an owner, now or when this process has connected.
+
+        One to which there is no channel has dropped the holds of this process.
+        """
         assert self._port is not None
-        for channel in self._port.channels:
-            if channel.peer.id == owner:
-                channel.send(pack_plain([RELEASE, number, count]))
-                return
+        if owner in self._untold:
+            self._untold[owner].append(message)
+        elif (channel := self._port.channel_to(owner)) is not None:
+            channel.send(pack_plain(message))
 
 
 def _drop_soon(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import weakref
 
 import pytest
@@ -169,6 +170,78 @@ async def test_reference_that_a_holder_passes_on_keeps_the_object(job, eventuall
         holder.kept = None
 
 
+@pytest.mark.parametrize("leaves_at_once", [False, True])
+async def test_reference_passed_on_before_the_holder_has_connected_keeps_the_object(job, eventually, leaves_at_once):
+    class Forwarder(Owner):
+        async def forward(self, reference):
+            await self.next.keep(reference)
+
+    owner, forwarder, last = Owner(), Forwarder(), Owner()
+    async with (
+        rpc.serve({"owner": owner}, job, config=CONFIG) as serving,
+        rpc.serve({"last": last}, job, config=CONFIG) as lasting,
+    ):
+
+        def connected():
+            return {channel.peer.id for channel in serving._port.channels}
+
+        async with rpc.serve({"forwarder": forwarder}, job, config=CONFIG) as forwarding:
+            forwarder.next = await forwarding.find("last")
+            async with rpc.connect(job, config=CONFIG) as session:
+                thing = await (await session.find("owner")).make()
+                # Neither the forwarder nor the last holder has talked to the owner before.
+                await (await session.find("forwarder")).forward(thing)
+                del thing
+                gc.collect()
+            if not leaves_at_once:
+                await eventually(lambda: forwarding.references.address.id in connected())
+        await eventually(lambda: connected() == {lasting.references.address.id})
+        assert await last.kept.call("add", 5) == 5
+        last.kept = None
+        await eventually(lambda: owner.num_alive == 0)
+        assert serving.references.num_owned == 0
+
+
+async def test_release_does_not_look_at_other_objects(job):
+    owner, things = Owner(), [Thing() for _ in range(100)]
+    objects = {"owner": owner, "things": things}
+    async with rpc.serve(objects, job, config=CONFIG) as serving, rpc.connect(job, config=CONFIG) as session:
+        maker = await session.find("owner")
+        table = serving.references
+
+        async def num_steps():
+            """Return the steps of two releases: of one object, and of all objects of a process that has gone."""
+            first, second = await maker.make(), await maker.make()
+            await asyncio.gather(first.call("add", 1), second.call("add", 1))
+            (channel,) = serving._port.channels
+            table.granted(channel, second._number, "gone")
+            return steps_of(lambda: table.released(channel, first._number, 1)), steps_of(lambda: table._expect("gone"))
+
+        few = await num_steps()
+        others = [await maker.make() for _ in range(100)]
+        await asyncio.gather(*[each.call("add", 1) for each in others], (await session.find_all("things")).add(1))
+        assert await num_steps() == few
+
+
+def steps_of(call):
+    """Return the number of instructions of Python that a call executes."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
 async def test_many_passes_of_one_reference_leave_no_hold(job, eventually):
     owner, holder = Owner(), Owner()
     async with (
@@ -212,7 +285,7 @@ async def test_hold_for_a_process_that_never_connects_ends(job, eventually):
         table.granted(channel, number, "a process that died")
         del thing
         gc.collect()
-        await eventually(lambda: set(table._holds[number]) == {"a process that died"})
+        await eventually(lambda: set(table._holds) == {"a process that died"})
         assert owner.num_alive == 1
         # The timer of the grant calls this.
         table._expect("a process that died")
