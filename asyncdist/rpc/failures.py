@@ -29,8 +29,21 @@ _NAMED = (
 """The classes of Python as which a `RemoteError` can be caught. They have no fields other than their arguments."""
 
 
+class RaisedByFunction(Exception):
+    """Carries what a function has raised through futures and coroutines, which do not bear every exception.
+
+    A future refuses StopIteration, a coroutine cannot raise it, and a task that raises KeyboardInterrupt ends its loop.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(repr(error))
+        self.error = error
+
+
 def describe(error: BaseException) -> list[str]:
     """Return the class, the message and the traceback of an exception as texts."""
+    if isinstance(error, RaisedByFunction):
+        error = error.error
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     message = error.summary if isinstance(error, AsyncdistError) else _text_of(error)
@@ -48,11 +61,13 @@ def _text_of(error: BaseException) -> str:
 def _beyond_this_package(error: BaseException) -> Any:
     """Return the traceback from the method on, without the frames that called it."""
     frame = error.__traceback__
-    while (
-        frame is not None and frame.tb_next is not None and frame.tb_frame.f_globals.get("__package__") == __package__
-    ):
+    while frame is not None and frame.tb_next is not None and _is_of_this_package(frame.tb_frame.f_globals):
         frame = frame.tb_next
     return frame
+
+
+def _is_of_this_package(names: dict[str, Any]) -> bool:
+    return f"{names.get('__package__')}.".startswith(f"{__package__}.")
 
 
 def _shortened(text: str) -> str:

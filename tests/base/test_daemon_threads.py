@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import multiprocessing
 import os
@@ -169,6 +170,12 @@ def test_executor_runs_a_call_inline_unless_one_is_pending(executor):
     assert ended.wait(LONG)
     assert where[0] is threading.current_thread()
     assert where[1].name == "serial_0"
+
+
+async def test_awaited_call_that_raises_stop_iteration_ends(pool):
+    calling = asyncio.wrap_future(pool.submit(next, iter(())))
+    with pytest.raises(RuntimeError, match=r"a call in a thread raised StopIteration\(\)"):
+        await asyncio.wait_for(calling, LONG)
 
 
 def test_executor_logs_a_call_that_raises_and_continues(executor, caplog):

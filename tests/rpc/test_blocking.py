@@ -211,6 +211,28 @@ def test_errors_name_the_worker_and_the_function(alone):
     assert counter.rpc_sync().add(1) == 1
 
 
+ODD = {each.__name__: each for each in (StopIteration, StopAsyncIteration, GeneratorExit, KeyboardInterrupt)}
+
+
+def raise_odd(name):
+    raise ODD[name]("odd")
+
+
+@rpc.functions.async_execution
+def odd_later(name):
+    future = torch.futures.Future()
+    future.set_exception(ODD[name]("odd"))
+    return future
+
+
+@pytest.mark.parametrize(("function", "name"), [*((raise_odd, name) for name in ODD), (odd_later, "StopIteration")])
+def test_exception_that_no_future_carries_is_told_at_once(alone, function, name):
+    with pytest.raises(RemoteError, match=rf"{function.__name__}\(\) at .* it raised {name}: odd"):
+        rpc.rpc_sync("alone", function, args=(name,))
+    # The loop that runs the calls goes on.
+    assert rpc.rpc_sync("alone", max, args=(1, 2)) == 2
+
+
 def test_timeout_of_a_call_passes(alone):
     with pytest.raises(CallTimeoutError, match=r"alone\.wait_until_told\(\) at rank 0 \(process .* within 0.05 s"):
         rpc.rpc_sync("alone", wait_until_told, timeout=0.05)

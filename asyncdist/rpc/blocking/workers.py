@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
+from asyncdist.rpc.failures import RaisedByFunction
 from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.session import current_session
 from asyncdist.rpc.training import ServedModule
@@ -46,7 +47,9 @@ class FunctionRunner:
         args, kwargs = self._arrived(list(args)), self._arrived(dict(kwargs))
         self.num_running += 1
         try:
-            result = await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args, **kwargs))
+            result = await asyncio.get_running_loop().run_in_executor(
+                self.pool, _run, lambda: function(*args, **kwargs)
+            )
             return await _result_of(result) if hasattr(function, ASYNC_EXECUTION) else result
         finally:
             self.num_running -= 1
@@ -120,4 +123,12 @@ async def _result_of(future: Any) -> Any:
 
     future.add_done_callback(completed)
     await done
-    return future.value()
+    return _run(future.value)
+
+
+def _run(function: Callable[[], Any]) -> Any:
+    """Call a function; an exception comes back as the one that carries it."""
+    try:
+        return function()
+    except BaseException as error:
+        raise RaisedByFunction(error) from error
