@@ -74,14 +74,16 @@ def serve(
     rank: int | None = None,
     threads: int = 16,
     max_calls: int = 16384,
+    references: bool = True,
     timeout: Timeout = None,
     config: Config | None = None,
 ) -> RpcSession:
     """Serve objects to the processes of a job, inside an ``async with`` statement. The session can also make calls.
 
     ``async def`` methods run on the loop, ordinary ones in threads, and async generators are streams. Calls of one caller
-    to one object begin in the order in which they were made; an ordinary method ends before the next one begins. Methods
-    whose names begin with an underscore cannot be called.
+    to one object begin in the order in which they were made; an ordinary method ends before the next one begins.
+
+    All methods of an object can be called, those of its base classes too, unless their names begin with an underscore.
 
     Args:
         objects: The object for each name; a list of several that share a name. Any number of processes may serve a name.
@@ -89,6 +91,8 @@ def serve(
         rank: The rank of this process, by which `find` can choose it; by default the launcher's, if there is one.
         threads: The most ordinary methods that run at a time.
         max_calls: The most calls of all callers that are open at a time. Further ones fail with OverloadedError.
+        references: Whether callers may refer to tensors that are attributes of the objects, to read and write them, as in
+            ``await policy.weights.ref()``. What methods return with `refer` can be used in either case.
         timeout: Seconds to reach the store, and of calls and look-ups without a timeout; None for ASYNCDIST_TIMEOUT.
         config: Settings; by default those of the environment.
 
@@ -99,7 +103,16 @@ def serve(
         >>> async with rpc.serve({"policy": Policy()}, job="asyncdist://host:29500/job"):
         ...     await stopped.wait()
     """
-    return RpcSession(objects, job, rank=rank, threads=threads, max_calls=max_calls, timeout=timeout, config=config)
+    return RpcSession(
+        objects,
+        job,
+        rank=rank,
+        threads=threads,
+        max_calls=max_calls,
+        references=references,
+        timeout=timeout,
+        config=config,
+    )
 
 
 def connect(job: str | AsyncStoreBase, *, timeout: Timeout = None, config: Config | None = None) -> RpcSession:

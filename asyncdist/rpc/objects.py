@@ -10,6 +10,8 @@ from enum import Enum
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
+import torch
+
 from asyncdist.errors import UsageError
 
 CALL_METHOD = "__call__"
@@ -78,6 +80,8 @@ class ServedObjects:
         served = self.object(target, index)
         if name.startswith("_") and name != CALL_METHOD:
             raise NoSuchObject(f"{name!r} is private: it cannot be called remotely")
+        if isinstance(served, torch.Tensor) and isinstance(target, int):
+            raise NoSuchObject("a reference to a tensor has no methods: use read(), read_into() and write()")
         try:
             function = served if name == CALL_METHOD and callable(served) else getattr(served, name, None)
         # A property of the program may raise anything.

@@ -43,8 +43,9 @@ _TOLD_WITHIN = 2.0
 class RemoteReference:
     """A reference to an object of another process, which keeps the object alive there.
 
-    `RemoteMethod.ref` and `asyncdist.rpc.refer` make it; methods may return it, and arguments may contain it. It is valid
-    until it is dropped, or its owner ends; then calls raise CalleeLostError.
+    `RemoteMethod.ref` makes one of a tensor that a served object has, and `asyncdist.rpc.refer` one of any object. Methods
+    may return it, and arguments may contain it. It is valid until it is dropped, or its owner ends; then calls raise
+    CalleeLostError.
 
     Attributes:
         owner: The process of the object, for messages.
@@ -76,6 +77,8 @@ class RemoteReference:
 
     async def call(self, method: str, *args: Any, timeout: Timeout = None, **kwargs: Any) -> Any:
         """Call a method of the object, and return its result, or a `CallStream` for an async generator.
+
+        A reference to a tensor has no methods: `read`, `read_into` and `write` use it.
 
         Args:
             method: Its name; ``"__call__"`` calls the object itself.
@@ -170,17 +173,34 @@ def _index(plain: Any) -> Any:
 
 
 class ReferenceService:
-    """The services of an owner for its holders, called like the methods of any object."""
+    """The services of an owner for its holders, called like the methods of any object.
 
-    def __init__(self, table: ReferenceTable) -> None:
-        self._table = table
+    Args:
+        table: The references of the session.
+        offers_attributes: Whether callers may refer to tensors of the served objects.
+    """
 
-    async def make(self, target: str | int, index: int, attribute: str) -> RemoteReference:
-        """Return a reference to an attribute of a served object."""
+    def __init__(self, table: ReferenceTable, offers_attributes: bool) -> None:
+        self._table, self._offers_attributes = table, offers_attributes
+
+    async def make(self, target: str, index: int, attribute: str) -> RemoteReference:
+        """Return a reference to a tensor that is an attribute of a served object.
+
+        Other attributes, and what they have, are not offered: a program names what it offers.
+        """
+        if not self._offers_attributes or not isinstance(target, str):
+            raise PermissionError("this process offers no references to attributes: serve a method that returns one")
         served = self._table.objects.object(target, index)
-        if attribute.startswith("_") or not hasattr(served, attribute):
-            raise AttributeError(f"an object of type {type(served).__qualname__} has no attribute {attribute!r}")
-        return self._table.refer(getattr(served, attribute))
+        kind = type(served).__qualname__
+        value = None if attribute.startswith("_") else getattr(served, attribute, None)
+        if value is None:
+            raise AttributeError(f"an object of type {kind} has no attribute {attribute!r}")
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"the attribute {attribute!r} of an object of type {kind} is a {type(value).__qualname__}, and only those "
+                "that are tensors can be referred to: serve a method that returns it, or rpc.refer() of it"
+            )
+        return self._table.refer(value)
 
     async def read(self, number: int, where: Any) -> Any:
         """Return an object, or a part of a tensor."""
@@ -189,9 +209,8 @@ class ReferenceService:
 
     async def read_checked(self, number: int, where: Any, shape: list[int], dtype: str) -> torch.Tensor:
         """Return a tensor or a part of it, which has this shape and dtype."""
-        value = await self.read(number, where)
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"the object is a {type(value).__qualname__} and no tensor: use read()")
+        tensor = self._tensor(number)
+        value = tensor if where is None else tensor[_index(where)]
         if _signature(value) != [shape, dtype]:
             mine = f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
             raise ValueError(f"the part is {mine}, and the tensor to read into {tuple(shape)} {dtype}")
@@ -200,7 +219,13 @@ class ReferenceService:
     async def write(self, number: int, where: Any, tensor: torch.Tensor) -> None:
         """Copy a tensor into a tensor, or into a part of it."""
         with torch.no_grad():
-            self._table.objects.object(number, 0)[_index(where)].copy_(tensor)
+            self._tensor(number)[_index(where)].copy_(tensor)
+
+    def _tensor(self, number: int) -> torch.Tensor:
+        value = self._table.objects.object(number, 0)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"the object is a {type(value).__qualname__} and no tensor: use read()")
+        return value
 
 
 class ChannelContext(Protocol):

@@ -30,7 +30,11 @@ class RemoteMethod:
         return self._caller.start(self._target, self._key, self._name, args, kwargs, timeout)
 
     async def ref(self, *, timeout: Timeout = None) -> RemoteReference:
-        """Return a reference to the attribute of this name, such as a tensor, which stays where it is."""
+        """Return a reference to the attribute of this name, a tensor, which stays where it is.
+
+        Raises:
+            RemoteError: There is no such attribute, it is no tensor, or the process serves with ``references=False``.
+        """
         made = await self._caller.start(
             self._target, service_key("make"), f"{self._name}.ref", [*self._address, self._name], {}, timeout
         )

@@ -53,6 +53,7 @@ class RpcSession:
         rank: int | None = None,
         threads: int = 16,
         max_calls: int = 16384,
+        references: bool = True,
         timeout: Timeout = None,
         config: Config | None = None,
     ) -> None:
@@ -61,6 +62,7 @@ class RpcSession:
         self._config = Config.from_environment() if config is None else config
         self._timeout = seconds(timeout, self._config.timeout)
         self._job = job
+        self._offers_attributes = references
         self._rank = Launch.from_environment().rank if rank is None else rank
         self.objects = ServedObjects(dict(objects))
         self.threads = DaemonThreadPool("asyncdist-rpc", threads, idle_timeout=_IDLE_THREAD)
@@ -81,7 +83,7 @@ class RpcSession:
         self.carrier = Carrier(
             allow_pickle=self._config.allow_pickle, references=self.references, place=self.lending.place
         )
-        self.objects.add_service(REFERENCES, ReferenceService(self.references))
+        self.objects.add_service(REFERENCES, ReferenceService(self.references, self._offers_attributes))
         async with contextlib.AsyncExitStack() as stack:
             config = self._config
             directory = self._directory = await JobDirectory.open(

@@ -38,6 +38,9 @@ class Worker:
         for number in range(10**9):
             yield number
 
+    async def itself(self) -> rpc.RemoteReference:
+        return rpc.refer(self)
+
     async def num_cancelled(self) -> int:
         return self.cancelled
 

@@ -78,17 +78,17 @@ async def test_reference_whose_owner_was_killed_names_the_object_and_the_process
     process = await start(host=host)
     async with rpc.connect(job, config=Config(timeout=60.0, heartbeat=60.0)):
         worker = await rpc.find("worker")
-        number, tensor = await worker.cancelled.ref(), await worker.weights.ref()
-        assert (await number.read(), (await tensor.read(where=slice(2))).tolist()) == (0, [0, 1])
+        itself, tensor = await worker.itself(), await worker.weights.ref()
+        assert (await itself.call("num_cancelled"), (await tensor.read(where=slice(2))).tolist()) == (0, [0, 1])
         process.kill()
         process.wait()
         for use in (
-            lambda: number.read(),
-            lambda: number.call("bit_length"),
+            lambda: itself.read(),
+            lambda: itself.call("num_cancelled"),
             lambda: tensor.read_into(torch.empty(2), where=slice(2)),
             lambda: tensor.write(torch.ones(4)),
         ):
-            with pytest.raises(rpc.CalleeLostError, match=r"<(int|Tensor)>\.\w+\(\) at rank 0 \(process ") as caught:
+            with pytest.raises(rpc.CalleeLostError, match=r"<(Worker|Tensor)>\.\w+\(\) at rank 0 \(process ") as caught:
                 await use()
             assert isinstance(caught.value, PeerLostError)
 

@@ -108,6 +108,40 @@ async def test_part_that_does_not_fit_is_refused(serving):
             await thing.read_into(torch.zeros(1))
 
 
+async def test_only_what_is_named_is_offered(serving):
+    class Policy(Owner):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.limit, self.names = torch.nn.Linear(1, 1), 3, ["a"]
+
+        async def get_weights(self):
+            return rpc.refer(self.weights)
+
+    policy = Policy()
+    async with serving(policy) as it:
+        for other, kind in (("layer", "Linear"), ("limit", "int"), ("names", "list"), ("make", "method")):
+            with pytest.raises(
+                rpc.RemoteError, match=rf"'{other}' of an object of type .* is a {kind}, and only those"
+            ):
+                await getattr(it, other).ref()
+        for tensor in (await it.weights.ref(), await it.get_weights()):
+            with pytest.raises(rpc.CallRefusedError, match="a reference to a tensor has no methods: use read"):
+                await tensor.call("zero_")
+        thing = await it.make()
+        with pytest.raises(rpc.RemoteError, match="is a Thing and no tensor"):
+            await thing.write(torch.zeros(1))
+        # No object of a reference leads to its attributes, whatever a caller sends.
+        policy.things[0]().weights = policy.weights
+        it._address = (thing._number, 0)
+        with pytest.raises(rpc.RemoteError, match="no references to attributes"):
+            await it.other.ref()
+    async with serving(Policy(), references=False) as it:
+        with pytest.raises(rpc.RemoteError, match="PermissionError: this process offers no references to attributes"):
+            await it.weights.ref()
+        assert await (await it.make()).call("add", 2) == 2
+        assert await (await it.get_weights()).read(where=3) is not None
+
+
 async def test_cancelled_read_writes_no_further_byte(serving):
     async with serving(Owner()) as it:
         ref = await it.weights.ref()
