@@ -7,6 +7,7 @@ be read is left out.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import socket
@@ -15,6 +16,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from asyncdist.base.daemon_threads import start_daemon_thread
 
 _LINUX = sys.platform.startswith("linux")
 _SIOCGIFADDR = 0x8915 if _LINUX else 0xC0206921
@@ -53,6 +56,19 @@ def is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+async def look_up(name: str) -> list[str]:
+    """Return the addresses of a host name, each once, in the order of the resolver. Raises OSError and UnicodeError.
+
+    A name server that does not answer holds the thread of the look-up for long, so the process does not wait for it.
+    """
+
+    def find() -> list[str]:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+    return await asyncio.wrap_future(start_daemon_thread(find, "asyncdist-look-up", awaited_at_exit=False))
 
 
 def is_loopback(host: str) -> bool:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import socket
 
-from asyncdist.base.daemon_threads import run_in_daemon_thread
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.network import (
     address_towards,
@@ -21,10 +20,11 @@ from asyncdist.base.network import (
     is_address,
     is_local,
     is_loopback,
+    look_up,
 )
 from asyncdist.config import Config
-from asyncdist.errors import AddressError, LookUpTimeoutError
-from asyncdist.store.client.connect import ConnectRetry, resolution_error, unresolved
+from asyncdist.errors import AddressError
+from asyncdist.store.client.connect import ConnectRetry, look_up_overdue, resolution_error, unresolved
 
 _OUTSIDE = ("198.51.100.1", "2001:db8::1")
 """Documentation addresses (RFC 5737, RFC 3849): only the route to them is looked up."""
@@ -53,17 +53,14 @@ async def resolve(host: str, deadline: Deadline) -> list[str]:
             if limit.expired() and failure is not None:
                 raise unresolved(host, failure) from None
             if limit.expired():
-                raise LookUpTimeoutError(
-                    f"the name server did not resolve host {host!r} in time; check that it answers, or give an address"
-                ) from None
+                raise look_up_overdue(host) from None
             failure = resolution_error(error)
             retry.failed(failure)
     raise retry.overdue()
 
 
 async def _look_up(name: str) -> list[str]:
-    found = await run_in_daemon_thread(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
-    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
+    return list(dict.fromkeys(address.partition("%")[0] for address in await look_up(name)))
 
 
 async def probe(host: str, port: int, timeout: float | None) -> None:

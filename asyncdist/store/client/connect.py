@@ -17,7 +17,7 @@ from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.tls import handshake_error
-from asyncdist.errors import AddressError, AsyncdistError, CertificateError, StoreConnectionError
+from asyncdist.errors import AddressError, AsyncdistError, CertificateError, LookUpTimeoutError, StoreConnectionError
 from asyncdist.store.protocol.client_protocol import ClientProtocol
 
 log = logging.getLogger("asyncdist")
@@ -91,7 +91,8 @@ class ConnectRetry(Backoff):
         if self._num_tls_rejections == _MAX_TLS_REJECTIONS:
             times = f"{_MAX_TLS_REJECTIONS} times in a row"
             raise CertificateError(f"it hung up after the handshake, {times}: see its log") from error
-        if not isinstance(error, TimeoutError):  # the error of an earlier attempt explains more than a timeout
+        # The error of an earlier attempt explains more than that of a server that did not answer.
+        if isinstance(error, LookUpTimeoutError) or not isinstance(error, TimeoutError):
             self._reason = error
 
     def overdue(self) -> AddressError | StoreConnectionError:
@@ -99,6 +100,8 @@ class ConnectRetry(Backoff):
         reason = self._reason
         if isinstance(reason, socket.gaierror):
             return unresolved(self.host, reason)
+        if isinstance(reason, LookUpTimeoutError):
+            return reason
         advice = (
             "it may have as many connections as its ASYNCDIST_STORE_MAX_CONNECTIONS allows; see its log"
             if isinstance(reason, ClosedByServer)
@@ -203,6 +206,13 @@ def unresolved(host: str, error: OSError | UnicodeError) -> AddressError:
     """Return the error that a user gets for a host that does not resolve."""
     return AddressError(
         f"host {host!r} does not resolve ({describe_error(error)}): check its spelling, or give an address"
+    )
+
+
+def look_up_overdue(host: str) -> LookUpTimeoutError:
+    """Return the error of a look-up that the name server has not answered in time."""
+    return LookUpTimeoutError(
+        f"the name server did not resolve host {host!r} in time; check that it answers, or give an address"
     )
 
 

@@ -10,10 +10,12 @@ from typing import cast
 
 from asyncdist.base import lifecycle
 from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
+from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
+from asyncdist.base.network import is_address, look_up
 from asyncdist.base.tls import handshake_error
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.store.client.connect import ConnectRetry, hung_up, resolution_error, tune
+from asyncdist.store.client.connect import ConnectRetry, hung_up, look_up_overdue, resolution_error, tune
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.client_protocol import ClientProtocol
@@ -35,12 +37,14 @@ async def open_connection(
     """Try once to connect, and resume the session. Raises OSError if another attempt may succeed."""
     loop = asyncio.get_running_loop()
     connection = StoreConnection(protocol, token)
+    deadline = retry.attempt_deadline()
     try:
-        async with asyncio.timeout(retry.attempt_deadline().remaining_or_none()):
+        addresses = await _addresses_of(retry.host, deadline)
+        async with asyncio.timeout(deadline.remaining_or_none()):
             if retry.host.startswith("/"):
                 await loop.create_unix_connection(lambda: connection, retry.host)
             else:
-                await loop.create_connection(lambda: connection, retry.host, retry.port, ssl=tls)
+                await _connect(lambda: connection, retry, addresses, tls)
             await asyncio.wait([connection.greeted])  # shield() would log its exception after a cancellation
             connection.greeted.result()
     except ssl.SSLError as error:
@@ -53,6 +57,32 @@ async def open_connection(
         raise
     connection.begin(lost)
     return connection
+
+
+async def _addresses_of(host: str, deadline: Deadline) -> list[str]:
+    if host.startswith("/") or is_address(host):
+        return [host]
+    try:
+        async with asyncio.timeout(deadline.remaining_or_none()):
+            return await look_up(host)
+    except TimeoutError:
+        raise look_up_overdue(host) from None
+
+
+async def _connect(
+    protocol: Callable[[], StoreConnection], retry: ConnectRetry, addresses: list[str], tls: ssl.SSLContext | None
+) -> None:
+    """Connect to the first address that accepts. Raises the error of the first one if none does."""
+    loop, name, first = asyncio.get_running_loop(), retry.host if tls else None, OSError()
+    for address in addresses:
+        try:
+            await loop.create_connection(protocol, address, retry.port, ssl=tls, server_hostname=name)
+            return
+        except ssl.SSLError:
+            raise
+        except OSError as error:
+            first = error if address == addresses[0] else first
+    raise first
 
 
 class StoreConnection(asyncio.Protocol):
