@@ -127,6 +127,24 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(asyncio.wait(tasks))
 
 
+def running_loop(what: str) -> asyncio.AbstractEventLoop:
+    """Return the running loop of asyncio.
+
+    Args:
+        what: What needs it, for the error.
+
+    Raises:
+        UsageError: None runs in this thread, for example because the program runs trio.
+    """
+    loop = asyncio._get_running_loop()
+    if loop is None:
+        raise UsageError(
+            f"{what} needs a running event loop of asyncio, and none runs in this thread: call it in a coroutine that "
+            "asyncio.run() runs; a program of trio gives one a thread: trio.to_thread.run_sync(asyncio.run, main())"
+        )
+    return loop
+
+
 def on_loop(loop: asyncio.AbstractEventLoop | None, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
     """Start a coroutine on ``loop``, by default the running loop; return a future of the running loop."""
     if loop is None or loop is asyncio.get_running_loop():
@@ -143,7 +161,12 @@ async def run_in_background(coroutine: Coroutine[Any, Any, T], undo: Callable[[T
         coroutine: The coroutine.
         undo: Called with a result that the caller does not get, because the coroutine ended before it was cancelled.
     """
-    background = background_loop()
+    try:
+        running_loop(coroutine.__qualname__)
+        background = background_loop()
+    except BaseException:
+        coroutine.close()
+        raise
     task: asyncio.Task[Any] | None = None
     is_cancelled = False
 

@@ -24,7 +24,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
-from asyncdist.base.background_loop import background_loop
+from asyncdist.base.background_loop import background_loop, running_loop
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.config import Config
@@ -100,7 +100,7 @@ class JobSession:
     # -- entering and leaving ------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        self._home = asyncio.get_running_loop()
+        self._home = running_loop("async with dist.join(...)")
         return await self._open()
 
     async def __aexit__(

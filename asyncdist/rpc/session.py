@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from math import inf
 from typing import Any, Self
 
+from asyncdist.base.background_loop import running_loop
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.channels.channel import PeerChannel
@@ -71,13 +72,14 @@ class RpcSession:
         self._records: list[PeerRecord] = []
         self._resources = contextlib.AsyncExitStack()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_open = False
 
     # -- opening and closing -----------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         if self._loop is not None:
             raise UsageError("a session is entered once: make another one")
-        self._loop = asyncio.get_running_loop()
+        self._loop = running_loop("a session for remote calls")
         self.references = ReferenceTable(self.objects)
         self.lending = DeviceLending(self._config.transport)
         self.carrier = Carrier(
@@ -96,6 +98,8 @@ class RpcSession:
             stack.push_async_callback(self._port.close, "its session has ended")
             stack.push_async_callback(self._await_returns)
             self.references.open(self._port)
+            # From here on others may call methods, which use the session.
+            self._is_open = True
             stack.push_async_callback(self.references.close)
             stack.callback(self.threads.shutdown, wait=False, cancel_futures=True)
             for name, count in self.objects.counts.items():
@@ -111,7 +115,14 @@ class RpcSession:
 
     async def __aexit__(self, *exc: object) -> None:
         self.is_closing = True
-        await self._resources.aclose()
+        try:
+            await self._resources.aclose()
+        finally:
+            self._is_open = False
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise UsageError("the session for remote calls is not open: use it inside its `async with` block")
 
     def _open_port(self, handler: ConversationHandler) -> ChannelPort:
         """Open the port, in a context of its own in which this session runs the methods."""
@@ -158,6 +169,7 @@ class RpcSession:
             AuthenticationError: A process holds another token.
             StoreConnectionError: The store of the job cannot be reached any more.
         """
+        self._check_open()
         limit = seconds(timeout, self._timeout)
         deadline = Deadline.after(limit)
         seen: dict[str, str] = {}
@@ -195,6 +207,7 @@ class RpcSession:
             AuthenticationError: A process holds another token.
             StoreConnectionError: The store of the job cannot be reached any more.
         """
+        self._check_open()
         limit = seconds(timeout, self._timeout)
         deadline = Deadline.after(limit)
         answering: dict[str, list[RemoteObject]] = {}
@@ -245,6 +258,7 @@ class RpcSession:
 
     def refer(self, target: Any) -> RemoteReference:
         """Return a reference to an object of this process; see `asyncdist.rpc.refer`."""
+        self._check_open()
         return self.references.refer(target)
 
     def watch(self, name: str) -> contextlib.AbstractAsyncContextManager[AsyncIterator[RecordChange]]:
@@ -252,10 +266,12 @@ class RpcSession:
 
         A change has the ``id`` of a process, and its ``record``; None when it has withdrawn the name, left or died.
         """
+        self._check_open()
         return self._directory.watch(name)
 
     async def names(self) -> list[str]:
         """Return the names under which processes of the job serve objects."""
+        self._check_open()
         return await self._directory.names()
 
 
@@ -273,7 +289,7 @@ def current_session() -> RpcSession:
     session = _session_of_context.get()
     if session is not None and not session.is_closing:
         return session
-    sessions = _sessions.get(asyncio.get_running_loop())
+    sessions = _sessions.get(running_loop("a remote call"))
     if not sessions:
         raise UsageError("no session for remote calls is open on this loop: enter rpc.serve(...) or rpc.connect(...)")
     return sessions[-1]

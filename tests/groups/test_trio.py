@@ -17,11 +17,13 @@ import trio
 import trio.testing
 
 import asyncdist
+from asyncdist import rpc
 from asyncdist.engine.trio_tasks import run_on_background_loop
 from asyncdist.engine.work import completed, joined
-from asyncdist.errors import GroupAbortedError, MismatchError, NotInitializedError, OperationTimeoutError
-from asyncdist.store import HashStore
+from asyncdist.errors import GroupAbortedError, MismatchError, NotInitializedError, OperationTimeoutError, UsageError
+from asyncdist.store import AsyncStore, HashStore
 from asyncdist.testing.cluster import world_of
+from asyncdist.weights import Publisher, Subscriber
 from tests.support.devices import PretendStreams, device_group
 
 LARGE = 300_000
@@ -358,6 +360,24 @@ def test_result_of_a_coroutine_that_ignores_its_cancellation_is_returned():
             await trio.lowlevel.checkpoint()
         assert made == ["made"]
         assert scope.cancelled_caught
+
+    trio.run(main)
+
+
+def test_what_needs_asyncio_says_so():
+    async def main():
+        job, tensors = "asyncdist://127.0.0.1:1/job", {"a": ones()}
+        for enter in (
+            lambda: rpc.serve({}, job).__aenter__(),
+            lambda: rpc.connect(job).__aenter__(),
+            lambda: rpc.find("name"),
+            lambda: asyncdist.join(job).__aenter__(),
+            lambda: Publisher(tensors, job=job).__aenter__(),
+            lambda: Subscriber(tensors, job=job).__aenter__(),
+            lambda: AsyncStore.connect("127.0.0.1", 1),
+        ):
+            with pytest.raises(UsageError, match=r"needs a running event loop of asyncio.*trio.to_thread.run_sync"):
+                await enter()
 
     trio.run(main)
 

@@ -195,6 +195,24 @@ async def test_object_calls_its_caller_back(job):
         assert await (await rpc.find("server")).ask("client") == 9
 
 
+async def test_session_that_is_not_open_says_so(job):
+    session = rpc.connect(job, config=Config(timeout=60.0))
+
+    async def use_session():
+        with pytest.raises(UsageError, match="is not open: use it inside its `async with` block"):
+            session.watch("name")
+        with pytest.raises(UsageError, match="is not open"):
+            session.refer([])
+        for calling in (session.find("name"), session.find_all("name"), session.names()):
+            with pytest.raises(UsageError, match="is not open"):
+                await calling
+
+    await use_session()
+    async with session:
+        assert await session.names() == []
+    await use_session()
+
+
 async def test_without_a_session_or_with_wrong_arguments_nothing_is_done(job):
     with pytest.raises(UsageError, match="no session for remote calls is open on this loop"):
         await rpc.find("it")

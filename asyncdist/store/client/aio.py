@@ -8,6 +8,7 @@ from collections.abc import Generator
 from math import inf
 from typing import Any, Generic, Self, TypeVar
 
+from asyncdist.base.background_loop import running_loop
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.timers import DeadlineTimer
 from asyncdist.base.tls import client_context
@@ -55,6 +56,7 @@ class AsyncStore(AsyncStoreBase):
             AuthenticationError: The tokens differ.
             ProtocolError: The server is not an asyncdist store.
         """
+        running_loop("AsyncStore.connect")
         retry = ConnectRetry(host, port, timeout)
         config = config or Config.from_environment()
         connection = ReconnectingConnection(host, port, config.token if token is None else token, config)
