@@ -162,7 +162,7 @@ async def run_in_background(coroutine: Coroutine[Any, Any, T], undo: Callable[[T
         undo: Called with a result that the caller does not get, because the coroutine ended before it was cancelled.
     """
     try:
-        running_loop(coroutine.__qualname__)
+        running_loop(getattr(coroutine, "__qualname__", "this call"))
         background = background_loop()
     except BaseException:
         coroutine.close()

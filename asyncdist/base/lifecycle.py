@@ -3,7 +3,7 @@
 Every module that owns connections, threads or servers registers here. At exit the process notifies its peers. After a
 fork the connections belong to the parent: the child neither writes to them nor shuts them down. It closes its copies of
 their descriptors, because a peer sees the end of a connection, and a port or a lock becomes free, only when the last copy
-is closed.
+is closed. `ProcessBound` keeps what belongs to a process from being copied and pickled.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import multiprocessing.util  # noqa: F401 - its exit handler, which joins childr
 import os
 from collections.abc import Callable
 from enum import IntEnum, auto
-from typing import Protocol
+from typing import Any, NoReturn, Protocol, Self
 
 from asyncdist.base.weak_registry import WeakRegistry
+from asyncdist.errors import UsageError
 
 
 class Stage(IntEnum):
@@ -52,6 +53,27 @@ class Descriptor(Protocol):
 
     def fileno(self) -> int:
         """Return the descriptor, or -1 once it is closed."""
+
+
+class ProcessBound:
+    """The base of objects that stand for something of this process alone: a connection, an operation, a membership.
+
+    A copy of such an object is the object itself, also inside a copied model or configuration. A pickle contains none:
+    another process could not use it.
+    """
+
+    __slots__ = ()
+    _elsewhere = ""
+    """What another process does instead of unpickling it, for the error."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(f"{self!r} cannot be pickled, because it belongs to this process: {self._elsewhere}")
 
 
 _at_exit: list[tuple[Stage, Callable[[], object]]] = []

@@ -26,6 +26,7 @@ from typing import Any, Self
 
 from asyncdist.base.background_loop import background_loop, running_loop
 from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.config import Config
 from asyncdist.elastic.errors import JobTimeoutError
@@ -56,13 +57,15 @@ _ATTEMPT = 10.0
 """Seconds within which the members of a generation must have met."""
 
 
-class JobSession:
+class JobSession(ProcessBound):
     """This process's part in a job. `join` makes it.
 
     Attributes:
         state: The state that newcomers receive; None without one.
         group: The group of the present generation; None before the first.
     """
+
+    _elsewhere = "the other process enters one of its own: send the URL of the job instead"
 
     def __init__(
         self,

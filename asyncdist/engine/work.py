@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.error_text import describe_error
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.engine import trio_tasks
 from asyncdist.errors import UsageError, WaitTimeoutError
 
@@ -66,7 +67,7 @@ _callbacks_lock = threading.RLock()
 """One lock for the callbacks of all works: it is held briefly, and threads rarely compete for it."""
 
 
-class Work(_Awaited[T_co]):
+class Work(ProcessBound, _Awaited[T_co]):
     """The handle of one operation, which has started and progresses without further calls.
 
     A work can be awaited any number of times, without a task: several with `asyncio.gather`, for a limited time with
@@ -81,6 +82,8 @@ class Work(_Awaited[T_co]):
         >>> work = group.all_reduce(gradients)
         >>> await asyncio.wait_for(work, 10)  # in a coroutine; elsewhere: work.wait(10)
     """
+
+    _elsewhere = "await it, or call wait(), and send its value instead"
 
     # Most works never set these. An assignment for each in `__init__` would slow down small calls.
     _progress: Progress | None = None

@@ -20,6 +20,7 @@ import torch
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.algorithms.selection import forced_by
 from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.collectives import data_movement, p2p
 from asyncdist.collectives.group_context import GroupContext
 from asyncdist.collectives.hierarchical import HierarchicalCollectives
@@ -49,7 +50,7 @@ _first_use_lock = threading.Lock()
 
 
 @excluded_from_compile
-class Group(CollectiveOps, ObjectOps, MemberOps):
+class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
     """An ordered set of ranks of a world, a process group in the terms of torch.distributed.
 
     Make groups with `asyncdist.new_group` and similar functions, on every rank of the world in the same order. Methods
@@ -64,6 +65,8 @@ class Group(CollectiveOps, ObjectOps, MemberOps):
         timeout: Default limit of an operation in seconds.
         hooks: The hooks of this group; see `register_hook`.
     """
+
+    _elsewhere = "each process makes its own with init_process_group() and new_group(): send the ranks instead"
 
     device = torch.device("cpu")
 

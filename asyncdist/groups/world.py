@@ -19,6 +19,7 @@ from asyncdist.algorithms.selection import forced_by
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.descriptors import naming_exhaustion
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.base.version import VERSION
 from asyncdist.collectives.arguments import checked_text, list_of, whole_number_of
 from asyncdist.config import Config, shared_settings
@@ -43,13 +44,15 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1e-3, 8e-3
 """Seconds between two checks whether every failure notice has been sent."""
 
 
-class World:
+class World(ProcessBound):
     """The ranks of one job, or of one part of it.
 
     Attributes:
         group: The group of all ranks of the world.
         groups: The open groups that this rank has made and is a member of.
     """
+
+    _elsewhere = "each process makes its own with init_process_group() and new_group(): send the ranks instead"
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.base.timers import DeadlineTimer
 from asyncdist.channels.channel import PeerChannel
 from asyncdist.channels.messages import IncomingMessage, OutgoingMessage
@@ -31,12 +32,14 @@ current_deadline: ContextVar[float] = ContextVar("current_deadline", default=inf
 """In a method that a call with a deadline runs: that deadline, in the loop's time. Calls that it makes inherit it."""
 
 
-class RemoteCall(asyncio.Future[Any]):
+class RemoteCall(ProcessBound, asyncio.Future[Any]):
     """A call that has started: await it, gather it, or iterate over it if the method is an async generator.
 
     It is a future and not a coroutine, so it needs no task: the call has been sent when it is made. Cancelling it, or the
     task that awaits it, cancels the method.
     """
+
+    _elsewhere = "await it, and send its result instead"
 
     __slots__ = (
         "_caller",

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from asyncdist.base.deadline import Timeout
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.channels.channel import PeerChannel
 from asyncdist.channels.handshake import ChannelAddress
 from asyncdist.channels.port import ChannelPort
@@ -40,7 +41,7 @@ _TOLD_WITHIN = 2.0
 """Seconds for which a session that closes waits for owners to which it is connecting."""
 
 
-class RemoteReference:
+class RemoteReference(ProcessBound):
     """A reference to an object of another process, which keeps the object alive there.
 
     `RemoteMethod.ref` makes one of a tensor that a served object has, and `asyncdist.rpc.refer` one of any object. Methods
@@ -54,6 +55,8 @@ class RemoteReference:
         shape: The shape of a tensor; None for other objects.
         dtype: The dtype of a tensor; None for other objects.
     """
+
+    _elsewhere = "pass it as an argument or a result of a remote call, also in a list or a dict"
 
     def __init__(
         self, table: ReferenceTable, address: ChannelAddress, number: int, kind: str, tensor: Sequence[Any] | None

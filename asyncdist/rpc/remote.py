@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 from asyncdist.base.deadline import Timeout
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import UsageError
 from asyncdist.rpc.calls import Caller, RemoteCall
 from asyncdist.rpc.errors import PartialError
@@ -45,7 +46,7 @@ class RemoteMethod:
         return f"<remote method {self._target}.{self._name} at {self._caller.peer}>"
 
 
-class RemoteObject:
+class RemoteObject(ProcessBound):
     """An object that another process serves. `find` and `find_all` of `asyncdist.rpc` return it.
 
     Its methods are called like local ones, and awaited: ``action = await policy.act(observation, timeout=0.5)``. The
@@ -63,6 +64,8 @@ class RemoteObject:
         owner_id: The id of the port of that process.
         rank: The rank under which that process serves; None without one.
     """
+
+    _elsewhere = "the other process finds it with rpc.find(): send its name instead"
 
     def __init__(self, caller: Caller, name: str, target: str | int, index: int, rank: int | None, count: int) -> None:
         self._caller = caller
@@ -151,12 +154,14 @@ class CallToAll(asyncio.Future[list[Any]]):
             self.set_result(self._results)
 
 
-class RemoteObjects(Sequence[RemoteObject]):
+class RemoteObjects(ProcessBound, Sequence[RemoteObject]):
     """All objects that share a name, in the order of the ranks of their processes, then of their numbers there.
 
     It is a sequence of `RemoteObject`. A method that is called on it is called on all of them, with the same arguments:
     ``actions = await rpc_objects.act(observation)`` returns a list with a result for each, or raises PartialError.
     """
+
+    _elsewhere = "the other process finds them with rpc.find_all(): send their name instead"
 
     def __init__(self, name: str, objects: Sequence[RemoteObject], carrier: Carrier) -> None:
         self._name, self._objects, self._carrier = name, objects, carrier

@@ -14,6 +14,7 @@ from typing import Any, Self
 from asyncdist.base.background_loop import running_loop
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.channels.channel import PeerChannel
 from asyncdist.channels.directory import JobDirectory, PeerRecord, RecordChange
 from asyncdist.channels.port import ChannelPort
@@ -40,11 +41,13 @@ _session_of_context: ContextVar[RpcSession | None] = ContextVar("session_of_cont
 """In a method that a call runs: the session that runs it."""
 
 
-class RpcSession:
+class RpcSession(ProcessBound):
     """Serves objects, and finds those of other processes, on one event loop. Use it in an ``async with`` statement.
 
     The functions `find` and `find_all` of `asyncdist.rpc` use the session that was opened last on their loop.
     """
+
+    _elsewhere = "the other process enters one of its own: send the URL of the job instead"
 
     def __init__(
         self,

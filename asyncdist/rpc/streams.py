@@ -12,6 +12,7 @@ from collections.abc import Awaitable
 from math import inf
 from typing import Any, Protocol, Self
 
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import UsageError
 from asyncdist.rpc.errors import CallTimeoutError
 
@@ -109,12 +110,14 @@ class ItemQueue:
         return self._items.popleft()
 
 
-class CallStream:
+class CallStream(ProcessBound):
     """The items that an async generator at the callee yields: ``async for item in policy.rollout(64)``.
 
     It ends with the generator, or raises the error of the call. `close` it, leave its ``async with`` block, or drop it, to
     cancel the generator.
     """
+
+    _elsewhere = "iterate over it, and send its items instead"
 
     def __init__(self, call: Awaitable[Any] | None, queue: ItemQueue | None = None) -> None:
         self._call: Any = call

@@ -21,6 +21,7 @@ from torch.utils import _pytree as tree
 
 from asyncdist.base.daemon_threads import start_daemon_thread
 from asyncdist.base.deadline import Timeout
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import LoopThreadError, UsageError
 from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.remote import RemoteObject
@@ -166,7 +167,7 @@ def _needs_gradient(leaf: Any) -> bool:
 # -- at the trainer ---------------------------------------------------------------------------------
 
 
-class RemoteModule:
+class RemoteModule(ProcessBound):
     """A module in another process, which this process trains: ``output = await module(inputs)``.
 
     Make it with `attach`. The output has gradients if the module or an input has; await `asyncdist.rpc.backward` for the
@@ -179,6 +180,8 @@ class RemoteModule:
         >>> await rpc.backward(loss)
         >>> await optimizer.step()
     """
+
+    _elsewhere = "the other process attaches to the module: send its name instead"
 
     def __init__(self, use: RemoteReference) -> None:
         self._use = use
@@ -257,8 +260,10 @@ class RemoteModule:
         await self._use.call("load_state_dict", dict(state), timeout=timeout)
 
 
-class RemoteOptimizer:
+class RemoteOptimizer(ProcessBound):
     """An optimizer for the modules of other processes, which runs there. Make it with `create`."""
+
+    _elsewhere = "the other process makes one of its own with RemoteOptimizer.create()"
 
     def __init__(self, modules: Sequence[RemoteModule]) -> None:
         self._modules = list(modules)

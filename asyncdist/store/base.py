@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.operations import Command, Value
 
@@ -42,7 +43,7 @@ AsyncPrefixWatch = AsyncStream[tuple[str, bytes | None]]
 """Changes of the keys under a prefix: each key with its value, None when it is deleted."""
 
 
-class AsyncStoreBase(ABC):
+class AsyncStoreBase(ProcessBound, ABC):
     """A store whose operations are awaited.
 
     A call starts its operation and returns a future: await it, gather it, shield it, or pass it to `asyncio.wait`.
@@ -62,6 +63,8 @@ class AsyncStoreBase(ABC):
 
     A task that awaits an operation may be cancelled at any point. The store then cancels the operation's wait.
     """
+
+    _elsewhere = "connect in the other process: send the address instead"
 
     timeout: float
 
@@ -270,12 +273,14 @@ PrefixWatch = BlockingStream[tuple[str, bytes | None]]
 """Changes of the keys under a prefix: each key with its value, None when it is deleted."""
 
 
-class Store(ABC):
+class Store(ProcessBound, ABC):
     """A store whose calls block, with the method names and arguments of `torch.distributed.Store`.
 
     `AsyncStoreBase` documents each operation's arguments, timeouts and errors. Any number of threads may use one object.
     A `FileStore` has only the operations on keys, and raises UnsupportedError in the others.
     """
+
+    _elsewhere = "connect in the other process: send the address instead"
 
     def __init__(self, timeout: Timeout = None) -> None:
         self._timeout = seconds(timeout)

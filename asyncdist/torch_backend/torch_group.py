@@ -19,6 +19,7 @@ import torch.distributed as torch_distributed
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.cores import has_free_cores
 from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.devices.work import DeviceWork
 from asyncdist.elastic.reconfiguration import Reconfiguration, completed_group
 from asyncdist.engine import work as started
@@ -61,7 +62,7 @@ _UNSET: Any = SimpleNamespace(
 
 
 @excluded_from_compile
-class TorchGroup:
+class TorchGroup(ProcessBound):
     """The operations, properties and the end of a `Group`, by the names by which torch calls them.
 
     Ranks in arguments are ranks in the group.
@@ -69,6 +70,8 @@ class TorchGroup:
     Attributes:
         group: The group; features that torch has no name for are there.
     """
+
+    _elsewhere = "each process makes its own with init_process_group() and new_group(): send the ranks instead"
 
     supports_splitting = False
     supports_coalescing = False

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as torch_distributed
 
 from asyncdist.base.deadline import Timeout
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.store import base
 
 _UNLIMITED = timedelta(days=10_000)
@@ -21,7 +22,8 @@ _UNLIMITED = timedelta(days=10_000)
 _open: set[Store] = set()
 
 
-class Store(torch_distributed.Store):  # type: ignore[misc,name-defined]  # torch does not say that it exports it
+# torch does not say that it exports its Store.
+class Store(ProcessBound, torch_distributed.Store):  # type: ignore[misc,name-defined]
     """A blocking asyncdist store under the method names that torch's C++ and Python code calls.
 
     Waiting methods use this object's ``timeout``, initially that of ``store``: torch changes it in C++ through a
@@ -29,6 +31,8 @@ class Store(torch_distributed.Store):  # type: ignore[misc,name-defined]  # torc
     also closes ``store``. torch's PrefixStore offers queues and `list_keys` only for torch's own stores; asyncdist's
     PrefixStore offers both.
     """
+
+    _elsewhere = "connect in the other process: send the address instead"
 
     def __init__(self, store: base.Store) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_distributed
 
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.devices.work import DeviceWork
 from asyncdist.engine import work as started
 from asyncdist.engine.work import call_in_thread
@@ -24,7 +25,7 @@ _NONE = timedelta(0)
 
 
 @excluded_from_compile
-class Work(torch_distributed.Work):
+class Work(ProcessBound, torch_distributed.Work):
     """The handle of one operation: block in `wait`, or await it.
 
     Args:
@@ -32,6 +33,8 @@ class Work(torch_distributed.Work):
         outputs: The tensors that it writes; `result` and the future return them.
         source: For a receive, maps the sender's global rank to its rank in the group.
     """
+
+    _elsewhere = "call wait(), and send the tensors instead"
 
     def __init__(
         self, work: started.Work, outputs: list[torch.Tensor], source: Callable[[Any], int] | None = None

@@ -15,13 +15,14 @@ from typing import Any, Self
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.weights.content.selection import Slices
 from asyncdist.weights.publishing import Publishing, Source
 from asyncdist.weights.subscribing import Subscribing
 from asyncdist.weights.transfer.version_table import ReaderStatus, Version
 
 
-class BlockingPublisher:
+class BlockingPublisher(ProcessBound):
     """`asyncdist.weights.Publisher` for programs without an event loop: ``with``, and calls that block.
 
     The arguments, attributes and errors are those of `asyncdist.weights.Publisher`. Any thread may call the methods.
@@ -30,6 +31,8 @@ class BlockingPublisher:
         >>> with weights.Publisher(model, job="asyncdist://10.0.0.1:29500/digits") as publisher:
         ...     publisher.publish(step)
     """
+
+    _elsewhere = "the other process enters one of its own: send the URL of the job instead"
 
     def __init__(
         self, source: Source, *, job: str, name: str = "weights", keep: int = 2, timeout: Timeout = None
@@ -61,7 +64,7 @@ class BlockingPublisher:
         return background_loop().run(self._publishing.wait_for_readers(version, timeout))
 
 
-class BlockingSubscriber:
+class BlockingSubscriber(ProcessBound):
     """`asyncdist.weights.Subscriber` for programs without an event loop: ``with``, ``for``, and calls that block.
 
     The arguments, attributes and errors are those of `asyncdist.weights.Subscriber`. Any thread may call the methods.
@@ -72,6 +75,8 @@ class BlockingSubscriber:
         ...         with subscriber.swap(version):
         ...             pass
     """
+
+    _elsewhere = "the other process enters one of its own: send the URL of the job instead"
 
     def __init__(
         self,

@@ -7,11 +7,12 @@ from typing import Self
 
 from asyncdist.base.background_loop import run_in_background
 from asyncdist.base.deadline import Timeout
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.weights.publishing import Publishing, Source
 from asyncdist.weights.transfer.version_table import ReaderStatus, Version
 
 
-class Publisher:
+class Publisher(ProcessBound):
     """Publishes versions of a model's parameters and buffers. An asynchronous context manager.
 
     A version is a copy of the tensors in memory that the processes of this host share; a publisher uses up to ``keep``
@@ -42,6 +43,8 @@ class Publisher:
         ...         if step % 50 == 0:
         ...             version = await publisher.publish(step)
     """
+
+    _elsewhere = "the other process enters one of its own: send the URL of the job instead"
 
     def __init__(
         self, source: Source, *, job: str, name: str = "weights", keep: int = 2, timeout: Timeout = None

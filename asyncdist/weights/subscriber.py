@@ -10,13 +10,14 @@ from typing import Any, Self
 
 from asyncdist.base.background_loop import run_in_background
 from asyncdist.base.deadline import Timeout
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.weights.content.selection import Slices
 from asyncdist.weights.publishing import Source
 from asyncdist.weights.subscribing import Subscribing
 from asyncdist.weights.transfer.version_table import Version
 
 
-class Subscriber:
+class Subscriber(ProcessBound):
     """Receives versions of a model's parameters and buffers. An asynchronous context manager and iterator.
 
     It has several copies of the model. Requests read the current one, inside `reading`. A new version arrives while
@@ -56,6 +57,8 @@ class Subscriber:
         >>> with subscriber.reading() as (model, version):
         ...     answer = {"digit": int(model(pixels).argmax()), "version": version.number}
     """
+
+    _elsewhere = "the other process enters one of its own: send the URL of the job instead"
 
     def __init__(
         self,

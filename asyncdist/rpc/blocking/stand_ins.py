@@ -6,18 +6,20 @@ import asyncio
 import concurrent.futures
 from typing import Any, Self
 
-from asyncdist.errors import UsageError
+from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.rpc.blocking.agent import WorkerInfo, current_agent
 from asyncdist.rpc.references import RemoteReference
 
 _classes: dict[str, type[Referring]] = {}
 
 
-class Referring:
+class Referring(ProcessBound):
     """An object of this process that stands for an object of a worker, by a reference that may still be on its way.
 
     A derived class names the ``kind`` of the references that it stands for; without one it stands for all others.
     """
+
+    _elsewhere = "pass it to a function of a worker as an argument, or in a list or dict, and not inside another object"
 
     _info: WorkerInfo
     _reference: concurrent.futures.Future[RemoteReference]
@@ -32,10 +34,6 @@ class Referring:
         made = cls.__new__(cls)
         made._info, made._reference = info, reference
         return made
-
-    def __reduce__(self) -> Any:
-        name = type(self).__name__.removeprefix("Blocking")
-        raise UsageError(f"no {name} inside another object can be sent: pass it as an argument, or in a list or dict")
 
 
 async def ready(part: Any) -> Any:

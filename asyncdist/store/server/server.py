@@ -47,11 +47,13 @@ from asyncdist.store.state.sessions import SessionTable
 logger = logging.getLogger(__name__)
 
 
-class StoreServer:
+class StoreServer(lifecycle.ProcessBound):
     """A store that listens at ``host`` and ``port``. Create it with `start`, and `close` it.
 
     ``host`` is the host that `start` was called with; ``address`` is its first address.
     """
+
+    _elsewhere = "connect to it in the other process: send its address instead"
 
     def __init__(self, config: Config, token: str | None, *, stays: bool = False, polls: bool = False) -> None:
         self.host = ""
