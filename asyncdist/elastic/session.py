@@ -98,7 +98,12 @@ class JobSession(ProcessBound):
     @property
     def id(self) -> int:
         """The id of this process in the job, which no other process ever gets. Known once the session is entered."""
+        self._check_open()
         return self._job.id
+
+    def _check_open(self) -> None:
+        if not hasattr(self, "_job"):
+            raise UsageError("the session of the job is not open: use it inside its (async) with block")
 
     # -- entering and leaving ------------------------------------------------------------------
 
@@ -171,6 +176,7 @@ class JobSession(ProcessBound):
 
         If the caller is cancelled, the process goes on to the next generation, whose group the next call returns.
         """
+        self._check_open()
         if self._next_call is None:
             self._next_call = asyncio.create_task(self._advance())
         call = self._next_call

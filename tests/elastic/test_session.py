@@ -438,6 +438,14 @@ async def test_wrong_address_is_refused(where: str, words: str) -> None:
             pass
 
 
+async def test_session_that_is_not_open_says_so(job: str) -> None:
+    session = join(job)
+    with pytest.raises(UsageError, match="the session of the job is not open: use it inside"):
+        await anext(session.generations())
+    with pytest.raises(UsageError, match="is not open"):
+        _ = session.id
+
+
 def test_least_number_of_members_is_positive() -> None:
     with pytest.raises(UsageError, match="min_size"):
         JobSession("asyncdist://127.0.0.1:1/x", 0, None, None, None, None)
