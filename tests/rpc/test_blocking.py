@@ -185,6 +185,14 @@ def test_futures_that_others_have_made_are_results(alone):
         rpc.rpc_sync("alone", no_future)
 
 
+def test_any_number_of_callbacks_waits_for_further_calls(alone):
+    def add_three(done):
+        return rpc.rpc_async("alone", sum, args=([done.value(), 3],)).wait()
+
+    futures = [rpc.rpc_async("alone", sum, args=([number],)).then(add_three) for number in range(100)]
+    assert torch.futures.wait_all(futures) == [number + 3 for number in range(100)]
+
+
 def test_function_that_cannot_be_pickled_is_refused_by_name(alone):
     with pytest.raises(
         UsageError, match=r"alone.+<lambda>.* at .*: an object of type builtins.function cannot be pickled"
