@@ -101,6 +101,7 @@ class RpcSession:
                 await directory.publish(record)
                 self._records.append(record)
             stack.push_async_callback(self._withdraw)
+            stack.push_async_callback(_cancelled, self._loop.create_task(directory.keep(self._port.use_token)))
             sessions = _sessions.setdefault(self._loop, [])
             sessions.append(self)
             stack.callback(sessions.remove, self)
@@ -255,6 +256,11 @@ class RpcSession:
     async def names(self) -> list[str]:
         """Return the names under which processes of the job serve objects."""
         return await self._directory.names()
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 def _conversation(channel: PeerChannel) -> Conversation:
