@@ -116,6 +116,7 @@ class ReconnectingConnection:
         """The latest reconnect; first a timer that starts it."""
         self._token = token
         self._tls = client_context(config)
+        self._heartbeat = config.heartbeat
         self._loop = asyncio.get_running_loop()
 
     def ask(self, request: RequestFuture[Any] | RemoteStream[Any]) -> None:
@@ -156,7 +157,7 @@ class ReconnectingConnection:
 
     async def open(self, retry: ConnectRetry) -> None:
         """Make one attempt to connect. Raises OSError if another attempt may succeed."""
-        self.link = await open_connection(self.protocol, self._token, retry, self._lost, self._tls)
+        self.link = await open_connection(self.protocol, self._token, retry, self._lost, self._tls, self._heartbeat)
         self.policy.succeeded()
 
     def _lost(self, link: StoreConnection, why: str, for_good: bool) -> None:

@@ -229,7 +229,11 @@ class BlockingConnection(BlockingClient):
 
     def _read(self, sock: BlockingSocket, deadline: Deadline) -> None:
         """Complete the requests whose answers arrive next."""
-        sock.wait(deadline)  # nearly every interrupt comes here, where it does no harm
+        try:
+            sock.wait(deadline)  # nearly every interrupt comes here, where it does no harm
+        except ConnectionError as error:
+            self._lose(sock, describe_error(error))
+            return
         try:
             data = sock.take()
             with self.lock:
@@ -279,7 +283,8 @@ class BlockingConnection(BlockingClient):
         """Try once to connect. Raises OSError if another attempt may succeed."""
         self._raise_if_over()
         deadline = retry.attempt_deadline()
-        sock = open_blocking_socket(retry.host, retry.port, self._tls, deadline, self.protocol.is_open)
+        heartbeat = self._config.heartbeat
+        sock = open_blocking_socket(retry.host, retry.port, self._tls, deadline, self.protocol.is_open, heartbeat)
         try:
             with self.lock:
                 self._raise_if_over()
@@ -289,6 +294,7 @@ class BlockingConnection(BlockingClient):
             with self.lock:
                 message = self.protocol.introduce()
             sock.send(framed([message]), deadline)
+            sock.watch_host(heartbeat)
             with self.lock:
                 self._raise_if_over()
                 self._connecting, self.sock = None, sock

@@ -13,7 +13,8 @@ from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.tls import handshake_error
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.store.client.connect import ConnectRetry, hung_up, resolution_error, tune
+from asyncdist.store.client.connect import ConnectRetry, hung_up, resolution_error
+from asyncdist.store.client.host_watch import HostWatch, tune
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.client_protocol import ClientProtocol
@@ -30,11 +31,19 @@ Lost = Callable[["StoreConnection", str, bool], None]
 
 
 async def open_connection(
-    protocol: ClientProtocol, token: str | None, retry: ConnectRetry, lost: Lost, tls: ssl.SSLContext | None = None
+    protocol: ClientProtocol,
+    token: str | None,
+    retry: ConnectRetry,
+    lost: Lost,
+    tls: ssl.SSLContext | None = None,
+    heartbeat: float = 0.0,
 ) -> StoreConnection:
-    """Try once to connect, and resume the session. Raises OSError if another attempt may succeed."""
+    """Try once to connect, and resume the session. Raises OSError if another attempt may succeed.
+
+    A store whose host is silent for ``heartbeat`` seconds is lost.
+    """
     loop = asyncio.get_running_loop()
-    connection = StoreConnection(protocol, token)
+    connection = StoreConnection(protocol, token, heartbeat)
     try:
         async with asyncio.timeout(retry.attempt_deadline().remaining_or_none()):
             if retry.host.startswith("/"):
@@ -58,7 +67,9 @@ async def open_connection(
 class StoreConnection(asyncio.Protocol):
     """A connection to the store. ``transport`` is None before and after it is open."""
 
-    def __init__(self, protocol: ClientProtocol, token: str | None) -> None:
+    def __init__(self, protocol: ClientProtocol, token: str | None, heartbeat: float) -> None:
+        self._heartbeat = heartbeat
+        self._looking: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self.greeted: asyncio.Future[None] = self._loop.create_future()
         self.greeted.add_done_callback(lambda greeted: greeted.cancelled() or greeted.exception())
@@ -70,7 +81,8 @@ class StoreConnection(asyncio.Protocol):
         self._silent = True  # the server has sent nothing but TLS records
         self._protocol = protocol
         self._lost: Lost | None = None
-        self._why: str | None = None
+        self._why = ""
+        self._is_over = False
         self._corked = False
         self._out: list[bytes] = []
         self._out_nbytes = 0
@@ -80,6 +92,8 @@ class StoreConnection(asyncio.Protocol):
         if self.transport is None:
             raise ConnectionResetError("it hung up after the handshake")
         self._lost = lost
+        self._host_watch = HostWatch(self.transport.get_extra_info("socket"), self._heartbeat)
+        self._look_later()
         self.transport.write(framed([self._protocol.introduce()]))
 
     # -- called by the loop ----------------------------------------------------------------------
@@ -90,7 +104,7 @@ class StoreConnection(asyncio.Protocol):
         lifecycle.close_in_children(self)
         self._chunks = ChunkSender(transport.write, self._protocol.is_open, asyncio.get_running_loop().call_soon)
         self._secured = transport.get_extra_info("sslcontext") is not None
-        tune(transport.get_extra_info("socket"))
+        tune(transport.get_extra_info("socket"), self._heartbeat)
         self._handshake = HandshakeDriver(dial(self._token, "store", os.urandom(NONCE_NBYTES)), transport.write)
         self._protocol.interrupted()
 
@@ -105,7 +119,7 @@ class StoreConnection(asyncio.Protocol):
                 self._handshake = None
             protocol.receive(data)
         except (ProtocolError, AuthenticationError, ConnectionRefusedError) as error:
-            self._why = describe_error(error)
+            self._why, self._is_over = describe_error(error), True
             if not self.greeted.done():
                 self.greeted.set_exception(error)
             self.abort()
@@ -120,6 +134,8 @@ class StoreConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
+        if self._looking is not None:
+            self._looking.cancel()
         self._chunks.drop()
         if not self.greeted.done():
             why = f": {describe_error(exc)}" if exc else ""
@@ -129,7 +145,17 @@ class StoreConnection(asyncio.Protocol):
             self._gone.set_result(None)
         if self._lost is not None:
             self._protocol.interrupted()
-            self._lost(self, self._why or (describe_error(exc) if exc else "it hung up"), self._why is not None)
+            self._lost(self, self._why or (describe_error(exc) if exc else "it hung up"), self._is_over)
+
+    def _look_later(self) -> None:
+        self._looking = self._loop.call_later(self._host_watch.interval, self._look)
+
+    def _look(self) -> None:
+        if self._host_watch.has_vanished():
+            self._why = self._host_watch.why()
+            self.abort()
+        else:
+            self._look_later()
 
     def pause_writing(self) -> None:
         self._chunks.pause()

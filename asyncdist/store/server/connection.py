@@ -248,6 +248,9 @@ class ServerConnection(asyncio.Protocol, ABC):
 
     # -- ends -------------------------------------------------------------------------------------
 
+    def end_if_vanished(self) -> None:
+        """Disconnect a client whose host has vanished. Called several times within the limit."""
+
     def refuse(self, why: str) -> None:
         """Log the reason, and close the connection once the queued replies have been sent."""
         logger.warning("store: refused %s: %s", self.peer, why)
