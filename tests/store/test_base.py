@@ -51,6 +51,25 @@ def threads():
         yield pool
 
 
+def test_stream_that_the_program_drops_ends(store, until):
+    for message in iter_and_publish(store):
+        assert message == b"m"
+        break
+    until(lambda: store.publish("channel", "m") == 0)
+    kept = store.subscribe("channel")
+    assert store.publish("channel", "m") == 1
+    assert kept.get() == b"m"
+    kept.close()
+    until(lambda: store.publish("channel", "m") == 0)
+
+
+def iter_and_publish(store):
+    """Return a subscription with a message, which is in no variable."""
+    subscription = store.subscribe("channel")
+    assert store.publish("channel", "m") == 1
+    return subscription
+
+
 def test_key_operations(any_store):
     store = any_store
     assert store.set("k", "text") is None

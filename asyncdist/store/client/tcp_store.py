@@ -121,7 +121,9 @@ class TCPStore(Store):
         connection = self.connection.another(self._timeout)
         try:
             buffer = stream_buffer(command, hidden)
-            return ClientStream(connection, command, buffer, self._timeout, store=self, owned=True)
+            return ClientStream(
+                connection, command, buffer, self._timeout, store=self, dropped=lambda _: connection.close(), owned=True
+            )
         except BaseException:
             connection.close()
             raise
