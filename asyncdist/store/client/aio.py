@@ -187,6 +187,9 @@ class ReconnectingConnection:
             raise policy.overdue()
         except StoreConnectionError as over:
             self._end(over)
+        except (KeyboardInterrupt, SystemExit):  # the loop may run again
+            self.reconnecting = self._loop.call_later(FIRST_PAUSE, self._begin_reconnect)
+            raise
 
     def _end(self, error: StoreConnectionError) -> None:
         if self.over is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import ssl
 from collections.abc import Callable
@@ -102,7 +103,8 @@ class StoreConnection(asyncio.Protocol):
         transport = cast(asyncio.Transport, transport)  # uvloop's transport does not derive from it
         self.transport = transport
         lifecycle.close_in_children(self)
-        self._chunks = ChunkSender(transport.write, self._protocol.is_open, asyncio.get_running_loop().call_soon)
+        schedule = functools.partial(self._loop.call_soon, self._guard)
+        self._chunks = ChunkSender(transport.write, self._protocol.is_open, schedule)
         self._secured = transport.get_extra_info("sslcontext") is not None
         tune(transport.get_extra_info("socket"), self._heartbeat)
         self._handshake = HandshakeDriver(dial(self._token, "store", os.urandom(NONCE_NBYTES)), transport.write)
@@ -118,19 +120,21 @@ class StoreConnection(asyncio.Protocol):
                     return
                 self._handshake = None
             protocol.receive(data)
+            if protocol.output:
+                for message in protocol.data_to_send():
+                    self.send(message)
+            elif protocol.lost is not None:
+                self.abort()
+            elif protocol.greeted and not self.greeted.done():
+                self.greeted.set_result(None)
         except (ProtocolError, AuthenticationError, ConnectionRefusedError) as error:
             self._why, self._is_over = describe_error(error), True
             if not self.greeted.done():
                 self.greeted.set_exception(error)
             self.abort()
-            return
-        if protocol.output:
-            for message in protocol.data_to_send():
-                self.send(message)
-        elif protocol.lost is not None:
-            self.abort()
-        elif protocol.greeted and not self.greeted.done():
-            self.greeted.set_result(None)
+        except BaseException as error:  # the bytes that were read are lost
+            self._interrupted(error)
+            raise
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
@@ -173,22 +177,37 @@ class StoreConnection(asyncio.Protocol):
         """Write the first message of a loop iteration at once, further ones together, and a long one in chunks."""
         if self.transport is None or not message:
             return
-        if isinstance(message, ChunkedMessage):
-            self._chunks.send(message)
-            return
-        if not self._corked:
-            self._corked = True
-            self._loop.call_soon(self._uncork)
-            self.transport.write(framed([message]))
-            return
-        self._out.append(message)
-        self._out_nbytes += len(message)
-        if self._out_nbytes >= _BATCH_NBYTES:
-            self._flush()
+        try:
+            if isinstance(message, ChunkedMessage):
+                self._chunks.send(message)
+            elif not self._corked:
+                self._corked = True
+                self._loop.call_soon(self._guard, self._uncork)
+                self.transport.write(framed([message]))
+            else:
+                self._out.append(message)
+                self._out_nbytes += len(message)
+                if self._out_nbytes >= _BATCH_NBYTES:
+                    self._flush()
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def _uncork(self) -> None:
         self._corked = False
         self._flush()
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+
+    def _interrupted(self, error: BaseException) -> None:
+        """End the connection, which a signal handler has interrupted in the middle of a message: another one resumes."""
+        self._why = f"it was interrupted: {describe_error(error)}"
+        self.abort()
 
     def _flush(self) -> None:
         out, self._out, self._out_nbytes = self._out, [], 0

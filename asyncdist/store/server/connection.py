@@ -132,6 +132,9 @@ class ServerConnection(asyncio.Protocol, ABC):
             self.refuse(error.summary)
         except Exception:
             self.fail()
+        except BaseException:  # the rest of the bytes is lost; an asyncdist client repeats its requests
+            self.abort()
+            raise
 
     def pause_writing(self) -> None:
         self._write_paused = self.paused = True
