@@ -111,5 +111,12 @@ class HashStore(Store):
         client, buffer = self._client, stream_buffer(command, hidden)
         return ClientStream(client, command, buffer, self._timeout, store=self, dropped=client.drop)
 
+    def clone(self) -> HashStore:
+        """Return the same store with a timeout of its own. To close one closes both."""
+        other = HashStore()
+        other._client = self._client
+        other.set_timeout(self.timeout)
+        return other
+
     def close(self) -> None:
         self._client.close()
