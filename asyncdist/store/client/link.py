@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import ssl
 from collections.abc import Callable
@@ -103,8 +102,9 @@ class StoreConnection(asyncio.Protocol):
         transport = cast(asyncio.Transport, transport)  # uvloop's transport does not derive from it
         self.transport = transport
         lifecycle.close_in_children(self)
-        schedule = functools.partial(self._loop.call_soon, self._guard)
-        self._chunks = ChunkSender(transport.write, self._protocol.is_open, schedule)
+        self._chunks = ChunkSender(
+            transport.write, self._protocol.is_open, lambda call: self._loop.call_soon(self._guard, call)
+        )
         self._secured = transport.get_extra_info("sslcontext") is not None
         tune(transport.get_extra_info("socket"), self._heartbeat)
         self._handshake = HandshakeDriver(dial(self._token, "store", os.urandom(NONCE_NBYTES)), transport.write)
