@@ -15,7 +15,7 @@ from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.tls import TlsSocket
 from asyncdist.store.client.connect import connect, hung_up, resolution_error
-from asyncdist.store.client.host_watch import HostWatch, tune
+from asyncdist.store.client.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
 from asyncdist.store.client.pending import PendingRequest
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import ChunkedMessage
@@ -51,7 +51,7 @@ class BlockingSocket:
     def watch_host(self, limit: float) -> None:
         """Let `wait` raise ConnectionResetError from now on when the other host is silent for ``limit`` seconds."""
         self._host_watch = HostWatch(self._plain_sock, limit)
-        self._longest_poll = self._host_watch.interval * 1000
+        self._longest_poll = look_interval(limit, CLIENT_LOOKS) * 1000
 
     def secure(self, deadline: Deadline) -> None:
         """Begin TLS. Raises TimeoutError, CertificateError and ConnectionError."""

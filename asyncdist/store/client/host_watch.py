@@ -13,8 +13,8 @@ import time
 
 SLOWEST_DETECTION = 120.0
 """The limit in seconds where there are no heartbeats (ASYNCDIST_HEARTBEAT=0), and for clients of torch's TCPStore."""
-_LOOKS = 4
-"""How often within the limit a `HostWatch` is to look."""
+CLIENT_LOOKS, SERVER_LOOKS = 10, 4
+"""How often within the limit each side looks. A client that is cut off must notice it before its lease ends."""
 _TCP_INFO = struct.Struct("=2xBB20xI28xI84xI")
 """Of Linux's `struct tcp_info`: unanswered retransmissions, unanswered probes, packets that are not acknowledged,
 milliseconds since the last acknowledgement, and bytes that are not sent."""
@@ -74,11 +74,6 @@ class HostWatch:
         self._silent_since = math.inf
         self.is_waiting = False
 
-    @property
-    def interval(self) -> float:
-        """Seconds between two looks."""
-        return look_interval(self.limit)
-
     def has_vanished(self) -> bool:
         """Look; return whether the other host has been silent for the limit, also at a look some time before.
 
@@ -86,7 +81,7 @@ class HostWatch:
         """
         now = time.monotonic()
         self._silent_since = min(self._silent_since, now) if self._is_silent() else math.inf
-        return now - self._silent_since >= self.interval / 2
+        return now - self._silent_since >= look_interval(self.limit, CLIENT_LOOKS) / 2
 
     def _is_silent(self) -> bool:
         if self._sock is None:
@@ -105,6 +100,6 @@ class HostWatch:
         return f"its host has acknowledged nothing for {self.limit:g} s"
 
 
-def look_interval(limit: float) -> float:
+def look_interval(limit: float, looks: int) -> float:
     """Return the seconds between two looks of a `HostWatch` with a limit."""
-    return (limit or SLOWEST_DETECTION) / _LOOKS
+    return (limit or SLOWEST_DETECTION) / looks

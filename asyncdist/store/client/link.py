@@ -14,7 +14,7 @@ from asyncdist.base.error_text import describe_error
 from asyncdist.base.tls import handshake_error
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.store.client.connect import ConnectRetry, hung_up, resolution_error
-from asyncdist.store.client.host_watch import HostWatch, tune
+from asyncdist.store.client.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.client_protocol import ClientProtocol
@@ -152,7 +152,7 @@ class StoreConnection(asyncio.Protocol):
             self._lost(self, self._why or (describe_error(exc) if exc else "it hung up"), self._is_over)
 
     def _look_later(self) -> None:
-        self._looking = self._loop.call_later(self._host_watch.interval, self._look)
+        self._looking = self._loop.call_later(look_interval(self._heartbeat, CLIENT_LOOKS), self._look)
 
     def _look(self) -> None:
         if self._host_watch.has_vanished():

@@ -20,7 +20,7 @@ from asyncdist.base.auth import NONCE_NBYTES, WANTS_TLS, HandshakeDriver, accept
 from asyncdist.base.network import is_loopback
 from asyncdist.errors import ProtocolError
 from asyncdist.store.c10d_policy import C10d
-from asyncdist.store.client.host_watch import look_interval, tune
+from asyncdist.store.client.host_watch import SERVER_LOOKS, look_interval, tune
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.codec import hello
 from asyncdist.store.protocol.operations import Reply
@@ -44,7 +44,7 @@ class Admission:
 
     def __init__(self, max_connections: int, dismiss: Callable[[ServerConnection], None], limit: float = 0.0) -> None:
         self.max_connections = max_connections
-        self._look_interval = look_interval(limit)
+        self._look_interval = look_interval(limit, SERVER_LOOKS)
         self._looking: asyncio.TimerHandle | None = None
         self.connections: set[ServerConnection] = set()
         self.empty = asyncio.Event()
