@@ -22,6 +22,7 @@ from asyncdist.store.protocol.operations import CHANGED, Op, OperationKind
 from asyncdist.store.server import listener
 from asyncdist.store.server.accept import PendingConnection
 from asyncdist.store.server.session import Session
+from tests.support.packets import deafen, needs_packet_filters
 
 UNIT, LONG = 0.05, 10.0
 TOKEN = "a token for tests"
@@ -167,6 +168,25 @@ async def test_connections_beyond_the_limit_are_refused(caplog, monkeypatch, eve
         async with await AsyncStore.connect("127.0.0.1", server.port) as store:  # there is room again
             assert await store.add("n", 1) == 2
         await stores[0].close()
+
+
+@needs_packet_filters
+async def test_client_of_a_lost_host_is_detected_while_others_are_served(server, store, monkeypatch, eventually, raw):
+    at_once = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1))
+    monkeypatch.setattr("asyncdist.store.client.host_watch.keepalive", lambda limit: at_once)
+    gone = await raw(server, proven=True)
+    encoder = Encoder()
+    introduction = encoder.frame(3, Op.RESUME, bytes(16), 0)
+    await gone.send(
+        introduction + encoder.frame(1, Op.SET_EPHEMERAL, "its", b"v") + encoder.frame(2, Op.BARRIER, "b", 2)
+    )
+    await eventually(lambda: server.state.num_open == 1)
+    deafen(gone.writer.get_extra_info("socket").fileno())
+    assert await store.get("its") == b"v"
+    assert server.num_connections == 2
+    await eventually(lambda: server.num_connections == 1)
+    await eventually(lambda: server.state.keys.peek("its") is None)
+    assert server.state.num_open == 0
 
 
 @pytest.mark.each_loop
