@@ -1,12 +1,16 @@
-"""Classifies the errors of ``accept``, and the errors of a process or machine that is out of file descriptors."""
+"""Descriptors: files that no other user can have written, and the errors of ``accept``, and of too few descriptors."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import stat
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
-from asyncdist.errors import RendezvousError
+from asyncdist.errors import AddressError, RendezvousError
 
 _ONE_CONNECTION_FAILED = {
     getattr(errno, name)
@@ -52,3 +56,44 @@ def naming_exhaustion() -> Iterator[None]:
         raise RendezvousError(
             f"this process {describe_exhaustion(cause)}; raise the limit on open files (ulimit -n) or close some"
         ) from cause
+
+
+def open_trusted(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Open a file that says where this process connects to, or what others have told it.
+
+    It does not wait for the other end of a FIFO. The caller checks that it is a regular file.
+
+    Raises:
+        AddressError: The path is a symbolic link, or another user owns the file or may write it.
+        OSError: The file cannot be opened.
+    """
+    try:
+        # Windows lacks these flags.
+        safe = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        descriptor = os.open(path, flags | safe, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise AddressError(f"{path} is a symbolic link, which another user may have made: name the file") from None
+        raise
+    try:
+        who = _other_writer(descriptor, path)
+        if who:
+            raise AddressError(f"{who} {path}, and could let this process connect anywhere: remove it, or name another")
+        return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _other_writer(descriptor: int, path: Path) -> str:
+    """Return which other user can write a file, and how; empty if none."""
+    found = os.fstat(descriptor)
+    own = {0, os.getuid()} if hasattr(os, "getuid") else {found.st_uid}
+    if not stat.S_ISREG(found.st_mode) or (found.st_uid in own and not found.st_mode & stat.S_IWOTH):
+        return ""
+    # A file system may map users, as NFS does with root, or know neither owners nor modes.
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=path.parent) as probe:
+        made = os.fstat(probe.fileno())
+        if (made.st_uid, made.st_mode & stat.S_IWOTH) == (found.st_uid, found.st_mode & stat.S_IWOTH):
+            return ""
+    return "every user may write" if found.st_uid in own else f"another user ({found.st_uid}) owns"

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import quote, unquote
 
 import msgpack
 
+from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.channels.handshake import ChannelAddress
 from asyncdist.config import Config
-from asyncdist.errors import ProtocolError
+from asyncdist.errors import AsyncdistError, ProtocolError, StoreError
 from asyncdist.rendezvous.addresses import own_host
 from asyncdist.rendezvous.init_method import InitMethod, daemon_address
 from asyncdist.rendezvous.sources import check_token, host_of
@@ -30,7 +32,12 @@ from asyncdist.store.base import AsyncStoreBase
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.prefix import AsyncPrefixStore
 
+log = logging.getLogger("asyncdist")
+
 _ABSENT = b"\0"
+_TOKEN = "token"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
+"""Seconds between two attempts to replace a store that was lost."""
 _LEASE = 2.0
 """Seconds after which a process that has disconnected from the store counts as gone."""
 
@@ -93,13 +100,17 @@ class JobDirectory:
     def __init__(
         self,
         store: AsyncStoreBase,
+        prefix: str,
         job: str,
         where: str,
         host: str,
         token: str | None,
         client: AsyncStore | None,
+        config: Config,
     ) -> None:
-        self._store, self._client = store, client
+        self._store, self._prefix = AsyncPrefixStore(prefix, store), prefix
+        self._client, self._config = client, config
+        self._published: dict[str, PeerRecord] = {}
         self.job, self.where, self.host, self.token = job, where, host, token
 
     @classmethod
@@ -129,8 +140,8 @@ class JobDirectory:
                 master = host_of(InitMethod("store", 0, 1), job)
             else:
                 master, port, name = daemon_address(job)
-                with_lease = config.with_(store_lease=min(_LEASE, config.store_lease))
-                client = await AsyncStore.connect(master, port, token=config.token, timeout=limit, config=with_lease)
+                config = config.with_(store_lease=min(_LEASE, config.store_lease))
+                client = await AsyncStore.connect(master, port, token=config.token, timeout=limit, config=config)
                 store = client
                 stack.push_async_callback(client.close)
                 where = job
@@ -138,10 +149,15 @@ class JobDirectory:
                 master, config, f"a generated token cannot be passed to other hosts through the store at {master}"
             )
             host = await own_host(master, config, deadline)
-            below = AsyncPrefixStore(f"channels/{quote(name, safe='')}/{quote(service, safe='')}", store)
-            token = config.token or (await below.compare_set("token", "", secrets.token_hex(16))).decode()
+            prefix = f"channels/{quote(name, safe='')}/{quote(service, safe='')}"
+            directory = cls(store, prefix, name, where, host, config.token, client, config)
+            directory.token = directory.token or await directory._agreed_token(secrets.token_hex(16))
             stack.pop_all()
-            return cls(below, name, where, host, token, client)
+            return directory
+
+    async def _agreed_token(self, proposed: str) -> str:
+        """Return the token that the first process of the job has stored."""
+        return (await self._store.compare_set(_TOKEN, "", proposed)).decode()
 
     @property
     def store(self) -> AsyncStoreBase:
@@ -151,10 +167,48 @@ class JobDirectory:
     async def publish(self, record: PeerRecord) -> None:
         """Publish a record, or replace that of this port under this name."""
         await self._store.set(record.key, record.encode(), ephemeral=True)
+        self._published[record.key] = record
 
     async def withdraw(self, record: PeerRecord) -> None:
         """Delete a record."""
+        self._published.pop(record.key, None)
         await self._store.delete_key(record.key)
+
+    async def keep(self, use_token: Callable[[str], object]) -> None:
+        """Connect to each store that follows at the job's address when one is lost for good, and publish the records there.
+
+        Run it as a task, and cancel it before `close`. The log tells of each loss: others find nothing of this process
+        until then. Without a token in the settings, ``use_token`` is called with the one that was stored there first. It
+        returns if the caller of `open` passed the store.
+        """
+        while True:
+            try:
+                async with self._store.watch(_TOKEN) as changes:
+                    async for _ in changes:
+                        pass
+            except StoreError as error:
+                log.error("%s: no process finds what this one has published there: %s", self.where, error.summary)
+            if self._client is None:
+                return
+            self._client = await self._connect_again(self._client)
+            self._store = AsyncPrefixStore(self._prefix, self._client)
+            # An error of the store is that of the next watch, too.
+            with contextlib.suppress(StoreError):
+                if not self._config.token:
+                    self.token = await self._agreed_token(self.token or "")
+                    use_token(self.token)
+                for record in list(self._published.values()):
+                    await self.publish(record)
+                log.warning("%s: published %d records again in its new store", self.where, len(self._published))
+
+    async def _connect_again(self, client: AsyncStore) -> AsyncStore:
+        await client.close()
+        async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
+            with contextlib.suppress(AsyncdistError):
+                return await AsyncStore.connect(
+                    client.host, client.port, token=self._config.token, timeout=client.timeout, config=self._config
+                )
+        raise AssertionError("attempts without a deadline do not end")
 
     async def names(self) -> list[str]:
         """Return the names under which there are records."""

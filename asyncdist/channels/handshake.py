@@ -25,7 +25,7 @@ from asyncdist.base.backoff import Backoff
 from asyncdist.base.network import machine_name
 from asyncdist.base.tls import TlsSocket
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.store.client.connect import tune
+from asyncdist.store.client.host_watch import tune
 
 ChannelSocket = socket.socket | TlsSocket
 

@@ -104,6 +104,10 @@ class ChannelPort:
         self._is_closed = False
         lifecycle.register_hooks(self)
 
+    def use_token(self, token: str) -> None:
+        """Accept and open further channels with another token: the job shares it from now on."""
+        self._security = replace(self._security, token=token)
+
     @property
     def channels(self) -> list[PeerChannel]:
         """The open channels."""

@@ -26,6 +26,7 @@ from urllib.parse import quote
 
 from asyncdist.base.background_loop import on_loop
 from asyncdist.base.daemon_threads import DaemonThreadPool
+from asyncdist.base.descriptors import open_trusted
 from asyncdist.base.error_text import first_line
 from asyncdist.errors import AddressError, AsyncdistError, RendezvousError
 from asyncdist.store.base import AsyncStoreBase
@@ -200,6 +201,14 @@ class BlockingStoreRecords(RecordStore):
         self._caller.close()
 
 
+def read_record_file(path: Path) -> bytes:
+    """Return the contents of a file that may hold a record. Raises AddressError if another user may have written it."""
+    with os.fdopen(open_trusted(path, os.O_RDONLY), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise AddressError(f"file://{path} is neither a file nor a folder; name another")
+        return file.read()
+
+
 class RecordFile:
     """A file with one record. Only its owner can read it, because the record may hold the token.
 
@@ -235,9 +244,7 @@ class RecordFile:
 
     def _read(self) -> bytes | None:
         try:
-            if not stat.S_ISREG(self.path.stat().st_mode):
-                raise AddressError(f"file://{self.path} is neither a file nor a folder; name another")
-            data = self.path.read_bytes()
+            data = read_record_file(self.path)
         except FileNotFoundError:
             return None
         if data and AddressRecord.decode(data) is None:

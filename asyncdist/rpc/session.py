@@ -110,6 +110,7 @@ class RpcSession(ProcessBound):
                 await directory.publish(record)
                 self._records.append(record)
             stack.push_async_callback(self._withdraw)
+            stack.push_async_callback(_cancelled, self._loop.create_task(directory.keep(self._port.use_token)))
             sessions = _sessions.setdefault(self._loop, [])
             sessions.append(self)
             stack.callback(sessions.remove, self)
@@ -276,6 +277,11 @@ class RpcSession(ProcessBound):
         """Return the names under which processes of the job serve objects."""
         self._check_open()
         return await self._directory.names()
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
 
 
 def _conversation(channel: PeerChannel) -> Conversation:

@@ -18,9 +18,9 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import first_line
 from asyncdist.config import Config
 from asyncdist.environment import Launch
-from asyncdist.errors import RendezvousError, StoreError, UsageError
+from asyncdist.errors import AddressError, RendezvousError, StoreError, UsageError
 from asyncdist.rendezvous.init_method import InitMethod
-from asyncdist.rendezvous.record_store import AddressRecord
+from asyncdist.rendezvous.record_store import AddressRecord, read_record_file
 from asyncdist.rendezvous.session import TimeLimit
 from asyncdist.rendezvous.sources import connect_natively, torch_client
 from asyncdist.store.client.aio import AsyncStore
@@ -96,9 +96,16 @@ async def _values(method: InitMethod, config: Config, timeout: float) -> list[by
     """Return the values that may be records."""
     values = []
     if method.kind == "file":
+        refusal = None
         for path in _files(Path(method.path)):
-            with contextlib.suppress(OSError):
-                values.append(path.read_bytes())
+            try:
+                values.append(read_record_file(path))
+            except AddressError as error:  # a folder may hold records of other users
+                refusal = error
+            except OSError:
+                pass
+        if refusal is not None and not values:
+            raise refusal
         return values
     limit = TimeLimit(timeout, Deadline.after(timeout))
     store = await connect_natively(method, config, limit)

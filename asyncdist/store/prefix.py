@@ -47,6 +47,12 @@ class PrefixStore(Store):
     def stream(self, command: Command[Any], hidden: str = "") -> BlockingStream[Any]:
         return self._store.stream(command.under(self._prefix), self._prefix + hidden)
 
+    def clone(self) -> PrefixStore:
+        """Return the same part of the same store, with a timeout of its own."""
+        other = PrefixStore(self._prefix.removesuffix("/"), self._store)
+        other.set_timeout(self.timeout)
+        return other
+
     def close(self) -> None:
         pass
 

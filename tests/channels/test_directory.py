@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -118,3 +119,68 @@ async def test_store_that_other_hosts_reach_needs_a_token(job):
 def test_illegible_record_is_an_error(data):
     with pytest.raises(ProtocolError, match="not legible"):
         PeerRecord.decode(data)
+
+
+used = []
+"""The tokens that directories of `kept` have told."""
+
+
+@pytest.fixture
+async def kept():
+    """Return a function that opens a directory at a port with `keep` as a task; both end with the test."""
+    made = []
+    used.clear()
+
+    async def kept(port: int, config: Config = CONFIG) -> JobDirectory:
+        directory = await JobDirectory.open(f"asyncdist://127.0.0.1:{port}/job", "test", config=config)
+        made.append((directory, asyncio.ensure_future(directory.keep(used.append))))
+        return directory
+
+    yield kept
+    for directory, keeping in made:
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        await directory.close()
+
+
+async def test_records_are_published_again_in_the_store_that_follows_a_lost_one(kept, caplog):
+    server = await StoreServer.start("127.0.0.1", 0)
+    directory = await kept(server.port)
+    await directory.publish(record("name", 1))
+    withdrawn = record("name", 2)
+    await directory.publish(withdrawn)
+    await directory.withdraw(withdrawn)
+    for _ in range(2):
+        await server.close()
+        server = await StoreServer.start("127.0.0.1", server.port)
+        newcomer = await kept(server.port)
+        async with newcomer.watch("name") as changes:
+            assert (await anext(changes)).record == record("name", 1)
+        assert await newcomer.records("name") == [record("name", 1)]
+    assert "no process finds what this one has published there" in caplog.text
+    assert "published 1 records again" in caplog.text
+    await server.close()
+
+
+async def test_token_of_those_who_came_first_to_the_new_store_is_used(kept, eventually):
+    server = await StoreServer.start("127.0.0.1", 0)
+    directory = await kept(server.port)
+    await directory.publish(record("name", 1))
+    await server.close()
+    server = await StoreServer.start("127.0.0.1", server.port)
+    # Before the directory connects again, which takes several turns of the loop.
+    server.state.keys.set("channels/job/test/token", b"of others")
+    await eventually(lambda: directory.token == "of others")
+    assert used == ["of others"]
+    await server.close()
+
+
+async def test_loss_of_the_store_of_the_caller_is_logged(caplog):
+    server = await StoreServer.start("127.0.0.1", 0)
+    async with server, await AsyncStore.connect("127.0.0.1", server.port) as store:
+        directory = await JobDirectory.open(store, "test", config=CONFIG)
+        keeping = asyncio.ensure_future(directory.keep(used.append))
+        await directory.publish(record("name", 1))
+        await server.close()
+        await keeping
+    assert "no process finds what this one has published there" in caplog.text

@@ -21,8 +21,11 @@ from asyncdist.testing.hosts import Hosts, HostsUnavailableError  # noqa: E402
 from asyncdist.testing.processes import Nursery  # noqa: E402
 from tests.chaos.judge import ViolationError  # noqa: E402
 from tests.chaos.plan import NETWORKS, plan_of  # noqa: E402
+from tests.chaos.store_world import StoreWorld  # noqa: E402
 from tests.chaos.world import ChaosWorld  # noqa: E402
 
+_STORE_EVERY = 3
+"""One of so many worlds has a store whose hosts vanish, too."""
 _MODULES = ("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm", "asyncdist_transports.tcp")
 
 
@@ -61,7 +64,10 @@ def run(given: argparse.Namespace, seed: int, networks: tuple[str, ...], nursery
         else:
             print(f"{worlds + 1:4d}  {plan}", flush=True)
             world = ChaosWorld(plan, nursery, hosts, given.keep / str(seed))
+            store = StoreWorld(seed)
             try:
+                if seed % _STORE_EVERY == 0:
+                    store.run()
                 world.run()
             except ViolationError as violation:
                 failures += 1
@@ -71,12 +77,12 @@ def run(given: argparse.Namespace, seed: int, networks: tuple[str, ...], nursery
                 if failures >= given.failures:
                     break
             else:
-                faults.update(world.done)
+                faults.update(world.done + store.faults)
             worlds += 1
             done.update(
                 {
                     "rounds": world.rounds, "remote calls": world.calls, "failed calls": world.failed_calls,
-                    "versions read": world.versions,
+                    "versions read": world.versions, "calls of stores": store.num_calls,
                 }
             )  # fmt: skip
         seed += 1

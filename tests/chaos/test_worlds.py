@@ -9,7 +9,9 @@ import pytest
 
 from asyncdist.testing.hosts import Hosts, HostsUnavailableError
 from tests.chaos.plan import plan_of
+from tests.chaos.store_world import StoreWorld
 from tests.chaos.world import ChaosWorld
+from tests.support.packets import needs_packet_filters
 
 pytestmark = pytest.mark.processes
 
@@ -66,3 +68,12 @@ def test_world_with_a_fault(kind, joins, run):
 @pytest.mark.parametrize("kind", ["unplug", "blackhole"])
 def test_world_whose_hosts_are_separated(kind, run):
     assert kind in run(seed_of(kind, joins=False)).done
+
+
+@needs_packet_filters
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", [1, 2])
+def test_clients_outlive_a_store_whose_host_vanishes_and_names_do_not_outlive_their_hosts(seed):
+    world = StoreWorld(seed)
+    world.run()
+    assert world.num_calls > 0

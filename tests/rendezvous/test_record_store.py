@@ -1,13 +1,16 @@
 import asyncio
 import json
+import os
 import stat
 import threading
 
 import pytest
 
+from asyncdist.config import Config
 from asyncdist.errors import AddressError, RendezvousError
 from asyncdist.rendezvous.record_store import AddressRecord, BlockingStoreRecords, DaemonRecords, RecordFile
-from asyncdist.store import AsyncStore, StoreServer, TCPStore
+from asyncdist.status.discovery import find_worlds, meeting_point
+from asyncdist.store import AsyncStore, FileStore, StoreServer, TCPStore
 from tests.support.rendezvous_stores import BLOCKING_STORES
 
 ONE = AddressRecord("10.0.0.1", 4000, "secret", "aa", 2)
@@ -164,6 +167,34 @@ def test_foreign_file_is_not_overwritten(tmp_path):
     with pytest.raises(AddressError, match=r"thesis\.txt does not hold a record of asyncdist"):
         RecordFile(str(path), "").compare_set("", b"", ONE.encode())
     assert path.read_text() == "four years of work"
+
+
+def as_link(path):
+    path.rename(path.with_name("target"))
+    path.symlink_to(path.with_name("target"))
+
+
+as_root = pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a file away")
+FOREIGN = {
+    "is a symbolic link": as_link,
+    "every user may write": lambda path: path.chmod(0o666),
+    "another user .65534. owns": lambda path: os.chown(path, 65534, 65534),
+}
+
+
+@pytest.mark.parametrize("why", [*list(FOREIGN)[:2], pytest.param(list(FOREIGN)[2], marks=as_root)])
+async def test_file_that_another_user_may_have_written_is_refused(tmp_path, why):
+    path = tmp_path / "meet"
+    path.write_bytes(TWO.encode())
+    FileStore(tmp_path / "store").close()
+    for each in (path, tmp_path / "store"):
+        FOREIGN[why](each)
+    with pytest.raises(AddressError, match=why):
+        RecordFile(str(path), "").check([""])
+    with pytest.raises(AddressError, match=why):
+        FileStore(tmp_path / "store")
+    with pytest.raises(AddressError, match=why):
+        await find_worlds(meeting_point(f"file://{path}"), Config(), 1.0)
 
 
 def test_missing_folder_is_refused(tmp_path):

@@ -11,6 +11,7 @@ from asyncdist import rpc
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, PeerLostError, UsageError
 from asyncdist.rpc.wire import VERSION
+from asyncdist.store import StoreServer
 
 QUICK = Config(timeout=60.0)
 
@@ -232,3 +233,14 @@ async def test_process_with_another_token_is_refused(job):
     with pytest.raises(AuthenticationError, match="the store refused the token"):
         async with rpc.connect(job, config=Config(token="another")):
             raise AssertionError
+
+
+async def test_served_objects_are_found_again_in_the_store_that_follows_a_lost_one():
+    server = await StoreServer.start("127.0.0.1", 0)
+    job = f"asyncdist://127.0.0.1:{server.port}/job"
+    async with rpc.serve({"it": Member(3)}, job, config=Config(timeout=60.0)):
+        await server.close()
+        server = await StoreServer.start("127.0.0.1", server.port)
+        async with rpc.connect(job, config=Config(timeout=60.0)) as newcomer:
+            assert await (await newcomer.find("it")).who() == 3
+    await server.close()

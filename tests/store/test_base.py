@@ -51,6 +51,25 @@ def threads():
         yield pool
 
 
+def test_stream_that_the_program_drops_ends(store, until):
+    for message in iter_and_publish(store):
+        assert message == b"m"
+        break
+    until(lambda: store.publish("channel", "m") == 0)
+    kept = store.subscribe("channel")
+    assert store.publish("channel", "m") == 1
+    assert kept.get() == b"m"
+    kept.close()
+    until(lambda: store.publish("channel", "m") == 0)
+
+
+def iter_and_publish(store):
+    """Return a subscription with a message, which is in no variable."""
+    subscription = store.subscribe("channel")
+    assert store.publish("channel", "m") == 1
+    return subscription
+
+
 def test_key_operations(any_store):
     store = any_store
     assert store.set("k", "text") is None
@@ -66,6 +85,34 @@ def test_key_operations(any_store):
     assert store.list_keys() == ["k", "n", "x", "y"]
     assert store.delete_key("x") is True
     assert store.num_keys() == 3
+
+
+def test_keys_may_be_bytes_as_in_torch(any_store):
+    any_store.set(b"k", "v")
+    assert any_store.get(b"k") == any_store.get("k") == b"v"
+    any_store.wait([b"k"])
+    assert any_store.check([b"k", "k"])
+    with pytest.raises(UsageError, match="is not UTF-8"):
+        any_store.set(b"\xff", "v")
+
+
+def test_clone_is_the_same_store_with_its_own_timeout(any_store):
+    clone = any_store.clone()
+    assert clone.timeout == any_store.timeout
+    clone.set_timeout(UNIT)
+    any_store.set("k", "v")
+    assert clone.get("k") == b"v"
+    with pytest.raises(StoreTimeoutError):
+        clone.get("never")
+    assert any_store.timeout == timedelta(seconds=LONG)
+    if not isinstance(any_store, HashStore):
+        clone.close()
+    assert any_store.get("k") == b"v"
+
+
+def test_fresh_store_has_one_key_and_lists_none_as_in_torch():
+    with TCPStore("127.0.0.1", 0, world_size=1, is_master=True, config=Config(token="t")) as store:
+        assert (store.num_keys(), store.list_keys()) == (1, [])
 
 
 def test_queue_barrier_and_channel_operations(store):
@@ -287,7 +334,7 @@ def test_blocking_and_awaited_stores_have_the_same_methods_and_arguments(name):
 def test_stores_have_every_method_of_torchs_stores():
     import torch.distributed as torch_distributed
 
-    private_to_torch = {"clone", "has_extended_api", "libuvBackend"}
+    private_to_torch = {"has_extended_api", "libuvBackend"}
     theirs = {name for name in dir(torch_distributed.TCPStore) if not name.startswith("_")} - private_to_torch
     assert theirs <= set(dir(TCPStore)) | {"underlying_store"}
     for ours, torchs in ((TCPStore, torch_distributed.TCPStore), (FileStore, torch_distributed.FileStore)):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import weakref
 from collections.abc import Generator
 from math import inf
 from typing import Any, Generic, Self, TypeVar
@@ -118,9 +120,10 @@ class ReconnectingConnection:
         """The latest reconnect; first a timer that starts it."""
         self._token = token
         self._tls = client_context(config)
+        self._heartbeat = config.heartbeat
         self._loop = asyncio.get_running_loop()
 
-    def ask(self, request: RequestFuture[Any] | RemoteStream[Any]) -> None:
+    def ask(self, request: RequestFuture[Any] | StreamRequest[Any]) -> None:
         """Send a request, or reject it after `close`. Raises UsageError off the loop, and if the request is too long."""
         here = asyncio._get_running_loop()
         if here is not self._loop and (here is not None or self._loop.is_running() or self._loop.is_closed()):
@@ -158,7 +161,7 @@ class ReconnectingConnection:
 
     async def open(self, retry: ConnectRetry) -> None:
         """Make one attempt to connect. Raises OSError if another attempt may succeed."""
-        self.link = await open_connection(self.protocol, self._token, retry, self._lost, self._tls)
+        self.link = await open_connection(self.protocol, self._token, retry, self._lost, self._tls, self._heartbeat)
         self.policy.succeeded()
 
     def _lost(self, link: StoreConnection, why: str, for_good: bool) -> None:
@@ -186,6 +189,9 @@ class ReconnectingConnection:
             raise policy.overdue()
         except StoreConnectionError as over:
             self._end(over)
+        except (KeyboardInterrupt, SystemExit):  # the loop may run again
+            self.reconnecting = self._loop.call_later(FIRST_PAUSE, self._begin_reconnect)
+            raise
 
     def _end(self, error: StoreConnectionError) -> None:
         if self.over is None:
@@ -205,36 +211,63 @@ class ReconnectingConnection:
             await self.link.close()
 
 
-class RemoteStream(Generic[T]):
-    """The stream of answers to one request."""
+class StreamRequest(Generic[T]):
+    """The request of a stream, with the answers that the program has not read. The protocol calls its methods."""
 
     deadline = inf
+
+    def __init__(self, command: Command[Any], buffer: StreamBuffer[T]) -> None:
+        self.command = command
+        self.number = 0
+        self.buffer = buffer
+        self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.changed = asyncio.Event()
+        self.over: Exception | None = None
+
+    def resolve(self, value: Any) -> None:
+        self.buffer.begin(value)
+        if not self.begun.done():
+            self.begun.set_result(None)
+        self.changed.set()
+
+    def publish(self, message: bytes) -> None:
+        self.buffer.publish(message)
+        self.changed.set()
+
+    def reject(self, error: Exception) -> None:
+        self.over = error
+        if not self.begun.done():
+            self.begun.set_exception(error)
+            self.begun.exception()  # an error that no task awaits is not logged
+        self.changed.set()
+
+
+class RemoteStream(Generic[T]):
+    """The stream of answers to one request. It ends when it is left, or when the program drops it."""
 
     def __init__(
         self, connection: ReconnectingConnection, command: Command[Any], buffer: StreamBuffer[T], limit: float
     ) -> None:
-        self.command = command
-        self.number = 0
         self._connection = connection
         self._limit = limit
-        self._buffer = buffer
-        self._begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._changed = asyncio.Event()
-        self._over: Exception | None = None
+        self._request = StreamRequest(command, buffer)
+        # The protocol keeps the request, which would go on to buffer answers that nothing can read.
+        weakref.finalize(self, _drop, asyncio.get_running_loop(), connection, self._request).atexit = False
 
     async def __aenter__(self) -> Self:
-        if not self.number:
-            self._connection.ask(self)
+        request = self._request
+        if not request.number:
+            self._connection.ask(request)
         try:
             # shield() would log an exception after a cancellation
-            await asyncio.wait([self._begun], timeout=None if self._limit == inf else self._limit)
+            await asyncio.wait([request.begun], timeout=None if self._limit == inf else self._limit)
         except asyncio.CancelledError:
             self._leave()
             raise
-        if not self._begun.done():
+        if not request.begun.done():
             self._leave()
-            raise self.command.overdue(self._limit)
-        self._begun.result()
+            raise request.command.overdue(self._limit)
+        request.begun.result()
         return self
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -248,36 +281,26 @@ class RemoteStream(Generic[T]):
 
     async def __anext__(self) -> T:
         """Wait for the next item and return it. Raises StoreConnectionError when the stream has ended."""
-        if not self.number:
+        request = self._request
+        if not request.number:
             await self
-        while not self._buffer.items:
-            if self._over is not None:
-                raise self._over
-            self._changed.clear()
-            await self._changed.wait()
-        return self._buffer.items.popleft()
+        while not request.buffer.items:
+            if request.over is not None:
+                raise request.over
+            request.changed.clear()
+            await request.changed.wait()
+        return request.buffer.items.popleft()
 
     def _leave(self) -> None:
-        if self.number and self._over is None:
-            self._connection.give_up(self.number)
-            name, key = self.command.name, self.command.keys[0]
-            self.reject(StoreConnectionError(f"this process has closed the {name} of {key!r}"))
+        request = self._request
+        if request.number and request.over is None:
+            self._connection.give_up(request.number)
+            name, key = request.command.name, request.command.keys[0]
+            request.reject(StoreConnectionError(f"this process has closed the {name} of {key!r}"))
 
-    # -- called by the protocol -------------------------------------------------------------------
 
-    def resolve(self, value: Any) -> None:
-        self._buffer.begin(value)
-        if not self._begun.done():
-            self._begun.set_result(None)
-        self._changed.set()
-
-    def publish(self, message: bytes) -> None:
-        self._buffer.publish(message)
-        self._changed.set()
-
-    def reject(self, error: Exception) -> None:
-        self._over = error
-        if not self._begun.done():
-            self._begun.set_exception(error)
-            self._begun.exception()  # an error that no task awaits is not logged
-        self._changed.set()
+def _drop(loop: asyncio.AbstractEventLoop, connection: ReconnectingConnection, request: StreamRequest[Any]) -> None:
+    """Cancel the request of a stream that was collected, on any thread."""
+    if request.number and request.over is None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(connection.give_up, request.number)

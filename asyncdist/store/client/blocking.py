@@ -47,7 +47,8 @@ class BlockingConnection(BlockingClient):
     def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
         super().__init__()
         self.where = f"{host}:{port}"
-        self._host, self._port, self._token, self._config = host, port, token, config
+        self.host = host
+        self._port, self._token, self._config = port, token, config
         self._tls: ssl.SSLContext | None = None
         self.protocol = ClientProtocol(self.where, config.store_lease, os.urandom(IDENTITY_NBYTES))
         self._pid = os.getpid()
@@ -75,7 +76,7 @@ class BlockingConnection(BlockingClient):
 
     def another(self, timeout: Timeout) -> BlockingConnection:
         """Open another connection to the same store. It is closed together with this one."""
-        other = BlockingConnection(self._host, self._port, self._token, self._config)
+        other = BlockingConnection(self.host, self._port, self._token, self._config)
         self.guard(self._add, other)
         other.connect(timeout)
         return other
@@ -229,7 +230,11 @@ class BlockingConnection(BlockingClient):
 
     def _read(self, sock: BlockingSocket, deadline: Deadline) -> None:
         """Complete the requests whose answers arrive next."""
-        sock.wait(deadline)  # nearly every interrupt comes here, where it does no harm
+        try:
+            sock.wait(deadline)  # nearly every interrupt comes here, where it does no harm
+        except ConnectionError as error:
+            self._lose(sock, describe_error(error))
+            return
         try:
             data = sock.take()
             with self.lock:
@@ -264,7 +269,7 @@ class BlockingConnection(BlockingClient):
 
     def _connect(self, timeout: Timeout) -> None:
         """Connect for the first time, in the calling thread."""
-        retry = ConnectRetry(self._host, self._port, timeout, sleep=self._closing.wait)
+        retry = ConnectRetry(self.host, self._port, timeout, sleep=self._closing.wait)
         for _ in retry:
             try:
                 self._attempt(retry)
@@ -279,7 +284,8 @@ class BlockingConnection(BlockingClient):
         """Try once to connect. Raises OSError if another attempt may succeed."""
         self._raise_if_over()
         deadline = retry.attempt_deadline()
-        sock = open_blocking_socket(retry.host, retry.port, self._tls, deadline, self.protocol.is_open)
+        heartbeat = self._config.heartbeat
+        sock = open_blocking_socket(retry.host, retry.port, self._tls, deadline, self.protocol.is_open, heartbeat)
         try:
             with self.lock:
                 self._raise_if_over()
@@ -289,6 +295,7 @@ class BlockingConnection(BlockingClient):
             with self.lock:
                 message = self.protocol.introduce()
             sock.send(framed([message]), deadline)
+            sock.watch_host(heartbeat)
             with self.lock:
                 self._raise_if_over()
                 self._connecting, self.sock = None, sock

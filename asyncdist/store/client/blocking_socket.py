@@ -14,7 +14,8 @@ from typing import Any
 from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.tls import TlsSocket
-from asyncdist.store.client.connect import connect, hung_up, resolution_error, tune
+from asyncdist.store.client.connect import connect, hung_up, resolution_error
+from asyncdist.store.client.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
 from asyncdist.store.client.pending import PendingRequest
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import ChunkedMessage
@@ -43,6 +44,14 @@ class BlockingSocket:
         self._queue: deque[bytes] = deque()
         self._chunks = ChunkSender(lambda data: self._unsent.append(data), is_open, schedule=lambda call: None)
         self._unsent: deque[bytes | memoryview] = deque()
+        self._host_watch: HostWatch | None = None
+        self._longest_poll: float = _LONGEST_POLL
+        self._plain_sock = sock
+
+    def watch_host(self, limit: float) -> None:
+        """Let `wait` raise ConnectionResetError from now on when the other host is silent for ``limit`` seconds."""
+        self._host_watch = HostWatch(self._plain_sock, limit)
+        self._longest_poll = look_interval(limit, CLIENT_LOOKS) * 1000
 
     def secure(self, deadline: Deadline) -> None:
         """Begin TLS. Raises TimeoutError, CertificateError and ConnectionError."""
@@ -117,11 +126,16 @@ class BlockingSocket:
                 raise TimeoutError
 
     def wait(self, deadline: Deadline, poll: select.poll | None = None) -> None:
-        """Return when bytes may have arrived, or when ``poll`` reports an event. Raises TimeoutError."""
+        """Return when bytes may have arrived, or when ``poll`` reports an event.
+
+        Raises TimeoutError, and ConnectionResetError if the other host has vanished.
+        """
         poll = poll or self._readable
-        left = deadline.remaining_or_none()
-        while not poll.poll(None if left is None else min(int(left * 1000) + 1, _LONGEST_POLL)):
-            left = deadline.remaining_or_none()
+        left = deadline.remaining()
+        while not poll.poll(int(min(left * 1000 + 1, self._longest_poll))):
+            if self._host_watch is not None and self._host_watch.has_vanished():
+                raise ConnectionResetError(self._host_watch.why())
+            left = deadline.remaining()
             if not left:
                 raise TimeoutError
 
@@ -154,7 +168,12 @@ class BlockingSocket:
 
 
 def open_blocking_socket(
-    host: str, port: int, tls: ssl.SSLContext | None, deadline: Deadline, is_open: Callable[[int], bool]
+    host: str,
+    port: int,
+    tls: ssl.SSLContext | None,
+    deadline: Deadline,
+    is_open: Callable[[int], bool],
+    heartbeat: float,
 ) -> BlockingSocket:
     """Connect, without the TLS handshake (`secure`). Over a Unix socket there is no TLS.
 
@@ -165,7 +184,7 @@ def open_blocking_socket(
     except UnicodeError as error:
         raise resolution_error(error) from None
     try:
-        tune(sock)
+        tune(sock, heartbeat)
         secured = (
             None if tls is None or sock.family == socket.AF_UNIX else TlsSocket(sock, tls, serves=False, name=host)
         )

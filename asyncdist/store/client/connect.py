@@ -252,18 +252,3 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
-"""Idle seconds before the first probe, seconds between probes, and the number of lost probes that end the connection."""
-
-
-def tune(sock: socket.socket) -> None:
-    """Send small requests at once, and detect within two minutes that the other host is down."""
-    if sock.family == socket.AF_UNIX:
-        return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE:
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

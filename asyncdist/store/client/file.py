@@ -210,6 +210,7 @@ class FileStore(Store):
             raise UsageError(f"FileStore takes the path of a file, not {file_name!r}")
         super().__init__(DEFAULT_TIMEOUT)
         self._replica = FileReplica(Path(file_name))
+        self._world_size = world_size
         self._finalizer = weakref.finalize(self, FileReplica.close, self._replica, world_size)
 
     @property
@@ -224,6 +225,12 @@ class FileStore(Store):
 
     def stream(self, command: Command[Any], hidden: str = "") -> BlockingStream[Any]:
         raise _unsupported(command.name)
+
+    def clone(self) -> FileStore:
+        """Open another store on the same file, with a timeout of its own. It counts as open until it is closed."""
+        other = FileStore(self.path, self._world_size)
+        other.set_timeout(self.timeout)
+        return other
 
     def close(self) -> None:
         self._finalizer()

@@ -15,7 +15,8 @@ from asyncdist.base.error_text import describe_error
 from asyncdist.base.network import is_address, look_up
 from asyncdist.base.tls import handshake_error
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.store.client.connect import ConnectRetry, hung_up, look_up_overdue, resolution_error, tune
+from asyncdist.store.client.connect import ConnectRetry, hung_up, look_up_overdue, resolution_error
+from asyncdist.store.client.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.client_protocol import ClientProtocol
@@ -32,11 +33,19 @@ Lost = Callable[["StoreConnection", str, bool], None]
 
 
 async def open_connection(
-    protocol: ClientProtocol, token: str | None, retry: ConnectRetry, lost: Lost, tls: ssl.SSLContext | None = None
+    protocol: ClientProtocol,
+    token: str | None,
+    retry: ConnectRetry,
+    lost: Lost,
+    tls: ssl.SSLContext | None = None,
+    heartbeat: float = 0.0,
 ) -> StoreConnection:
-    """Try once to connect, and resume the session. Raises OSError if another attempt may succeed."""
+    """Try once to connect, and resume the session. Raises OSError if another attempt may succeed.
+
+    A store whose host is silent for ``heartbeat`` seconds is lost.
+    """
     loop = asyncio.get_running_loop()
-    connection = StoreConnection(protocol, token)
+    connection = StoreConnection(protocol, token, heartbeat)
     deadline = retry.attempt_deadline()
     try:
         addresses = await _addresses_of(retry.host, deadline)
@@ -88,7 +97,9 @@ async def _connect(
 class StoreConnection(asyncio.Protocol):
     """A connection to the store. ``transport`` is None before and after it is open."""
 
-    def __init__(self, protocol: ClientProtocol, token: str | None) -> None:
+    def __init__(self, protocol: ClientProtocol, token: str | None, heartbeat: float) -> None:
+        self._heartbeat = heartbeat
+        self._looking: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self.greeted: asyncio.Future[None] = self._loop.create_future()
         self.greeted.add_done_callback(lambda greeted: greeted.cancelled() or greeted.exception())
@@ -100,7 +111,8 @@ class StoreConnection(asyncio.Protocol):
         self._silent = True  # the server has sent nothing but TLS records
         self._protocol = protocol
         self._lost: Lost | None = None
-        self._why: str | None = None
+        self._why = ""
+        self._is_over = False
         self._corked = False
         self._out: list[bytes] = []
         self._out_nbytes = 0
@@ -110,6 +122,8 @@ class StoreConnection(asyncio.Protocol):
         if self.transport is None:
             raise ConnectionResetError("it hung up after the handshake")
         self._lost = lost
+        self._host_watch = HostWatch(self.transport.get_extra_info("socket"), self._heartbeat)
+        self._look_later()
         self.transport.write(framed([self._protocol.introduce()]))
 
     # -- called by the loop ----------------------------------------------------------------------
@@ -118,9 +132,11 @@ class StoreConnection(asyncio.Protocol):
         transport = cast(asyncio.Transport, transport)  # uvloop's transport does not derive from it
         self.transport = transport
         lifecycle.close_in_children(self)
-        self._chunks = ChunkSender(transport.write, self._protocol.is_open, asyncio.get_running_loop().call_soon)
+        self._chunks = ChunkSender(
+            transport.write, self._protocol.is_open, lambda call: self._loop.call_soon(self._guard, call)
+        )
         self._secured = transport.get_extra_info("sslcontext") is not None
-        tune(transport.get_extra_info("socket"))
+        tune(transport.get_extra_info("socket"), self._heartbeat)
         self._handshake = HandshakeDriver(dial(self._token, "store", os.urandom(NONCE_NBYTES)), transport.write)
         self._protocol.interrupted()
 
@@ -134,22 +150,26 @@ class StoreConnection(asyncio.Protocol):
                     return
                 self._handshake = None
             protocol.receive(data)
+            if protocol.output:
+                for message in protocol.data_to_send():
+                    self.send(message)
+            elif protocol.lost is not None:
+                self.abort()
+            elif protocol.greeted and not self.greeted.done():
+                self.greeted.set_result(None)
         except (ProtocolError, AuthenticationError, ConnectionRefusedError) as error:
-            self._why = describe_error(error)
+            self._why, self._is_over = describe_error(error), True
             if not self.greeted.done():
                 self.greeted.set_exception(error)
             self.abort()
-            return
-        if protocol.output:
-            for message in protocol.data_to_send():
-                self.send(message)
-        elif protocol.lost is not None:
-            self.abort()
-        elif protocol.greeted and not self.greeted.done():
-            self.greeted.set_result(None)
+        except BaseException as error:  # the bytes that were read are lost
+            self._interrupted(error)
+            raise
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
+        if self._looking is not None:
+            self._looking.cancel()
         self._chunks.drop()
         if not self.greeted.done():
             why = f": {describe_error(exc)}" if exc else ""
@@ -159,7 +179,17 @@ class StoreConnection(asyncio.Protocol):
             self._gone.set_result(None)
         if self._lost is not None:
             self._protocol.interrupted()
-            self._lost(self, self._why or (describe_error(exc) if exc else "it hung up"), self._why is not None)
+            self._lost(self, self._why or (describe_error(exc) if exc else "it hung up"), self._is_over)
+
+    def _look_later(self) -> None:
+        self._looking = self._loop.call_later(look_interval(self._heartbeat, CLIENT_LOOKS), self._look)
+
+    def _look(self) -> None:
+        if self._host_watch.has_vanished():
+            self._why = self._host_watch.why()
+            self.abort()
+        else:
+            self._look_later()
 
     def pause_writing(self) -> None:
         self._chunks.pause()
@@ -177,22 +207,37 @@ class StoreConnection(asyncio.Protocol):
         """Write the first message of a loop iteration at once, further ones together, and a long one in chunks."""
         if self.transport is None or not message:
             return
-        if isinstance(message, ChunkedMessage):
-            self._chunks.send(message)
-            return
-        if not self._corked:
-            self._corked = True
-            self._loop.call_soon(self._uncork)
-            self.transport.write(framed([message]))
-            return
-        self._out.append(message)
-        self._out_nbytes += len(message)
-        if self._out_nbytes >= _BATCH_NBYTES:
-            self._flush()
+        try:
+            if isinstance(message, ChunkedMessage):
+                self._chunks.send(message)
+            elif not self._corked:
+                self._corked = True
+                self._loop.call_soon(self._guard, self._uncork)
+                self.transport.write(framed([message]))
+            else:
+                self._out.append(message)
+                self._out_nbytes += len(message)
+                if self._out_nbytes >= _BATCH_NBYTES:
+                    self._flush()
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def _uncork(self) -> None:
         self._corked = False
         self._flush()
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+
+    def _interrupted(self, error: BaseException) -> None:
+        """End the connection, which a signal handler has interrupted in the middle of a message: another one resumes."""
+        self._why = f"it was interrupted: {describe_error(error)}"
+        self.abort()
 
     def _flush(self) -> None:
         out, self._out, self._out_nbytes = self._out, [], 0

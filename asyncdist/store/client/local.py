@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import deque
 from typing import Any, TypeVar
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
@@ -27,6 +29,7 @@ class LocalClient(BlockingClient):
         self._state = StoreState()
         self._requests: dict[int, tuple[Op, PendingRequest[Any]]] = {}
         self._last = 0
+        self._dropped: deque[PendingRequest[Any]] = deque()
         self._over: StoreConnectionError | None = None
 
     def wait_for(self, pending: PendingRequest[Any], deadline: Deadline) -> None:
@@ -37,7 +40,14 @@ class LocalClient(BlockingClient):
         if not event.wait(deadline.remaining_or_none()):
             raise TimeoutError
 
+    def drop(self, pending: PendingRequest[Any]) -> None:
+        """Cancel a stream before the next request. The garbage collector may call this while the thread holds the lock."""
+        self._dropped.append(pending)
+
     def begin(self, command: Command[Any], pending: PendingRequest[Any], deadline: Deadline) -> None:
+        while self._dropped:
+            with contextlib.suppress(IndexError):  # another thread has taken the last one
+                self.give_up(self._dropped.popleft().number)
         with self.lock:
             if self._over is not None:
                 raise StoreConnectionError(*self._over.args)
@@ -98,7 +108,15 @@ class HashStore(Store):
         return self._client.perform(command, self._timeout if timeout is None else seconds(timeout))
 
     def stream(self, command: Command[Any], hidden: str = "") -> BlockingStream[Any]:
-        return ClientStream(self._client, command, stream_buffer(command, hidden), self._timeout, store=self)
+        client, buffer = self._client, stream_buffer(command, hidden)
+        return ClientStream(client, command, buffer, self._timeout, store=self, dropped=client.drop)
+
+    def clone(self) -> HashStore:
+        """Return the same store with a timeout of its own. To close one closes both."""
+        other = HashStore()
+        other._client = self._client
+        other.set_timeout(self.timeout)
+        return other
 
     def close(self) -> None:
         self._client.close()

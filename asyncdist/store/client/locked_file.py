@@ -28,6 +28,7 @@ from pathlib import Path
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline
+from asyncdist.base.descriptors import open_trusted
 from asyncdist.errors import AddressError, AsyncdistError, StoreError
 
 PATIENCE = 60.0
@@ -58,7 +59,9 @@ class LockedFile:
         path = self.path
         for _ in range(_OPENINGS):
             try:
-                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._fd = open_trusted(path, os.O_RDWR | os.O_CREAT)
+            except AddressError:
+                raise
             except OSError as error:
                 if error.errno == errno.ESTALE:  # the file or its directory was removed during the look-up
                     continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -168,7 +169,11 @@ class PendingStream(PendingRequest[Any], Generic[T]):
 
 
 class ClientStream(BlockingStream[T]):
-    """A stream of a blocking client. It keeps ``store`` alive; closing it closes a client that it has ``owned``."""
+    """A stream of a blocking client. It keeps ``store`` alive.
+
+    It ends when it is closed, or when the program drops it: then ``dropped`` is called with its request, on any thread,
+    which may hold any lock. Either way a client that it has ``owned`` is closed.
+    """
 
     def __init__(
         self,
@@ -178,6 +183,7 @@ class ClientStream(BlockingStream[T]):
         limit: float,
         *,
         store: object,
+        dropped: Callable[[PendingStream[Any]], object],
         owned: bool = False,
     ) -> None:
         self._store = store
@@ -185,8 +191,8 @@ class ClientStream(BlockingStream[T]):
         self._command = command
         self._owned = owned
         self._pending = PendingStream(buffer)
-        self._closed = False
         client.open_stream(command, self._pending, limit)
+        self._finalizer = weakref.finalize(self, dropped, self._pending)
 
     def get(self, timeout: Timeout = None) -> T:
         try:
@@ -195,9 +201,8 @@ class ClientStream(BlockingStream[T]):
             raise StoreTimeoutError(self._command.name, self._command.keys, seconds(timeout)) from None
 
     def close(self) -> None:
-        if self._closed:
+        if self._finalizer.detach() is None:
             return
-        self._closed = True
         if self._owned:
             self.client.close()
         else:

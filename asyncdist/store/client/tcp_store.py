@@ -20,7 +20,8 @@ from asyncdist.store.server.embedded import EmbeddedServer
 
 T = TypeVar("T")
 
-_WORKERS, _WORKERS_COMPLETE = "init/", "init/complete"
+_WORKERS, _COMPLETE = "init/", "init/complete"
+"""The key that counts the workers, as in torch's TCPStore, and the queue whose item releases the master."""
 
 
 class TCPStore(Store):
@@ -70,6 +71,7 @@ class TCPStore(Store):
             raise UsageError(f"TCPStore takes a host name and a whole number as port, not {host_name!r} and {port!r}")
         super().__init__(timeout)
         config = config or Config.from_environment()
+        self._config = config
         self._token = config.token if token is None else token
         self._host = host_name
         self.server: EmbeddedServer | None = None
@@ -95,10 +97,10 @@ class TCPStore(Store):
     def _meet(self, world_size: int, is_master: bool) -> None:
         """Count this worker. The last worker releases the master."""
         if self.add(_WORKERS, 1) == world_size:
-            self.set(_WORKERS_COMPLETE, b"")
+            self.queue_push(_COMPLETE, b"")
         if is_master:
             try:
-                self.wait([_WORKERS_COMPLETE])
+                self.queue_pop(_COMPLETE)
             except StoreTimeoutError as error:
                 connected = self.add(_WORKERS, 0)
                 raise StoreTimeoutError(
@@ -121,10 +123,20 @@ class TCPStore(Store):
         connection = self.connection.another(self._timeout)
         try:
             buffer = stream_buffer(command, hidden)
-            return ClientStream(connection, command, buffer, self._timeout, store=self, owned=True)
+            return ClientStream(
+                connection, command, buffer, self._timeout, store=self, dropped=lambda _: connection.close(), owned=True
+            )
         except BaseException:
             connection.close()
             raise
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        """Return the keys that begin with ``prefix``, oldest first, without queues and the counter of the workers."""
+        return [key for key in super().list_keys(prefix) if key != _WORKERS]
+
+    def clone(self) -> TCPStore:
+        """Return another client of the same store, with a connection and a timeout of its own."""
+        return TCPStore(self.connection.host, self._port, timeout=self.timeout, token=self._token, config=self._config)
 
     def close(self) -> None:
         """Close the connection, and stop the server if this store runs it; waiting calls raise StoreConnectionError."""

@@ -12,6 +12,7 @@ import asyncio
 import functools
 import logging
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,11 +119,16 @@ class GroupCommit:
         server.lineage = journal.lineage
         return durability
 
-    def _contents(self) -> Contents:
-        """Return a copy of what a later server needs."""
-        contents = self._server.state.contents()
-        contents.members = self._server.sessions.contents()
-        return contents
+    def _gather(self) -> Callable[[], Contents]:
+        """Return a function that makes, in any thread, a copy of what a later server needs of the present state."""
+        contents, members = self._server.state.gather(), self._server.sessions.gather()
+
+        def gathered() -> Contents:
+            made = contents()
+            made.members = members()
+            return made
+
+        return gathered
 
     # -- for connections --------------------------------------------------------------------------
 
@@ -159,10 +165,10 @@ class GroupCommit:
         self.num_commits += 1
         body = self.change_log.take()
         held, self._held = self._held, []
-        contents = self._contents() if self._rotates_next and self._wants_compaction else None
+        gather = self._gather() if self._rotates_next and self._wants_compaction else None
         self._rotates_next = False
         self._sync_later()
-        if contents is None and self._writes_at_once(body):
+        if gather is None and self._writes_at_once(body):
             try:
                 self.journal.commit(*body, sync=False)
             except OSError as error:
@@ -170,10 +176,10 @@ class GroupCommit:
             else:
                 self._release(held)
             return
-        syncs = self.policy is Fsync.ALWAYS or contents is not None
-        job = functools.partial(self._write, body, rotate=contents is not None)
+        syncs = self.policy is Fsync.ALWAYS or gather is not None
+        job = functools.partial(self._write, body, rotate=gather is not None)
         self._writing = self._loop.run_in_executor(self._syncer if syncs else self._writer, job)
-        self._writing.add_done_callback(functools.partial(self._written, held, contents))
+        self._writing.add_done_callback(functools.partial(self._written, held, gather))
 
     def _writes_at_once(self, body: list[bytes]) -> bool:
         """Return whether the loop's thread may write these pieces. During a sync a write may wait: 12 of 28 ms on ext4."""
@@ -184,17 +190,17 @@ class GroupCommit:
         return self.journal.rotate() if rotate else 0
 
     def _written(
-        self, held: list[tuple[ReplyReceiver, bytes]], contents: Contents | None, job: asyncio.Future[int]
+        self, held: list[tuple[ReplyReceiver, bytes]], gather: Callable[[], Contents] | None, job: asyncio.Future[int]
     ) -> None:
         self._writing = None
         if self._limit_timer is not None:
             self._limit_timer.cancel()
         error = job.exception()
         if error is not None:
-            self._fail(error, syncing=contents is not None)
+            self._fail(error, syncing=gather is not None)
             return
-        if contents is not None:
-            self._begin_snapshot(job.result(), contents)
+        if gather is not None:
+            self._begin_snapshot(job.result(), gather)
         if not self.change_log.pending:
             held += self._held  # these replies show nothing newer than this write
             self._held = []
@@ -260,8 +266,10 @@ class GroupCommit:
     def _wants_compaction(self) -> bool:
         return self._snapshot is None and not self._closing and self.journal.wants_compaction
 
-    def _begin_snapshot(self, number: int, contents: Contents) -> None:
-        job = functools.partial(self.journal.write_snapshot, number, contents, self._pause_snapshot)
+    def _begin_snapshot(self, number: int, gather: Callable[[], Contents]) -> None:
+        def job() -> None:
+            self.journal.write_snapshot(number, gather(), self._pause_snapshot)
+
         self._snapshot = asyncio.wrap_future(start_daemon_thread(job, "asyncdist-snapshot"))
         self._snapshot.add_done_callback(self._snapshot_done)
 

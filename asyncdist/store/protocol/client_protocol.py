@@ -293,26 +293,27 @@ class ClientProtocol:
         elif kind == OperationKind.PIECE:
             self.arriving.add(*value)
         else:
+            # A signal handler may raise in any line: the request stays open, and is sent again, until it has its answer.
             op = handler.command.op
             if op in CHANGING:
-                del self._changes[request]
+                self._changes.pop(request, None)
                 self._unacknowledged_nbytes += cost_of(value)
                 self._note_ephemeral(handler.command, kind)
             if kind == OperationKind.RESULT:
-                if op not in STREAMS:
-                    del self._open[request]
-                    self.answered = True
                 if op is Op.ACQUIRE_LEASE:
                     self._leases.update(handler.command.keys)
                 elif op is Op.RELEASE_LEASE:
                     self._leases.difference_update(handler.command.keys)
                 handler.resolve(value)
+                if op not in STREAMS:
+                    del self._open[request]
+                    self.answered = True
             else:
-                del self._open[request]
-                self.answered = True
                 reason, text = value
                 unsure = reason == Reason.UNSURE
                 handler.reject(self._unknown(handler.command, text) if unsure else refusal(reason, text))
+                del self._open[request]
+                self.answered = True
 
     def _handle_other(self, request: int, kind: int, value: Any) -> None:
         """Handle a message that answers no request of the program, or one that was cancelled."""

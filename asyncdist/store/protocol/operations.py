@@ -225,6 +225,11 @@ def _under(prefix: str, kind: str, argument: Any) -> Any:
 
 
 def _key(key: object) -> str:
+    if isinstance(key, bytes):  # torch's stores take them, too
+        try:
+            return key.decode()
+        except UnicodeDecodeError:
+            raise UsageError(f"a store key is text, and {key!r} is not UTF-8") from None
     if not isinstance(key, str):
         raise UsageError(f"a store key is a str, not {type(key).__name__}: {key!r}")
     if not key.isascii():
@@ -272,7 +277,7 @@ def set_(key: str, value: Value) -> Command[None]:
 
 def get(key: str) -> Command[bytes]:
     if type(key) is not str or not key.isascii():  # checked here too: a call less on the hot path
-        _key(key)
+        key = _key(key)
     return Command(Op.GET, (key,))
 
 

@@ -20,7 +20,7 @@ from asyncdist.base.auth import NONCE_NBYTES, WANTS_TLS, HandshakeDriver, accept
 from asyncdist.base.network import is_loopback
 from asyncdist.errors import ProtocolError
 from asyncdist.store.c10d_policy import C10d
-from asyncdist.store.client.connect import tune
+from asyncdist.store.client.host_watch import SERVER_LOOKS, look_interval, tune
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.codec import hello
 from asyncdist.store.protocol.operations import Reply
@@ -39,10 +39,13 @@ class Admission:
     Args:
         max_connections: How many connections may be open at a time.
         dismiss: Releases what a connection has open; called before an evicted connection is aborted.
+        limit: Seconds of silence after which a client's host counts as vanished.
     """
 
-    def __init__(self, max_connections: int, dismiss: Callable[[ServerConnection], None]) -> None:
+    def __init__(self, max_connections: int, dismiss: Callable[[ServerConnection], None], limit: float = 0.0) -> None:
         self.max_connections = max_connections
+        self._look_interval = look_interval(limit, SERVER_LOOKS)
+        self._looking: asyncio.TimerHandle | None = None
         self.connections: set[ServerConnection] = set()
         self.empty = asyncio.Event()
         self.empty.set()
@@ -60,6 +63,9 @@ class Admission:
     def close(self) -> None:
         """Admit no further connection."""
         self._closed = True
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
 
     def admit(self, connection: ServerConnection) -> bool:
         """Add a new connection; return False when the server is full or closes.
@@ -80,7 +86,17 @@ class Admission:
         self.connections.add(connection)
         self.empty.clear()
         self._unauthenticated[connection] = None
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(self._look_interval, self._look)
         return True
+
+    def _look(self) -> None:
+        """Abort the connections whose hosts have vanished."""
+        for connection in list(self.connections):
+            connection.end_if_vanished()
+        self._looking = None
+        if self.connections and not self._closed:
+            self._looking = asyncio.get_running_loop().call_later(self._look_interval, self._look)
 
     def replace(self, before: ServerConnection, now: ServerConnection) -> None:
         """Replace a pending connection by the session that serves the same socket."""
@@ -154,7 +170,7 @@ class PendingConnection(ServerConnection):
         if not self._server.admission.admit(self):
             self.abort()
             return
-        tune(sock)
+        tune(sock, self._server.config.heartbeat)
         timeout = self._server.config.handshake_timeout
         self._timer = asyncio.get_running_loop().call_later(timeout, self._too_late, timeout)
 

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError
+from asyncdist.store.client.host_watch import tune_strict
 from asyncdist.store.protocol import c10d
 from asyncdist.store.protocol.c10d import I64, U32, U64, Answer, Code, Decoder, Request, vector
 from asyncdist.store.protocol.operations import Reply
@@ -49,6 +50,7 @@ class C10dSession(ServerConnection):
 
     def __init__(self, server: C10dContext, transport: asyncio.Transport, peer: str) -> None:
         super().__init__(server, server.fast_path.take(transport, self.hear), peer)
+        tune_strict(transport.get_extra_info("socket"))
         self._state = server.state
         self._decoder = Decoder(server.config.store_max_value_nbytes, server.limit)
         self._todo: list[Request] = []

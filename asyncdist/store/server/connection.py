@@ -132,6 +132,9 @@ class ServerConnection(asyncio.Protocol, ABC):
             self.refuse(error.summary)
         except Exception:
             self.fail()
+        except BaseException:  # the rest of the bytes is lost; an asyncdist client repeats its requests
+            self.abort()
+            raise
 
     def pause_writing(self) -> None:
         self._write_paused = self.paused = True
@@ -247,6 +250,9 @@ class ServerConnection(asyncio.Protocol, ABC):
             self.abort()
 
     # -- ends -------------------------------------------------------------------------------------
+
+    def end_if_vanished(self) -> None:
+        """Disconnect a client whose host has vanished. Called several times within the limit."""
 
     def refuse(self, why: str) -> None:
         """Log the reason, and close the connection once the queued replies have been sent."""

@@ -73,7 +73,7 @@ class StoreServer(lifecycle.ProcessBound):
         self._loop = asyncio.get_running_loop()
         self.busy_poll = AdaptiveBusyPoll.where_it_pays(self._loop, config) if polls else None
         self._servers: list[asyncio.Server | SniffingListener] = []
-        self.admission = Admission(config.store_max_connections, self.dismiss)
+        self.admission = Admission(config.store_max_connections, self.dismiss, config.heartbeat)
         self.halted = False
         """Whether reading is paused, and no further request is executed."""
         self.started = time.monotonic()

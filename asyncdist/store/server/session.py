@@ -11,7 +11,9 @@ import asyncio
 from collections import Counter, deque
 from typing import Any, Protocol
 
+from asyncdist.config import Config
 from asyncdist.errors import ProtocolError
+from asyncdist.store.client.host_watch import HostWatch
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import (
     FRAME_NBYTES,
@@ -33,7 +35,7 @@ from asyncdist.store.protocol.operations import (
     Reason,
     Reply,
 )
-from asyncdist.store.server.connection import BACKLOG_NBYTES, ConnectionContext, ServerConnection
+from asyncdist.store.server.connection import BACKLOG_NBYTES, ConnectionContext, ServerConnection, logger
 from asyncdist.store.server.scoped_ports import ScopedStores
 from asyncdist.store.state.limits import MemoryQuota
 from asyncdist.store.state.machine import StoreState
@@ -44,6 +46,7 @@ from asyncdist.store.state.sessions import ClientSession
 class SessionContext(ConnectionContext, Protocol):
     """What a session of the store's own protocol needs of its server."""
 
+    config: Config
     state: StoreState
     quota: MemoryQuota
     num_requests: int
@@ -70,6 +73,9 @@ class Session(ServerConnection):
 
     __slots__ = (
         "_chunk_sender",
+        "_has_heard",
+        "_has_sent",
+        "_host_watch",
         "_last_before",
         "_parser",
         "_published_nbytes",
@@ -99,8 +105,12 @@ class Session(ServerConnection):
         self._todo: deque[Any] = deque()
         self.client_session: ClientSession | None = None
         self._last_before = 0  # the last request over an earlier connection
+        self._host_watch = HostWatch(transport.get_extra_info("socket"), server.config.heartbeat)
+        self._has_heard = False  # since the last look
+        self._has_sent = False  # and not seen that it has arrived
 
     def receive(self, data: bytes) -> None:
+        self._has_heard = True
         for frame in self._parser.feed(data) if data else ():
             if len(frame) > LONG_NBYTES or self._reassembler.busy:
                 self._take(frame)
@@ -222,6 +232,16 @@ class Session(ServerConnection):
         self.client_session = client_session
         self._last_before = client_session.last
 
+    def end_if_vanished(self) -> None:
+        # A look takes some microseconds: idle clients and those that talk need none.
+        if self._has_heard or not self._has_sent:
+            self._has_heard = False
+        elif self._host_watch.has_vanished():
+            logger.warning("store: the server disconnects %s: %s", self.peer, self._host_watch.why())
+            self.abort()
+        else:
+            self._has_sent = self._host_watch.is_waiting
+
     def supersede(self) -> None:
         """Drop this connection: its client has reconnected, and repeats its unanswered requests."""
         self._todo.clear()
@@ -258,6 +278,7 @@ class Session(ServerConnection):
         return pack(RequestRefused(Reason.TOO_LARGE, text).reply(self, reply.request)[1:])
 
     def _write(self, data: bytes | ChunkedMessage) -> None:
+        self._has_sent = True
         if not isinstance(data, ChunkedMessage):
             super()._write(data)
         elif self._transport is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncdist.store.protocol.operations import Op, Reason
 from asyncdist.store.state.change_log import Change, ChangeLog
+from asyncdist.store.state.key_index import KeyIndex
 from asyncdist.store.state.leases import Leases
 from asyncdist.store.state.limits import MemoryQuota, SizeLimits
 from asyncdist.store.state.model import ENTRY_NBYTES, Place, RequestRefused, extend, growth, named
@@ -35,6 +36,7 @@ class KeySpace:
         self._watches = watches
         self._leases = leases
         self._values: dict[str, bytes] = {}
+        self._index = KeyIndex()
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -48,11 +50,13 @@ class KeySpace:
 
     def under(self, prefix: str) -> dict[str, bytes]:
         """Return the values of all keys that begin with ``prefix``."""
-        return {key: value for key, value in self._values.items() if key.startswith(prefix)}
+        return {key: self._values[key] for key in self._index.under(prefix)}
 
     def list_keys(self, prefix: str) -> list[str]:
         """Return all keys that begin with ``prefix``, oldest first."""
-        return [key for key in self._values if key.startswith(prefix)]
+        if 4 * self._index.count(prefix) > len(self._values):  # to sort that many would take longer
+            return [key for key in self._values if key.startswith(prefix)]
+        return self._index.oldest_first(prefix)
 
     # -- waiting ----------------------------------------------------------------------------------
 
@@ -92,6 +96,8 @@ class KeySpace:
             self._log.record(Change.SET, key, value)
         if key in self._leases.of_key:
             self._leases.detach(key)
+        if key not in self._values:
+            self._index.add(key)
         self._values[key] = value
         if key in self._watches.of_keys or self._watches.of_prefixes:
             self._watches.changed(key, value)
@@ -158,6 +164,7 @@ class KeySpace:
         value = self._values.pop(key, None)
         if value is None:
             return False
+        self._index.remove(key)
         self._quota.nbytes -= growth(key, value, None)
         self._log.record(Change.DELETE, key)
         if key in self._leases.of_key:
@@ -174,4 +181,5 @@ class KeySpace:
     def restore(self, values: dict[str, bytes]) -> None:
         """Take over the values that an earlier server left."""
         self._values.update(values)
+        self._index = KeyIndex(self._values)
         self._quota.nbytes += sum(growth(key, value, None) for key, value in values.items())

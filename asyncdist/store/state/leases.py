@@ -155,9 +155,13 @@ class Leases:
 
     # -- ends of a server -------------------------------------------------------------------------
 
-    def attached(self) -> dict[str, bytes]:
-        """Return the identity of the client by ephemeral key; a client without one ends with the server."""
-        return {key: client for client, lease in self._own.items() for key in lease.keys if isinstance(client, bytes)}
+    def attached(self) -> Callable[[], dict[str, bytes]]:
+        """Return a function that makes, in any thread, a table of the clients' identities by present ephemeral key.
+
+        A client without an identity ends with the server.
+        """
+        keys = {client: lease.keys.copy() for client, lease in self._own.items() if isinstance(client, bytes)}
+        return lambda: {key: client for client, own in keys.items() for key in own}
 
     def shared(self) -> dict[str, set[bytes]]:
         """Return the identities of the clients that keep the lease on each prefix."""

@@ -157,7 +157,7 @@ class StoreState:
         for key in list(lease.keys):
             self.keys.delete(key)
         if lease.prefix is not None:
-            for key in self.keys.list_keys(lease.prefix):
+            for key in self.keys.under(lease.prefix):
                 self.keys.delete(key)
             self.queues.clear(lease.prefix)
             self._leases.admit(lease.prefix)
@@ -222,13 +222,16 @@ class StoreState:
 
     def contents(self) -> Contents:
         """Return a copy of the contents that a later server restores, without client sessions."""
-        return Contents(
-            self.keys.contents(),
-            self.queues.contents(),
-            self.queues.last_serial,
-            attached=self._leases.attached(),
-            shared=self._leases.shared(),
-        )
+        return self.gather()()
+
+    def gather(self) -> Callable[[], Contents]:
+        """Return a function that makes, in any thread, a copy of the present contents, without client sessions.
+
+        This call copies references only. The rest takes a second for millions of items.
+        """
+        values, queues, serial = self.keys.contents(), self.queues.gather(), self.queues.last_serial
+        attached, shared = self._leases.attached(), self._leases.shared()
+        return lambda: Contents(values, queues(), serial, attached=attached(), shared=shared)
 
     def restore(self, contents: Contents) -> None:
         """Take over the contents of an earlier server, before the first request."""

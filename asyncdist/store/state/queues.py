@@ -8,7 +8,9 @@ queue. The change log names items by serial number, because clients may confirm 
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from asyncdist.store.protocol.operations import Client, Reason
@@ -179,12 +181,24 @@ class Queues:
 
     # -- ends of a server -------------------------------------------------------------------------
 
-    def contents(self) -> dict[str, dict[int, bytes]]:
-        """Return a copy of all items by queue and serial number, unconfirmed items included."""
+    def gather(self) -> Callable[[], dict[str, dict[int, bytes]]]:
+        """Return a function that makes, in any thread, a copy of all present items by queue and serial number.
+
+        Unconfirmed items are included.
+        """
         queues = {key: list(queue) for key, queue in self._queues.items()}
+        unconfirmed: dict[str, list[Item]] = {}
         for key, item in self._unconfirmed.values():
-            queues.setdefault(key, []).append(item)
-        return {key: dict(sorted(items)) for key, items in queues.items()}
+            unconfirmed.setdefault(key, []).append(item)
+
+        def items(key: str) -> Iterable[Item]:
+            return heapq.merge(sorted(unconfirmed.get(key, ())), queues.get(key, ()))
+
+        # Not with dict(), which would hold the interpreter's lock for all items.
+        return lambda: {
+            key: {serial: item for serial, item in items(key)}  # noqa: C416
+            for key in queues | unconfirmed
+        }
 
     def restore(self, queues: dict[str, dict[int, bytes]], last_serial: int) -> None:
         """Take over the items that an earlier server left."""

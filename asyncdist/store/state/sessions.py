@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 
 from asyncdist.store.protocol.operations import Client, OperationKind, Reply
 from asyncdist.store.state.change_log import Change, ChangeLog
@@ -77,10 +78,9 @@ class ClientSession:
         self.nbytes += nbytes
         self._quota.nbytes += nbytes
 
-    def contents(self) -> MemberContents:
-        """Return what a later server restores."""
-        answers = {request: (int(reply.kind), reply.value) for request, reply in self._answers.items()}
-        return self.lease, answers, self.unsure
+    def gather(self) -> tuple[float, dict[int, Reply], int]:
+        """Return a copy of what a later server restores."""
+        return self.lease, self._answers.copy(), self.unsure
 
     def restore(self, contents: MemberContents) -> None:
         """Take over what an earlier server knew."""
@@ -107,7 +107,15 @@ class SessionTable:
 
     def contents(self) -> dict[bytes, MemberContents]:
         """Return what a later server restores."""
-        return {identity: session.contents() for identity, session in self._sessions.items()}
+        return self.gather()()
+
+    def gather(self) -> Callable[[], dict[bytes, MemberContents]]:
+        """Return a function that makes, in any thread, what a later server restores of the present sessions."""
+        gathered = {identity: session.gather() for identity, session in self._sessions.items()}
+        return lambda: {
+            identity: (lease, {request: (int(reply.kind), reply.value) for request, reply in answers.items()}, unsure)
+            for identity, (lease, answers, unsure) in gathered.items()
+        }
 
     def restore(self, contents: dict[bytes, MemberContents], now: float) -> None:
         """Take over the sessions of an earlier server, disconnected."""

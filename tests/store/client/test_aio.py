@@ -418,3 +418,17 @@ async def test_a_store_without_a_token_on_loopback():
         await AsyncStore.connect("127.0.0.1", server.port) as store,
     ):
         assert await store.add("n", 1) == 1
+
+
+@pytest.mark.each_loop
+async def test_stream_that_the_program_drops_ends(server, store, eventually):
+    await store.set("k", "v")
+    async for change in store.watch_keys():
+        assert change == ("k", b"v")
+        break
+    async for value in await store.watch("k"):
+        assert value == b"v"
+        break
+    await eventually(lambda: server.state.num_open == 0)
+    await store.watch("k")  # no program can read this
+    await eventually(lambda: server.state.num_open == 0)

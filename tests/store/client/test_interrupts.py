@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dis
 import itertools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import CodeType, FrameType
@@ -18,11 +19,15 @@ import pytest
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError, UsageError
-from asyncdist.store import TCPStore
-from asyncdist.store.client import blocking, blocking_socket, pending
+from asyncdist.store import AsyncStore, TCPStore
+from asyncdist.store.client import blocking, blocking_socket, link, pending
+from asyncdist.store.protocol import chunk_sender, client_protocol
+from asyncdist.store.protocol.chunking import LONG_NBYTES
+from tests.conftest import LOOPS
 
 LONG, CONFIG = 10.0, Config()
 FILES = {module.__file__ for module in (pending, blocking, blocking_socket)}
+AWAITED = {module.__file__ for module in (link, client_protocol, chunk_sender)}
 
 
 @cache
@@ -35,8 +40,8 @@ def places(code: CodeType) -> frozenset[int]:
 class Interrupt:
     """Raises KeyboardInterrupt in this thread at the ``place``-th moment at which the interpreter checks for signals."""
 
-    def __init__(self, place: int) -> None:
-        self._left = place
+    def __init__(self, place: int, files: Collection[str | None] = FILES) -> None:
+        self._left, self._files = place, files
         self._returned = False
 
     def __enter__(self) -> Interrupt:
@@ -48,11 +53,15 @@ class Interrupt:
 
     def _called(self, frame: FrameType, event: str, argument: object) -> Any:
         self._returned = True  # if the function is not traced, its return raises no event
-        if frame.f_code.co_filename not in FILES:
+        if frame.f_code.co_filename not in self._files:
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        self._pass(frame)
+        if not self._is_callback(frame):
+            self._pass(frame)
         return self._traced
+
+    def _is_callback(self, frame: FrameType) -> bool:
+        return False
 
     def _traced(self, frame: FrameType, event: str, argument: object) -> Any:
         if event == "opcode":
@@ -238,3 +247,51 @@ def test_interrupted_close_can_be_repeated(monkeypatch):
         store.close()
         with pytest.raises(StoreConnectionError, match="closed by this process"):
             store.get("k")
+
+
+# -- the awaited client -------------------------------------------------------------------------------
+
+
+async def results(adding, asked):
+    """Wait for all; return the results of the first ones."""
+    return (await asyncio.gather(*adding, *asked))[: len(adding)]
+
+
+class LoopInterrupt(Interrupt):
+    """Like `Interrupt`, but not before the first instruction of a callback: that is still code of the loop."""
+
+    def _is_callback(self, frame: FrameType) -> bool:
+        return frame.f_back is None or frame.f_back.f_code.co_filename not in AWAITED
+
+
+@pytest.mark.parametrize("nbytes", [10, 3 * LONG_NBYTES])
+@pytest.mark.parametrize("new_loop", list(LOOPS.values()), ids=list(LOOPS))
+def test_loop_that_runs_on_after_an_interrupt_has_lost_no_request(new_loop, nbytes):
+    """As in a notebook: the interrupt ends one cell, and the next one runs the same loop."""
+    value = bytes(nbytes)
+    with TCPStore("127.0.0.1", 0, is_master=True, config=CONFIG) as master:
+        for place in itertools.count(1):
+            loop, asked, adding, over = new_loop(), [], [], False
+            store = loop.run_until_complete(AsyncStore.connect("127.0.0.1", master.port, timeout=LONG, config=CONFIG))
+            before = master.add("n", 0)
+
+            async def work(store=store, asked=asked, adding=adding):
+                for _ in range(3):
+                    adding.append(store.add("n", 1))
+                asked.append(store.set("k", value))
+                asked.append(store.get("k"))
+                await asyncio.wait(adding + asked)
+
+            try:
+                with contextlib.suppress(KeyboardInterrupt), LoopInterrupt(place, AWAITED):
+                    loop.run_until_complete(work())
+                    over = True
+                sums = loop.run_until_complete(results(adding, asked))
+                assert len(set(sums)) == len(sums)
+                assert loop.run_until_complete(store.add("n", 0)) <= before + 3
+                loop.run_until_complete(store.close())
+            finally:
+                loop.close()
+            if over:
+                break
+        assert place > 30

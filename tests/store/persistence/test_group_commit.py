@@ -25,6 +25,7 @@ from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES
 from asyncdist.store.protocol.codec import Encoder
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.server.c10d_session import C10dSession
+from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents
 from tests.support.c10d_peer import Peer, encode
 
@@ -596,3 +597,38 @@ async def test_lease_of_a_client_that_died_ends_after_a_restart(daemon, raw, eve
     await daemon.restart()
     assert daemon.value("mine") == b"v"
     await eventually(lambda: daemon.value("mine") is None)
+
+
+async def test_contents_of_a_snapshot_are_those_of_its_moment_and_are_put_together_by_a_thread(tmp_path, monkeypatch):
+    made_by = []
+    gather = StoreState.gather
+
+    def gathering(state):
+        make = gather(state)
+        state.keys.set("k", b"later")
+        state.queues.push("q", b"later")
+
+        def made():
+            made_by.append(threading.current_thread())
+            return make()
+
+        return made
+
+    state = StoreState()
+    state.execute("c", 1, Op.SET, ("k", b"v"))
+    for number in range(3):
+        state.execute("c", number, Op.QUEUE_PUSH, ("q", b"%d" % number))
+    state.execute("c", 9, Op.QUEUE_POP, ("q", False))
+    contents = gathering(state)()
+    assert contents.values == {"k": b"v"}
+    assert contents.queues == {"q": {1: b"0", 2: b"1", 3: b"2"}}
+
+    monkeypatch.setattr(StoreState, "gather", gathering)
+    made_by.clear()
+    config = Config(store_compact_nbytes=1 << 10)
+    server = await StoreServer.start("127.0.0.1", 0, data=tmp_path, config=config)
+    async with server, await AsyncStore.connect("127.0.0.1", server.port) as store:
+        while not server.durability.num_snapshots:
+            await store.set("filler", bytes(1 << 9))
+    assert made_by
+    assert threading.main_thread() not in made_by

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import socket
 import struct
-import sys
 import threading
 
 import pytest
@@ -24,12 +22,12 @@ from asyncdist.store.protocol.operations import CHANGED, Op, OperationKind
 from asyncdist.store.server import listener
 from asyncdist.store.server.accept import PendingConnection
 from asyncdist.store.server.session import Session
+from tests.support.packets import deafen, needs_packet_filters
 
 UNIT, LONG = 0.05, 10.0
 TOKEN = "a token for tests"
 
 LOGGER = "asyncdist.store.server.server"
-SO_ATTACH_FILTER = 26  # of Linux, on the processors that torch runs on
 
 
 def frame(*fields: object) -> bytes:
@@ -172,16 +170,10 @@ async def test_connections_beyond_the_limit_are_refused(caplog, monkeypatch, eve
         await stores[0].close()
 
 
-def deafen(sock):
-    """Let the kernel drop every packet for a socket without a reply or reset, as if its host were gone."""
-    drop = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a packet filter's "return 0 bytes of it"
-    sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(drop)))
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's packet filters")
+@needs_packet_filters
 async def test_client_of_a_lost_host_is_detected_while_others_are_served(server, store, monkeypatch, eventually, raw):
     at_once = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1))
-    monkeypatch.setattr("asyncdist.store.client.connect.KEEPALIVE", at_once)
+    monkeypatch.setattr("asyncdist.store.client.host_watch.keepalive", lambda limit: at_once)
     gone = await raw(server, proven=True)
     encoder = Encoder()
     introduction = encoder.frame(3, Op.RESUME, bytes(16), 0)
@@ -189,7 +181,7 @@ async def test_client_of_a_lost_host_is_detected_while_others_are_served(server,
         introduction + encoder.frame(1, Op.SET_EPHEMERAL, "its", b"v") + encoder.frame(2, Op.BARRIER, "b", 2)
     )
     await eventually(lambda: server.state.num_open == 1)
-    deafen(gone.writer.get_extra_info("socket"))
+    deafen(gone.writer.get_extra_info("socket").fileno())
     assert await store.get("its") == b"v"
     assert server.num_connections == 2
     await eventually(lambda: server.num_connections == 1)
