@@ -30,7 +30,8 @@ class ModelWatch:
     def __init__(self, module: nn.Module, ignored: frozenset[str]) -> None:
         _install()
         self._ignored = ignored
-        self._known = {id(parameter) for parameter in module.parameters()}
+        # References, so that no later parameter gets the address of one of these.
+        self._known = set(module.parameters())
         self._frozen = [
             item for item in module.named_parameters() if not item[1].requires_grad and item[0] not in ignored
         ]
@@ -69,6 +70,13 @@ class ModelWatch:
         """Return the names of the buffers that the model did not have when it was wrapped."""
         return [name for name, _, _ in self._buffers or () if name not in self._first_buffers]
 
+    def check_again(self) -> None:
+        """Do the same as `check` also if no module has registered a parameter: programs may change a module's dicts."""
+        self._may_have_changed = True
+        module = self._module()
+        if module is not None:
+            self.check(module)
+
     def check(self, module: nn.Module) -> None:
         """Raise UsageError, naming the parameter, if ``module`` trains parameters that are not averaged."""
         for name, parameter in self._frozen:
@@ -82,7 +90,7 @@ class ModelWatch:
         if not self._may_have_changed:
             return
         for name, parameter in module.named_parameters():
-            if id(parameter) not in self._known and parameter.requires_grad and name not in self._ignored:
+            if parameter not in self._known and parameter.requires_grad and name not in self._ignored:
                 raise UsageError(
                     f"parameter {name!r} was added or replaced after the model was wrapped, so ranks do not average it: "
                     "wrap the model after all changes"
