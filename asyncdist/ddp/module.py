@@ -497,6 +497,8 @@ class DistributedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == names.CHECKPOINT_PROBE:
+                names.tell_checkpoints(DistributedDataParallel)
             if name in names.COMPUTED:
                 return names.COMPUTED[name](self, self._reducer)
             explained = names.explain_missing(name)
