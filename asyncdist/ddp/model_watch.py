@@ -1,4 +1,6 @@
-"""Notices parameters that a wrapped model gets later, which would be trained by each rank alone. Used by `module`.
+"""Notices parameters that a model gets later, which would be trained by each rank alone.
+
+`module` and `low_communication` use it.
 
 torch calls a function for each parameter, buffer and submodule that any module of the process registers. It only marks the
 wrapped models that contain the module, so a step of a model with many modules does not search them.
@@ -25,12 +27,22 @@ class ModelWatch:
     Args:
         module: The model.
         ignored: Names of parameters that are not averaged.
+        since: What happened then, for errors.
+        remedy: What to do about another parameter, for errors.
     """
 
-    def __init__(self, module: nn.Module, ignored: frozenset[str]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        ignored: frozenset[str] = frozenset(),
+        *,
+        since: str = "the model was wrapped",
+        remedy: str = "wrap the model after all changes",
+    ) -> None:
         _install()
-        self._ignored = ignored
-        self._known = {id(parameter) for parameter in module.parameters()}
+        self._ignored, self._since, self._remedy = ignored, since, remedy
+        # References, so that no later parameter gets the address of one of these.
+        self._known = set(module.parameters())
         self._frozen = [
             item for item in module.named_parameters() if not item[1].requires_grad and item[0] not in ignored
         ]
@@ -69,23 +81,30 @@ class ModelWatch:
         """Return the names of the buffers that the model did not have when it was wrapped."""
         return [name for name, _, _ in self._buffers or () if name not in self._first_buffers]
 
+    def check_again(self) -> None:
+        """Do the same as `check` also if no module has registered a parameter: programs may change a module's dicts."""
+        self._may_have_changed = True
+        module = self._module()
+        if module is not None:
+            self.check(module)
+
     def check(self, module: nn.Module) -> None:
         """Raise UsageError, naming the parameter, if ``module`` trains parameters that are not averaged."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UsageError(
-                    f"parameter {name!r} required no gradient when the model was wrapped, so ranks do not average it: "
-                    "set requires_grad before wrapping the model"
+                    f"parameter {name!r} required no gradient when {self._since}, so ranks do not average it: "
+                    f"{self._remedy}"
                 )
         if module is not self._module():
             self._watch(module)
         if not self._may_have_changed:
             return
         for name, parameter in module.named_parameters():
-            if id(parameter) not in self._known and parameter.requires_grad and name not in self._ignored:
+            if parameter not in self._known and parameter.requires_grad and name not in self._ignored:
                 raise UsageError(
-                    f"parameter {name!r} was added or replaced after the model was wrapped, so ranks do not average it: "
-                    "wrap the model after all changes"
+                    f"parameter {name!r} was added or replaced after {self._since}, so ranks do not average it: "
+                    f"{self._remedy}"
                 )
         self._may_have_changed = False
 

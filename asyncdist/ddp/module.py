@@ -181,7 +181,9 @@ class DistributedDataParallel(nn.Module):
             group, parameters, self._buffers_to_sync() if self.forward_sync_buffers else [], self._options.common
         )
         trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-        self._reducer = Reducer(group, trained, dataclasses.replace(self._options), self._verification)
+        self._reducer = Reducer(
+            group, trained, dataclasses.replace(self._options), self._verification, self._watch.check_again
+        )
         writing = self.module if self.gradient_as_bucket_view else nn.Identity()
         self._direct_gradients = DirectGradients(writing, self._reducer)
 
@@ -260,11 +262,13 @@ class DistributedDataParallel(nn.Module):
         in_torch_join = torch_join.notify(self)
         if self._syncs_buffers("PRE_FORWARD"):
             self._sync_buffers()
-        if in_torch_join and not synchronises:
+        # A discriminator is frozen for its generator's step: the ranks have nothing to average.
+        averages = synchronises and self._reducer.trains
+        if in_torch_join and not averages:
             in_torch_join.skip()
         if self.device_ids:
             (inputs, kwargs) = arguments.moved((inputs, kwargs), torch.device(self.device_type, self.device_ids[0]))
-        if synchronises:
+        if averages:
             with self._direct_gradients:
                 output = self.module(*inputs, **kwargs)
         else:
@@ -272,10 +276,11 @@ class DistributedDataParallel(nn.Module):
         if self._syncs_buffers("POST_FORWARD"):
             self._sync_buffers()
         self.require_forward_param_sync = synchronises
-        if training:
-            self._reducer.armed = synchronises
-        if synchronises:
+        if averages:
+            self._reducer.armed = True
             self._reducer.expect_backward_of(output)
+        elif training and not synchronises:
+            self._reducer.armed = False
         return output
 
     def _parameters_to_sync(self) -> list[tuple[str, nn.Parameter]]:
@@ -492,6 +497,8 @@ class DistributedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == names.CHECKPOINT_PROBE:
+                names.tell_checkpoints(DistributedDataParallel)
             if name in names.COMPUTED:
                 return names.COMPUTED[name](self, self._reducer)
             explained = names.explain_missing(name)

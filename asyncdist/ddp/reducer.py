@@ -19,7 +19,8 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
@@ -39,7 +40,7 @@ from asyncdist.ddp.backward.graph import (
     accumulates,
     first_leaf,
     refuse_distributed_autograd,
-    refuse_returned_gradients,
+    refuse_silent_gradients,
     tensors_in,
 )
 from asyncdist.ddp.backward.optimizers import step_in_backward, take_over
@@ -50,6 +51,8 @@ from asyncdist.ddp.uneven_inputs import Joining
 from asyncdist.errors import GradientError, UsageError
 from asyncdist.groups.group import Group
 
+_requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
+
 _reducers: WeakRegistry[Reducer] = WeakRegistry()
 """All reducers. One whose group has ended in the middle of a backward would see the gradients of later ones."""
 
@@ -58,6 +61,13 @@ class Reducer:
     """Averages the gradients of parameters over ``group`` in each backward of an expected output, or while it is `armed`.
 
     A forward arms it for the next backward, as in torch, because a forward may return objects in which no tensor is found.
+
+    Args:
+        group: The ranks.
+        named: The parameters with their names.
+        options: How gradients are treated.
+        verification: Compares the models of the ranks before the first exchange.
+        check_model: Raises if the model now trains other parameters. Called when a parameter got no gradient.
     """
 
     def __init__(
@@ -66,6 +76,7 @@ class Reducer:
         named: Sequence[tuple[str, torch.nn.Parameter]],
         options: ReducerOptions,
         verification: Verification,
+        check_model: Callable[[], None],
     ) -> None:
         self.armed = False
         self.joining: Joining | None = None
@@ -79,6 +90,9 @@ class Reducer:
         self._parameters = [parameter for _, parameter in named]
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._options = options
+        self._check_model = check_model
+        # Where parameters may be unused: those with a gradient in the last backward.
+        self._used_before: Set[int] = frozenset()
         count, total = len(named), sum(parameter.nbytes for parameter in self._parameters)
         self._set = BucketSet(named, options, shares_memory=group.shares_memory, is_alone=group.size() == 1)
         self._record = GradientRecord(self._set, options, Faults(group, self._names), count)
@@ -117,6 +131,11 @@ class Reducer:
     def has_ended(self) -> bool:
         """Whether the group has failed or was destroyed, so that another reducer may take over the parameters."""
         return self._group.error is not None
+
+    @property
+    def trains(self) -> bool:
+        """Whether a parameter requires a gradient now."""
+        return any(map(_requires_grad, self._parameters))
 
     @property
     def may_lack_gradients(self) -> bool:
@@ -204,6 +223,7 @@ class Reducer:
         self._arrivals.clear()
         self._set.follow_casts()
         take_over(self._parameters)
+        self._hooks.restore()
         self._hooks.keep_last()
 
     def expect_backward_of(self, output: Any) -> None:
@@ -289,7 +309,8 @@ class Reducer:
         # torch.autograd.grad() accumulates no gradient.
         if not self._has_gradients() and not self._uses_leaves:
             self._step = None
-            refuse_returned_gradients(self._names, self._parameters)
+            refuse_silent_gradients(self._names, self._parameters, hooked=self._hooks.is_installed)
+            self._check_model()
             return
         self.armed = False
         step.backward_finished = perf_counter()
@@ -334,6 +355,10 @@ class Reducer:
         self.last_step, self._step = step, None
         if has_faults:
             self._record.faults.raise_on_all_ranks()
+        if self._set.allows_unused:
+            before, self._used_before = self._used_before, self._record.seen.keys()
+            if not before <= self._used_before:
+                self._check_model()
         step_in_backward(self._parameters)
         if self._options.lazy_bucket_allocation and not self._options.gradient_as_bucket_view:
             for bucket in self._set.buckets:

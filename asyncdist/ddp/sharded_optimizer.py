@@ -40,6 +40,15 @@ class _Share:
             memory = self._memory = torch.cat([each.detach().reshape(-1) for each in parameters])
             for parameter, view in zip(parameters, self._views(memory), strict=True):
                 parameter.data = view
+        self._addresses = self._present_addresses()
+
+    def _present_addresses(self) -> list[int]:
+        return [each.data_ptr() for each in self.parameters]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no parameter has left the memory: a cast, a swap or a program's ``data`` takes it elsewhere."""
+        return self._memory is None or self._present_addresses() == self._addresses
 
     def _views(self, memory: torch.Tensor) -> Iterable[torch.Tensor]:
         parts = memory.split([each.numel() for each in self.parameters])
@@ -230,6 +239,8 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._consolidated = None
         loss: float | None = self.optim.step(**arguments) if closure is None else self.optim.step(closure, **arguments)
         self._copy_options(self.optim.param_groups, self.param_groups)
+        if not all(share.is_current for share in self._shares):
+            self._make_shares()
         return loss
 
     def _exchange(self, shares: Sequence[_Share]) -> None:

@@ -1,7 +1,8 @@
 """Every function of torch that this package replaces, with the reason.
 
-`torch_backend` applies them when it is imported. Additions to torch are elsewhere: the back end in
-`registration`, operators in `kernels`, the init method in `rendezvous`.
+`torch_backend` applies them when it is imported. A program without it may save a model in a checkpoint of torch, so
+`asyncdist.ddp.torch_class.names.tell_checkpoints` sets a name there when torch first meets a wrapped model. Additions to
+torch are elsewhere: the back end in `registration`, operators in `kernels`, the init method in `rendezvous`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,7 +53,13 @@ class ModelCopy:
         return self.held.version
 
     def show(self, held: HeldVersion, selection: Selection) -> None:
-        """Show a version from now on. Called in a thread, while no request reads this copy."""
+        """Show a version from now on. Called in a thread, while no request reads this copy.
+
+        Raises:
+            UsageError: The program has replaced a tensor of the copy.
+        """
+        if isinstance(self.model, nn.Module):
+            _refuse_replaced(self.model, self._targets)
         if self._takes_all:
             self.model.clear()
             self._targets = {
@@ -101,6 +107,13 @@ class ModelCopies:
 
     def __init__(self, like: Source | None, count: int, on_drained: Callable[[], None]) -> None:
         self._copies = [ModelCopy(like) for _ in range(count)]
+        if isinstance(like, nn.Module):
+            owned = [{id(target) for target in each._targets.values()} for each in self._copies]
+            if len(set().union(*owned)) < sum(map(len, owned)):
+                raise UsageError(
+                    "copies of the model share tensors, because a module has a __deepcopy__ of its own: let it copy them, "
+                    "or pass a dict of tensors as like="
+                )
         self._on_drained = on_drained
         self._lock = threading.Lock()
         self._current: ModelCopy | None = None
@@ -182,16 +195,48 @@ def _empty_copy(like: Source) -> tuple[Any, dict[str, torch.Tensor]]:
         if isinstance(original, nn.Parameter):
             replacement = nn.Parameter(replacement, requires_grad=False)
         memo[id(original)] = replacement
-    model = copy.deepcopy(like, memo)
-    return model, {name: memo[id(original)] for name, original in persistent.items()}
+    for name, tensor in _named_tensors(like):
+        if tensor.is_meta and id(tensor) not in memo:
+            raise UsageError(
+                f"{name} is on the meta device and not in the state dict of the model, so no version gives it values: "
+                "compute it on the CPU before the model is passed as like=, or register the buffer as persistent"
+            )
+    # Outside of autograd, which would record how TorchScript copies its tensors.
+    with torch.no_grad():
+        model = copy.deepcopy(like, memo)
+    # Not those in `memo`: TorchScript, and modules with a __deepcopy__ of their own, do not use them.
+    targets = _tensors_of_module(model, persistent)
+    for name, target in targets.items():
+        if target is not memo[id(persistent[name])]:
+            if target is persistent[name] or target.is_meta:
+                raise UsageError(
+                    f"copy.deepcopy of the model does not copy {name}: change the __deepcopy__ of its module, or pass a "
+                    "dict of tensors as like="
+                )
+            target.requires_grad_(False).data = empty(target)
+    return model, targets
 
 
-def _tensors_of_module(model: nn.Module, names: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return all parameters and buffers of a module, those that are tied by each name."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _refuse_replaced(model: nn.Module, targets: Mapping[str, torch.Tensor]) -> None:
+    """Raise UsageError if a name of a copy leads to another tensor than that in which versions are shown."""
+    present = dict(_named_tensors(model))
+    replaced = [name for name, target in targets.items() if present.get(name) is not target]
+    if replaced:
+        raise UsageError(
+            f"the program has replaced {replaced[0]} of a copy, which would keep its values for ever: change the values of "
+            "a copy in place, and the module itself before it is passed as like="
+        )
+
+
+def _tensors_of_module(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a module by the names of its state dict."""
-    own = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    own = dict(_named_tensors(model))
     strange = [name for name in names if name not in own]
     if strange:
         raise UsageError(

@@ -13,7 +13,7 @@ from asyncdist.weights.transfer.version_table import ReaderStatus, Version
 
 
 class Publisher(ProcessBound):
-    """Publishes versions of a model's parameters and buffers. An asynchronous context manager.
+    """Publishes versions of a model's parameters and persistent buffers. An asynchronous context manager.
 
     A version is a copy of the tensors in memory that the processes of this host share; a publisher uses up to ``keep``
     + 1 such copies, and more while readers use older ones. Readers on this host map the copy, and readers on other

@@ -18,7 +18,7 @@ from asyncdist.weights.transfer.version_table import Version
 
 
 class Subscriber(ProcessBound):
-    """Receives versions of a model's parameters and buffers. An asynchronous context manager and iterator.
+    """Receives versions of a model's parameters and persistent buffers. An asynchronous context manager and iterator.
 
     It has several copies of the model. Requests read the current one, inside `reading`. A new version arrives while
     they do, is verified block by block, and is shown by another copy. `swap` makes that copy the current one: new
@@ -31,8 +31,9 @@ class Subscriber(ProcessBound):
 
     Args:
         like: A module like the publisher's, or a dict of tensors, which may be on the meta device. It says which tensors
-            are received, with which shape and dtype and on which device; its values are not used, and not changed. It
-            may lack tensors that are published, such as those of another stage of a pipeline. None stands for a dict of
+            are received, with which shape and dtype and on which device; their values are not used, and not changed.
+            Tensors of a module that are not in its state dict keep their values, so they must not be on the meta device.
+            It may lack tensors that are published, such as those of another stage of a pipeline. None stands for a dict of
             all tensors that are published, on the CPU.
         job: ``asyncdist://host:port/job`` of a job at a store daemon.
         name: The name of the weights in the job.
@@ -44,7 +45,7 @@ class Subscriber(ProcessBound):
         timeout: Limit of each operation of the store, in seconds or as a timedelta; None for ASYNCDIST_TIMEOUT.
 
     Raises:
-        UsageError: An argument is wrong.
+        UsageError: An argument is wrong, or copies of the module cannot show a version.
 
     Example:
         >>> async with weights.Subscriber(like=model, job="asyncdist://10.0.0.1:29500/digits") as subscriber:
@@ -128,7 +129,7 @@ class Subscriber(ProcessBound):
             The copy: a module, or a dict of tensors. Other requests do not read it before the end of the block.
 
         Raises:
-            UsageError: It is not that version, or it was swapped in before.
+            UsageError: It is not that version, or it was swapped in before; or a tensor of the copy was replaced.
         """
         shown = await run_in_background(self._subscribing.show(version), undo=self._subscribing.withdraw)
         try:

@@ -2,6 +2,7 @@
 
 import inspect
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed
@@ -42,7 +43,8 @@ class Case:
         self.rank = rank
         self.x = torch.full((2, 1), (rank + 1) / 2)
         self.module = Layers()
-        self.model = kind(self.module, **arguments)
+        self.wrapped = partial(kind, **arguments)
+        self.model = self.wrapped(self.module)
         self.seen = []
 
     def see(self, loss, **how):
@@ -197,6 +199,29 @@ def hooks_of_gradients(case):
     for _ in range(2):
         case.step()
         case.bypass()
+
+
+def frozen_for_the_step_of_another_model(case):
+    """The steps of a generator, whose discriminator is frozen meanwhile, and of the discriminator."""
+    discriminator = case.wrapped(Layers())
+    for _ in range(2):
+        discriminator.requires_grad_(False)
+        case.see(discriminator(case.model(case.x)).sum())
+        discriminator.requires_grad_(True)
+        discriminator.zero_grad()
+        discriminator(case.x).sum().backward()
+        case.seen.append([parameter.grad.item() for parameter in discriminator.parameters()])
+
+
+def frozen_while_its_inputs_are_trained(case):
+    case.step()
+    case.model.requires_grad_(False)
+    attack = case.x.clone().requires_grad_()
+    case.model(attack).sum().backward()
+    case.seen.append(attack.grad.tolist())
+    case.model.requires_grad_(True)
+    case.step()
+    case.bypass()
 
 
 def join(case):

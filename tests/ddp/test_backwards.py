@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parent / "program_backwards.py"
-CHEAP = ["bypasses_after_steps", "accumulation", "gradients_taken_away", "two_forwards_one_backward"]
+CHEAP = ["bypasses_after_steps", "accumulation", "gradients_taken_away", "two_forwards_one_backward",
+         "frozen_for_the_step_of_another_model", "frozen_while_its_inputs_are_trained"]  # fmt: skip
 pytestmark = pytest.mark.processes
 
 

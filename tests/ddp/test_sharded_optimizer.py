@@ -77,6 +77,40 @@ def test_parameters_equal_those_of_one_optimizer(toy, kind, size, views):
     assert size == 1 or max(states for _, states in found) < 6
 
 
+def swap(model):
+    for parameter in model.parameters():
+        torch.utils.swap_tensors(parameter, torch.nn.Parameter(parameter.detach().clone()))
+
+
+def set_data(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+@pytest.mark.parametrize("change", [swap, set_data, torch.nn.Module.double])
+@pytest.mark.parametrize("views", [False, True])
+def test_parameters_that_leave_their_memory_are_sent(toy, views, change):
+    def program(group):
+        model = toy.network()
+        optimizer = sharded(model, group, "sgd", parameters_as_bucket_view=views)
+        change(model)
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    model = toy.network()
+    change(model)
+    optimizer = KINDS["sgd"][0](groups_of(model), **KINDS["sgd"][1])
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    for found in run_ranks(2, program):
+        toy.assert_equal(found, model.parameters())
+
+
 async def test_awaited_steps_equal_blocking_ones(toy):
     async def program(group):
         model = toy.network()

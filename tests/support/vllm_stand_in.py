@@ -1,7 +1,8 @@
-"""A stand-in for the parts of vLLM that exchange weights, written after its documentation (Weight Transfer, 0.32).
+"""A stand-in for the parts of vLLM that exchange weights, written after its documentation (Weight Transfer, 0.32 and 0.33).
 
-`install` puts it into ``sys.modules``. It has the base classes of the engines, the two factories, and the two functions
-that prepare and finish the loading of a model's layers, which only note their calls.
+The versions differ in the sources of a trainer's weights. `install` puts the stand-in into ``sys.modules``. It has the base
+classes of the engines, the two factories, and the two functions that prepare and finish the loading of a model's layers,
+which only note their calls.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -134,6 +136,62 @@ class ModuleSource:
     def __iter__(self) -> Any:
         self.iterations += 1
         yield from self.module.named_parameters()
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    """The declaration of a tensor since 0.33, with the ranks that own it; None if all do."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    owners: tuple[int, ...] | None = None
+
+
+class WeightSource:
+    """The base of sources since 0.33, which cannot be iterated: a rank iterates the tensors that it owns."""
+
+    metadata: list[ParamMeta]
+
+    def implements_iter_full(self) -> bool:
+        return type(self).iter_full is not WeightSource.iter_full
+
+    def iter_full(self) -> Any:
+        raise NotImplementedError
+
+    def iter_local(self) -> Any:
+        raise NotImplementedError
+
+
+class OwnedModuleSource(WeightSource):
+    """The parameters of a module, anew in each iteration; some are owned by some ranks only."""
+
+    def __init__(
+        self, module: torch.nn.Module, owners: dict[str, tuple[int, ...]] | None = None, rank: int = 0
+    ) -> None:
+        self.module, self.iterations, self.owners, self.rank = module, 0, owners or {}, rank
+
+    @cached_property
+    def metadata(self) -> list[ParamMeta]:  # type: ignore[override]
+        return [
+            ParamMeta(name, each.dtype, tuple(each.shape), self.owners.get(name))
+            for name, each in self.module.named_parameters()
+        ]
+
+    def iter_full(self) -> Any:
+        self.iterations += 1
+        for name, parameter in self.module.named_parameters():
+            if self.rank in self.owners.get(name, (self.rank,)):
+                yield name, parameter
+
+
+class LocalSource(WeightSource):
+    """A source of the parts that a rank has."""
+
+    metadata: list[ParamMeta] = []  # noqa: RUF012
+
+    def iter_local(self) -> Any:
+        yield from ()
 
 
 class ServedModel(torch.nn.Module):

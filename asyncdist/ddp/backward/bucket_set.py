@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
 from asyncdist.ddp import buckets
 from asyncdist.ddp.backward.bucket_memory import LINE_NBYTES, Bucket
 from asyncdist.ddp.backward.faults import Fault, Faults
+
+_kind_of: Callable[[torch.Tensor], tuple[torch.dtype, torch.device]] = attrgetter("dtype", "device")
 
 _LARGE_NBYTES = 64 << 10
 """From this size on, copying a gradient that has left the cache costs more than a call for each."""
@@ -115,7 +118,7 @@ class BucketSet:
         return [[order[position] for position in members] for members in layout]
 
     def _kinds_now(self) -> list[tuple[torch.dtype, torch.device]]:
-        return [(parameter.dtype, parameter.device) for parameter in self._parameters]
+        return list(map(_kind_of, self._parameters))
 
     def follow_casts(self) -> None:
         """Assign buckets again if parameters have been cast or moved: gradients must not be converted in between."""

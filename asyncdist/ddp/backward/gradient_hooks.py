@@ -2,36 +2,74 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
+HookOf = Callable[[int], Callable[[torch.Tensor], None]]
+"""Returns the hook of a parameter, by the number of the parameter."""
+
+_attributes: Callable[[torch.Tensor], dict[str, Any]] = attrgetter("__dict__")
+
 
 class GradientHooks:
-    """One hook for each parameter, which autograd calls when it has accumulated a gradient."""
+    """One hook for each parameter, which autograd calls when it has accumulated a gradient.
+
+    `torch.utils.swap_tensors`, which `torch.nn.Module.load_state_dict` and ``to`` may use, exchanges what two tensors refer
+    to. Then autograd calls the hooks of a parameter for the other tensor. The dictionaries of attributes are exchanged too,
+    by which `restore` notices it.
+
+    Attributes:
+        is_installed: Whether the hooks were installed, and not removed.
+    """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
         self._handles: list[Any] = []
         self._hooks_of_parameters: list[Any] = []
+        self._attributes: list[dict[str, Any]] = []
+        self._is_complete = False
+        self.is_installed = False
 
-    def install(self, hook_of: Callable[[int], Callable[[torch.Tensor], None]]) -> None:
+    def install(self, hook_of: HookOf) -> None:
         """Replace the hooks by those that ``hook_of`` returns for the numbers of the parameters."""
         self.remove()
-        self._handles = [
-            each.register_post_accumulate_grad_hook(hook_of(index)) for index, each in enumerate(self._parameters)
-        ]
-        self._hooks_of_parameters = [each._post_accumulate_grad_hooks for each in self._parameters]
+        self._hook_of, self.is_installed = hook_of, True
+        self._attributes = [each.__dict__ for each in self._parameters]
+        for index, each in enumerate(self._parameters):
+            # torch refuses a hook of a parameter that requires no gradient now. `restore` adds it later.
+            if each.requires_grad:
+                self._handles.append(each.register_post_accumulate_grad_hook(hook_of(index)))
+                self._hooks_of_parameters.append(each._post_accumulate_grad_hooks)
+        self._is_complete = len(self._handles) == len(self._parameters)
+
+    def restore(self) -> None:
+        """Add hooks that parameters lack, because they were swapped with other tensors or required no gradient before."""
+        if self._is_complete and all(map(is_, map(_attributes, self._parameters), self._attributes)):
+            return
+        if not self.is_installed:
+            return
+        before = self._attributes
+        self.remove()
+        for each, attributes in zip(self._parameters, before, strict=True):
+            # torch adds a hook to the dictionary that the object has, which after a swap autograd does not know.
+            if each.__dict__ is not attributes:
+                each._post_accumulate_grad_hooks = OrderedDict(each._post_accumulate_grad_hooks or {})
+        self.install(self._hook_of)
 
     def remove(self) -> None:
         """Remove the hooks: later backwards call nothing."""
+        self.is_installed = self._is_complete = False
+        self._hooks_of_parameters.clear()
         while self._handles:
             self._handles.pop().remove()
 
     def keep_last(self) -> None:
         """Let hooks of the user's that were registered later run earlier, as in torch: they may change the gradient."""
         if sum(map(len, self._hooks_of_parameters)) > len(self._handles):
-            for hooks, handle in zip(self._hooks_of_parameters, self._handles, strict=False):
+            for hooks, handle in zip(self._hooks_of_parameters, self._handles, strict=True):
                 # Not `move_to_end`: torch calls the hooks in the order of their insertion.
                 hooks[handle.id] = hooks.pop(handle.id)

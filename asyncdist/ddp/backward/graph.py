@@ -34,15 +34,27 @@ def accumulates(node: Any) -> bool:
         return False
 
 
-def refuse_returned_gradients(names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Raise GradientError if `torch.autograd.grad` has computed gradients of ``parameters`` instead of a backward.
+def refuse_silent_gradients(names: Sequence[str], parameters: Sequence[torch.nn.Parameter], *, hooked: bool) -> None:
+    """Raise GradientError if autograd has computed gradients of ``parameters`` of which no hook was told.
 
-    Called when autograd has ended. A graph that is kept is meant for a backward later.
+    Called when autograd has ended. `torch.autograd.grad` returns gradients instead of accumulating them; if it keeps the
+    graph, that is meant for a backward later.
+
+    Args:
+        names: The names of the parameters.
+        parameters: The parameters.
+        hooked: Whether the parameters have hooks. If not, gradients that are accumulated are not refused.
     """
-    if torch._C._autograd._get_current_graph_task_keep_graph():
-        return
-    returned = [name for name, each in zip(names, parameters, strict=True) if _is_returned(each)]
-    if returned:
+    found = [(name, _accumulated(each)) for name, each in zip(names, parameters, strict=True) if each.requires_grad]
+    lost = [name for name, accumulated in found if accumulated]
+    if lost and hooked:
+        raise GradientError(
+            "the hooks by which ranks average the gradients of {parameters} have been removed, so these are this rank's "
+            "own: do not change the hooks of parameters, or wrap the model after all changes",
+            lost,
+        )
+    returned = [name for name, accumulated in found if accumulated is None]
+    if returned and not torch._C._autograd._get_current_graph_task_keep_graph():
         raise GradientError(
             "torch.autograd.grad computed gradients of {parameters}, which are this rank's own and not averages: call "
             "backward(), and read the averages from grad; for this rank's own gradients pass retain_graph=True, or "
@@ -51,14 +63,14 @@ def refuse_returned_gradients(names: Sequence[str], parameters: Sequence[torch.n
         )
 
 
-def _is_returned(parameter: torch.nn.Parameter) -> bool:
+def _accumulated(parameter: torch.nn.Parameter) -> bool | None:
+    """Return whether the backward that ends has accumulated a gradient; None if `torch.autograd.grad` returns it."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     # torch raises RuntimeError for leaves whose gradients `torch.autograd.grad` returns.
     try:
-        torch._C._will_engine_execute_node(node)
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        return True
-    return False
+        return None
 
 
 def refuse_distributed_autograd(names: Sequence[str]) -> None:

@@ -128,7 +128,8 @@ class DiLoCo(_Awaited):
 
     Raises:
         MismatchError: On entering: the ranks have different arguments or models. Every rank raises it.
-        UsageError: An argument is out of range, or ``outer`` lacks a parameter.
+        UsageError: An argument is out of range, or ``outer`` lacks a parameter. ``step`` raises it if a parameter was
+            added, replaced or unfrozen since this object was made: members would not exchange it.
         NoQuorumError: Too few members are left, or others may go on elsewhere. ``step`` raises it.
 
     Source: Douillard et al., "DiLoCo" (arXiv 2311.08105) and "Streaming DiLoCo" (arXiv 2501.18512).

@@ -33,6 +33,7 @@ from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.ddp.averaging import Average, average_of
 from asyncdist.ddp.compression import Compress, VectorCodec, codec_of
 from asyncdist.ddp.low_communication.fragments import Fragment, fragments_of
+from asyncdist.ddp.model_watch import ModelWatch
 from asyncdist.errors import ExcludedError, GroupError, MismatchError, NoQuorumError, UsageError
 from asyncdist.groups.default_world import AnyGroup, resolve_group
 from asyncdist.groups.group import Group
@@ -138,6 +139,12 @@ class OuterTraining:
     ) -> None:
         self.model, self.inner = model, inner
         self.fragments = fragments_of(model, fragments)
+        kind = type(self).__name__.removeprefix("Blocking")
+        self._watch = ModelWatch(
+            model,
+            since=f"{kind} was made",
+            remedy=f"freeze, unfreeze or replace parameters before, or leave this {kind} and make another, on all members",
+        )
         self.every = whole_number_of("every", every)
         self.delay = whole_number_of("delay", delay)
         if self.every < len(self.fragments):
@@ -200,6 +207,7 @@ class OuterTraining:
         group = self._group = resolve_group(self._given_group)
         if self._exchange_group is not None:
             raise UsageError(f"{type(self).__name__} is entered already: leave it first")
+        self._watch.check_again()
         yield from self._compare(group)
         self._state.step = self.outer_steps
         yield group.adopt(self._state)
@@ -263,6 +271,7 @@ class OuterTraining:
         group = self.group
         # A call that was cancelled has left its outer steps to this one.
         yield from self._complete_due()
+        self._watch.check(self.model)
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         self.inner_steps += 1
         self.savings.inner_steps += 1
@@ -281,6 +290,7 @@ class OuterTraining:
             yield from self._complete()
 
     def _synchronize(self) -> Steps[None]:
+        self._watch.check_again()
         yield from self._settle()
         for fragment in self.fragments:
             if fragment.exchanged_at != self.inner_steps:
@@ -296,6 +306,7 @@ class OuterTraining:
             yield from self._complete()
 
     def _launch(self, fragment: Fragment, due: int) -> None:
+        self._watch.check_again()
         fragment.exchanged_at = self.inner_steps
         outcome = _start(self._exchange(fragment, fragment.pseudo_gradient()))
         self._exchanges.append(_Exchange(fragment, due, outcome))
@@ -382,9 +393,10 @@ class OuterTraining:
             fragment.use_outer_values()
 
     def _others(self) -> dict[str, torch.Tensor]:
-        """Return the buffers and the parameters that are not trained."""
-        frozen = {name: each.detach() for name, each in self.model.named_parameters() if not each.requires_grad}
-        return {**frozen, **dict(self.model.named_buffers())}
+        """Return the buffers and the parameters that are not exchanged."""
+        exchanged = {name for fragment in self.fragments for name in fragment.names}
+        others = {name: each.detach() for name, each in self.model.named_parameters() if name not in exchanged}
+        return {**others, **dict(self.model.named_buffers())}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the outer parameters, the outer optimizer's state and the numbers of steps, equal on all members.

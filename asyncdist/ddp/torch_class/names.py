@@ -5,6 +5,7 @@ Functions whose first argument is ``model`` are methods of `DistributedDataParal
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -207,6 +208,24 @@ _INSTEAD = {
     "reducer": "the averages of the last step are described by last_step, bucket_parameters and _get_ddp_logging_data()",
     "logger": "last_step and _get_ddp_logging_data() describe the steps",
 }
+
+
+CHECKPOINT_PROBE = "_fqn_modifiers"
+"""The attribute for which torch's distributed checkpoints ask each module before they name its state."""
+
+
+def tell_checkpoints(kind: type) -> None:
+    """Let torch's distributed checkpoints leave "module." out of the names of a wrapped model, as for torch's class.
+
+    `torch.distributed.checkpoint.state_dict` tests for torch's class by ``isinstance`` with a name of its module, which may
+    as well be a tuple of classes. Only that test changes: for all others this class stays another one than torch's.
+
+    Args:
+        kind: The class of this package.
+    """
+    checkpoints: Any = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    if getattr(checkpoints, "DDP", None) is TorchDistributedDataParallel:
+        checkpoints.DDP = (TorchDistributedDataParallel, kind)
 
 
 def explain_missing(name: str) -> str | None:

@@ -1,7 +1,7 @@
 """Weight-transfer engines for vLLM, experimental: a trainer publishes, and the workers of inference engines read.
 
-They follow the interface that vLLM 0.32 documents (Weight Transfer, Base Classes and Custom Engines), and are tested with a
-stand-in for it. vLLM finds them by its plug-ins::
+They follow the interface that vLLM 0.32 and 0.33 document (Weight Transfer, Base Classes and Custom Engines), and are
+tested with stand-ins for both. vLLM finds them by its plug-ins::
 
     [project.entry-points."vllm.general_plugins"]           # of asyncdist
     asyncdist = "asyncdist.weights.adapters.vllm_engines:register_vllm_engines"
@@ -21,7 +21,8 @@ again, reads the newest version when its engine asks for it, and each host has o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -145,6 +146,7 @@ class AsyncdistTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         """Return an engine. On rank 0 it enters the job, and lets the workers enter it."""
         if source is None:
             raise UsageError("the back end asyncdist publishes whole versions: pass source=ModuleSource(model)")
+        _check_source(source)
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         if engine.is_sender:
             job, name = init_info.job, init_info.name
@@ -163,11 +165,11 @@ class AsyncdistTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             if self.is_sender:
                 raise UsageError("send_weights after shutdown: make a new engine")
             # Making a tensor whole may be a collective of the trainer's ranks.
-            for _ in self.source:
+            for _ in _whole_tensors(self.source):
                 pass
             return
         self._tensors.clear()
-        self._tensors.update(self.source)
+        self._tensors.update(_whole_tensors(self.source))
         self._step += 1
         version = self._publisher.publish(self._step)
         self._tensors.clear()
@@ -182,6 +184,29 @@ class AsyncdistTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
             publisher.__exit__()
 
 
+def _whole_tensors(source: Any) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the names and whole tensors that this rank owns. A source of vLLM 0.32 is such an iterable itself."""
+    pairs: Iterable[tuple[str, torch.Tensor]] = source.iter_full() if hasattr(source, "iter_full") else source
+    return pairs
+
+
+def _check_source(source: Any) -> None:
+    """Raise UsageError on every rank if rank 0 would not get every tensor as a whole. Sources of vLLM 0.32 give it all."""
+    if not hasattr(source, "iter_full"):
+        return
+    if not source.implements_iter_full():
+        raise UsageError(
+            f"{type(source).__name__} yields parts of tensors only, and the back end asyncdist publishes whole ones: "
+            "implement iter_full()"
+        )
+    for tensor in source.metadata:
+        if tensor.owners is not None and 0 not in tensor.owners:
+            raise UsageError(
+                f"{tensor.name} is owned by ranks {', '.join(map(str, tensor.owners))} of the trainer, and rank 0 "
+                "publishes all tensors: gather it in the source, so that rank 0 is one of its owners"
+            )
+
+
 def _reload(name: str) -> Callable[..., None]:
     from vllm.model_executor.model_loader import reload
 
@@ -189,8 +214,12 @@ def _reload(name: str) -> Callable[..., None]:
     return function
 
 
+@functools.cache
 def register_vllm_engines() -> None:
-    """Make the back end ``"asyncdist"`` known to vLLM. vLLM calls it in each of its processes; a trainer calls it once."""
+    """Make the back end ``"asyncdist"`` known to vLLM. Idempotent.
+
+    vLLM calls it in each of its processes, and a trainer outside of these calls it itself.
+    """
     module = __name__
     WeightTransferEngineFactory.register_engine(VLLM_BACKEND, module, AsyncdistWeightTransferEngine.__name__)
     WeightTransferTrainerFactory.register_engine(VLLM_BACKEND, module, AsyncdistTrainerEngine.__name__)
