@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import socket
@@ -393,15 +394,15 @@ async def test_cancelled_close_of_a_port_leaves_nothing_open(turns):
 @pytest.mark.each_loop
 async def test_end_of_a_port_before_a_handshake_has_begun_leaves_no_socket(monkeypatch):
     accepting = port_of(Recorder(), host="here")
-    receive, accepted, closing = accepting._receive, [], []
+    accepted, closing = [], []
 
-    def close_before(sock):
+    def close_before(handle, sock):
         accepted.append(sock)
         closing.append(asyncio.create_task(accepting.close()))
-        return receive(sock)
+        return handle(sock)
 
     for acceptor in accepting._acceptors:
-        monkeypatch.setattr(acceptor, "_handle", close_before)
+        monkeypatch.setattr(acceptor, "_handle", functools.partial(close_before, acceptor._handle))
     reader, writer = await asyncio.open_connection(*accepting.address.tcp)
     async with asyncio.timeout(60):
         assert await reader.read() == b""
