@@ -116,6 +116,38 @@ async def test_unauthenticated_connections_are_refused_and_do_not_block_peers(mo
             stranger.close()
 
 
+async def test_silent_strangers_give_way_to_peers(monkeypatch):
+    monkeypatch.setattr(transport, "_MOST_STRANGERS", 2)
+    address, accept_peer, strangers = LocalListener.address, transport.accept_peer, []
+    waiting, most = 0, 0
+
+    def connect_strangers(listener):
+        own_address = address(listener)
+        for _ in range(40):
+            strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            strangers[-1].connect(f"\0asyncdist-{own_address['name']}")
+        return own_address
+
+    async def counted(*args):
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        try:
+            return await accept_peer(*args)
+        finally:
+            waiting -= 1
+
+    monkeypatch.setattr(LocalListener, "address", connect_strangers)
+    monkeypatch.setattr(transport, "accept_peer", counted)
+    try:
+        async with world_of(2, transport="shm") as groups:
+            await check_sums(groups)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+    assert 0 < most < 10
+
+
 async def test_accepting_rank_refuses_another_user(monkeypatch):
     """The kernel reports the peer's user; the published address shows no difference here."""
     user = os.getuid()
