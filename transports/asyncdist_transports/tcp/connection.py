@@ -384,6 +384,11 @@ class Inbound:
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     @property
+    def is_proven(self) -> bool:
+        """Whether the other side has proven the token, perhaps without having said its rank yet."""
+        return self._proving.done
+
+    @property
     def is_watched(self) -> bool:
         """Whether the peer has authenticated."""
         return self._reader is not None
