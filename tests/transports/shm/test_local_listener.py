@@ -162,6 +162,29 @@ async def test_accepting_rank_refuses_another_user(monkeypatch):
     assert time.monotonic() - began < 5
 
 
+def test_listener_that_cannot_listen_leaves_no_descriptor(monkeypatch):
+    def fail(address):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(local_listener, "listening_socket", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        listener_here()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_descriptors_that_a_stranger_sends_are_closed():
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        near.setblocking(False)
+        before = len(os.listdir("/proc/self/fd"))
+        socket.send_fds(far, [b"no greeting"], [0, 0, 0])
+        host = types.SimpleNamespace(config=types.SimpleNamespace(token=None), world_id="")
+        with pytest.raises(local_listener.PeerRefused, match="a packet of 11 bytes"):
+            await local_listener.accept_peer(near, host, None, 0, {1})
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_unreachable_reason():
     own = {"user": 1, "net": 1, "pids": 1}
     assert unreachable_reason(own, own) is None
