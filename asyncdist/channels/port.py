@@ -82,13 +82,15 @@ class ChannelPort:
         place = this_place(config.host)
         process = f"process {self._pid} on {config.host or socket.gethostname()}"
         name = f"{label} ({process})" if label else process
-        tcp = _listen_tcp(host)
-        sockets = [tcp]
-        unix = ""
-        if hasattr(socket, "SO_PEERCRED"):
-            unix = f"asyncdist-{service}-{secrets.token_hex(16)}"
-            sockets.append(_listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"\0{unix}"))
-        self.address = ChannelAddress(secrets.token_hex(8), name, *place, unix, (host, tcp.getsockname()[1]))
+        unix = f"asyncdist-{service}-{secrets.token_hex(16)}" if hasattr(socket, "SO_PEERCRED") else ""
+        sockets = [_listen_tcp(host)]
+        if unix:
+            try:
+                sockets.append(_listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"\0{unix}"))
+            except BaseException:
+                sockets[0].close()
+                raise
+        self.address = ChannelAddress(secrets.token_hex(8), name, *place, unix, (host, sockets[0].getsockname()[1]))
         identity = process_identity(config.host)
         self._greeting = Greeting(self.address.id, name, config.host, identity, bool(unix) and can_stage(), about)
         self._channels: set[PeerChannel] = set()
