@@ -205,6 +205,10 @@ class TcpTransport(Transport):
                 return True
         return False
 
+    def holds_bytes(self) -> bool:
+        outbound = [each for each in list(self.connections.values()) if isinstance(each, Outbound)]
+        return self.is_encrypted and any(connection.holds_bytes for connection in outbound)
+
     def _go_on(self, connection: Inbound | Outbound) -> None:
         """Go on with a connection after a thread."""
         self._pump(connection, True)
