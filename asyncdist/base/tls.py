@@ -9,11 +9,9 @@ clients at once, and use TLS among each other if all three settings are given. T
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -183,15 +181,6 @@ class TlsSocket:
                     self._unsent_bytes = self._unsent_bytes[self._tls.send(self._unsent_bytes) :]
                 except _WOULD_BLOCK:
                     raise BlockingIOError from None
-
-    def finish(self, timeout: float) -> None:
-        """Wait at most ``timeout`` seconds until all accepted bytes have been sent."""
-        poll, until = select.poll(), time.monotonic() + timeout
-        poll.register(self._sock, select.POLLOUT)
-        while self.unsent and (left := until - time.monotonic()) > 0:
-            poll.poll(left * 1000)
-            with contextlib.suppress(BlockingIOError):
-                self.flush()
 
     def send(self, data: Any) -> int:
         """Accept up to one record of bytes for sending; return their number."""

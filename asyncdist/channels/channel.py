@@ -168,15 +168,23 @@ class PeerChannel:
         """
         if self.error is not None:
             raise copy.copy(self.error)
-        message = self._outbox.add(head, buffers, descriptors if self.is_local else _none(descriptors))
-        if not self._flush_scheduled:
-            self._wake()
-        return message
+        try:
+            message = self._outbox.add(head, buffers, descriptors if self.is_local else _none(descriptors))
+            if not self._flush_scheduled:
+                self._wake()
+            return message
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def withdraw(self, message: OutgoingMessage) -> None:
         """Give up a long message: its memory is read no more. The peer is told, unless it gets all of it. Idempotent."""
-        self._outbox.withdraw(message)
-        self._wake()
+        try:
+            self._outbox.withdraw(message)
+            self._wake()
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def drop(self, message: IncomingMessage, error: Exception) -> None:
         """Write no further byte of an arriving message into its memory. The handler gets it with this error."""
@@ -237,6 +245,13 @@ class PeerChannel:
                 self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
+        try:
+            self._flush_now()
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+
+    def _flush_now(self) -> None:
         self._flush_scheduled = False
         if self.error is not None:
             return
@@ -262,19 +277,22 @@ class PeerChannel:
     def _on_readable(self) -> None:
         if self.error is not None:
             return
-        # Frames that the handler sends leave together.
-        self._is_reading = True
         try:
-            self._inbox.read()
-            self._owner.heard(self)
-        except StreamEnded as end:
-            self._ended(str(end))
-        except Exception as error:
-            self.fail_by(error)
-        finally:
+            # Frames that the handler sends leave together.
+            self._is_reading = True
+            try:
+                self._inbox.read()
+                self._owner.heard(self)
+            except StreamEnded as end:
+                self._ended(str(end))
+            except Exception as error:
+                self.fail_by(error)
             self._is_reading = False
             if self._flush_scheduled:
                 self._flush()
+        except BaseException as error:
+            self._interrupted(error)
+            raise
 
     def on_short(self, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]) -> None:
         self._owner.handler.received(self, head, buffers, descriptors)
@@ -353,6 +371,14 @@ class PeerChannel:
         else:
             log.exception("the handler of the channel to %s failed", self.peer.name)
             self.fail(f"this process could not handle a message of it: {type(error).__name__}: {error}")
+
+    def _interrupted(self, error: BaseException) -> None:
+        """End the channel after a KeyboardInterrupt, for example, which may have come in the middle of a frame.
+
+        The peer gets no reason: bytes of another frame could complete the one that was sent in part.
+        """
+        if not isinstance(error, Exception):
+            self._end(f"this process was interrupted by {type(error).__name__} in the middle of a transfer")
 
     def end_with_process(self) -> None:
         """Tell the peer that this process ends. Must not wait, and may be called by any thread."""

@@ -6,6 +6,7 @@ process while a callback or a call of the program holds up its loop. The lock is
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import socket
@@ -91,6 +92,7 @@ class Outbox:
         self._staging: StagingArea | None = None
         self._staging_is_ready = False
         self._is_closed = False
+        """Whether nothing can be sent any more."""
 
     @property
     def unsent_nbytes(self) -> int:
@@ -151,11 +153,8 @@ class Outbox:
         self._add_frame(frame(kind, body))
 
     def _add_frame(self, whole: bytes, descriptors: Sequence[int] = ()) -> None:
+        self._frames.append(_DescriptorFrame(whole, _duplicates(descriptors)) if descriptors else whole)
         self._frames_nbytes += len(whole)
-        if descriptors:
-            self._frames.append(_DescriptorFrame(whole, [os.dup(each) for each in descriptors]))
-        else:
-            self._frames.append(whole)
 
     def withdraw(self, message: OutgoingMessage, error: AsyncdistError | None = None) -> None:
         """Send no further part of a long message, and read its memory no more. Idempotent."""
@@ -175,22 +174,28 @@ class Outbox:
     # -- sending -----------------------------------------------------------------------------------
 
     def flush(self) -> Flushed:
-        """Send what can be sent now. A broken connection is left to the receiving half to report."""
+        """Send what can be sent now. The receiving half reports a broken connection, after what the peer has sent."""
         left = Flushed.ALL
-        with self._lock:
-            try:
-                self._send_all()
-                if self._can_send_part:
-                    left = Flushed.MORE
-            except BlockingIOError:
-                left = Flushed.BLOCKED
-            except OSError:
-                self._drop_frames()
-            if self._is_tls_pending:
-                left = Flushed.BLOCKED
-            finished, self._finished = self._finished, []
-        for message in finished:
-            message.finish()
+        finished: list[OutgoingMessage] = []
+        try:
+            with self._lock:
+                try:
+                    self._send_all()
+                    if self._can_send_part:
+                        left = Flushed.MORE
+                    elif self._is_tls_pending:
+                        left = Flushed.BLOCKED
+                except BlockingIOError:
+                    left = Flushed.BLOCKED
+                except OSError:
+                    self._break_off()
+                finished, self._finished = self._finished, []
+            for message in finished:
+                message.finish()
+        except BaseException:
+            # After an interrupt, `close` finishes those that are left.
+            self._finished += finished
+            raise
         return left
 
     def pulse(self) -> None:
@@ -202,13 +207,17 @@ class Outbox:
             if not self._is_closed:
                 self._send_partial()
                 self._send_bytes(BEAT_FRAME)
-        except OSError:
+        except BlockingIOError:
             pass
+        except OSError:
+            self._break_off()
         finally:
             self._lock.release()
 
     def _send_all(self) -> None:
         """Send frames, and parts between them. Raises BlockingIOError when the socket is full, and OSError."""
+        if self._is_closed:
+            return
         budget = _QUANTUM
         self._send_partial()
         while True:
@@ -269,7 +278,11 @@ class Outbox:
 
     @property
     def _can_send_part(self) -> bool:
-        return bool(self._long) and (not self._staging_is_ready or bool(self._staging and self._staging.free))
+        return (
+            bool(self._long)
+            and not self._is_closed
+            and (not self._staging_is_ready or bool(self._staging and self._staging.free))
+        )
 
     def _send_part(self) -> int:
         """Send a part of the first long message, and return its bytes. The next part is that of the next message."""
@@ -337,6 +350,13 @@ class Outbox:
         for message in failed:
             message.finish(error)
 
+    def _break_off(self) -> None:
+        """Send nothing more after an error: a later frame would follow a part of another one."""
+        self._is_closed = True
+        self._drop_frames()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     def _drop_frames(self) -> None:
         for each in self._frames:
             if isinstance(each, _DescriptorFrame):
@@ -354,6 +374,18 @@ class Outbox:
                 return
             count -= first.nbytes
             del views[0]
+
+
+def _duplicates(descriptors: Sequence[int]) -> list[int]:
+    """Return duplicates of all descriptors. Raises OSError, and leaves none."""
+    found: list[int] = []
+    try:
+        for each in descriptors:
+            found.append(os.dup(each))  # noqa: PERF401 - those before a failure are closed
+    except OSError:
+        _close_all(found)
+        raise
+    return found
 
 
 def _close_all(descriptors: Sequence[int]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
-import logging
 import os
 import secrets
 import socket
@@ -13,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from asyncdist.base import lifecycle
+from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.tls import rank_contexts
@@ -30,14 +30,14 @@ from asyncdist.channels.handshake import (
 from asyncdist.channels.liveness import ChannelLiveness
 from asyncdist.channels.staging import can_stage
 from asyncdist.config import Config
-from asyncdist.errors import AddressError, AsyncdistError, PeerLostError
+from asyncdist.errors import AddressError, PeerLostError
 from asyncdist.store.server.busy_poll import AdaptiveBusyPoll
 from asyncdist.transport.process_identity import process_identity
 
-log = logging.getLogger("asyncdist")
-
 _BACKLOG = 1024
 _MOST_HANDSHAKES = 512
+_MOST_ATTEMPTS, _FIRST_PAUSE, _LONGEST_PAUSE = 5, 0.05, 0.5
+"""Attempts to connect to a port that closes the connection during the handshake, and the seconds between them."""
 
 
 class ChannelPort:
@@ -82,13 +82,15 @@ class ChannelPort:
         place = this_place(config.host)
         process = f"process {self._pid} on {config.host or socket.gethostname()}"
         name = f"{label} ({process})" if label else process
-        tcp = _listen_tcp(host)
-        sockets = [tcp]
-        unix = ""
-        if hasattr(socket, "SO_PEERCRED"):
-            unix = f"asyncdist-{service}-{secrets.token_hex(16)}"
-            sockets.append(_listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"\0{unix}"))
-        self.address = ChannelAddress(secrets.token_hex(8), name, *place, unix, (host, tcp.getsockname()[1]))
+        unix = f"asyncdist-{service}-{secrets.token_hex(16)}" if hasattr(socket, "SO_PEERCRED") else ""
+        sockets = [_listen_tcp(host)]
+        if unix:
+            try:
+                sockets.append(_listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"\0{unix}"))
+            except BaseException:
+                sockets[0].close()
+                raise
+        self.address = ChannelAddress(secrets.token_hex(8), name, *place, unix, (host, sockets[0].getsockname()[1]))
         identity = process_identity(config.host)
         self._greeting = Greeting(self.address.id, name, config.host, identity, bool(unix) and can_stage(), about)
         self._channels: set[PeerChannel] = set()
@@ -97,10 +99,13 @@ class ChannelPort:
         self._dialling: dict[str, asyncio.Task[PeerChannel]] = {}
         self._busy_poll = AdaptiveBusyPoll.where_it_pays(self._loop, config)
         self._liveness = ChannelLiveness(config.heartbeat, config.host, lambda: self._channels)
-        what = "the port for channels"
         self._acceptors = [
-            Acceptor(sock, self._receive, what=what, most=_MOST_HANDSHAKES, loop=self._loop) for sock in sockets
-        ]
+            Acceptor(
+                sock, self._prove, self._receive, what=f"{name}: the port for channels", most=_MOST_HANDSHAKES,
+                timeout=config.handshake_timeout, loop=self._loop,
+            )
+            for sock in sockets
+        ]  # fmt: skip
         self._is_closed = False
         lifecycle.register_hooks(self)
 
@@ -164,7 +169,7 @@ class ChannelPort:
         security = self._security if token is None else replace(self._security, token=token)
         try:
             async with asyncio.timeout(self._config.handshake_timeout):
-                sock, peer = await dial(address, self.address, self._greeting, security)
+                sock, peer = await self._dial_patiently(address, security)
         except TimeoutError as cause:
             limit = f"{self._config.handshake_timeout:g} s (ASYNCDIST_HANDSHAKE_TIMEOUT)"
             raise PeerLostError(address.name, f"it did not answer within {limit}") from cause
@@ -174,6 +179,18 @@ class ChannelPort:
         if channel.error is not None:
             raise channel.error
         return channel
+
+    async def _dial_patiently(
+        self, address: ChannelAddress, security: ChannelSecurity
+    ) -> tuple[ChannelSocket, Greeting]:
+        """Connect to a port. Try a few times: a port with too many handshakes at once closes the oldest one."""
+        async for attempt in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
+            try:
+                return await dial(address, self.address, self._greeting, security)
+            except (EOFError, ConnectionResetError, BrokenPipeError):
+                if attempt + 1 == _MOST_ATTEMPTS:
+                    raise
+        raise AssertionError
 
     def _begin(self, sock: ChannelSocket, peer: Greeting, *, is_dialled: bool) -> PeerChannel:
         most = self._config.max_message_nbytes
@@ -202,14 +219,11 @@ class ChannelPort:
 
     # -- accepting ---------------------------------------------------------------------------------
 
-    async def _receive(self, sock: socket.socket) -> None:
-        try:
-            async with asyncio.timeout(self._config.handshake_timeout):
-                accepted, peer = await accept(sock, self._greeting, self._security)
-        except (OSError, EOFError, TimeoutError, AsyncdistError) as error:
-            log.warning("%s refused a connection: %s", self.address.name, describe_error(error))
-            return
-        self._begin(accepted, peer, is_dialled=False)
+    async def _prove(self, sock: socket.socket) -> tuple[ChannelSocket, Greeting]:
+        return await accept(sock, self._greeting, self._security)
+
+    async def _receive(self, proven: tuple[ChannelSocket, Greeting]) -> None:
+        self._begin(*proven, is_dialled=False)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -228,7 +242,8 @@ class ChannelPort:
         for acceptor in self._acceptors:
             tasks += acceptor.stop()
         try:
-            await asyncio.wait(tasks)
+            if tasks:
+                await asyncio.wait(tasks)
             await asyncio.gather(*[channel.close(reason) for channel in self.channels])
         finally:
             for channel in self.channels:

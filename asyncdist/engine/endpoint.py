@@ -45,7 +45,7 @@ from asyncdist.transport.process_identity import ProcessState, has_ended, pids_o
 from asyncdist.transport.wire_format import ABORT, AGREE, CALLED, GOODBYE, HEARD, PROBE, SUSPECT, WAITING
 
 LAST_WORDS = 1.0
-"""Seconds for which a rank that leaves may wait until its failure notices have been sent."""
+"""Seconds for which a rank that leaves may wait until its failure notices and last bytes have been sent."""
 _MOST_PROBLEMS = 4
 """The number of connectivity problems that an error message lists."""
 
@@ -154,10 +154,16 @@ class Endpoint:
         self.progress.ensure_driven()
 
     def notices_flushed(self) -> Until:
-        """Return a condition that holds once every failure notice has been sent, also over connections opened for it."""
+        """Return a condition that holds once every failure notice has been sent, also over connections opened for it.
+
+        Nor does a transport then hold bytes of a message that is complete.
+        """
         begun: list[bool] = []
         self.progress.submit(lambda: begun.append(True))  # after the failures that other threads have submitted
-        return Until(lambda: bool(begun) and not (self._has_last_words() and self.transport_selector.busy()))
+        selector = self.transport_selector
+        return Until(
+            lambda: bool(begun) and not (selector.holds_bytes() or (self._has_last_words() and selector.busy()))
+        )
 
     def _has_last_words(self) -> bool:
         return bool(self.failures.failed) or self.agreements.taken_part

@@ -165,6 +165,10 @@ class TransportSelector:
                 return True
         return False
 
+    def holds_bytes(self) -> bool:
+        """Return whether a transport holds bytes of messages that are complete."""
+        return any(transport.holds_bytes() for transport in self.transports)
+
     def read_arrived(self, inbox: MatchingQueue) -> None:
         """Read all data that has arrived, including the data behind the stalled messages of ``inbox``.
 

@@ -118,18 +118,25 @@ class Arena:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.nbytes = _sparse_nbytes()
+        failed = f"cannot make a shared segment of {self.nbytes >> 20} MiB"
         try:
             self.descriptor = os.memfd_create("asyncdist", os.MFD_CLOEXEC)
-            os.ftruncate(self.descriptor, self.nbytes)
         except OSError as cause:
-            raise SharedMemoryError(f"cannot make a shared segment of {self.nbytes >> 20} MiB: {cause}") from cause
-        self.mapping = ArenaMapping(self.descriptor, self.nbytes)
+            raise SharedMemoryError(f"{failed}: {cause}") from cause
+        closing = weakref.finalize(self, os.close, self.descriptor)
+        try:
+            os.ftruncate(self.descriptor, self.nbytes)
+            self.mapping = ArenaMapping(self.descriptor, self.nbytes)
+        except BaseException as cause:
+            closing()
+            if isinstance(cause, OSError):
+                raise SharedMemoryError(f"{failed}: {cause}") from cause
+            raise
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]
         """Ranges as (offset, nbytes), sorted, no two of them adjacent."""
         self._freed: deque[tuple[int, int]] = deque()
         """Ranges to merge into `_free`. A finalizer may free a block in a thread that holds the lock."""
-        weakref.finalize(self, os.close, self.descriptor)
 
     def allocate(self, nbytes: int) -> ArenaBlock:
         """Return reserved pages of undefined content for ``nbytes`` bytes. Raises SharedMemoryError if none are left."""

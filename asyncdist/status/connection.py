@@ -1,5 +1,8 @@
 """Connections to the status port of a rank: authenticated by the job's token, inside TLS if the ranks use it.
 
+The proof of the token is bound to the world of the rank: with one token for several jobs, a viewer that has found one of
+them cannot ask another.
+
 After the handshake of `base.auth` each side sends messages: their length as four bytes, little-endian, and a msgpack value.
 """
 
@@ -62,13 +65,20 @@ class StatusConnection:
         self._writer.transport.abort()
 
 
-async def connect(host: str, port: int, token: str | None, tls: ssl.SSLContext | None) -> StatusConnection:
-    """Connect to the status port of a rank.
+def _purpose(world_id: str) -> str:
+    """Return what the proof of a connection is bound to."""
+    return f"{PURPOSE} of world {world_id}"
+
+
+async def connect(
+    host: str, port: int, world_id: str, token: str | None, tls: ssl.SSLContext | None
+) -> StatusConnection:
+    """Connect to the status port of a rank of a world.
 
     Raises:
         OSError: No rank answers there.
         EOFError: The rank closed the connection during the handshake.
-        AuthenticationError: The rank does not accept the token, or cannot prove that it holds it.
+        AuthenticationError: The rank does not accept the token, cannot prove that it holds it, or is in another world.
         ProtocolError: Another program answers.
     """
     loop = asyncio.get_running_loop()
@@ -86,13 +96,13 @@ async def connect(host: str, port: int, token: str | None, tls: ssl.SSLContext |
         raise
     writer = asyncio.StreamWriter(transport, protocol, reader, loop)
     try:
-        return await _authenticated(auth.dial(token, PURPOSE, os.urandom(auth.NONCE_NBYTES)), reader, writer)
+        return await _authenticated(auth.dial(token, _purpose(world_id), os.urandom(auth.NONCE_NBYTES)), reader, writer)
     except BaseException:
         transport.abort()
         raise
 
 
-async def accept(sock: socket.socket, token: str | None, tls: ssl.SSLContext | None) -> StatusConnection:
+async def accept(sock: socket.socket, world_id: str, token: str | None, tls: ssl.SSLContext | None) -> StatusConnection:
     """Authenticate the other side of an accepted socket. Raises the errors of `connect`."""
     loop = asyncio.get_running_loop()
     lifecycle.close_in_children(sock)
@@ -105,7 +115,12 @@ async def accept(sock: socket.socket, token: str | None, tls: ssl.SSLContext | N
         raise
     writer = asyncio.StreamWriter(accepted[0], protocol, reader, loop)
     try:
-        return await _authenticated(auth.accept(token, PURPOSE, os.urandom(auth.NONCE_NBYTES)), reader, writer)
+        return await _authenticated(
+            auth.accept(token, _purpose(world_id), os.urandom(auth.NONCE_NBYTES)), reader, writer
+        )
+    except asyncio.CancelledError:
+        accepted[0].abort()
+        raise
     except BaseException:
         # The dialler shall learn that its token was refused.
         writer.close()
@@ -125,3 +140,5 @@ async def _authenticated(
                 step = handshake.send(await reader.readexactly(step))
     except StopIteration:
         return StatusConnection(reader, writer)
+    except asyncio.IncompleteReadError as cause:
+        raise EOFError("the other side closed the connection during the handshake; see its log") from cause

@@ -91,14 +91,19 @@ class StatusGathering:
         if address is None:
             raise ConnectionRefusedError("it runs with ASYNCDIST_STATUS=0")
         kept = self._connections.pop(rank, None)
-        connection = kept
+        async with asyncio.timeout(limit):
+            if kept is not None:
+                # The rank may have closed it to make room for another viewer.
+                with contextlib.suppress(EOFError, ConnectionError):
+                    return await self._ask_over(kept, rank, question)
+            connection = await connect(*address, self._mesh.world_id, self._token, self._tls)
+            return await self._ask_over(connection, rank, question)
+
+    async def _ask_over(self, connection: StatusConnection, rank: int, question: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(limit):
-                connection = kept or await connect(*address, self._token, self._tls)
-                answer: dict[str, Any] = await connection.ask(question)
+            answer: dict[str, Any] = await connection.ask(question)
         except BaseException:
-            if connection is not None:
-                connection.close()
+            connection.close()
             raise
         self._connections[rank] = connection
         return answer

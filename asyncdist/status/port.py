@@ -21,17 +21,18 @@ from typing import Any
 from asyncdist.base import lifecycle
 from asyncdist.base.background_loop import observing_loop, on_loop
 from asyncdist.base.error_text import describe_error
+from asyncdist.base.net.admission import EvictingQueue
 from asyncdist.base.tls import rank_contexts
 from asyncdist.channels.acceptor import Acceptor
 from asyncdist.config import Config
 from asyncdist.engine.endpoint import Endpoint
-from asyncdist.errors import AddressError, AsyncdistError, ProtocolError
+from asyncdist.errors import AddressError, ProtocolError
 from asyncdist.status.connection import MAX_QUESTION, StatusConnection, accept
 from asyncdist.status.gathering import Address, StatusGathering
 
 log = logging.getLogger("asyncdist")
 
-_MOST_CONNECTIONS = 64
+_MOST_HANDSHAKES = _MOST_VIEWERS = 64
 _MOST_CALLS, _LONGEST_LIMIT = 2000, 60.0
 
 
@@ -51,7 +52,9 @@ class StatusPort:
         self._sock = _listen(host)
         self.address: Address = host, self._sock.getsockname()[1]
         self._loop = observing_loop().loop
-        self._acceptor: Acceptor | None = None
+        self._acceptor: Acceptor[StatusConnection] | None = None
+        self._viewers: EvictingQueue[StatusConnection] = EvictingQueue(_MOST_VIEWERS, StatusConnection.close)
+        """The authenticated connections, those that have asked nothing for the longest time first."""
         self._closed = False
         self._mesh: Endpoint | None = None
         self._addresses: Sequence[Address | None] = ()
@@ -86,8 +89,11 @@ class StatusPort:
 
     async def _start(self) -> None:
         if not self._closed:
-            what = "the status port"
-            self._acceptor = Acceptor(self._sock, self._handle, what=what, most=_MOST_CONNECTIONS, loop=self._loop)
+            assert self._mesh is not None
+            self._acceptor = Acceptor(
+                self._sock, self._prove, self._serve, what=f"rank {self._mesh.rank}: the status port",
+                most=_MOST_HANDSHAKES, timeout=self._config.handshake_timeout, loop=self._loop,
+            )  # fmt: skip
 
     def _stop(self) -> None:
         if self._acceptor is None:
@@ -97,14 +103,12 @@ class StatusPort:
 
     # -- connections -------------------------------------------------------------------------------
 
-    async def _handle(self, sock: socket.socket) -> None:
+    async def _prove(self, sock: socket.socket) -> StatusConnection:
         assert self._mesh is not None
-        try:
-            async with asyncio.timeout(self._config.handshake_timeout):
-                connection = await accept(sock, self._config.token, self._accepting)
-        except (OSError, EOFError, TimeoutError, AsyncdistError) as error:
-            log.warning("rank %d: the status port refused a connection: %s", self._mesh.rank, describe_error(error))
-            return
+        return await accept(sock, self._mesh.world_id, self._config.token, self._accepting)
+
+    async def _serve(self, connection: StatusConnection) -> None:
+        assert self._mesh is not None
         gathering = StatusGathering(self._mesh, self._addresses, self._config.token, self._dialling)
         with contextlib.closing(connection), contextlib.closing(gathering):
             try:
@@ -114,9 +118,12 @@ class StatusPort:
                 pass
             except ProtocolError as error:
                 log.warning("rank %d: the status port ended a connection: %s", self._mesh.rank, error.summary)
+            finally:
+                self._viewers.discard(connection)
 
     async def _converse(self, connection: StatusConnection, gathering: StatusGathering) -> None:
         while True:
+            self._viewers.add(connection)
             question = await connection.receive(MAX_QUESTION)
             try:
                 answer = await self._answer(question, gathering)
@@ -164,7 +171,7 @@ def _listen(host: str) -> socket.socket:
     try:
         sock.setblocking(False)
         sock.bind((host, 0))
-        sock.listen(_MOST_CONNECTIONS)
+        sock.listen(_MOST_HANDSHAKES)
     except OSError as cause:
         sock.close()
         raise AddressError(

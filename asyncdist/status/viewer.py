@@ -89,20 +89,32 @@ class JobViewer:
                 return answer
             self.close()
         # The ranks of the world that was shown last; then whatever world the store names now.
-        answer = None if self._known is None else await self._ask_world(self._known, question)
-        return answer if answer is not None else await self._ask_job(question)
+        if self._known is not None:
+            # A rank of another world may have got the port of one that has ended.
+            with contextlib.suppress(AuthenticationError):
+                answer = await self._ask_world(self._known, question)
+                if answer is not None:
+                    return answer
+        return await self._ask_job(question)
 
     async def _ask_job(self, question: Mapping[str, Any]) -> dict[str, Any]:
         found = await wait_for_worlds(self.method, self._config, self._timeout)
         worlds = [world for world in found if world.world_id.startswith(self._world)]
+        refused: AuthenticationError | None = None
         for world in worlds:
-            answer = await self._ask_world(world, question)
+            try:
+                answer = await self._ask_world(world, question)
+            except AuthenticationError as error:
+                refused = error
+                continue
             if answer is not None:
                 self.others = [other.world_id for other in found if other is not world]
                 return answer
         if self._world and not worlds:
             known = ", ".join(world.world_id[:8] for world in found)
             raise RendezvousError(f"the job has no world {self._world!r}; it has {known}")
+        if refused is not None:
+            raise refused
         raise RendezvousError(
             f"no rank of the job at {described(self.method)} answers: its ranks have ended, or this machine does not reach "
             f"their ports, such as {_example(found)}; run asyncdist top on a machine that does"
@@ -112,7 +124,7 @@ class JobViewer:
         """Return the answer of the first rank that gives one; None if none does."""
         tried: dict[int, tuple[str, int]] = dict(world.ports)
         while tried:
-            found = await self._first_to_answer(tried, world.token)
+            found = await self._first_to_answer(tried, world)
             if found is None:
                 return None
             rank, connection = found
@@ -127,7 +139,7 @@ class JobViewer:
         return None
 
     async def _first_to_answer(
-        self, ports: Mapping[int, tuple[str, int]], token: str | None
+        self, ports: Mapping[int, tuple[str, int]], world: PublishedWorld
     ) -> tuple[int, StatusConnection] | None:
         """Connect to one rank after the other, without waiting for those that are stopped."""
         waiting = sorted(ports.items(), reverse=True)
@@ -137,7 +149,7 @@ class JobViewer:
             while waiting or trying:
                 if waiting:
                     rank, port = waiting.pop()
-                    trying[asyncio.create_task(self._connect(*port, token))] = rank
+                    trying[asyncio.create_task(self._connect(*port, world))] = rank
                 done, _ = await asyncio.wait(
                     trying, timeout=_STAGGER if waiting else None, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -153,9 +165,9 @@ class JobViewer:
         finally:
             await _discard(trying)
 
-    async def _connect(self, host: str, port: int, token: str | None) -> StatusConnection:
+    async def _connect(self, host: str, port: int, world: PublishedWorld) -> StatusConnection:
         async with asyncio.timeout(_CONNECT):
-            return await connect(host, port, token, self._tls)
+            return await connect(host, port, world.world_id, world.token, self._tls)
 
     async def _answer(self, connection: StatusConnection, question: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the answer to a question; None if the rank gives none."""

@@ -254,6 +254,13 @@ class Transport(ABC):
     def busy(self) -> bool:
         """Return whether messages are queued that only this rank's drivers can send."""
 
+    def holds_bytes(self) -> bool:
+        """Return whether bytes of messages that are complete for the engine wait in this process, such as a TLS record.
+
+        A rank that leaves drives its transports until none holds bytes, for a limited time.
+        """
+        return False
+
     @abstractmethod
     def may_receive_from(self, peer: int) -> bool:
         """Return whether data from the peer may still arrive, including data that it sent before it left."""

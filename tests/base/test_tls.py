@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import torch
 
 from asyncdist.base.tls import TlsSocket, client_context, rank_contexts, server_context
 from asyncdist.config import Config
+from asyncdist.engine.work import Work
 from asyncdist.errors import AuthenticationError, CertificateError, PeerLostError, ProtocolError, StoreError, UsageError
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.protocol.c10d import Code
@@ -222,6 +224,51 @@ async def test_tls_check_ranks_refuses_a_certificate_for_another_address(name, c
     with refused if (name, checks) == ("elsewhere", True) else contextlib.nullcontext():
         async with world_of(2, transport="tcp", config=settings) as groups:
             await all_reduce(groups, 4)
+
+
+async def fill(groups) -> list[Work]:
+    """Send from rank 1 to rank 0, which posts no receive, until rank 1 holds a TLS record; return the complete sends."""
+    (tcp,) = groups[1].mesh.transport_selector.transports
+    sends = []
+    while not tcp.holds_bytes():
+        sends.append(groups[1].send(torch.full((4000,), float(len(sends))), 0, tag=1))
+        await asyncio.sleep(0)
+    return [send for send in sends if send.is_completed()]
+
+
+async def test_last_bytes_of_a_rank_that_leaves_arrive():
+    async with world_of(2, transport="tcp", config=config(aside_nbytes=1 << 16)) as groups:
+        await all_reduce(groups, 4)
+        complete = await fill(groups)
+        leaving = asyncio.create_task(groups[1].world.close())
+        await asyncio.sleep(0)
+        received = [torch.zeros(4000) for _ in complete]
+        await asyncio.gather(*[groups[0].recv(tensor, 1, tag=1) for tensor in received])
+        assert [tensor[-1].item() for tensor in received] == list(range(len(complete)))
+        await leaving
+
+
+async def test_loop_goes_on_while_a_rank_leaves_a_peer_that_does_not_read(monkeypatch):
+    async with world_of(2, transport="tcp", config=config(aside_nbytes=1 << 16)) as groups:
+        await all_reduce(groups, 4)
+        await fill(groups)
+        (tcp,) = groups[1].mesh.transport_selector.transports
+        close, turns, turns_before = tcp.close, itertools.count(), []
+
+        async def turn():
+            while True:
+                next(turns)
+                await asyncio.sleep(0)
+
+        def note_turns():
+            turns_before.append(next(turns))
+            close()
+
+        monkeypatch.setattr(tcp, "close", note_turns)
+        turning = asyncio.create_task(turn())
+        await groups[1].world.close()
+        turning.cancel()
+        assert turns_before[0] > 100
 
 
 def test_unsent_bytes_are_sent_when_the_socket_is_writable():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import uvloop
 
 from asyncdist.channels import frames
 from asyncdist.errors import AuthenticationError, PeerLostError, ProtocolError, SharedMemoryError, UsageError
@@ -393,15 +395,15 @@ async def test_cancelled_close_of_a_port_leaves_nothing_open(turns):
 @pytest.mark.each_loop
 async def test_end_of_a_port_before_a_handshake_has_begun_leaves_no_socket(monkeypatch):
     accepting = port_of(Recorder(), host="here")
-    receive, accepted, closing = accepting._receive, [], []
+    accepted, closing = [], []
 
-    def close_before(sock):
+    def close_before(handle, sock):
         accepted.append(sock)
         closing.append(asyncio.create_task(accepting.close()))
-        return receive(sock)
+        return handle(sock)
 
     for acceptor in accepting._acceptors:
-        monkeypatch.setattr(acceptor, "_handle", close_before)
+        monkeypatch.setattr(acceptor, "_handle", functools.partial(close_before, acceptor._handle))
     reader, writer = await asyncio.open_connection(*accepting.address.tcp)
     async with asyncio.timeout(60):
         assert await reader.read() == b""
@@ -508,6 +510,73 @@ async def test_failing_handler_ends_its_channel(caplog):
         near.send(b"")
         await ours.when(lambda: ours.errors)
         assert "ZeroDivisionError" in str(ours.errors[0])
+
+
+# -- interrupts -----------------------------------------------------------------------------------------
+
+
+class InterruptedSocket:
+    """A socket whose sender is interrupted after five bytes."""
+
+    def __init__(self, sock):
+        self._sock = sock
+
+    def send(self, data):
+        self._sock.send(data[:5])
+        raise KeyboardInterrupt
+
+    def __getattr__(self, name):
+        return getattr(self._sock, name)
+
+
+def interrupt_sending(near, theirs):
+    near._outbox._sock = InterruptedSocket(near._outbox._sock)
+    for _ in range(3):
+        near.send(bytes(100))
+
+
+def interrupt_reading(near, theirs):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    theirs.received = interrupted
+    for _ in range(3):
+        near.send(bytes(100))
+
+
+def interrupt_adding(near, theirs):
+    add = near._outbox.add
+
+    def interrupted(*args):
+        add(*args)
+        raise KeyboardInterrupt
+
+    near._outbox.add = interrupted
+    near._loop.call_soon(near.send, b"head", [memoryview(bytes(LONG))])
+
+
+@both_ways
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("interrupt", [interrupt_sending, interrupt_reading, interrupt_adding])
+def test_interrupt_in_the_middle_of_a_frame_ends_the_channel(local, make_loop, interrupt):
+    """As in a notebook, which runs the loop again after Ctrl-C."""
+    loop = make_loop()
+    try:
+        pair = channel_pair(local=local)
+        near, ours, far, theirs = loop.run_until_complete(pair.__aenter__())
+        interrupt(near, theirs)
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(asyncio.sleep(60))
+        loop.run_until_complete(asyncio.wait_for(ours.when(lambda: ours.errors), 20))
+        loop.run_until_complete(asyncio.wait_for(theirs.when(lambda: theirs.errors), 20))
+        ended = theirs if interrupt is interrupt_reading else ours
+        assert "this process was interrupted by KeyboardInterrupt" in str(ended.errors[0])
+        assert not theirs.messages
+        again = loop.run_until_complete(near._owner.connect(far._owner.address))
+        assert again.is_open
+        loop.run_until_complete(pair.__aexit__(None, None, None))
+    finally:
+        loop.close()
 
 
 # -- TLS ------------------------------------------------------------------------------------------------

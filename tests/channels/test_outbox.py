@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 from collections.abc import Iterator
 
@@ -119,3 +121,67 @@ def test_sender_may_withdraw_another_message_when_one_is_done(pair):
     outbox.flush()
     assert told == [second]
     assert frames.WITHDRAWN not in kinds(read_all(outbox, far))
+
+
+def test_last_part_that_was_cut_off_by_a_broken_connection_has_failed(pair):
+    outbox, far = pair
+    told: list[OutgoingMessage] = []
+    messages = fill(outbox, told)
+    del told[:]
+    far.close()
+    for _ in range(3):
+        outbox.flush()
+        outbox.pulse()
+    error = PeerLostError("the peer", "connection closed")
+    outbox.close(error)
+    assert set(map(id, told)) == set(map(id, messages[-2:]))
+    assert {message.error for message in messages[-2:]} == {error}
+
+
+class Refusing:
+    """A socket whose next ``sendmsg`` fails."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+
+    def sendmsg(self, buffers):
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+    def __getattr__(self, name):
+        return getattr(self._sock, name)
+
+
+def test_nothing_follows_a_frame_that_could_not_be_sent(pair):
+    """The system may refuse a frame of a connection that is not broken: the peer would miss it without a word."""
+    outbox, far = pair
+    add(outbox, [])
+    near, outbox._sock = outbox._sock, Refusing(outbox._sock)
+    outbox.flush()
+    outbox._sock = near
+    outbox.add(b"next")
+    outbox.flush()
+    outbox.pulse()
+    far.settimeout(10)
+    received = b"".join(iter(lambda: far.recv(1 << 20), b""))
+    assert frames.SHORT not in kinds(received)
+
+
+@pytest.mark.parametrize("nbytes", [0, 40_000], ids=["short", "long"])
+def test_descriptor_that_cannot_be_duplicated_leaves_none(pair, monkeypatch, nbytes):
+    outbox, far = pair
+    duplicate, left = os.dup, iter([True, True])
+
+    def fail_at_the_third(descriptor):
+        if next(left, False):
+            return duplicate(descriptor)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "dup", fail_at_the_third)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="Too many open files"):
+        outbox.add(b"", [memoryview(bytes(nbytes))], [0, 0, 0])
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert outbox.is_empty
+    assert outbox.unsent_nbytes == 0
+    outbox.flush()
+    assert read(far) == b""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -40,3 +42,29 @@ def test_pool_keeps_no_more_than_its_limit_and_nothing_small():
     del views
     gc.collect()
     assert pool.kept_nbytes == 3 * LONG
+
+
+def test_threads_share_the_pool(monkeypatch):
+    """The loops of several threads receive at the same time."""
+    pool = ReceiveMemory(most_kept_nbytes=4 * LONG)
+    interval = sys.getswitchinterval()
+
+    def take_and_write(number: int) -> bool:
+        whole = True
+        for turn in range(800):
+            sizes = [(number + turn + part) % 5 * (LONG // 8) + LONG for part in range(3)]
+            views = [pool.take(nbytes) for nbytes in sizes]
+            for view in views:
+                view[:8] = view[-8:] = number.to_bytes(8, "little")
+            whole = whole and all(
+                len(view) == nbytes and view[:8] == view[-8:] == number.to_bytes(8, "little")
+                for view, nbytes in zip(views, sizes, strict=True)
+            )
+        return whole
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(take_and_write, range(4)))
+    finally:
+        sys.setswitchinterval(interval)

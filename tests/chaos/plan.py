@@ -106,6 +106,11 @@ class WorldPlan:
         return 1 + self.seed % max(1, self.size - 1)
 
     @property
+    def has_strangers(self) -> bool:
+        """Whether strangers hold connections open at the ports of all processes."""
+        return self.network != "hosts" and Random(f"{self.seed} strangers").random() < 0.5
+
+    @property
     def ends_at(self) -> float:
         """Seconds after the beginning of the first round at which no fault acts any more."""
         return max((fault.at + fault.seconds for fault in self.faults), default=0.0)
@@ -114,7 +119,8 @@ class WorldPlan:
         placed = "".join(str(host) for host in self.hosts)
         how = f"a job of {self.size}, at least {self.min_size}" if self.joins else f"{self.size} founders"
         faces = "".join(face[0] for face in self.faces)
-        return f"seed {self.seed}: {how} over {self.network} (hosts {placed}, {faces}), {len(self.faults)} faults"
+        faults = f"{len(self.faults)} faults" + (", strangers" if self.has_strangers else "")
+        return f"seed {self.seed}: {how} over {self.network} (hosts {placed}, {faces}), {faults}"
 
 
 def plan_of(seed: int, networks: Sequence[str] = NETWORKS) -> WorldPlan:

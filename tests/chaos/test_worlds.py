@@ -37,13 +37,14 @@ def run(nursery, tmp_path):
         yield run
 
 
-def seed_of(kind, *, joins):
-    """Return the lowest seed of a world of at most four processes with a fault of a kind."""
+def seed_of(kind, *, joins, strangers=False):
+    """Return the lowest seed of a world of at most four processes with a fault of a kind, and with strangers if asked."""
     return next(
         seed
         for seed in itertools.count()
         if (plan := plan_of(seed)).joins is joins
         and plan.size <= 4
+        and plan.has_strangers >= strangers
         and any(fault.kind == kind for fault in plan.faults)
     )
 
@@ -77,3 +78,11 @@ def test_clients_outlive_a_store_whose_host_vanishes_and_names_do_not_outlive_th
     world = StoreWorld(seed)
     world.run()
     assert world.num_calls > 0
+
+
+@pytest.mark.parametrize("joins", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_world_with_strangers_at_its_ports_goes_on(joins, run):
+    world = run(seed_of("kill", joins=joins, strangers=True))
+    assert "kill" in world.done
+    assert world.strangers.num_ports >= world.plan.size
+    assert world.rounds

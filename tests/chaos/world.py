@@ -15,6 +15,7 @@ from asyncdist.testing.processes import RankEndedError
 from tests.chaos.judge import Judge, ViolationError
 from tests.chaos.networks import Proxied, Separated, SharedMemory
 from tests.chaos.plan import HEARTBEAT
+from tests.chaos.strangers import Strangers
 
 PROGRAM = Path(__file__).parent / "program_chaos.py"
 _START_WITHIN = 60.0
@@ -23,6 +24,8 @@ _SETTLE_WITHIN = 40.0
 _END_WITHIN = 20.0
 _LONGEST_STEP = 0.25
 """The seconds that count of the time between two looks: a runner that gets no processor blames no process."""
+_VISIT_EVERY = 0.1
+"""Seconds between two visits of strangers, who look for new ports."""
 _STARVED = "could not run for"
 """A process logs it when it could not beat for long."""
 
@@ -56,6 +59,7 @@ class ChaosWorld:
         self._slots = {}
         """By slot, the witness of the process that has it now."""
         self._children = []
+        self.strangers, self._visit_at = Strangers(), 0.0
         self._events = []
         """What is to come: time, function."""
         self._now, self._looked_at = 0.0, time.monotonic()
@@ -78,6 +82,7 @@ class ChaosWorld:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
             self._nursery.clear()
+            self.strangers.close()
             self._network.close()
             shutil.rmtree(self._folder)
 
@@ -130,7 +135,15 @@ class ChaosWorld:
         for event in sorted([event for event in self._events if event[0] <= self._now], key=lambda event: event[0]):
             self._events.remove(event)
             event[1]()
+        if self.plan.has_strangers and self._now >= self._visit_at:
+            self._visit()
         self.judge.check_progress(self._now)
+
+    def _visit(self):
+        """Let strangers connect to all ports, those of processes that are stopped included."""
+        store = [] if self._store is None else [self._store[0].pid]
+        self.strangers.visit([*store, *(one.pid for one in self.judge.witnesses if one.is_alive)])
+        self._visit_at = self._now + _VISIT_EVERY
 
     def _hear(self, witness, process):
         for _ in range(100):

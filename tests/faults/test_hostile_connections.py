@@ -124,9 +124,10 @@ async def test_unfinished_handshake_is_closed_after_timeout(caplog, eventually):
         before = num_connections(world)
         with connect(address(world, 0)) as silent, connect(address(world, 0)) as half:
             half.sendall(MAGIC)
-            await eventually(lambda: caplog.text.count("did not authenticate in time") == 2)
+            for stranger in (silent, half):
+                assert await asyncio.to_thread(stranger.recv, 1) == b""
             await eventually(lambda: num_connections(world) == before)
-            assert silent.recv(1) == b""
+            assert "did not authenticate in time" in caplog.text
         assert await sums(world) == [3.0, 3.0]
 
 
@@ -159,6 +160,37 @@ async def test_hundreds_of_silent_connections_do_not_block_peers(eventually):
             for stranger in strangers:
                 stranger.close()
         assert await sums(world) == [3.0, 3.0]
+
+
+async def test_refused_connections_do_not_flood_the_log(caplog, eventually):
+    async with connected_pair() as world:
+        before = num_connections(world)
+        for _ in range(50):
+            with connect(address(world, 0)) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 100)
+                with contextlib.suppress(ConnectionError):
+                    assert await asyncio.to_thread(stranger.recv, 1) == b""
+        await eventually(lambda: num_connections(world) == before)
+        assert await sums(world) == [3.0, 3.0]
+    lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert len(lines) == 2
+    assert "rank 0 refused 49 connections in" in lines[1]
+
+
+@pytest.mark.parametrize("says", [b"", MAGIC[:5], MAGIC + bytes(NONCE_NBYTES)], ids=["nothing", "half", "a hello"])
+async def test_strangers_do_not_delay_the_loss_of_a_peer(monkeypatch, eventually, says):
+    with proxied_world(3, home=asyncio.get_running_loop(), config=Config(token=TOKEN)) as world:
+        where, mesh = world.proxies[1, 0].target, world.meshes[0]
+        with connect(where) as stranger:
+            stranger.sendall(says)
+            with await asyncio.to_thread(impostor, where, mesh.world_id, 2, TOKEN):
+                await eventually(lambda: tcp_of(mesh).may_receive_from(2))
+                receiving = world.groups[0].recv(torch.zeros(2), 2)
+                suspected = []
+                monkeypatch.setattr(mesh, "suspect", lambda *args: suspected.append(args))
+            with pytest.raises(PeerLostError, match="connection closed"):
+                await receiving
+        assert suspected == []
 
 
 class Failing:

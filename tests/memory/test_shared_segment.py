@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
 import os
@@ -9,7 +10,8 @@ import os
 import pytest
 import torch
 
-from asyncdist.errors import ProtocolError
+from asyncdist.errors import ProtocolError, SharedMemoryError
+from asyncdist.memory.shared_arena import Arena
 from asyncdist.memory.shared_segment import ReadMapping, SharedSegment, can_share_segments
 
 pytestmark = pytest.mark.skipif(not can_share_segments(), reason="this system has no anonymous shared memory")
@@ -49,6 +51,18 @@ def test_reader_without_pagemap_renews_too(monkeypatch):
     monkeypatch.setattr(os, "pread", lambda *args: b"")
     mapping.renew()
     assert mapping.bytes[0] == 0
+
+
+@pytest.mark.parametrize("failing", ["mmap.mmap", "os.ftruncate"])
+def test_segment_of_a_process_that_cannot_be_made_leaves_no_descriptor(monkeypatch, failing):
+    def fail(*args, **options):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(failing, fail)
+    with pytest.raises(SharedMemoryError, match="Cannot allocate memory"):
+        Arena()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_no_other_mapping_can_write_the_segment():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import socket
 
 import pytest
 import torch
@@ -13,24 +14,26 @@ from asyncdist.base.background_loop import observing_loop
 from asyncdist.channels.acceptor import Acceptor
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError
+from asyncdist.status import port as port_module
 from asyncdist.status.connection import MAX_QUESTION, StatusConnection, connect
 from asyncdist.status.port import StatusPort
 from asyncdist.testing.cluster import world_of
 from asyncdist.tracing.job_status import job_status
 
+TOKEN = "the token of several jobs"
 QUESTION = {"gather": True, "calls": 64, "window": 10.0, "stacks": [], "limit": 20.0}
 
 
 async def connected(group, token=None) -> StatusConnection:
     world = group.world
-    return await connect(*world.status_port.address, token or world.meeting.token, None)
+    return await connect(*world.status_port.address, world.mesh.world_id, token or world.meeting.token, None)
 
 
 async def refused(host, port):
     """Connect until nothing listens there: another thread closes the port."""
     while True:
         with contextlib.suppress(AuthenticationError, EOFError, ConnectionResetError):
-            (await connect(host, port, None, None)).close()
+            (await connect(host, port, "", None, None)).close()
 
 
 @pytest.mark.parametrize("asked", [0, 2])
@@ -60,7 +63,7 @@ async def test_rank_answers_after_its_group_has_failed():
 
 async def test_wrong_token_and_other_protocols_are_refused_and_the_port_goes_on():
     async with world_of(1) as groups:
-        with pytest.raises(AuthenticationError, match="the status port refused the token"):
+        with pytest.raises(AuthenticationError, match=r"the status port of world .* refused the token"):
             await connected(groups[0], "guess")
         reader, writer = await asyncio.open_connection(*groups[0].world.status_port.address)
         writer.write(b"GET / HTTP/1.1\r\nHost: somebody\r\nAccept: everything\r\n\r\n")
@@ -69,6 +72,58 @@ async def test_wrong_token_and_other_protocols_are_refused_and_the_port_goes_on(
         connection = await connected(groups[0])
         assert (await connection.ask(QUESTION))["answered_by"] == 0
         connection.close()
+
+
+async def test_proof_for_another_world_of_the_same_token_is_refused():
+    async with world_of(1, config=Config(token=TOKEN)) as groups, world_of(1, config=Config(token=TOKEN)) as others:
+        world = groups[0].world
+        with pytest.raises(AuthenticationError, match="refused the token"):
+            await connect(*world.status_port.address, others[0].world.mesh.world_id, TOKEN, None)
+        connection = await connected(groups[0], TOKEN)
+        assert (await connection.ask(QUESTION))["world"] == world.mesh.world_id
+        connection.close()
+
+
+async def test_silent_connections_give_way_to_a_viewer(monkeypatch, caplog):
+    monkeypatch.setattr(port_module, "_MOST_HANDSHAKES", 4)
+    async with world_of(1) as groups:
+        address = groups[0].world.status_port.address
+        with contextlib.ExitStack() as stack:
+            strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(20)]
+            connection = await connected(groups[0])
+            assert (await connection.ask(QUESTION))["answered_by"] == 0
+            for oldest in strangers[:17]:
+                assert oldest.recv(1) == b""
+            connection.close()
+    assert len([record for record in caplog.records if "refused" in record.message]) == 2
+    assert "it had not proven the token, and too many connections had not (16)" in caplog.text
+
+
+async def test_viewer_that_has_been_idle_for_longest_gives_way(monkeypatch):
+    monkeypatch.setattr(port_module, "_MOST_VIEWERS", 3)
+    async with world_of(1) as groups:
+        viewers = [await connected(groups[0]) for _ in range(3)]
+        for viewer in (viewers[1], viewers[2], viewers[0]):
+            await viewer.ask(QUESTION)
+        viewers.append(await connected(groups[0]))
+        for viewer in (viewers[3], viewers[0], viewers[2]):
+            assert (await viewer.ask(QUESTION))["answered_by"] == 0
+        with pytest.raises((EOFError, OSError)):
+            await viewers[1].ask(QUESTION)
+        for viewer in viewers:
+            viewer.close()
+
+
+async def test_rank_whose_connection_of_a_gathering_was_evicted_is_asked_on_a_new_one(monkeypatch):
+    monkeypatch.setattr(port_module, "_MOST_VIEWERS", 1)
+    async with world_of(2) as groups:
+        first = await connected(groups[0])
+        assert not (await first.ask(QUESTION))["silent"]
+        second = await connected(groups[1])
+        assert (await second.ask({**QUESTION, "gather": False}))["rank"] == 1
+        assert not (await first.ask(QUESTION))["silent"]
+        first.close()
+        second.close()
 
 
 @pytest.mark.parametrize("question", [{}, {"gather": True}, [1], None, {**QUESTION, "calls": "all"}])
@@ -112,13 +167,13 @@ async def on_its_loop(coroutine):
 async def test_port_that_is_closed_before_it_accepts_leaves_no_socket(monkeypatch):
     async with world_of(1) as groups:
         port = StatusPort("127.0.0.1", Config())
-        accept = Acceptor._accept
+        resume = Acceptor._resume
 
         def close_before(self):
             asyncio.get_running_loop().call_soon(port.close)
-            return accept(self)
+            resume(self)
 
-        monkeypatch.setattr(Acceptor, "_accept", close_before)
+        monkeypatch.setattr(Acceptor, "_resume", close_before)
         await port.serve(groups[0].world.mesh, [], dict)
         for _ in range(2):
             await on_its_loop(asyncio.sleep(0))
@@ -128,7 +183,7 @@ async def test_port_that_is_closed_before_it_accepts_leaves_no_socket(monkeypatc
 async def test_port_that_is_closed_before_a_handshake_has_begun_leaves_no_socket(monkeypatch):
     async with world_of(1) as groups:
         port = groups[0].world.status_port
-        handle, accepted = port._handle, []
+        handle, accepted = port._acceptor._handle, []
 
         def close_before(sock):
             accepted.append(sock)

@@ -116,6 +116,38 @@ async def test_unauthenticated_connections_are_refused_and_do_not_block_peers(mo
             stranger.close()
 
 
+async def test_silent_strangers_give_way_to_peers(monkeypatch):
+    monkeypatch.setattr(transport, "_MOST_STRANGERS", 2)
+    address, accept_peer, strangers = LocalListener.address, transport.accept_peer, []
+    waiting, most = 0, 0
+
+    def connect_strangers(listener):
+        own_address = address(listener)
+        for _ in range(40):
+            strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            strangers[-1].connect(f"\0asyncdist-{own_address['name']}")
+        return own_address
+
+    async def counted(*args):
+        nonlocal waiting, most
+        waiting += 1
+        most = max(most, waiting)
+        try:
+            return await accept_peer(*args)
+        finally:
+            waiting -= 1
+
+    monkeypatch.setattr(LocalListener, "address", connect_strangers)
+    monkeypatch.setattr(transport, "accept_peer", counted)
+    try:
+        async with world_of(2, transport="shm") as groups:
+            await check_sums(groups)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+    assert 0 < most < 10
+
+
 async def test_accepting_rank_refuses_another_user(monkeypatch):
     """The kernel reports the peer's user; the published address shows no difference here."""
     user = os.getuid()
@@ -128,6 +160,29 @@ async def test_accepting_rank_refuses_another_user(monkeypatch):
         async with world_of(2, transport="shm") as groups:
             await check_sums(groups)
     assert time.monotonic() - began < 5
+
+
+def test_listener_that_cannot_listen_leaves_no_descriptor(monkeypatch):
+    def fail(address):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(local_listener, "listening_socket", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        listener_here()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_descriptors_that_a_stranger_sends_are_closed():
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        near.setblocking(False)
+        before = len(os.listdir("/proc/self/fd"))
+        socket.send_fds(far, [b"no greeting"], [0, 0, 0])
+        host = types.SimpleNamespace(config=types.SimpleNamespace(token=None), world_id="")
+        with pytest.raises(local_listener.PeerRefused, match="a packet of 11 bytes"):
+            await local_listener.accept_peer(near, host, None, 0, {1})
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_unreachable_reason():

@@ -78,7 +78,11 @@ class LocalListener:
         self._lock = threading.Lock()
         self._watched = self._closed = False
         self._path_descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self.sockets.append(listening_socket(f"\0{_PREFIX}{self._name}"))
+        try:
+            self.sockets.append(listening_socket(f"\0{_PREFIX}{self._name}"))
+        except BaseException:
+            self._close()
+            raise
 
     def address(self) -> dict[str, Any]:
         """Return what peers need to connect."""
@@ -106,8 +110,10 @@ class LocalListener:
             finally:
                 os.close(folder)
             self.sockets.append(sock)
-            os.dup2(descriptor, self._path_descriptor, inheritable=False)
-            os.close(descriptor)
+            try:
+                os.dup2(descriptor, self._path_descriptor, inheritable=False)
+            finally:
+                os.close(descriptor)
 
     async def accept(self) -> socket.socket:
         """Wait for a connection; one caller at a time. A closed listener accepts no connection."""
@@ -234,7 +240,7 @@ async def accept_peer(
     introduction = await _receive_introduction(sock, host, expected)
     try:
         _send_introduction(sock, host, arena, control_offset)
-        reply, _ = await _receive_packet(sock)
+        reply = await _receive_bytes(sock)
         if reply != _WELCOME:
             raise PeerRefused(_decode_reason(reply))
     except PeerRefused as refusal:
@@ -271,7 +277,7 @@ async def _authenticate(sock: socket.socket, handshake: Handshake) -> None:
                 _send(sock, step)
                 step = next(handshake)
             else:
-                packet, _ = await _receive_packet(sock)
+                packet = await _receive_bytes(sock)
                 if len(packet) != step:
                     raise ProtocolError(f"a packet of {len(packet)} bytes where {step} were expected")
                 step = handshake.send(packet)
@@ -344,6 +350,13 @@ async def _receive_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
             await _any_ready([sock])
         except OSError as cause:
             raise PeerRefused(f"the connection ended: {cause.strerror}") from cause
+
+
+async def _receive_bytes(sock: socket.socket) -> bytes:
+    """Receive a packet, and close descriptors that came with it."""
+    packet, descriptors = await _receive_packet(sock)
+    _close(descriptors)
+    return packet
 
 
 async def _any_ready(socks: list[socket.socket]) -> None:

@@ -16,6 +16,8 @@ from itertools import repeat
 from time import monotonic
 from typing import Any, ClassVar
 
+from asyncdist.base.descriptors import is_transient
+from asyncdist.base.net.admission import EvictingQueue
 from asyncdist.errors import AsyncdistError, PeerLostError, SharedMemoryError, ranks
 from asyncdist.memory import shared_arena as shared
 from asyncdist.memory.shared_arena import Arena
@@ -41,6 +43,8 @@ log = logging.getLogger("asyncdist.shm")
 
 # Seconds within which ranks that have all published their addresses are expected to connect.
 _PATIENCE = 10.0
+# Connections that may be in their handshake in addition to those of the peers; a further one evicts the oldest.
+_MOST_STRANGERS = 256
 # How often, and every how many seconds, a rank checks whether its peers have left a group that it has left.
 _MOST_CHECKS, _CHECK_EVERY = 10, 0.2
 # Bytes of a registered tensor that are read and reduced at a time.
@@ -162,47 +166,52 @@ class ShmTransport(Transport):
         self, listener: LocalListener, missing: set[int], timeout: float, refused: dict[int, str]
     ) -> None:
         """Accept the ``missing`` peers. Handshakes run concurrently: a connection that sends nothing delays no other."""
-        unfinished: set[socket.socket] = set()
+        unproven: EvictingQueue[asyncio.Task[bool]] = EvictingQueue(len(missing) + _MOST_STRANGERS, asyncio.Task.cancel)
 
         def end() -> None:
             """End the loop below, and cancel the handshakes with processes that are not peers."""
             if not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time())
 
-        async def handshake(sock: socket.socket) -> None:
+        async def handshake(sock: socket.socket) -> bool:
             try:
                 introduction = await accept_peer(sock, self.host, self._arena, self._control.block.offset, missing)
             except PeerRefused as refusal:
                 log.debug("rank %d refused a connection: %s", self.host.rank, refusal)
-                sock.close()
                 if refusal.rank in missing:
                     missing.discard(refusal.rank)
                     refused[refusal.rank] = str(refusal)
+                is_peer = False
             else:
-                unfinished.discard(sock)
                 missing.discard(introduction[0])
                 self._add_peer(sock, introduction)
+                is_peer = True
             if not missing:
                 end()
+            return is_peer
+
+        def ended(sock: socket.socket, task: asyncio.Task[bool]) -> None:
+            """Close a socket that belongs to no peer. A task that is cancelled before it begins executes no line."""
+            unproven.discard(task)
+            if task.cancelled() or task.exception() is not None or not task.result():
+                sock.close()
 
         reason = "it did not connect to this rank's Unix socket"
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout) as limit, asyncio.TaskGroup() as handshakes:
-                    while True:
-                        try:
-                            sock = await listener.accept()
-                        except OSError as cause:
-                            reason = _too_few_sockets(cause)
-                            end()
-                            break
-                        unfinished.add(sock)
-                        handshakes.create_task(handshake(sock))
-            refused.update(dict.fromkeys(missing, reason))
-        finally:
-            # A task that is cancelled before it begins closes no socket.
-            for sock in unfinished:
-                sock.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout) as limit, asyncio.TaskGroup() as handshakes:
+                while True:
+                    try:
+                        sock = await listener.accept()
+                    except OSError as cause:
+                        if is_transient(cause):
+                            continue
+                        reason = _too_few_sockets(cause)
+                        end()
+                        break
+                    task = handshakes.create_task(handshake(sock))
+                    task.add_done_callback(functools.partial(ended, sock))
+                    unproven.add(task)
+        refused.update(dict.fromkeys(missing, reason))
 
     def _add_peer(self, sock: socket.socket, introduction: Introduction) -> None:
         peer, mapping, offset = introduction

@@ -136,9 +136,7 @@ class Outbound:
 
     def waits(self) -> int:
         if self.established:
-            sends = (self.queue and self._lender.transfer is None) or (
-                isinstance(self._sock, TlsSocket) and self._sock.unsent
-            )
+            sends = (self.queue and self._lender.transfer is None) or self.holds_bytes
             return READ | WRITE if sends else READ
         if self._rests:
             return 0
@@ -149,7 +147,12 @@ class Outbound:
     @property
     def unsent(self) -> bool:
         """Whether bytes wait to be sent."""
-        return bool(self.queue) or (isinstance(self._sock, TlsSocket) and self._sock.unsent)
+        return bool(self.queue) or self.holds_bytes
+
+    @property
+    def holds_bytes(self) -> bool:
+        """Whether the TLS socket holds bytes that it has accepted and not sent."""
+        return isinstance(self._sock, TlsSocket) and self._sock.unsent
 
     def pump(self, ready: bool) -> bool:
         """Connect, authenticate, send, and read control messages if the socket is ready. Raises Ended and
@@ -382,6 +385,11 @@ class Inbound:
             # Some systems refuse it once the peer has closed the connection.
             with contextlib.suppress(OSError):
                 self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the other side has proven the token, perhaps without having said its rank yet."""
+        return self._proving.done
 
     @property
     def is_watched(self) -> bool:

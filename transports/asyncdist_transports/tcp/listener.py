@@ -41,7 +41,11 @@ class Listener:
                 f"cannot listen on {where}: {cause.strerror or cause}; choose an interface with ASYNCDIST_SOCKET_IFNAME"
             ) from cause
         self.port: int = sock.getsockname()[1]
-        self._spare_descriptor: int | None = os.open(os.devnull, os.O_RDONLY)
+        try:
+            self._spare_descriptor: int | None = os.open(os.devnull, os.O_RDONLY)
+        except BaseException:
+            sock.close()
+            raise
         self.paused = False
         """Whether the listener pauses after an error."""
         self._reported: int | None = None

@@ -18,8 +18,6 @@ from asyncdist_transports.byte_stream import Ended, Reader
 Connected = socket.socket | TlsSocket
 
 READ, WRITE = select.POLLIN, select.POLLOUT
-# Seconds that a TLS socket gets to send its last bytes.
-_LAST_BYTES_TIMEOUT = 1.0
 # Linux 6.15: limits the time between two attempts to send a packet, which otherwise doubles each time.
 _TCP_RTO_MAX_MS = 44
 _RTO_MAX_MS = 1_000, 120_000
@@ -73,8 +71,6 @@ def end(sock: Connected, host: Host, peer: int | None) -> None:
     """Close a socket; say goodbye to ``peer``, if given, before."""
     if peer is not None:
         with contextlib.suppress(OSError):
-            if isinstance(sock, TlsSocket):
-                sock.finish(_LAST_BYTES_TIMEOUT)
             sock.send(host.closing_frames(peer))
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_WR)

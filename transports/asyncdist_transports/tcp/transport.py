@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any, ClassVar
 
 from asyncdist.base import tls
+from asyncdist.base.net.refusals import RefusalLog
 from asyncdist.errors import AsyncdistError, PeerLostError
 from asyncdist.transport.base import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist.transport.wire_format import KEY
@@ -52,6 +53,7 @@ class TcpTransport(Transport):
         """Since when none of the watched peers has been heard; None if one was heard at the last beat."""
         # The oldest first.
         self._unauthenticated: dict[Inbound, None] = {}
+        self._refusals = RefusalLog(log, f"rank {host.rank}")
         contexts = tls.rank_contexts(host.config)
         self._threads = TransferThreads(host)
         self._accepting = contexts[0] if contexts else None
@@ -101,6 +103,7 @@ class TcpTransport(Transport):
         for connection in list(self.connections.values()):
             self.drop(connection, say_goodbye=True)
         self._threads.close()
+        self._refusals.flush()
 
     def drop(self, connection: Inbound | Outbound, *, say_goodbye: bool) -> None:
         """Close a connection and remove it."""
@@ -202,6 +205,10 @@ class TcpTransport(Transport):
                 return True
         return False
 
+    def holds_bytes(self) -> bool:
+        outbound = [each for each in list(self.connections.values()) if isinstance(each, Outbound)]
+        return self.is_encrypted and any(connection.holds_bytes for connection in outbound)
+
     def _go_on(self, connection: Inbound | Outbound) -> None:
         """Go on with a connection after a thread."""
         self._pump(connection, True)
@@ -230,7 +237,7 @@ class TcpTransport(Transport):
         self.drop(connection, say_goodbye=False)
         peer = connection.peer
         if peer is None:
-            log.warning("refused a connection: %s", reason)
+            self._refusals.add(reason)
         elif is_lost or (connection.established and not self._has_other_connection(peer)):
             self.host.lost(peer, reason)
         # Another connection or another rank may deliver the reason.
@@ -261,8 +268,13 @@ class TcpTransport(Transport):
         return True
 
     def _has_other_connection(self, peer: int) -> bool:
-        """Return whether a connection is left that belongs to the peer, or may turn out to after authentication."""
-        return bool(self._unauthenticated) or any(c.peer == peer for c in self.connections.values())
+        """Return whether a connection is left that belongs to the peer, or to a rank that has not said yet which it is.
+
+        A connection without the proof cannot carry the reason of an end: its rank sends nothing before the proof is
+        accepted. So strangers delay no decision.
+        """
+        ranks_to_come = any(connection.is_proven for connection in self._unauthenticated)
+        return ranks_to_come or any(c.peer == peer for c in self.connections.values())
 
     # -- unauthenticated connections -----------------------------------------------------------
 

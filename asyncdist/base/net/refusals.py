@@ -1,0 +1,61 @@
+"""The log lines of refused connections, whose number a stranger chooses."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from time import monotonic
+
+PERIOD = 10.0
+"""The least number of seconds between two lines of one log."""
+_MOST_REASONS = 8
+"""The most reasons that one line names: a reason may quote what a stranger has sent."""
+
+
+class RefusalLog:
+    """Logs the refused connections of one port: the first at once, the further ones together, one line a `PERIOD`.
+
+    A line is written when a connection is refused, or by `flush`. One thread at a time uses it.
+
+    Args:
+        logger: Where the lines go, as warnings.
+        what: What refuses, the subject of the lines.
+    """
+
+    def __init__(self, logger: logging.Logger, what: str) -> None:
+        self._logger, self._what = logger, what
+        self._reasons: Counter[str] = Counter()
+        self._began = self._next_line = 0.0
+
+    def add(self, reason: str, who: str = "a connection") -> None:
+        """Note that a connection was refused.
+
+        Args:
+            reason: Why. Equal reasons are counted together.
+            who: Whose connection, for a line about this one alone.
+        """
+        now = monotonic()
+        if not self._reasons:
+            self._began = now
+        known = reason in self._reasons or len(self._reasons) < _MOST_REASONS
+        self._reasons[reason if known else "another reason"] += 1
+        if now >= self._next_line:
+            self.flush(who)
+
+    def flush(self, who: str = "a connection") -> None:
+        """Log what has not been logged."""
+        if not self._reasons:
+            return
+        now = monotonic()
+        count, reasons = (
+            self._reasons.total(),
+            ", ".join(f"{reason} ({n})" for reason, n in self._reasons.most_common()),
+        )
+        if count == 1:
+            self._logger.warning("%s refused %s: %s", self._what, who, next(iter(self._reasons)))
+        else:
+            self._logger.warning(
+                "%s refused %d connections in %.0f s: %s", self._what, count, max(1.0, now - self._began), reasons
+            )
+        self._reasons.clear()
+        self._next_line = now + PERIOD
