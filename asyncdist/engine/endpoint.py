@@ -48,6 +48,8 @@ LAST_WORDS = 1.0
 """Seconds for which a rank that leaves may wait until its failure notices have been sent."""
 _MOST_PROBLEMS = 4
 """The number of connectivity problems that an error message lists."""
+_MANY_RECEIVES = 64
+"""The number of pending receives from which on each call no longer asks whether nothing else is pending."""
 
 
 class Endpoint:
@@ -116,7 +118,7 @@ class Endpoint:
         failures.observers.append(self._on_change)
         self._heartbeat = Heartbeat(
             rank, config.heartbeat, self.transport_selector, failures, self._send_unordered, self._read_arrived,
-            self._state_of,
+            self._state_of, self.call_later,
         )  # fmt: skip
         failures.silence_of = self._heartbeat.silence_of
         self.model = Model(segment_nbytes=config.segment_nbytes)
@@ -447,6 +449,8 @@ class Endpoint:
 
     def only_receives(self) -> bool:
         if self.acting or self.failures.failed or self.timers or self.transport_selector.busy():
+            return False
+        if len(self.operations) > _MANY_RECEIVES:
             return False
         return not any(operation.work.has_callbacks for operation in list(self.operations.values()))
 

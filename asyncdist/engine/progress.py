@@ -24,7 +24,6 @@ An operation belongs to no driver: one driver may begin it and another complete 
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 from asyncio import _get_running_loop
 from collections.abc import Callable, Iterable
@@ -87,20 +86,27 @@ class Progress:
         self._wake_idle()
 
     def look(self, action: Callable[[], bool]) -> None:
-        """Run ``action`` under the lock, as `submit` does, but drive afterwards only if it returns True."""
-        turns, moved = self.turns, True
+        """Run ``action`` under the lock, before the actions in the queue; let a driver continue if it returns True.
+
+        The thread that holds the lock runs it if the lock is not free. The calling thread must go on beating, so it
+        neither drives nor runs callbacks.
+        """
+        turns = self.turns
         if turns.lock.acquire(blocking=False):
             try:
-                moved = action()
+                if action():
+                    turns.inbox.append(_nothing)
             except BaseException as cause:
                 turns.interrupt(cause)
                 raise
             finally:
                 turns.lock.release()
         else:
-            turns.inbox.append(action)
-        if moved or turns.inbox:
-            self.submit(lambda: None)
+            turns.inbox.appendleft(action)
+        if turns.inbox:
+            turns.wake()
+            if not turns.driver_lock.locked():
+                self._schedule_loop()
 
     def post(self, action: Callable[[], None]) -> None:
         """Let a driver run ``action`` soon. Safe to call while the lock of another machine is held."""
@@ -211,9 +217,9 @@ class Progress:
 
         work.add_done_callback(completed)
         try:
-            self.submit(lambda: None)  # run the action that `drive` added: the driver may be asleep
+            self.submit(_nothing)  # run the action that `drive` added: the driver may be asleep
             if turns.driver_lock.locked() and not work.is_completed():
-                event.wait(None if until == math.inf else max(0.0, until - monotonic()))
+                event.wait(min(max(0.0, until - monotonic()), threading.TIMEOUT_MAX))
             return monotonic() < until
         finally:
             turns.standby.remove(event)
@@ -238,3 +244,7 @@ class Progress:
                 self.turns.inbox.popleft()()
         self.turns.waker = None
         self.home.close()
+
+
+def _nothing() -> None:
+    """Do nothing: the driver that runs this also continues what is pending, and runs callbacks."""

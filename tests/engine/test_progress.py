@@ -21,6 +21,7 @@ from asyncdist.engine import progress as progress_module
 from asyncdist.engine.drivers import attempts, home_loop, loop_driver, turns, waiting, waker
 from asyncdist.engine.machine import READ
 from asyncdist.engine.progress import Progress
+from asyncdist.engine.work import Work
 from asyncdist.errors import GroupError
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.transport.base import Sleep
@@ -215,8 +216,12 @@ class BusyMachine:
     def next_deadline(self):
         return math.inf
 
+    def expire(self, now):
+        pass
+
     def take_finished(self):
-        return []
+        finished, self.finished = self.finished, []
+        return finished
 
 
 def set_clock(monkeypatch, machine):
@@ -550,12 +555,71 @@ def test_call_that_takes_long_yields_the_lock_to_another_threads_action(wait):
     progress.close()
 
 
-def test_look_drives_only_if_there_is_something_to_drive():
-    machine = BusyMachine()
+def test_look_lets_a_driver_continue_only_if_there_is_something_to_drive(until):
+    machine, callers = BusyMachine(), []
+    machine.finished = [lambda: callers.append(threading.current_thread())]
     progress = Progress(machine)
-    for seen in (False, True):
-        progress.look(lambda seen=seen: seen)
-        assert (machine.turns > 0) is seen
+    progress.look(lambda: False)
+    assert not progress.turns.inbox
+    progress.look(lambda: True)
+    until(lambda: callers)
+    assert [thread.name for thread in callers] == ["asyncdist-runtime"]
+    progress.close()
+
+
+def test_look_runs_before_the_queued_actions_and_no_callback_in_its_thread(until):
+    """Another thread holds the lock, for example to start thousands of operations."""
+    machine, order, callers = BusyMachine(), [], []
+    machine.finished = [lambda: callers.append(threading.current_thread())]
+    progress = Progress(machine)
+    with progress.turns.lock:
+        for number in range(3):
+            progress.turns.inbox.append(lambda number=number: order.append(number))
+        looking = threading.Thread(target=progress.look, args=[lambda: order.append("look") or False])
+        looking.start()
+        looking.join()
+        assert order == []
+    progress.submit(lambda: order.append("submitted"))
+    until(lambda: callers and len(order) == 5)
+    assert order == ["look", 0, 1, 2, "submitted"]
+    assert looking not in callers
+    progress.close()
+
+
+def test_turn_runs_the_actions_that_were_there_at_its_start():
+    """Another thread may add actions as fast as this one runs them, and must not keep it."""
+    progress, order = Progress(BusyMachine()), []
+
+    def act(number):
+        order.append(number)
+        progress.turns.inbox.append(lambda: act(number + 1))
+
+    progress.turns.inbox.append(lambda: act(0))
+    with progress.turns.lock:
+        for turn in range(3):
+            assert progress.turns.turn(None)
+            assert order == list(range(turn + 1))
+    progress.turns.inbox.clear()
+    progress.close()
+
+
+@pytest.mark.parametrize("seconds", [180e6, 1e12])
+def test_blocking_calls_sleep_with_timeouts_that_no_poll_and_no_lock_takes(seconds, asleep, until):
+    """The first thread sleeps in poll and the second one stands by, each with a limit of years."""
+    work = Work()
+    progress = Progress(IdleMachine(lambda: None))
+    work._progress = progress
+    threads = [threading.Thread(target=work.wait, args=[seconds]) for _ in range(2)]
+    threads[0].start()
+    assert asleep.wait(PATIENCE)
+    threads[1].start()
+    until(lambda: progress.turns.standby)
+    work.finish()
+    work.run_callbacks()
+    progress.submit(lambda: None)
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
     progress.close()
 
 

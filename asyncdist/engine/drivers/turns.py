@@ -55,7 +55,7 @@ class Turns:
     # -- under the lock ------------------------------------------------------------------------
 
     def turn(self, ready: Iterable[int] | None, advance: Advance | None = None) -> bool:
-        """Run the actions of other threads, and drive the machine once; return whether anything moved.
+        """Run the actions that other threads have added, and drive the machine once; return whether anything moved.
 
         Args:
             ready: The descriptors that are ready; None if they are unknown.
@@ -63,7 +63,8 @@ class Turns:
         """
         inbox, moved = self.inbox, False
         try:
-            while inbox:
+            # Other threads may add actions faster than this one runs them.
+            for _ in range(len(inbox)):
                 inbox.popleft()()
                 moved = True
             return (advance or self.machine.advance)(ready) or moved
