@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncdist.base import lifecycle
+from asyncdist.base.deadline import poll_timeout
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import CertificateError, UsageError
@@ -189,7 +190,7 @@ class TlsSocket:
         poll, until = select.poll(), time.monotonic() + timeout
         poll.register(self._sock, select.POLLOUT)
         while self.unsent and (left := until - time.monotonic()) > 0:
-            poll.poll(left * 1000)
+            poll.poll(poll_timeout(left))
             with contextlib.suppress(BlockingIOError):
                 self.flush()
 

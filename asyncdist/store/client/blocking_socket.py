@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
-from asyncdist.base.deadline import Deadline
+from asyncdist.base.deadline import LONGEST_POLL, Deadline
 from asyncdist.base.tls import TlsSocket
 from asyncdist.store.client.connect import connect, hung_up, resolution_error, tune
 from asyncdist.store.client.pending import PendingRequest
@@ -21,8 +21,6 @@ from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.codec import framed
 
 _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
-_LONGEST_POLL = (1 << 31) - 1
-"""Milliseconds, 24 days: poll() takes a C int."""
 
 
 class BlockingSocket:
@@ -120,7 +118,7 @@ class BlockingSocket:
         """Return when bytes may have arrived, or when ``poll`` reports an event. Raises TimeoutError."""
         poll = poll or self._readable
         left = deadline.remaining_or_none()
-        while not poll.poll(None if left is None else min(int(left * 1000) + 1, _LONGEST_POLL)):
+        while not poll.poll(None if left is None else min(int(left * 1000) + 1, LONGEST_POLL)):
             left = deadline.remaining_or_none()
             if not left:
                 raise TimeoutError
