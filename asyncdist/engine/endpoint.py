@@ -379,6 +379,9 @@ class Endpoint:
                 channel, MismatchError(peer, f"rank {peer} sent {nbytes} bytes where {receive.nbytes} were expected")
             )
 
+    def no_room(self, peer: int, key: bytes, nbytes: int, stored: int) -> None:
+        self.failures.no_room(peer, key, nbytes, stored)
+
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         if kind == GOODBYE:
             self.failures.on_goodbye(peer, body.decode(errors="replace"))
