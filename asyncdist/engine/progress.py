@@ -27,6 +27,7 @@ import asyncio
 import threading
 from asyncio import _get_running_loop
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from time import monotonic
 
 from asyncdist.engine.drivers.attempts import Attempts
@@ -34,8 +35,13 @@ from asyncdist.engine.drivers.loop_driver import LoopDriver, LoopState
 from asyncdist.engine.drivers.promises import Promises
 from asyncdist.engine.drivers.turns import TIME_SLICE, Turns
 from asyncdist.engine.machine import Finishable, Machine
-from asyncdist.errors import LoopThreadError
+from asyncdist.errors import LoopThreadError, UsageError
 from asyncdist.transport.base import Wait
+
+_INTERRUPTED = (
+    "this call cannot wait: a signal handler, a finalizer or a trace function made it while its thread was in the middle "
+    "of another call of asyncdist; what it has started continues. Let it only set a flag, and make the call afterwards"
+)
 
 
 class Progress:
@@ -165,41 +171,69 @@ class Progress:
     def drive(self, work: Finishable, until: float, start: Callable[[], None] | None = None) -> None:
         """Drive, or wait for another driver, until ``work`` is completed or the monotonic time is ``until``.
 
-        ``start`` starts the work; None if it has started.
+        A callback, or a signal handler that has interrupted the thread's sleep, may call it in a call of `drive`.
+
+        Args:
+            work: What the thread waits for.
+            until: The time at which it stops waiting.
+            start: Starts the work; None if it has started.
+
+        Raises:
+            UsageError: The caller has interrupted this thread within a turn, which cannot go on before it returns.
         """
-        turns = self.turns
+        turns, thread = self.turns, get_ident()
         if start is not None:
             turns.inbox.append(start)
         elif work.is_completed():
             return
+        if turns.turning == thread or turns.attempting == thread:
+            raise UsageError(_INTERRUPTED)
         while not turns.driver_lock.acquire(blocking=False):
+            if turns.driving == thread:
+                self._drive_within(work, until)
+                return
             if not self._follow(work, until) or work.is_completed():
                 return
+        turns.driving = thread
         try:
             self._drive_locked(work, until)
         finally:
+            turns.driving = 0
             turns.driver_lock.release()
             self._hand_over()
 
+    def _drive_within(self, work: Finishable, until: float) -> None:
+        """Drive in a callback or a signal handler, which has interrupted the sleep of this thread's outer `drive`."""
+        try:
+            self._drive_locked(work, until)
+        finally:
+            # The outer call may sleep on, although its work is complete.
+            if (waker := self.turns.waker) is not None:
+                waker.ring()
+
     def _drive_locked(self, work: Finishable, until: float) -> None:
-        turns, waiting = self.turns, self.waiting
+        turns, waiting, thread = self.turns, self.waiting, get_ident()
         ready: Iterable[int] | None = None
         spin_until = (now := monotonic()) + waiting.spin
         while True:
             waits: list[Wait] | None = None
             with self.turns.lock:
-                moved = turns.turn(ready)
-                completed = work.is_completed()
-                if not completed:
-                    now = turns.expire()
-                    if moved:
-                        spin_until = now + waiting.spin
-                    elif now >= spin_until:
-                        waits = turns.prepare_sleep()
-                    else:  # a peer may need this core
-                        waiting.offer_core(now)
-                    if now >= waiting.look_at:
-                        waiting.look(now)
+                turns.turning = thread
+                try:
+                    moved = turns.turn(ready)
+                    completed = work.is_completed()
+                    if not completed:
+                        now = turns.expire()
+                        if moved:
+                            spin_until = now + waiting.spin
+                        elif now >= spin_until:
+                            waits = turns.prepare_sleep()
+                        else:  # a peer may need this core
+                            waiting.offer_core(now)
+                        if now >= waiting.look_at:
+                            waiting.look(now)
+                finally:
+                    turns.turning = 0
             if self._machine.finished:
                 turns.deliver()
             if completed or work.is_completed() or now >= until:

@@ -7,6 +7,7 @@ import errno
 import itertools
 import math
 import select
+import signal
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ from asyncdist.engine.drivers import attempts, home_loop, loop_driver, turns, wa
 from asyncdist.engine.machine import READ
 from asyncdist.engine.progress import Progress
 from asyncdist.engine.work import Work
-from asyncdist.errors import GroupError
+from asyncdist.errors import GroupError, UsageError
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.transport.base import Sleep
 
@@ -600,6 +601,85 @@ def test_turn_runs_the_actions_that_were_there_at_its_start():
             assert progress.turns.turn(None)
             assert order == list(range(turn + 1))
     progress.turns.inbox.clear()
+    progress.close()
+
+
+def test_signal_handler_waits_while_its_thread_sleeps_in_a_call(asleep):
+    """The call in the handler completes first, and the interrupted call is woken although its work completes in it."""
+    machine, outer, inner, order = IdleMachine(lambda: None), Flag(), Flag(), []
+    progress = Progress(machine)
+
+    def handler(*_):
+        if not order:
+            order.append("interrupted")
+            progress.drive(inner, monotonic() + PATIENCE, lambda: order.append("started"))
+            order.append(inner.done)
+            outer.done = True
+
+    before = signal.signal(signal.SIGUSR1, handler)
+
+    def complete():
+        assert asleep.wait(PATIENCE)
+        asleep.clear()
+        while not order:  # a signal that comes just before the system call does not interrupt it
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            time.sleep(1e-3)
+        assert asleep.wait(PATIENCE)
+        progress.submit(lambda: setattr(inner, "done", True))
+
+    other = threading.Thread(target=complete)
+    other.start()
+    until = monotonic() + PATIENCE
+    try:
+        progress.drive(outer, until)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        other.join()
+    assert monotonic() < until, "nothing woke the interrupted call"
+    assert order == ["interrupted", "started", True]
+    progress.close()
+
+
+def test_callback_in_a_blocking_call_may_wait(until):
+    """The driver that runs the callback is the thread itself."""
+    flag, inner = Flag(), Flag()
+    machine = IdleMachine(lambda: None)
+    progress = Progress(machine)
+
+    def callback():
+        progress.drive(inner, monotonic() + PATIENCE, lambda: setattr(inner, "done", True))
+        flag.done = True
+
+    machine.take_finished = lambda: [machine.finished.pop()]
+    progress.drive(flag, monotonic() + PATIENCE, lambda: machine.finished.append(callback))
+    assert flag.done
+    assert inner.done
+    progress.close()
+
+
+@pytest.mark.parametrize("caller", ["turn", "attempt", "submit"])
+def test_call_that_interrupts_a_turn_of_its_own_thread_is_refused_and_goes_on(caller):
+    """A signal handler may run between any two instructions, also where its thread holds the lock."""
+    machine, flag, started = BusyMachine(), Flag(), []
+    progress = Progress(machine)
+
+    def handler():
+        with pytest.raises(UsageError, match="set a flag"):
+            progress.drive(flag, monotonic() + PATIENCE, lambda: started.append(True))
+        flag.done = True
+
+    def schedule():
+        handler()
+        yield ()
+
+    if caller == "turn":
+        progress.drive(flag, monotonic() + PATIENCE, handler)
+    elif caller == "submit":
+        progress.submit(handler)
+    else:
+        assert progress.attempt(schedule(), WorkingGroup(), 1, wait=True) is False
+    progress.submit(lambda: None)
+    assert started
     progress.close()
 
 

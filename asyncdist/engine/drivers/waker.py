@@ -38,8 +38,10 @@ class Waker:
 
         It may return before, after days.
         """
-        poll = self._polls.get(wanted := tuple(waits)) or self._make_poll(wanted)
+        # A signal handler in which this thread sleeps too needs a poll object of its own.
+        poll = self._polls.pop(wanted := tuple(waits), None) or self._make_poll(wanted)
         reported = poll.poll(poll_timeout(seconds))
+        self._polls[wanted] = poll
         ready = list(map(_descriptor_of, reported))
         if self.reader in ready:
             os.read(self.reader, 64)
@@ -49,7 +51,7 @@ class Waker:
     def _make_poll(self, waits: tuple[Wait, ...]) -> select.poll:
         if len(self._polls) >= _KEPT_POLLS:
             self._polls.clear()
-        poll = self._polls[waits] = select.poll()
+        poll = select.poll()
         poll.register(self.reader, READ)
         for descriptor, events in waits:
             poll.register(descriptor, events)
