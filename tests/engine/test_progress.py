@@ -754,6 +754,43 @@ def test_socket_is_not_closed_while_a_loop_is_about_to_watch_it(socket_machine, 
     assert not progress.loop_driver.watcher.is_registered
 
 
+@pytest.mark.parametrize("ending", ["stopped", "closed", "run"])
+def test_close_in_another_thread_ends_when_the_loop_ends_first(socket_machine, ending, monkeypatch):
+    """The loop runs for the last time when the other thread asks it to leave, and never runs what that thread has added."""
+    machine, _ = socket_machine
+    loop = asyncio.new_event_loop()
+    added = threading.Event()
+    lost = SimpleNamespace(
+        is_running=loop.is_running, is_closed=loop.is_closed, call_soon=loop.call_soon, call_later=loop.call_later,
+        call_soon_threadsafe=lambda *_: added.set(), remove_reader=loop.remove_reader, add_reader=loop.add_reader,
+    )  # fmt: skip
+
+    async def run():
+        progress = Progress(machine, loop)
+        progress.ensure_driven()
+        assert progress.loop_driver.watcher.watched
+        if ending != "run":
+            progress.home._user_loop = lost
+        closing.append(threading.Thread(target=progress.close))
+        closing[0].start()
+        if ending != "run":
+            assert added.wait(PATIENCE)
+
+    closing = []
+    try:
+        if ending == "run":
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(run())
+        else:
+            loop.run_until_complete(run())
+            if ending == "closed":
+                loop.close()
+        closing[0].join(PATIENCE)
+        assert not closing[0].is_alive()
+    finally:
+        loop.close()
+
+
 def test_close_during_a_turn_of_the_loop_leaves_no_registration(socket_machine, monkeypatch):
     """Before the loop watches for the first time, another thread closes, and waits for the lock until the turn ends."""
     machine, progress = socket_machine
