@@ -17,6 +17,8 @@ Timeout = float | int | timedelta | None
 
 _LONGEST_TIMEOUT = 1e9
 """Seconds, about thirty years. Locks and events raise OverflowError for longer timeouts."""
+LONGEST_POLL = (1 << 31) - 1
+"""Milliseconds, 24 days: poll() takes a C int."""
 
 
 def seconds(timeout: Timeout, default: float = math.inf) -> float:
@@ -62,3 +64,11 @@ class Deadline:
 
     def expired(self) -> bool:
         return time.monotonic() >= self.at
+
+
+def poll_timeout(left: float) -> int | None:
+    """Return how long a poll sleeps that may last ``left`` seconds, in milliseconds rounded up: at most 24 days.
+
+    The caller polls again if time is left afterwards. None for infinity.
+    """
+    return None if left == math.inf else min(max(0, math.ceil(left * 1e3)), LONGEST_POLL)

@@ -48,6 +48,8 @@ LAST_WORDS = 1.0
 """Seconds for which a rank that leaves may wait until its failure notices and last bytes have been sent."""
 _MOST_PROBLEMS = 4
 """The number of connectivity problems that an error message lists."""
+_MANY_RECEIVES = 64
+"""The number of pending receives from which on each call no longer asks whether nothing else is pending."""
 
 
 class Endpoint:
@@ -116,7 +118,7 @@ class Endpoint:
         failures.observers.append(self._on_change)
         self._heartbeat = Heartbeat(
             rank, config.heartbeat, self.transport_selector, failures, self._send_unordered, self._read_arrived,
-            self._state_of,
+            self._state_of, self.call_later,
         )  # fmt: skip
         failures.silence_of = self._heartbeat.silence_of
         self.model = Model(segment_nbytes=config.segment_nbytes)
@@ -383,6 +385,9 @@ class Endpoint:
                 channel, MismatchError(peer, f"rank {peer} sent {nbytes} bytes where {receive.nbytes} were expected")
             )
 
+    def no_room(self, peer: int, key: bytes, nbytes: int, stored: int) -> None:
+        self.failures.no_room(peer, key, nbytes, stored)
+
     def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
         if kind == GOODBYE:
             self.failures.on_goodbye(peer, body.decode(errors="replace"))
@@ -453,6 +458,8 @@ class Endpoint:
 
     def only_receives(self) -> bool:
         if self.acting or self.failures.failed or self.timers or self.transport_selector.busy():
+            return False
+        if len(self.operations) > _MANY_RECEIVES:
             return False
         return not any(operation.work.has_callbacks for operation in list(self.operations.values()))
 

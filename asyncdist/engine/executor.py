@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -30,6 +31,13 @@ from asyncdist.errors import GroupError, TransportUnavailableError
 from asyncdist.memory.buffers import Scratch
 from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.base import Link, MatchingQueue, Outgoing, Receive
+
+_PAUSE_EACH = 10e-6
+"""Seconds for each pending operation between two looks at all of them, so that these take little of the time."""
+
+_MOST_HELD = 16
+"""The number of schedules of a group that a turn polls of those that wait for earlier ones. Thousands may be pending. No
+call waits for a later call of its group, so the first of them go on in the end."""
 
 
 class Peers(Protocol):
@@ -84,6 +92,8 @@ class Executor:
         self._piece_nbytes = max(64, piece_nbytes)
         self._runnable: deque[Task] = deque()
         self._polled: list[Task] = []
+        self._held: dict[bytes, list[Task]] = {}
+        """The tasks that wait for other tasks of their group on this rank, in the order of the calls, by channel."""
         self.next_deadline = math.inf
         self.operations: dict[bytes, Operation] = {}
         self.acting: dict[bytes, Operation] = {}
@@ -114,17 +124,20 @@ class Executor:
         self.next_deadline = min(self.next_deadline, operation.due)
         for part, generator in itertools.islice(operation.parts, operation.plan.window):
             self._add_task(operation, part, generator)
-        self.run()
+        self._run_runnable()
         if not operation.tasks and not operation.over:
             self._complete(operation)
 
     def run(self) -> bool:
         """Run every runnable task and poll each polled task once; return whether any made progress."""
-        moved = self._poll() if self._polled else False
+        moved = self._poll() if self._polled or self._held else False
+        return self._run_runnable() or moved
+
+    def _run_runnable(self) -> bool:
         runnable = self._runnable
+        moved = bool(runnable)
         while runnable:
             self.resume(runnable.popleft())
-            moved = True
         return moved
 
     def _poll(self) -> bool:
@@ -132,7 +145,21 @@ class Executor:
         moved = False
         for task in polled:
             moved = self.resume(task) or moved
+        for prefix, held in list(self._held.items()):
+            first, held[:] = held[:_MOST_HELD], held[_MOST_HELD:]
+            for task in first:
+                moved = self.resume(task) or moved
+            if not held:
+                self._held.pop(prefix, None)
         return moved
+
+    def _wait_for_peer(self, task: Task) -> None:
+        """Poll a task from now on, whose schedule waits for a member; in the order of the calls if that is this rank."""
+        channel = task.operation.channel
+        if task.awaits != channel.world_rank:
+            self._polled.append(task)
+        else:
+            insort(self._held.setdefault(channel.prefix, []), task, key=_sequence_of)
 
     def _add_task(self, operation: Operation, part: int, generator: Schedule) -> None:
         task = Task(operation, part, generator, self._runnable)
@@ -180,6 +207,7 @@ class Executor:
             self._end(operation, operation.failure(error))
         if self._polled:
             self._polled = [task for task in self._polled if not task.operation.over]
+        self._held.pop(channel.prefix, None)
         for key in [key for key in self.any_source if key.startswith(channel.prefix)]:
             del self.any_source[key]
 
@@ -207,7 +235,7 @@ class Executor:
                     task.awaits = operation.channel.members[step]
                     gone = self._peers.gone(task.awaits)
                     if gone is None:
-                        self._polled.append(task)
+                        self._wait_for_peer(task)
                         return not was_polled or task.awaits != before
                     if missed == task.awaits:
                         raise gone
@@ -340,4 +368,9 @@ class Executor:
                 self._peers.probe_waits(operation)
             else:
                 self._peers.fail(operation.channel, self._peers.timeout_error(operation))
-        self.next_deadline = min((operation.due for operation in self.operations.values()), default=math.inf)
+        due = min((operation.due for operation in self.operations.values()), default=math.inf)
+        self.next_deadline = max(due, now + len(self.operations) * _PAUSE_EACH)
+
+
+def _sequence_of(task: Task) -> int:
+    return task.operation.sequence

@@ -162,6 +162,20 @@ class GroupFailures:
         for follower in list(channel.followers):
             self.fail(follower, error)
 
+    def no_room(self, peer: int, key: bytes, nbytes: int, stored: int) -> None:
+        """Fail the group of a message for which no receive is posted and no memory is left."""
+        channel, number = self.channels.get(key[:8]), int.from_bytes(key[8:12], "little")
+        message = f"tag {number}" if channel is None or channel.point_to_point else f"collective #{number}"
+        error = GroupError(
+            f"rank {self._rank} has no room for a message of {nbytes} bytes with {message} from rank {peer}, for which no "
+            f"receive is posted, beside {stored} bytes of such messages"
+        )
+        error.advice = "post the receives in the order of the sends, or raise ASYNCDIST_ASIDE_NBYTES"
+        if channel is not None:
+            self.fail(channel, error)
+        else:  # it fails when this rank makes it
+            self.ended.setdefault(key[:8], error)
+
     def follow(self, channel: Channel, other: Channel) -> None:
         """Let a group fail with another one, without whose members its operations cannot continue."""
         if other.error is not None:

@@ -10,6 +10,7 @@ suspect's host can look at its process, and the others say whether they hear it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Set
@@ -43,6 +44,7 @@ class Heartbeat:
         send: Sends a control message: peer, kind, key, body.
         read_arrived: Reads what has arrived from a peer.
         state_of: Returns what the process of a peer does; None if this process cannot see it.
+        call_later: Lets a driver call a function: a log handler may take long, and the thread must go on beating.
     """
 
     def __init__(
@@ -54,9 +56,11 @@ class Heartbeat:
         send: Callable[[int, int, bytes, bytes], None],
         read_arrived: Callable[[int], None],
         state_of: Callable[[int], ProcessState | None],
+        call_later: Callable[[Callable[[], None]], None],
     ) -> None:
         self._rank, self._timeout, self._selector, self._failures = rank, timeout, selector, failures
         self._send, self._read_arrived, self._state_of = send, read_arrived, state_of
+        self._call_later = call_later
         beating = [transport for transport in selector.transports if transport.beats] if timeout else []
         self._detectors: dict[Transport, Detector] = {
             transport: Detector(timeout, selector.on_host_of) for transport in beating
@@ -90,16 +94,7 @@ class Heartbeat:
             for transport in self._detectors:
                 transport.pulse()
         pulsed_at, self._pulsed_at = self._pulsed_at, monotonic()
-        late = self._pulsed_at - pulsed_at
-        if late > SUSPECTED_AFTER * self._timeout:
-            log.warning(
-                "rank %d could not run for %.1f s: a call held the interpreter, or the process was stopped or got no "
-                "processor; after %g s (ASYNCDIST_HEARTBEAT) its peers declare it lost",
-                self._rank,
-                late,
-                self._timeout,
-            )
-        run(self._look)
+        run(functools.partial(self._look, self._pulsed_at - pulsed_at))
 
     def silences(self) -> dict[int, float]:
         """Return the seconds since each watched peer was last heard. Any thread may call it."""
@@ -120,17 +115,31 @@ class Heartbeat:
         """Return whether this rank itself hears a peer."""
         return any(detector.hears(peer) for detector in self._detectors.values())
 
-    def _look(self) -> bool:
-        """Beat, look for the beats of the peers, and return whether operations may go on or have failed."""
+    def _look(self, passed: float) -> bool:
+        """Beat, look for the beats of the peers, and return whether operations may go on or have failed.
+
+        ``passed`` are the seconds since the last beat.
+        """
         if self._run is None:
             return False
-        changed = False
+        changed = passed > SUSPECTED_AFTER * self._timeout
+        if changed:
+            self._call_later(functools.partial(self._warn, passed))
         for transport, detector in self._detectors.items():
             changed |= self._look_at(transport, detector)
             for peer in detector.suspects:
                 self._investigate(detector, peer)
                 changed = True
         return changed
+
+    def _warn(self, late: float) -> None:
+        log.warning(
+            "rank %d could not run for %.1f s: a call held the interpreter, or the process was stopped or got no "
+            "processor; after %g s (ASYNCDIST_HEARTBEAT) its peers declare it lost",
+            self._rank,
+            late,
+            self._timeout,
+        )
 
     def _look_at(self, transport: Transport, detector: Detector, lost_elsewhere: Set[int] = frozenset()) -> bool:
         """Report what has changed, and return whether anything has."""
@@ -154,7 +163,7 @@ class Heartbeat:
         else:
             state = "recovered" if verdict.liveness is Liveness.RECOVERED else "become suspect"
             text = f"rank {verdict.peer} has {state}, after {verdict.silence:.1f} s without a heartbeat"
-            log.info("rank %d: %s", self._rank, text)
+            self._call_later(functools.partial(log.info, "rank %d: %s", self._rank, text))
             self._failures.observe(verdict.peer, verdict.liveness, text)
 
     def _reason(self, transport: Transport, verdict: Verdict) -> str:

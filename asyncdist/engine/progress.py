@@ -24,10 +24,10 @@ An operation belongs to no driver: one driver may begin it and another complete 
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 from asyncio import _get_running_loop
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from time import monotonic
 
 from asyncdist.engine.drivers.attempts import Attempts
@@ -35,8 +35,13 @@ from asyncdist.engine.drivers.loop_driver import LoopDriver, LoopState
 from asyncdist.engine.drivers.promises import Promises
 from asyncdist.engine.drivers.turns import TIME_SLICE, Turns
 from asyncdist.engine.machine import Finishable, Machine
-from asyncdist.errors import LoopThreadError
+from asyncdist.errors import LoopThreadError, UsageError
 from asyncdist.transport.base import Wait
+
+_INTERRUPTED = (
+    "this call cannot wait: a signal handler, a finalizer or a trace function made it while its thread was in the middle "
+    "of another call of asyncdist; what it has started continues. Let it only set a flag, and make the call afterwards"
+)
 
 
 class Progress:
@@ -87,20 +92,27 @@ class Progress:
         self._wake_idle()
 
     def look(self, action: Callable[[], bool]) -> None:
-        """Run ``action`` under the lock, as `submit` does, but drive afterwards only if it returns True."""
-        turns, moved = self.turns, True
+        """Run ``action`` under the lock, before the actions in the queue; let a driver continue if it returns True.
+
+        The thread that holds the lock runs it if the lock is not free. The calling thread must go on beating, so it
+        neither drives nor runs callbacks.
+        """
+        turns = self.turns
         if turns.lock.acquire(blocking=False):
             try:
-                moved = action()
+                if action():
+                    turns.inbox.append(_nothing)
             except BaseException as cause:
                 turns.interrupt(cause)
                 raise
             finally:
                 turns.lock.release()
         else:
-            turns.inbox.append(action)
-        if moved or turns.inbox:
-            self.submit(lambda: None)
+            turns.inbox.appendleft(action)
+        if turns.inbox:
+            turns.wake()
+            if not turns.driver_lock.locked():
+                self._schedule_loop()
 
     def post(self, action: Callable[[], None]) -> None:
         """Let a driver run ``action`` soon. Safe to call while the lock of another machine is held."""
@@ -159,41 +171,69 @@ class Progress:
     def drive(self, work: Finishable, until: float, start: Callable[[], None] | None = None) -> None:
         """Drive, or wait for another driver, until ``work`` is completed or the monotonic time is ``until``.
 
-        ``start`` starts the work; None if it has started.
+        A callback, or a signal handler that has interrupted the thread's sleep, may call it in a call of `drive`.
+
+        Args:
+            work: What the thread waits for.
+            until: The time at which it stops waiting.
+            start: Starts the work; None if it has started.
+
+        Raises:
+            UsageError: The caller has interrupted this thread within a turn, which cannot go on before it returns.
         """
-        turns = self.turns
+        turns, thread = self.turns, get_ident()
         if start is not None:
             turns.inbox.append(start)
         elif work.is_completed():
             return
+        if turns.turning == thread or turns.attempting == thread:
+            raise UsageError(_INTERRUPTED)
         while not turns.driver_lock.acquire(blocking=False):
+            if turns.driving == thread:
+                self._drive_within(work, until)
+                return
             if not self._follow(work, until) or work.is_completed():
                 return
+        turns.driving = thread
         try:
             self._drive_locked(work, until)
         finally:
+            turns.driving = 0
             turns.driver_lock.release()
             self._hand_over()
 
+    def _drive_within(self, work: Finishable, until: float) -> None:
+        """Drive in a callback or a signal handler, which has interrupted the sleep of this thread's outer `drive`."""
+        try:
+            self._drive_locked(work, until)
+        finally:
+            # The outer call may sleep on, although its work is complete.
+            if (waker := self.turns.waker) is not None:
+                waker.ring()
+
     def _drive_locked(self, work: Finishable, until: float) -> None:
-        turns, waiting = self.turns, self.waiting
+        turns, waiting, thread = self.turns, self.waiting, get_ident()
         ready: Iterable[int] | None = None
         spin_until = (now := monotonic()) + waiting.spin
         while True:
             waits: list[Wait] | None = None
             with self.turns.lock:
-                moved = turns.turn(ready)
-                completed = work.is_completed()
-                if not completed:
-                    now = turns.expire()
-                    if moved:
-                        spin_until = now + waiting.spin
-                    elif now >= spin_until:
-                        waits = turns.prepare_sleep()
-                    else:  # a peer may need this core
-                        waiting.offer_core(now)
-                    if now >= waiting.look_at:
-                        waiting.look(now)
+                turns.turning = thread
+                try:
+                    moved = turns.turn(ready)
+                    completed = work.is_completed()
+                    if not completed:
+                        now = turns.expire()
+                        if moved:
+                            spin_until = now + waiting.spin
+                        elif now >= spin_until:
+                            waits = turns.prepare_sleep()
+                        else:  # a peer may need this core
+                            waiting.offer_core(now)
+                        if now >= waiting.look_at:
+                            waiting.look(now)
+                finally:
+                    turns.turning = 0
             if self._machine.finished:
                 turns.deliver()
             if completed or work.is_completed() or now >= until:
@@ -211,9 +251,9 @@ class Progress:
 
         work.add_done_callback(completed)
         try:
-            self.submit(lambda: None)  # run the action that `drive` added: the driver may be asleep
+            self.submit(_nothing)  # run the action that `drive` added: the driver may be asleep
             if turns.driver_lock.locked() and not work.is_completed():
-                event.wait(None if until == math.inf else max(0.0, until - monotonic()))
+                event.wait(min(max(0.0, until - monotonic()), threading.TIMEOUT_MAX))
             return monotonic() < until
         finally:
             turns.standby.remove(event)
@@ -238,3 +278,7 @@ class Progress:
                 self.turns.inbox.popleft()()
         self.turns.waker = None
         self.home.close()
+
+
+def _nothing() -> None:
+    """Do nothing: the driver that runs this also continues what is pending, and runs callbacks."""

@@ -9,6 +9,9 @@ from asyncdist.config import Config
 from asyncdist.transport.wire_format import HEADER_NBYTES, pack_tail
 
 _NO_ROOM = memoryview(b"")
+_MOST_ASIDE, _LEAST_LIMIT = 8, 512 << 20
+"""How many times ``aside_nbytes`` the unexpected messages of a peer may take while a receive is posted, and the least
+bytes of this limit. A receive may be behind them on the wire, so they are not left there."""
 
 # -- messages and receives ------------------------------------------------------------------------
 
@@ -217,6 +220,9 @@ class MatchingHost(Protocol):
     def mismatch(self, peer: int, receive: Receive, fingerprint: int, nbytes: int) -> None:
         """Fail the operation of a receive whose message has another fingerprint or size."""
 
+    def no_room(self, peer: int, key: bytes, nbytes: int, stored: int) -> None:
+        """Fail the group of an unexpected message that cannot be stored beside the ``stored`` bytes of others."""
+
 
 class MatchingQueue:
     """The unexpected messages from one peer, and the receives posted for messages from it.
@@ -329,8 +335,16 @@ class MatchingQueue:
         room[:] = message.bytes
         return True
 
-    def _put_aside(self, key: bytes, fingerprint: int, nbytes: int) -> UnexpectedMessage:
-        message = UnexpectedMessage(self.peer, key, fingerprint, nbytes)
+    def _put_aside(self, key: bytes, fingerprint: int, nbytes: int) -> Receive:
+        """Store an unexpected message. A single one has no limit: its receive could not be posted otherwise."""
+        most = max(_MOST_ASIDE * self._host.config.aside_nbytes, _LEAST_LIMIT)
+        try:
+            if self.aside_nbytes and self.aside_nbytes + nbytes > most:
+                raise MemoryError
+            message = UnexpectedMessage(self.peer, key, fingerprint, nbytes)
+        except MemoryError:
+            self._host.no_room(self.peer, key, nbytes, self.aside_nbytes)
+            return DiscardReceive(self.peer, key, nbytes)
         self.aside_nbytes += nbytes
         self.aside.setdefault(key, deque()).append(message)
         return message

@@ -11,8 +11,9 @@ import torch
 import asyncdist as dist
 from asyncdist import sync
 from asyncdist.config import Config
-from asyncdist.errors import OperationTimeoutError, UsageError
+from asyncdist.errors import GroupError, OperationTimeoutError, PeerLostError, UsageError
 from asyncdist.testing.cluster import world_of
+from asyncdist.transport import matching
 
 # Elements of a message that exceeds the buffer for unexpected messages.
 LARGE = 200_000
@@ -268,4 +269,48 @@ async def test_objects_of_several_senders_do_not_mix(transport):
             assert room == [sender] * 3
             seen.append(sender)
         assert sorted(seen) == [1, 1, 2, 2, 3, 3]
+        await asyncio.gather(*sent)
+
+
+def no_memory(*_):
+    raise MemoryError
+
+
+@pytest.mark.parametrize("reason", ["limit", "memory"])
+@pytest.mark.parametrize("source", [0, None], ids=["from the sender", "from any"])
+async def test_unexpected_messages_have_a_limit_while_another_receive_is_posted(
+    transport, monkeypatch, reason, source, eventually
+):
+    """The error blames the missing receive, not the sender, and names the tag, the bytes and the setting."""
+    monkeypatch.setattr(matching, "_LEAST_LIMIT", 0)
+    if reason == "memory":
+        monkeypatch.setattr(matching, "UnexpectedMessage", no_memory)
+    config = Config(eager_nbytes=0, aside_nbytes=LARGE)
+    async with world_of(2, transport=transport, config=config) as (zero, one):
+        pending = one.recv(torch.zeros(1), source, tag=9)
+        sent = [zero.send(filled(turn, LARGE), 1, tag=1) for turn in range(4)]
+        with pytest.raises(
+            GroupError, match=f"rank 1 has no room for a message of {4 * LARGE} bytes with tag 1"
+        ) as error:
+            await pending
+        assert not isinstance(error.value, PeerLostError)
+        assert "ASYNCDIST_ASIDE_NBYTES" in str(error.value)
+        assert one.mesh.inboxes[0].aside_nbytes <= 8 * LARGE
+        with pytest.raises(GroupError, match="rank 1 has no room"):
+            await zero.recv(torch.zeros(1), 1)
+        for work in sent:
+            await eventually(work.is_completed)
+            work.exception()
+        assert not one.mesh.lost_peers
+
+
+async def test_single_unexpected_message_may_exceed_the_limit(transport, monkeypatch):
+    monkeypatch.setattr(matching, "_LEAST_LIMIT", 0)
+    async with world_of(2, transport=transport, config=Config(eager_nbytes=0, aside_nbytes=1)) as (zero, one):
+        later = one.recv(torch.zeros(1), 0, tag=9)
+        sent = zero.send(filled(3, LARGE), 1, tag=1), zero.send(filled(4, 1), 1, tag=9)
+        await later
+        room = torch.zeros(LARGE)
+        await one.recv(room, 0, tag=1)
+        assert room.eq(3).all()
         await asyncio.gather(*sent)

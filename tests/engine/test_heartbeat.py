@@ -47,7 +47,7 @@ class Rank:
         self.heartbeat = Heartbeat(
             rank, job.timeout, SimpleNamespace(transports=list(wires), on_host_of=lambda peer: job.hosts.get(peer, ())),
             SimpleNamespace(accepts_notices=self.accepts_notices, lost=self.lose, observe=self.observe), self.send,
-            self.read.append, self.states.get,
+            self.read.append, self.states.get, lambda call: call(),
         )  # fmt: skip
 
     def accepts_notices(self, peer):

@@ -7,6 +7,7 @@ import errno
 import itertools
 import math
 import select
+import signal
 import socket
 import threading
 import time
@@ -21,7 +22,8 @@ from asyncdist.engine import progress as progress_module
 from asyncdist.engine.drivers import attempts, home_loop, loop_driver, turns, waiting, waker
 from asyncdist.engine.machine import READ
 from asyncdist.engine.progress import Progress
-from asyncdist.errors import GroupError
+from asyncdist.engine.work import Work
+from asyncdist.errors import GroupError, UsageError
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.transport.base import Sleep
 
@@ -215,8 +217,12 @@ class BusyMachine:
     def next_deadline(self):
         return math.inf
 
+    def expire(self, now):
+        pass
+
     def take_finished(self):
-        return []
+        finished, self.finished = self.finished, []
+        return finished
 
 
 def set_clock(monkeypatch, machine):
@@ -550,12 +556,150 @@ def test_call_that_takes_long_yields_the_lock_to_another_threads_action(wait):
     progress.close()
 
 
-def test_look_drives_only_if_there_is_something_to_drive():
-    machine = BusyMachine()
+def test_look_lets_a_driver_continue_only_if_there_is_something_to_drive(until):
+    machine, callers = BusyMachine(), []
+    machine.finished = [lambda: callers.append(threading.current_thread())]
     progress = Progress(machine)
-    for seen in (False, True):
-        progress.look(lambda seen=seen: seen)
-        assert (machine.turns > 0) is seen
+    progress.look(lambda: False)
+    assert not progress.turns.inbox
+    progress.look(lambda: True)
+    until(lambda: callers)
+    assert [thread.name for thread in callers] == ["asyncdist-runtime"]
+    progress.close()
+
+
+def test_look_runs_before_the_queued_actions_and_no_callback_in_its_thread(until):
+    """Another thread holds the lock, for example to start thousands of operations."""
+    machine, order, callers = BusyMachine(), [], []
+    machine.finished = [lambda: callers.append(threading.current_thread())]
+    progress = Progress(machine)
+    with progress.turns.lock:
+        for number in range(3):
+            progress.turns.inbox.append(lambda number=number: order.append(number))
+        looking = threading.Thread(target=progress.look, args=[lambda: order.append("look") or False])
+        looking.start()
+        looking.join()
+        assert order == []
+    progress.submit(lambda: order.append("submitted"))
+    until(lambda: callers and len(order) == 5)
+    assert order == ["look", 0, 1, 2, "submitted"]
+    assert looking not in callers
+    progress.close()
+
+
+def test_turn_runs_the_actions_that_were_there_at_its_start():
+    """Another thread may add actions as fast as this one runs them, and must not keep it."""
+    progress, order = Progress(BusyMachine()), []
+
+    def act(number):
+        order.append(number)
+        progress.turns.inbox.append(lambda: act(number + 1))
+
+    progress.turns.inbox.append(lambda: act(0))
+    with progress.turns.lock:
+        for turn in range(3):
+            assert progress.turns.turn(None)
+            assert order == list(range(turn + 1))
+    progress.turns.inbox.clear()
+    progress.close()
+
+
+def test_signal_handler_waits_while_its_thread_sleeps_in_a_call(asleep):
+    """The call in the handler completes first, and the interrupted call is woken although its work completes in it."""
+    machine, outer, inner, order = IdleMachine(lambda: None), Flag(), Flag(), []
+    progress = Progress(machine)
+
+    def handler(*_):
+        if not order:
+            order.append("interrupted")
+            progress.drive(inner, monotonic() + PATIENCE, lambda: order.append("started"))
+            order.append(inner.done)
+            outer.done = True
+
+    before = signal.signal(signal.SIGUSR1, handler)
+
+    def complete():
+        assert asleep.wait(PATIENCE)
+        asleep.clear()
+        while not order:  # a signal that comes just before the system call does not interrupt it
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            time.sleep(1e-3)
+        assert asleep.wait(PATIENCE)
+        progress.submit(lambda: setattr(inner, "done", True))
+
+    other = threading.Thread(target=complete)
+    other.start()
+    until = monotonic() + PATIENCE
+    try:
+        progress.drive(outer, until)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        other.join()
+    assert monotonic() < until, "nothing woke the interrupted call"
+    assert order == ["interrupted", "started", True]
+    progress.close()
+
+
+def test_callback_in_a_blocking_call_may_wait(until):
+    """The driver that runs the callback is the thread itself."""
+    flag, inner = Flag(), Flag()
+    machine = IdleMachine(lambda: None)
+    progress = Progress(machine)
+
+    def callback():
+        progress.drive(inner, monotonic() + PATIENCE, lambda: setattr(inner, "done", True))
+        flag.done = True
+
+    machine.take_finished = lambda: [machine.finished.pop()]
+    progress.drive(flag, monotonic() + PATIENCE, lambda: machine.finished.append(callback))
+    assert flag.done
+    assert inner.done
+    progress.close()
+
+
+@pytest.mark.parametrize("caller", ["turn", "attempt", "submit"])
+def test_call_that_interrupts_a_turn_of_its_own_thread_is_refused_and_goes_on(caller):
+    """A signal handler may run between any two instructions, also where its thread holds the lock."""
+    machine, flag, started = BusyMachine(), Flag(), []
+    progress = Progress(machine)
+
+    def handler():
+        with pytest.raises(UsageError, match="set a flag"):
+            progress.drive(flag, monotonic() + PATIENCE, lambda: started.append(True))
+        flag.done = True
+
+    def schedule():
+        handler()
+        yield ()
+
+    if caller == "turn":
+        progress.drive(flag, monotonic() + PATIENCE, handler)
+    elif caller == "submit":
+        progress.submit(handler)
+    else:
+        assert progress.attempt(schedule(), WorkingGroup(), 1, wait=True) is False
+    progress.submit(lambda: None)
+    assert started
+    progress.close()
+
+
+@pytest.mark.parametrize("seconds", [180e6, 1e12])
+def test_blocking_calls_sleep_with_timeouts_that_no_poll_and_no_lock_takes(seconds, asleep, until):
+    """The first thread sleeps in poll and the second one stands by, each with a limit of years."""
+    work = Work()
+    progress = Progress(IdleMachine(lambda: None))
+    work._progress = progress
+    threads = [threading.Thread(target=work.wait, args=[seconds]) for _ in range(2)]
+    threads[0].start()
+    assert asleep.wait(PATIENCE)
+    threads[1].start()
+    until(lambda: progress.turns.standby)
+    work.finish()
+    work.run_callbacks()
+    progress.submit(lambda: None)
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
     progress.close()
 
 
@@ -608,6 +752,43 @@ def test_socket_is_not_closed_while_a_loop_is_about_to_watch_it(socket_machine, 
     assert closed == [False]
     until(lambda: machine.sock.fileno() < 0)
     assert not progress.loop_driver.watcher.is_registered
+
+
+@pytest.mark.parametrize("ending", ["stopped", "closed", "run"])
+def test_close_in_another_thread_ends_when_the_loop_ends_first(socket_machine, ending, monkeypatch):
+    """The loop runs for the last time when the other thread asks it to leave, and never runs what that thread has added."""
+    machine, _ = socket_machine
+    loop = asyncio.new_event_loop()
+    added = threading.Event()
+    lost = SimpleNamespace(
+        is_running=loop.is_running, is_closed=loop.is_closed, call_soon=loop.call_soon, call_later=loop.call_later,
+        call_soon_threadsafe=lambda *_: added.set(), remove_reader=loop.remove_reader, add_reader=loop.add_reader,
+    )  # fmt: skip
+
+    async def run():
+        progress = Progress(machine, loop)
+        progress.ensure_driven()
+        assert progress.loop_driver.watcher.watched
+        if ending != "run":
+            progress.home._user_loop = lost
+        closing.append(threading.Thread(target=progress.close))
+        closing[0].start()
+        if ending != "run":
+            assert added.wait(PATIENCE)
+
+    closing = []
+    try:
+        if ending == "run":
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(run())
+        else:
+            loop.run_until_complete(run())
+            if ending == "closed":
+                loop.close()
+        closing[0].join(PATIENCE)
+        assert not closing[0].is_alive()
+    finally:
+        loop.close()
 
 
 def test_close_during_a_turn_of_the_loop_leaves_no_registration(socket_machine, monkeypatch):

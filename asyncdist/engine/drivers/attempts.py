@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import _get_running_loop
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic
 
 from asyncdist.algorithms.schedule import END_ATTEMPT, Schedule
@@ -54,6 +55,7 @@ class Attempts:
         turns, machine = self._turns, self._machine
         if machine.acting or not turns.driver_lock.acquire(False):
             return False
+        turns.attempting = get_ident()
         asleep_until, ready = 0.0, None
         advance: Advance | None = None
         drives = has_driven = bool(machine.operations) and monotonic() >= self._turn_at
@@ -86,7 +88,7 @@ class Attempts:
                 has_driven = has_driven or advance is not None
             return False
         finally:
-            turns.sleeping = False
+            turns.sleeping, turns.attempting = False, 0
             turns.driver_lock.release()
             if machine.finished:
                 turns.deliver()

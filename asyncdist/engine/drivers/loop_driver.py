@@ -30,6 +30,7 @@ import math
 import socket
 import threading
 from asyncio import _get_running_loop
+from threading import get_ident
 from time import monotonic
 
 from asyncdist.base.descriptors import is_exhausted
@@ -57,6 +58,8 @@ class LoopState(enum.Enum):
 
 _IDLE, _SCHEDULED, _RESTING, _DEFERRING, _CLOSED = LoopState
 
+_LOOP_CHECK_INTERVAL = 0.05
+"""Seconds between two checks, by a thread that waits for the loop, whether the loop has ended."""
 _DEFERRAL = 1e-3
 """Seconds without a call after which the loop watches descriptors for messages that the program expects."""
 
@@ -148,6 +151,8 @@ class LoopDriver:
             again = _DEFERRAL if self.state is _DEFERRING else LONGEST_ATTEMPT if machine.timers else math.inf
             self.watcher.set_timer(loop, monotonic() + again)
             return
+        if turns.turning == get_ident():  # a signal handler has interrupted a turn, after which the loop is scheduled
+            return
         with turns.lock:
             if self.state is _CLOSED:  # another thread may have closed the machine while this one waited for the lock
                 return
@@ -191,14 +196,19 @@ class LoopDriver:
         turns, machine = self._turns, self._machine
         now, spin = monotonic(), turns.waiting.await_spin if self.home else 0.0
         until, spin_until = now + (0.0 if turns.slice_exhausted else TIME_SLICE), now + spin
-        moved = turns.turn(None if descriptor is None else (descriptor,))
-        while now < until and (moved or now < spin_until) and machine.busy() and not machine.finished:
-            now = monotonic()
-            if moved:
-                spin_until = now + spin
-            else:
-                turns.waiting.offer_core(now)
-            moved = turns.turn(None)
+        turns.turning = get_ident()
+        turns.turning = get_ident()
+        try:
+            moved = turns.turn(None if descriptor is None else (descriptor,))
+            while now < until and (moved or now < spin_until) and machine.busy() and not machine.finished:
+                now = monotonic()
+                if moved:
+                    spin_until = now + spin
+                else:
+                    turns.waiting.offer_core(now)
+                moved = turns.turn(None)
+        finally:
+            turns.turning = 0
         turns.slice_exhausted = now >= until
         return moved
 
@@ -206,19 +216,32 @@ class LoopDriver:
 
     def close(self) -> None:
         """Stop driving. Afterwards no loop watches a descriptor of this machine."""
-        loop = self.home.loop
-        if _get_running_loop() is loop or not loop.is_running():
-            self._leave(loop)
-        elif self._is_registered():
-            done = threading.Event()
+        left = False
+        while not left:
+            loop = self.home.loop
+            if _get_running_loop() is loop or not loop.is_running():
+                self._leave(loop)
+                break
+            if not self._is_registered():
+                break
+            left = self._leave_on(loop)
+        self.state = _CLOSED
 
-            def leave() -> None:
-                self._leave(self.home.loop)
+    def _leave_on(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Leave a loop of another thread in that thread; return False if the loop has ended instead."""
+        done = threading.Event()
+
+        def leave() -> None:
+            if self.home.loop is loop:
+                self._leave(loop)
                 done.set()
 
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(leave)
-            done.wait()
-        self.state = _CLOSED
+        while not done.wait(_LOOP_CHECK_INTERVAL):
+            if self.home.loop is not loop or not loop.is_running():
+                return False
+        return True
 
     def _is_registered(self) -> bool:
         """Return whether the loop holds a callback of this machine; if not, close, so that it never gets one."""

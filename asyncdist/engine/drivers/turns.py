@@ -6,6 +6,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from threading import get_ident
 from time import monotonic
 
 from asyncdist.base.descriptors import is_exhausted
@@ -35,6 +36,9 @@ class Turns:
         standby: The events of blocked threads that stand by while another thread drives.
         sleeping: Whether the inline driver sleeps in ``poll``, or is about to.
         waker: Wakes the inline driver; None until a driver first sleeps.
+        driving: The thread that holds ``driver_lock`` for `Progress.drive`; 0 for none.
+        turning: The thread that is in a turn; 0 for none. Code that interrupts it there must not wait for the lock.
+        attempting: The thread that makes an attempt; 0 for none.
         slice_exhausted: Whether this turn of the loop has used up its time slice.
         in_trio: Whether trio tasks issue operations.
     """
@@ -48,6 +52,7 @@ class Turns:
         self.standby: deque[threading.Event] = deque()
         self.sleeping = False
         self.waker: Waker | None = None
+        self.driving = self.turning = self.attempting = 0
         self.slice_exhausted = False
         self.in_trio = False
         self._schedule_loop = schedule_loop
@@ -55,7 +60,7 @@ class Turns:
     # -- under the lock ------------------------------------------------------------------------
 
     def turn(self, ready: Iterable[int] | None, advance: Advance | None = None) -> bool:
-        """Run the actions of other threads, and drive the machine once; return whether anything moved.
+        """Run the actions that other threads have added, and drive the machine once; return whether anything moved.
 
         Args:
             ready: The descriptors that are ready; None if they are unknown.
@@ -63,7 +68,8 @@ class Turns:
         """
         inbox, moved = self.inbox, False
         try:
-            while inbox:
+            # Other threads may add actions faster than this one runs them.
+            for _ in range(len(inbox)):
                 inbox.popleft()()
                 moved = True
             return (advance or self.machine.advance)(ready) or moved
@@ -103,9 +109,11 @@ class Turns:
 
     def take(self) -> bool:
         """Drive the machine once and release the lock, which the caller has acquired; return whether anything moved."""
+        self.turning = get_ident()
         try:
             moved = self.turn(None)
         finally:
+            self.turning = 0
             self.lock.release()
         self.deliver()
         return moved

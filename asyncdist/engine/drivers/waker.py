@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import select
 from collections.abc import Sequence
 from operator import itemgetter
 
+from asyncdist.base.deadline import poll_timeout
 from asyncdist.engine.machine import READ
 from asyncdist.transport.base import Wait
 
@@ -34,9 +34,14 @@ class Waker:
             os.write(self.writer, b"\1\0\0\0\0\0\0\0")
 
     def sleep(self, waits: Sequence[Wait], seconds: float) -> list[int] | None:
-        """Sleep until a descriptor is ready, `ring` is called, or time is up; return the ready ones, None after `ring`."""
-        poll = self._polls.get(wanted := tuple(waits)) or self._make_poll(wanted)
-        reported = poll.poll(None if seconds == math.inf else max(0, math.ceil(seconds * 1e3)))
+        """Sleep until a descriptor is ready, `ring` is called, or time is up; return the ready ones, None after `ring`.
+
+        It may return before, after days.
+        """
+        # A signal handler in which this thread sleeps too needs a poll object of its own.
+        poll = self._polls.pop(wanted := tuple(waits), None) or self._make_poll(wanted)
+        reported = poll.poll(poll_timeout(seconds))
+        self._polls[wanted] = poll
         ready = list(map(_descriptor_of, reported))
         if self.reader in ready:
             os.read(self.reader, 64)
@@ -46,7 +51,7 @@ class Waker:
     def _make_poll(self, waits: tuple[Wait, ...]) -> select.poll:
         if len(self._polls) >= _KEPT_POLLS:
             self._polls.clear()
-        poll = self._polls[waits] = select.poll()
+        poll = select.poll()
         poll.register(self.reader, READ)
         for descriptor, events in waits:
             poll.register(descriptor, events)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
-from asyncdist.base.deadline import Deadline
+from asyncdist.base.deadline import LONGEST_POLL, Deadline
 from asyncdist.base.tls import TlsSocket
 from asyncdist.store.client.connect import connect, hung_up, resolution_error
 from asyncdist.store.client.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
@@ -22,8 +22,6 @@ from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.codec import framed
 
 _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
-_LONGEST_POLL = (1 << 31) - 1
-"""Milliseconds, 24 days: poll() takes a C int."""
 
 
 class BlockingSocket:
@@ -45,7 +43,7 @@ class BlockingSocket:
         self._chunks = ChunkSender(lambda data: self._unsent.append(data), is_open, schedule=lambda call: None)
         self._unsent: deque[bytes | memoryview] = deque()
         self._host_watch: HostWatch | None = None
-        self._longest_poll: float = _LONGEST_POLL
+        self._longest_poll: float = LONGEST_POLL
         self._plain_sock = sock
 
     def watch_host(self, limit: float) -> None:
