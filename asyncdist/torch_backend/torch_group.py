@@ -149,7 +149,7 @@ class TorchGroup:
                 raise
         return DONE
 
-    def _in_callback(self, start: Callable[..., T]) -> tuple[Callable[..., T], CallbackOrder]:
+    def _in_callback(self, start: Callable[..., started.Work]) -> tuple[Callable[..., started.Work], CallbackOrder]:
         """Return ``start`` and the order of callbacks: of the group for callbacks, if this thread runs one."""
         outer = running.get(threading.get_ident())
         if outer is None:
