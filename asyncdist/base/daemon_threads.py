@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import threading
@@ -31,6 +32,12 @@ _AT_EXIT = 2.0
 """Seconds for which a process waits at its exit for calls that have not returned."""
 
 
+_GROW_INTERVAL = 5e-3
+"""Seconds without the begin of a call after which a pool that grows starts a further thread for the calls that wait."""
+_EXTRA_IDLE_TIMEOUT = 1.0
+"""Seconds after which such a thread ends when it has no call."""
+
+
 class DaemonThreadPool(concurrent.futures.Executor):
     """Runs calls in at most ``max_threads`` daemon threads, each started when it is needed.
 
@@ -38,10 +45,14 @@ class DaemonThreadPool(concurrent.futures.Executor):
         name: Prefix of the threads' names.
         max_threads: The number of calls that may run at the same time.
         idle_timeout: Seconds after which a thread without a call ends; None keeps threads until `shutdown`.
+        grows: Whether calls may wait for one another: a further thread starts, and ends when it is idle, whenever no call
+            has begun for a moment.
     """
 
-    def __init__(self, name: str, max_threads: int, *, idle_timeout: float | None = None) -> None:
+    def __init__(self, name: str, max_threads: int, *, idle_timeout: float | None = None, grows: bool = False) -> None:
         self._name, self._max_threads, self._idle_timeout = name, max_threads, idle_timeout
+        self._grows, self._is_watched = grows, False
+        self._begun = self._begun_before = 0
         self._changed = threading.Condition()
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._threads: list[threading.Thread] = []
@@ -61,8 +72,12 @@ class DaemonThreadPool(concurrent.futures.Executor):
         with self._changed:
             if self._closed:
                 raise RuntimeError(f"the thread pool {self._name!r} has been shut down")
-            if self._idle <= len(self._calls) and len(self._threads) < self._max_threads:
-                self._start_thread()
+            if self._idle <= len(self._calls):
+                if len(self._threads) < self._max_threads:
+                    self._start_thread()
+                elif self._grows and not self._is_watched:
+                    periodic_calls.start(self._grow, _GROW_INTERVAL)
+                    self._is_watched = True
             self._unfinished.add(future)
             self._calls.append((future, functools.partial(function, *args, **kwargs)))
             self._changed.notify()
@@ -100,9 +115,21 @@ class DaemonThreadPool(concurrent.futures.Executor):
     def after_fork_in_child(self) -> None:
         """Forget the threads and their calls, which exist in the parent only."""
         self._changed = threading.Condition()
-        self._idle = 0
+        self._idle, self._is_watched = 0, False
         for collection in (self._calls, self._threads, self._unfinished):
             collection.clear()
+
+    def _grow(self) -> None:
+        """Start one more thread if no call has begun since the last look; look again while calls wait for a thread."""
+        with self._changed:
+            if not self._calls:
+                periodic_calls.stop(self._grow)
+                self._is_watched = False
+            elif self._begun == self._begun_before:
+                # The process may be unable to start a thread now.
+                with contextlib.suppress(RuntimeError):
+                    self._start_thread()
+            self._begun_before = self._begun
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name=f"{self._name}_{self._started}", daemon=True)
@@ -114,12 +141,14 @@ class DaemonThreadPool(concurrent.futures.Executor):
         while True:
             with self._changed:
                 self._idle += 1
-                self._changed.wait_for(lambda: self._calls or self._closed, self._idle_timeout)
+                timeout = self._idle_timeout if len(self._threads) <= self._max_threads else _EXTRA_IDLE_TIMEOUT
+                self._changed.wait_for(lambda: self._calls or self._closed, timeout)
                 self._idle -= 1
                 if not self._calls:
                     self._threads.remove(threading.current_thread())
                     return
                 future, call = self._calls.popleft()
+                self._begun += 1
             _run_call(future, call)
             # An idle thread must not keep the arguments and the result alive.
             del future, call

@@ -25,6 +25,7 @@ from asyncdist.memory.bounded_cache import BoundedCache
 from asyncdist.memory.buffers import OutputTensor
 from asyncdist.memory.tensor_types import ReductionLike, TensorLike, TensorListsT, TensorsT, TensorT
 from asyncdist.memory.torch_compile import excluded_from_compile
+from asyncdist.memory.user_modes import leave_user_modes
 
 _CACHED_CALLS = 512
 
@@ -102,9 +103,14 @@ class CollectiveOps(ABC):
         """
         outputs: list[OutputTensor] = []
         values: Sequence[Any] = tensors
+        left = leave_user_modes()
         try:
-            key = cache_key((name, arguments), tensors, self._device_if_not_host)
-            if key is None:
+            try:
+                key = cache_key((name, arguments), tensors, self._device_if_not_host)
+            # `converted` refuses a tensor without storage with a proper message.
+            except RuntimeError:
+                key = None
+            if key is None or left is not None:
                 group = self._group_for(tensors)
                 if group is not self:
                     return group._call(name, prepare, tensors, options, arguments, writes=writes)
@@ -128,6 +134,9 @@ class CollectiveOps(ABC):
         except UsageError as error:
             self.refused(name, error)
             raise
+        finally:
+            if left is not None:
+                left.close()
 
     @abstractmethod
     def _run(

@@ -65,6 +65,9 @@ def cache_key(
 
     Returns:
         The key; None if a value needs conversion.
+
+    Raises:
+        RuntimeError: A tensor has no storage.
     """
     for value in values:
         kind = type(value)
@@ -76,6 +79,7 @@ def cache_key(
                 and value.is_contiguous()
                 and not (value.requires_grad or value.is_inference() or value.is_neg())
                 and not (dtype.is_complex and value.is_conj())
+                and value.data_ptr()
             ):
                 return None
             key += (dtype, value.shape)

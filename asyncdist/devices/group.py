@@ -42,6 +42,7 @@ from asyncdist.errors import (
     UsageError,
 )
 from asyncdist.memory.buffers import OutputTensor, input_memory
+from asyncdist.memory.user_modes import leave_user_modes
 from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.transport.device_p2p import Transfer
 from asyncdist.transport.device_streams import CudaStreams, DeviceEvent, Streams
@@ -274,13 +275,15 @@ class DeviceGroup(CollectiveOps):
     # -- messages ------------------------------------------------------------------------------
 
     def _send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Work:
-        memory = input_memory(self._checked(tensor))
+        with leave_user_modes() or contextlib.nullcontext():
+            memory = input_memory(self._checked(tensor))
         plan = p2p.send(self.context, memory.tensor, peer)
         transfer = functools.partial(self.messages.send, memory, peer, tag, plan.fingerprint)
         return self._start_message("send", tag, plan, transfer, memory, options)
 
     def _receive(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Work:
-        target = OutputTensor(self._checked(tensor))
+        with leave_user_modes() or contextlib.nullcontext():
+            target = OutputTensor(self._checked(tensor))
         plan = p2p.receive(self.context, target.memory.tensor, peer, self.member_ids)
         transfer = functools.partial(self.messages.receive, target, peer, tag, plan.fingerprint)
         return self._start_message("recv", tag, plan, transfer, target, options)

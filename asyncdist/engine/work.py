@@ -309,7 +309,9 @@ class Work(ProcessBound, _Awaited[T_co]):
             first = self._future is None
             future: torch.futures.Future[T_co] = torch.futures.Future() if first else self._future
             self._future = future
-        if first:
+        if first and self._done:
+            _complete_future(self)
+        elif first:
             self.add_done_callback(_complete_future_in_thread)
         return future
 
@@ -449,8 +451,8 @@ class _SequentialWork(Work[list[Any]]):
 
 # -- threads for functions that may block -------------------------------------------------------------
 
-# A function that runs here may wait for another one that runs here, so one thread is not enough.
-_blocking_calls = DaemonThreadPool("asyncdist-futures", max_threads=32)
+# A function that runs here may wait for another one that runs here, so no number of threads is enough.
+_blocking_calls = DaemonThreadPool("asyncdist-futures", max_threads=32, grows=True)
 
 
 def call_in_thread(function: Callable[[], object]) -> None:

@@ -37,6 +37,7 @@ from asyncdist.groups.members.member_ops import MemberOps
 from asyncdist.memory.buffers import Scratch
 from asyncdist.memory.registered import T, register
 from asyncdist.memory.torch_compile import excluded_from_compile
+from asyncdist.memory.user_modes import leave_user_modes
 from asyncdist.tracing.hooks import GroupHooks, Hook, HookFunction
 from asyncdist.transport import registry
 from asyncdist.transport.native import preceded, raising
@@ -332,6 +333,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         tag: int | None = None,
     ) -> Work:
         """Start the plan ``make(context, *arguments)``: a collective, or a message if there is a ``tag``."""
+        left = leave_user_modes()
         try:
             plan = make(self.context, *arguments)
             background = options.get("background", True)
@@ -340,6 +342,9 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         except UsageError as error:
             self.refused(name, error)
             raise
+        finally:
+            if left is not None:
+                left.close()
 
     def _send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Work:
         return self._run_plan("send", p2p.send, (tensor, peer), options, tag)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from asyncdist.errors import UnsupportedError, UsageError
+from asyncdist.memory.user_modes import why_not_communicated
 
 # The number of a dtype on the wire is its position in this list, so new dtypes are appended.
 _DTYPE_NAMES = """uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16
@@ -137,7 +138,10 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
         raise UsageError(
             f"this operation needs a tensor in host memory, and got one on {tensor.device}: move it with .cpu()"
         )
-    shown: Any = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    address = tensor.data_ptr()
+    if not address:
+        raise UnsupportedError(why_not_communicated(tensor) or "this tensor has no memory")
+    shown: Any = (ctypes.c_char * nbytes).from_address(address)
     shown.tensor = tensor
     return memoryview(shown).cast("B")
 
@@ -287,11 +291,9 @@ def tensor_of(value: Any, *, written: bool = False) -> torch.Tensor:
         raise _unsupported(value.dtype)
     if value.is_nested:
         raise UnsupportedError("a nested tensor cannot be communicated: pass its unbind()")
-    if type(value) is not torch.Tensor and value.numel() and not value.data_ptr():
-        raise UnsupportedError(
-            f"a {type(value).__name__} has no memory of its own: pass the tensor in it, which to_local() and full_tensor() "
-            "of a DTensor return"
-        )
+    reason = why_not_communicated(value)
+    if reason is not None:
+        raise UnsupportedError(reason)
     return value.detach() if value.requires_grad else value
 
 

@@ -15,6 +15,7 @@ backend              ``c10d::Backend``, for a part of a group and for callers in
 reduce_ops           `torch.distributed.ReduceOp`
 no_group_yet         what takes the place of the group before the first ``reconfigure``
 torch_work           `torch.distributed.Work`: the handle that a collective returns
+callback_order       the order of the callbacks of futures, and the groups on which they communicate
 registration         `Backend.register_backend`: creates a process group
 kernels              two operators of ``_c10d_functional`` whose kernels below torch 2.14 require a C++ back end
 patches              every function of torch that this package replaces

@@ -17,7 +17,7 @@ import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncdist.torch_backend import bucket_memory
+from asyncdist.torch_backend import bucket_memory, callback_order
 from asyncdist.torch_backend.process_group import ObservedProcessGroup, ProcessGroup, group_of
 from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS
 
@@ -89,6 +89,11 @@ _REPLACEMENTS: list[tuple[Any, str, Replacement]] = [
     # Allocate buckets in ordinary memory, unless the back end is written in C++.
     (_bindings.Reducer, "__init__", bucket_memory.make_reducer),
     (_bindings.Reducer, "_rebuild_buckets", bucket_memory.rebuild_buckets),
+    # Run a callback in the thread that completes the future, or that attaches it, at any time.
+    (torch._C.Future, "then", callback_order.attach),
+    (torch._C.Future, "add_done_callback", callback_order.attach),
+    # Has no limit, also in a callback for which that what it waits for waits.
+    (torch._C.Future, "wait", callback_order.wait),
     # Makes a process group in C++ around a back end in C++.
     (distributed_c10d, "_create_shrunk_process_group", _create_shrunk_process_group),
 ]

@@ -7,6 +7,7 @@ operation of `Group`, its output tensors and its arguments to `TorchGroup._run`.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -36,6 +37,7 @@ from asyncdist.groups.procedure import BackgroundCall
 from asyncdist.groups.world import World
 from asyncdist.memory.torch_compile import excluded_from_compile
 from asyncdist.torch_backend import gloo_words
+from asyncdist.torch_backend.callback_order import CallbackOrder, order_of, running
 from asyncdist.torch_backend.memory_pool import MemoryPool
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
 from asyncdist.torch_backend.reduce_ops import reduction_of
@@ -116,6 +118,7 @@ class TorchGroup(ProcessBound):
         self.group = cast(Group, group)
         for key, (_, functions) in list(self._hooks.items()):
             self._hooks[key] = group.register_hook(**functions), functions
+        self._order = order_of(group) if isinstance(group, Group) else CallbackOrder("no group yet")
         if isinstance(group, Group):
             # Without a free core, the background loop's thread would take the calling thread's core. The calling thread
             # therefore spins for its peers; it usually waits soon anyway, such as DDP after its last bucket.
@@ -135,8 +138,11 @@ class TorchGroup(ProcessBound):
         limit = None if timeout < _NO_TIME else timeout
         if self._coalesced is not None:
             return self._background(start, outputs, limit, *args)
+        order = self._order
+        if running:
+            start, order = self._in_callback(start)
         if opts.asyncOp:
-            return Work(start(*args, timeout=limit), outputs)
+            return Work(start(*args, timeout=limit), outputs, None, order)
         work = start(*args, background=False, timeout=limit)
         if not work.is_success():
             try:
@@ -145,6 +151,16 @@ class TorchGroup(ProcessBound):
                 gloo_words.add_timeout(error)
                 raise
         return DONE
+
+    def _in_callback(self, start: Callable[..., started.Work]) -> tuple[Callable[..., started.Work], CallbackOrder]:
+        """Return ``start`` and the order of callbacks: of the group for callbacks, if this thread runs one."""
+        outer = running.get(threading.get_ident())
+        if outer is None:
+            return start, self._order
+        group, order = self._order.within(outer, self.group)
+        if isinstance(start, _Together):
+            return _Together(_method_of(group, start.start), start.calls), order
+        return _method_of(group, start), order
 
     def _background(
         self, start: Callable[..., started.Work], outputs: Tensors, limit: Timeout, *args: Any, **extra: Any
@@ -164,7 +180,7 @@ class TorchGroup(ProcessBound):
         op = reduction_of(opts.reduceOp)
         if len({tensor.dtype for tensor in tensors}) == 1:
             return self._run(self.group.all_reduce_coalesced, tensors, opts, tensors, op)
-        return self._run(_together(self.group.all_reduce, [(tensor, op) for tensor in tensors]), tensors, opts)
+        return self._run(_Together(self.group.all_reduce, [(tensor, op) for tensor in tensors]), tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
         op = reduction_of(opts.reduceOp)
@@ -181,7 +197,7 @@ class TorchGroup(ProcessBound):
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
         op = reduction_of(opts.reduceOp)
         calls = [(output, tensor, op) for output, tensor in zip(outputs, inputs, strict=True)]
-        return self._run(_together(self.group.reduce_scatter_single, calls), outputs, opts)
+        return self._run(_Together(self.group.reduce_scatter_single, calls), outputs, opts)
 
     # -- data movement -------------------------------------------------------------------------
 
@@ -196,7 +212,7 @@ class TorchGroup(ProcessBound):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
         calls = list(zip(outputs, inputs, strict=True))
-        return self._run(_together(self.group.all_gather_single, calls), outputs, opts)
+        return self._run(_Together(self.group.all_gather_single, calls), outputs, opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
         return self._run(self.group.all_gather_coalesced, [t for row in outputs for t in row], opts, outputs, inputs)
@@ -275,7 +291,7 @@ class TorchGroup(ProcessBound):
 
     def end_coalescing(self, device: object = None) -> Work:
         works, self._coalesced = self._coalesced or [], None
-        return Work(started.joined(works), [])
+        return Work(started.joined(works), [], None, self._order)
 
     # torch's Python code calls these names, its C++ code the others.
     _start_coalescing, _end_coalescing = start_coalescing, end_coalescing
@@ -448,6 +464,7 @@ class TorchGroup(ProcessBound):
 
     def shutdown(self) -> None:
         """Destroy the group, and its world if this group owns one. Idempotent; groups may close in any order."""
+        self._order.close()
         self.group.close()
         world, self._world = self._world, None
         meeting, self._reconfiguration = self._reconfiguration, None
@@ -465,7 +482,9 @@ class TorchGroup(ProcessBound):
         """
         for hook in list(self._abort_hooks.values()):
             hook()
-        self.group.abort("torch.distributed aborted the process group")
+        reason = "torch.distributed aborted the process group"
+        self.group.abort(reason)
+        self._order.abort(reason)
         if self._whole._is_revocable:
             return
         if self._world is not None and all(group.aborted for group in self._world.groups):
@@ -486,10 +505,16 @@ def _single(items: Sequence[T]) -> T:
     return items[0] if len(items) == 1 else cast(T, items)
 
 
-def _together(start: Callable[..., started.Work], calls: Sequence[tuple[Any, ...]]) -> Callable[..., started.Work]:
-    """Return a function that starts several operations and returns one Work for all of them."""
+def _method_of(group: Group, method: Callable[..., T]) -> Callable[..., T]:
+    """Return another group's method for a method of a group; for another function the function itself."""
+    return getattr(group, method.__name__) if isinstance(getattr(method, "__self__", None), Group) else method
 
-    def start_all(background: bool = True, timeout: Timeout = None) -> started.Work:
-        return started.joined([start(*call, background=background, timeout=timeout) for call in calls])
 
-    return start_all
+class _Together:
+    """Starts several operations by one method of a group, and returns one Work for all of them."""
+
+    def __init__(self, start: Callable[..., started.Work], calls: Sequence[tuple[Any, ...]]) -> None:
+        self.start, self.calls = start, calls
+
+    def __call__(self, background: bool = True, timeout: Timeout = None) -> started.Work:
+        return started.joined([self.start(*call, background=background, timeout=timeout) for call in self.calls])

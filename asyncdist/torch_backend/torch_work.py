@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Any
@@ -19,9 +21,11 @@ from asyncdist.engine.work import call_in_thread
 from asyncdist.errors import OperationTimeoutError
 from asyncdist.memory.torch_compile import excluded_from_compile
 from asyncdist.torch_backend import gloo_words
+from asyncdist.torch_backend.callback_order import CallbackOrder
 
 _NONE = timedelta(0)
 """torch's value for "no timeout"."""
+_NOTHING: deque[torch.futures.Future[None]] = deque()
 
 
 @excluded_from_compile
@@ -32,17 +36,25 @@ class Work(ProcessBound, torch_distributed.Work):
         work: The operation.
         outputs: The tensors that it writes; `result` and the future return them.
         source: For a receive, maps the sender's global rank to its rank in the group.
+        order: The order of the callbacks of its future; None for a message.
     """
 
     _elsewhere = "call wait(), and send the tensors instead"
+    _pending = _NOTHING
+    """What completes the future, until that is done."""
 
     def __init__(
-        self, work: started.Work, outputs: list[torch.Tensor], source: Callable[[Any], int] | None = None
+        self,
+        work: started.Work,
+        outputs: list[torch.Tensor],
+        source: Callable[[Any], int] | None = None,
+        order: CallbackOrder | None = None,
     ) -> None:
         super().__init__()
         self._work = work
         self._outputs = outputs
         self._source = source
+        self._order = order
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def wait(self, timeout: timedelta = _NONE) -> bool:
@@ -56,6 +68,9 @@ class Work(ProcessBound, torch_distributed.Work):
         except OperationTimeoutError as error:
             gloo_words.add_timeout(error)
             raise
+        finally:
+            if self._future is not None:
+                self._complete_future()
 
     def synchronize(self) -> None:
         """Order the current stream after the operation on a device; block on the CPU."""
@@ -63,7 +78,10 @@ class Work(ProcessBound, torch_distributed.Work):
 
     def is_completed(self) -> bool:
         """Return whether the operation has succeeded or failed."""
-        return self._work.is_completed()
+        completed = self._work.is_completed()
+        if completed and self._future is not None:
+            self._complete_future()
+        return completed
 
     def is_success(self) -> bool:
         """Return whether the operation has succeeded."""
@@ -93,13 +111,20 @@ class Work(ProcessBound, torch_distributed.Work):
     source_rank = _source_rank
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._work.__await__()
+        return self._work.__await__() if self._future is None else self._await_with_future()
+
+    def _await_with_future(self) -> Generator[Any, None, Any]:
+        try:
+            return (yield from self._work.__await__())
+        finally:
+            self._complete_future()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future of the output tensors; every call returns the same one.
 
-        Its callbacks run on a thread where they may block on other operations. A failure is raised inside ``then``: a
-        failure set by ``set_exception`` makes DDP's reducer abort the process.
+        Its callbacks run on a thread where they may block on other operations, those of a group in the order in which they
+        were attached. A failure is raised inside ``then``: a failure set by ``set_exception`` makes DDP's reducer abort the
+        process.
         """
         if self._future is None:
             done: torch.futures.Future[Any] = torch.futures.Future()
@@ -108,10 +133,33 @@ class Work(ProcessBound, torch_distributed.Work):
                 self._future = done
             elif isinstance(self._work, DeviceWork):
                 self._future = self._device_future(self._work)
+                return self._future
             else:
                 self._future = done.then(lambda _: self.result())
-                self._work.add_done_callback(lambda _: call_in_thread(lambda: done.set_result(None)))
+                self._pending = deque([done])
+                self._work.add_done_callback(lambda _: call_in_thread(self._complete_in_thread))
+            if self._order is not None:
+                self._order.add(self._future)
+        else:
+            self._complete_future()
         return self._future
+
+    def _complete_future(self) -> None:
+        """Complete the future if the operation is: the program may learn of that before a thread of the pool does."""
+        future = self._future
+        if future is None or future.done() or not self._work.is_completed():
+            return
+        try:
+            self._pending.pop().set_result(None)
+        except IndexError:
+            # Another thread is about to complete it.
+            with contextlib.suppress(Exception):
+                future.wait()
+
+    def _complete_in_thread(self) -> None:
+        self._complete_future()
+        if self._order is not None:
+            self._order.proceed()
 
     def _device_future(self, work: DeviceWork) -> torch.futures.Future[list[torch.Tensor]]:
         """Return a future that completes when the operation is enqueued on the device, as torch's own futures do.

@@ -104,6 +104,16 @@ def test_pool_does_not_run_a_cancelled_call(pool):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
+def test_pool_that_grows_runs_calls_that_wait_for_calls_without_a_thread(until):
+    pool = DaemonThreadPool("growing", max_threads=2, idle_timeout=0.0, grows=True)
+    together = threading.Barrier(7)
+    calls = [pool.submit(together.wait, LONG) for _ in range(7)]
+    assert sorted(call.result(LONG) for call in calls) == list(range(7))
+    until(lambda: not threads_named("growing"))
+    assert pool.submit(max, 1, 2).result(LONG) == 2
+    pool.shutdown()
+
+
 def test_forked_child_drops_the_parents_calls_and_runs_its_own(pool):
     release, started = threading.Event(), threading.Event()
     pending = pool.submit(lambda: started.set() or release.wait(LONG))

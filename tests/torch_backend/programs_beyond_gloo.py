@@ -87,6 +87,96 @@ def callbacks_that_block(rank, world):
     return list(zip([future.wait() for future in futures], due, strict=True))
 
 
+def _reduces_more(number):
+    """Return a callback that blocks on a collective whose size only callbacks with the same number have."""
+
+    def callback(future):
+        tensor = torch.cat([future.value()[0], torch.full((number,), 1.0)])
+        return dist.all_reduce(tensor, async_op=True).get_future().wait()[0]
+
+    return callback
+
+
+def callbacks_in_order(rank, world):
+    """Callbacks call collectives of their group. Some ranks attach them before, some after their works are complete.
+
+    The program's collectives and those of callbacks take turns in another order on each rank.
+    """
+    numbered, futures = range(12), []
+    for number in numbered:
+        work = dist.all_reduce(numbers(rank + number), async_op=True)
+        if (rank + number) % 2:
+            work.wait()
+        futures.append(work.get_future().then(_reduces_more(number)).then(lambda future: future.wait() * 2))
+        if number % 3 == 0:
+            (torch.futures.collect_all(futures) if rank else futures[-1]).wait()
+    due = [sum(numbers(peer + number) for peer in range(world)) * world for number in numbered]
+    due = [
+        torch.cat([each, torch.full((number,), float(world))]) * 2 for number, each in zip(numbered, due, strict=True)
+    ]
+    return list(zip([future.wait() for future in futures], due, strict=True))
+
+
+def callbacks_within_callbacks(rank, world):
+    """A callback attaches a callback to the work that it has issued; both reduce again."""
+
+    def reduces_twice(future):
+        work = dist.all_reduce(future.value()[0].clone(), async_op=True)
+        if rank:
+            work.wait()
+        return work.get_future().then(_reduces_more(2)).wait()
+
+    futures = [dist.all_reduce(numbers(rank), async_op=True).get_future().then(reduces_twice) for _ in range(3)]
+    due = torch.cat([sum(numbers(peer) for peer in range(world)) * world**2, torch.full((2,), float(world))])
+    return [(future.wait(), due) for future in futures]
+
+
+def more_callbacks_than_threads(rank, world):
+    """Sixty callbacks are due at the same time, and each blocks on a collective."""
+    if rank == 1:
+        dist.recv(torch.empty(1), 0)
+    works = [dist.all_reduce(numbers(rank), async_op=True) for _ in range(60)]
+    futures = [work.get_future().then(_reduces_more(1)) for work in works]
+    if rank == 0:
+        dist.send(torch.ones(1), 1)
+    due = torch.cat([sum(numbers(peer) for peer in range(world)) * world, torch.full((1,), float(world))])
+    return [(future.wait(), due) for future in futures]
+
+
+def callback_that_waits_for_a_later_one(rank, world):
+    """It would wait for ever."""
+    if rank == 1:
+        dist.recv(torch.empty(1), 0)
+    reduced = dist.all_reduce(numbers(rank), async_op=True).get_future()
+    if rank:
+        reduced.wait()
+        return [(True, True)]
+    later = []
+    first = reduced.then(lambda _: later[0].wait())
+    later.append(reduced.then(lambda future: future.value()[0]))
+    dist.send(torch.ones(1), 1)
+    try:
+        first.wait()
+    except RuntimeError as error:
+        return [("runs after it" in str(error), True)]
+    return [("no error", "an error")]
+
+
+def future_of_a_completed_work(rank, world):
+    """The future is done as soon as the program learns that the work is."""
+    dones = []
+    for number in range(60):
+        work = dist.all_reduce(numbers(rank), async_op=True)
+        future = work.get_future() if number % 2 else None
+        if number % 3:
+            work.wait()
+        else:
+            while not work.is_completed():
+                pass
+        dones.append((future or work.get_future()).done())
+    return [(all(dones), True), (len(dones), 60)]
+
+
 def methods_of_the_group(rank, world):
     """Call methods of the group itself, without options."""
     group, mine = dist.group.WORLD, numbers(rank)

@@ -156,13 +156,32 @@ def custom_hook(rank, world):
 
 def hook_power_sgd(rank, world):
     """Blocks on another collective inside the callback of the previous one."""
-    # With several buckets torch's hook issues its calls in different orders on different ranks.
+    # gloo fails with several buckets: torch's hook then issues its calls in different orders on different ranks.
     model = DistributedDataParallel(network())
     hook_state = powerSGD_hook.PowerSGDState(
         process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.1
     )
     model.register_comm_hook(hook_state, powerSGD_hook.powerSGD_hook)
     return train(model, rank, steps=5), state(model)
+
+
+def hook_power_sgd_of_several_buckets(rank, world):
+    """Callbacks of several buckets call collectives while backward does. Returns pairs of actual and expected results."""
+    layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(8)])
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.02)
+    hook_state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
+    )
+    model.register_comm_hook(hook_state, powerSGD_hook.powerSGD_hook)
+    pairs = []
+    for _ in range(5):
+        model.zero_grad()
+        model(torch.randn(3, 64)).sum().backward()
+        gradients = torch.cat([each.grad.view(-1) for each in model.parameters()])
+        expected = gradients.clone()
+        dist.broadcast(expected, 0)
+        pairs.append((gradients, expected))
+    return pairs
 
 
 def post_local_sgd(rank, world):

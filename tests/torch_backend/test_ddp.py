@@ -55,6 +55,8 @@ def test_hooks_of_cpp(same_over_gloo):
     same_over_gloo("programs_ddp", "hooks_of_cpp", close=NARROW)
 
 
-@pytest.mark.parametrize("program", ["where_buckets_lie", "exact_in_registered_buckets"])
+@pytest.mark.parametrize(
+    "program", ["where_buckets_lie", "exact_in_registered_buckets", "hook_power_sgd_of_several_buckets"]
+)
 def test_buckets(as_expected, program):
     as_expected("programs_ddp", program)

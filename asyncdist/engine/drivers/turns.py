@@ -13,6 +13,7 @@ from asyncdist.base.descriptors import is_exhausted
 from asyncdist.engine.drivers.waiting import Waiting
 from asyncdist.engine.drivers.waker import Waker
 from asyncdist.engine.machine import Machine
+from asyncdist.memory.user_modes import leave_user_modes
 from asyncdist.transport.base import Advance, Wait
 
 LONGEST_ATTEMPT = 10e-3
@@ -67,6 +68,7 @@ class Turns:
             advance: Drives a part of the machine; None for all of it.
         """
         inbox, moved = self.inbox, False
+        left = leave_user_modes()
         try:
             # Other threads may add actions faster than this one runs them.
             for _ in range(len(inbox)):
@@ -78,6 +80,9 @@ class Turns:
             if not is_exhausted(cause):
                 raise
             return True
+        finally:
+            if left is not None:
+                left.close()
 
     def expire(self) -> float:
         """Run what is due, and return the monotonic time."""
