@@ -30,6 +30,11 @@ class JobTimeoutError(RendezvousError, TimeoutError):
                 f"{what}; {self.members} of them are members of generation {self.generation}, which have not begun "
                 "another: they do so where their code goes through generations(), or calls regroup()"
             )
+        if self.present >= self.min_size:
+            return (
+                f"{what}; they have not met in this time: it takes ten seconds until one that is stopped, or whose host "
+                "has vanished, is passed over, so join with a longer timeout"
+            )
         if self.generation:
             return (
                 f"{what}; generation {self.generation} has no member left: if the job has ended, start another one under "

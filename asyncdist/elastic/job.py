@@ -1,7 +1,7 @@
 """A job at a store: who waits to join it, who is a member, and the record of its present generation. Used by `session`.
 
 next_id              the number of member ids given so far
-waiting/<id>         a process that waits to join; ephemeral
+waiting/<id>         a process that waits to join: the number of the last generation that it has seen; ephemeral
 member/<id>          a member of the present generation, and the record of its status port; ephemeral
 generation           the record of the present generation; changed by compare-and-set only
 world/<generation>   the rendezvous of that generation
@@ -11,16 +11,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import json
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import quote
 
 from asyncdist.base.deadline import Deadline
-from asyncdist.errors import StoreConnectionError
+from asyncdist.base.error_text import describe_error
+from asyncdist.elastic.presence import Presence
+from asyncdist.errors import StoreConnectionError, StoreError
 from asyncdist.store.base import AsyncStoreBase
 from asyncdist.store.prefix import AsyncPrefixStore
 
+log = logging.getLogger("asyncdist")
+
+T = TypeVar("T")
+
 _WAITING, _MEMBER, _RECORD = "waiting/", "member/", "generation"
+_LEAVES_WITHIN = 2.0
+"""Seconds for which a process that leaves waits for the store."""
+_REPETITIONS = 3
+"""How often a request is repeated whose outcome is unknown, because the store was restarted or has ended the lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +45,20 @@ class GenerationRecord:
     Attributes:
         number: The number of the generation; 0 before the first.
         members: The ids of the members, in order of rank.
+        begun: The number of the last generation whose members have met; 0 before the first.
     """
 
     number: int = 0
     members: tuple[int, ...] = ()
+    begun: int = 0
 
     def encode(self) -> bytes:
-        return json.dumps([self.number, *self.members]).encode()
+        return json.dumps([self.number, self.begun, *self.members]).encode()
 
     @classmethod
     def decode(cls, value: bytes) -> GenerationRecord:
-        number, *members = json.loads(value) if value else [0]
-        return cls(number, tuple(members))
+        number, begun, *members = json.loads(value) if value else [0, 0]
+        return cls(number, tuple(members), begun)
 
 
 class Job:
@@ -51,44 +68,57 @@ class Job:
         store: The store that all processes of the job share. The caller closes it.
         name: The name of the job there.
         arrived: Called with the id of each further process that waits to join.
+        replaced: Called when the record of the generation has changed.
 
     Attributes:
         id: The id of this process, which no other process of the job ever gets.
-        waiting: The processes that wait to join, by id: the number of times that each has announced it.
+        waiting: The processes that wait to join, by id: the number of the last generation that each has seen.
         members: The ids of the living members of the present generation.
         record: The present generation.
+        presence: The key of this process as a member.
     """
 
-    def __init__(self, store: AsyncStoreBase, name: str, arrived: Callable[[int], object] = bool) -> None:
-        self.store = AsyncPrefixStore(f"elastic/{name}", store)
-        self._arrived = arrived
+    def __init__(
+        self,
+        store: AsyncStoreBase,
+        name: str,
+        arrived: Callable[[int], object] = bool,
+        replaced: Callable[[], object] = bool,
+    ) -> None:
+        self.name = name
+        self.store = AsyncPrefixStore(f"elastic/{quote(name, safe='')}", store)
+        self._arrived, self._replaced = arrived, replaced
         self.id = -1
         self.waiting: dict[int, int] = {}
         self.members: set[int] = set()
         self.record = GenerationRecord()
-        self._refused: dict[int, int] = {}
-        self._announced = 0
         self._change = asyncio.Event()
+        self.presence = Presence(self.store, self._change.set)
+        self._claimed: int | None = None
+        """The number of the generation of which this process is a member."""
         self._error: Exception | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
         """Get an id, and begin to watch the job."""
-        self.id = await self.store.add("next_id", 1)
+        self.id = await _repeated(lambda: self.store.add("next_id", 1))
         ready = asyncio.get_running_loop().create_future()
-        self._watching = asyncio.create_task(self._watch(ready))
-        await asyncio.wait([ready, self._watching], return_when=asyncio.FIRST_COMPLETED)
+        watching = asyncio.create_task(self._watch(ready))
+        self._tasks = [watching, asyncio.create_task(self._keep())]
+        await asyncio.wait([ready, watching], return_when=asyncio.FIRST_COMPLETED)
         if self._error is not None:
             raise self._error
 
     async def close(self) -> None:
         """Stop watching, and stop waiting and being a member."""
-        if self._watching is not None:
-            self._watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watching
-            with contextlib.suppress(StoreConnectionError):
-                await self.leave()
+        if self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            # A store that does not answer deletes the keys when the connection is closed.
+            with contextlib.suppress(StoreError, TimeoutError):
+                async with asyncio.timeout(_LEAVES_WITHIN):
+                    await self.leave()
 
     async def _watch(self, ready: asyncio.Future[None]) -> None:
         try:
@@ -98,10 +128,27 @@ class Job:
                     before = self.candidates()
                     self._apply(key, value)
                     self._change.set()
-                    for process in self.candidates().keys() - before.keys():
+                    for process in set(self.candidates()).difference(before):
                         self._arrived(process)
+                    if key == _RECORD:
+                        self._replaced()
         except Exception as error:
+            self._fail(error)
+
+    async def _keep(self) -> None:
+        try:
+            await self.presence.keep()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Note that the store is lost for good."""
+        if self._error is None:
             self._error = error
+            log.error(
+                "process %d of job %r has lost the store for good, and commits no further step: %s", self.id, self.name,
+                describe_error(error),
+            )  # fmt: skip
             self._change.set()
 
     def _apply(self, key: str, value: bytes | None) -> None:
@@ -132,48 +179,103 @@ class Job:
 
     # -- this process --------------------------------------------------------------------------
 
-    async def wait_to_join(self) -> None:
-        """Announce that this process waits to join, and is no member."""
-        self._announced += 1
-        await self.store.set(f"{_WAITING}{self.id}", str(self._announced), ephemeral=True)
-        await self.store.delete_key(f"{_MEMBER}{self.id}")
+    async def wait_to_join(self, seen: int) -> None:
+        """Announce that this process waits to be named in a generation after ``seen``, and is no member."""
+        self._withdraw()
+        await self.store.set(f"{_WAITING}{self.id}", str(seen), ephemeral=True)
+        await _repeated(lambda: self.store.delete_key(f"{_MEMBER}{self.id}"))
 
     async def become_member(self, record: bytes = b"") -> None:
         """Announce that this process is a member of the present generation, with the record of its status port."""
-        await self.store.set(f"{_MEMBER}{self.id}", record, ephemeral=True)
-        await self.store.delete_key(f"{_WAITING}{self.id}")
+        await self.presence.announce(f"{_MEMBER}{self.id}", record)
+        await _repeated(lambda: self.store.delete_key(f"{_WAITING}{self.id}"))
 
-    def candidates(self) -> dict[int, int]:
-        """Return the processes that wait to join, like `waiting`, but not those that were refused and did nothing since."""
-        return {
-            each: count
-            for each, count in sorted(self.waiting.items())
+    def candidates(self) -> list[int]:
+        """Return the processes that wait to join, in order of their ids.
+
+        A process that waits announces itself again after each new generation. One that has not is passed over: it was
+        named and did not come, is stopped, or its host has vanished.
+        """
+        return sorted(
+            each
+            for each, seen in self.waiting.items()
             # One that has just become a member withdraws after that.
-            if each not in self.members and self._refused.get(each) != count
-        }
-
-    def refuse(self, candidates: Mapping[int, int]) -> None:
-        """Pass over candidates that did not come to their generation, until they announce again that they wait."""
-        self._refused.update(candidates)
+            if each not in self.members and seen >= self.record.number
+        )
 
     async def leave(self) -> None:
         """Withdraw what this process has announced."""
-        await self.store.delete_key(f"{_MEMBER}{self.id}")
-        await self.store.delete_key(f"{_WAITING}{self.id}")
+        self._withdraw()
+        for key in (f"{_MEMBER}{self.id}", f"{_WAITING}{self.id}"):
+            await _repeated(functools.partial(self.store.delete_key, key))
+
+    def _withdraw(self) -> None:
+        self._claimed = None
+        self.presence.withdraw()
 
     # -- generations ---------------------------------------------------------------------------
 
-    async def begin_generation(self, after: GenerationRecord, number: int, members: tuple[int, ...]) -> bool:
-        """Replace the record ``after`` by a next one; return False if another process has replaced it."""
-        expected = after.encode() if after.number else b""
-        desired = GenerationRecord(number, members).encode()
-        if await self.store.compare_set(_RECORD, expected, desired) != desired:
+    async def begin_generation(
+        self, after: GenerationRecord, number: int, members: tuple[int, ...], begun: int
+    ) -> bool:
+        """Replace the record ``after`` by a next one; return False if another process has replaced it.
+
+        Args:
+            after: The record.
+            number: The number of the next generation.
+            members: Its members.
+            begun: The number of the last generation whose members have met, which is this one if they need no new world.
+        """
+        if not await self._replace(after, GenerationRecord(number, members, begun)):
             return False
         if after.number:
             for key in await self.store.list_keys(f"world/{after.number}/"):
-                await self.store.delete_key(key)
-        await self.until(lambda: self.record.number > after.number)
+                await _repeated(functools.partial(self.store.delete_key, key))
         return True
+
+    async def confirm_generation(self, record: GenerationRecord) -> bool:
+        """Note in the record that the members have met; return False if another process has replaced it."""
+        return await self._replace(record, dataclasses.replace(record, begun=record.number))
+
+    async def _replace(self, record: GenerationRecord, desired: GenerationRecord) -> bool:
+        expected, value = record.encode() if record.number else b"", desired.encode()
+        # Records do not repeat, so a repeated request finds what the first one has done.
+        if await _repeated(lambda: self.store.compare_set(_RECORD, expected, value)) != value:
+            return False
+        await self.until(lambda: self.record != record)
+        return True
+
+    async def has_members(self) -> bool:
+        """Ask the store whether a member of any generation is alive."""
+        return bool(await self.store.list_keys(_MEMBER))
+
+    def claim(self, number: int) -> None:
+        """Note that a generation was recorded or confirmed after this process has last announced that it is a member."""
+        self._claimed = number
+        self.presence.claim()
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether the job went on without this process, which was a member."""
+        record, own = self.record, self._claimed
+        return own is not None and record.number > own and self.id not in record.members
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether this process is sure, now, that no other process has begun a generation. Any thread may ask."""
+        return self._error is None and self.presence.is_shown and not self.is_superseded
+
+    async def show(self) -> bool:
+        """Return whether this process is sure, at a moment after the call, that no other process has begun a generation.
+
+        It asks the store if its lease may have ended, and waits at most as long as the lease.
+        """
+        with contextlib.suppress(TimeoutError, StoreConnectionError):
+            await self.until(
+                lambda: self.is_shown or self.is_superseded or not self.presence.is_claimed,
+                Deadline.after(self.presence.lease),
+            )
+        return self.is_shown
 
     def meeting_point(self, record: GenerationRecord) -> AsyncPrefixStore:
         """Return the store in which the members of a generation meet."""
@@ -182,3 +284,11 @@ class Job:
     def is_present(self, process: int) -> bool:
         """Return whether a process is a member or waits to join."""
         return process in self.members or process in self.waiting
+
+
+async def _repeated(request: Callable[[], Awaitable[T]]) -> T:
+    """Make a request that may be applied twice, and repeat it if it is unknown whether the store has applied it."""
+    for _ in range(_REPETITIONS):
+        with contextlib.suppress(StoreConnectionError):
+            return await request()
+    return await request()

@@ -1,7 +1,8 @@
 """`join`: be a member of a job whose processes come and go. Exported by `asyncdist` and `asyncdist.sync`.
 
 The processes of a job share a store that outlives them, such as a store daemon. The store's compare-and-set decides which
-members form a generation, so that of two parts of a divided network at most one goes on.
+members form a generation, so that of two parts of a divided network at most one goes on. A member whose lease at the store
+may have ended commits no step (`presence`); it goes on once the store has recorded a generation with it.
 
     waiting ──record names it──▶ meets the others ──▶ member of the generation
        ▲                              │ fails                │ a member is lost, or a process waits
@@ -31,7 +32,7 @@ from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.config import Config
 from asyncdist.elastic.errors import JobTimeoutError
 from asyncdist.elastic.job import GenerationRecord, Job
-from asyncdist.engine.work import Work
+from asyncdist.engine.work import Work, completed
 from asyncdist.errors import (
     ExcludedError,
     GroupError,
@@ -54,7 +55,7 @@ _SETTLE = 0.2
 _LEASE = 2.0
 """Seconds after which a process that has disconnected from the store counts as gone."""
 _ATTEMPT = 10.0
-"""Seconds within which the members of a generation must have met."""
+"""Seconds within which the members of a generation must have met, and those that come first must have named one."""
 
 
 class JobSession(ProcessBound):
@@ -90,6 +91,8 @@ class JobSession(ProcessBound):
         """The ids of the members of the present world, by world rank."""
         self._resources = contextlib.AsyncExitStack()
         self._home: asyncio.AbstractEventLoop | None = None
+        self._begun = 0.0
+        """When the present wait for members began, for messages."""
         self._moving = asyncio.Lock()
         """Held while this process goes from one generation to the next."""
         self._next_call: asyncio.Task[Group | None] | None = None
@@ -127,7 +130,7 @@ class JobSession(ProcessBound):
     async def _open(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             store, self._name = await self._store(stack)
-            self._job = Job(store, self._name, self._tell_group)
+            self._job = Job(store, self._name, self._tell_group, self._leave_superseded)
             stack.push_async_callback(self._job.close)
             await self._job.open()
             self._resources = stack.pop_all()
@@ -137,7 +140,7 @@ class JobSession(ProcessBound):
         if isinstance(self._where, AsyncStoreBase):
             return self._where, "job"
         host, port, name = daemon_address(self._where)
-        config = self._config.with_(store_lease=min(_LEASE, self._config.store_lease))
+        config = self._config.with_(store_lease=_LEASE)
         store = await AsyncStore.connect(host, port, token=config.token, timeout=self._timeout, config=config)
         stack.push_async_callback(store.close)
         return store, name or "job"
@@ -187,6 +190,7 @@ class JobSession(ProcessBound):
 
     async def _advance(self) -> Group | None:
         async with self._moving:
+            self._begun = monotonic()
             if self.group is None:
                 return await self._join()
             if not self.group.changed and self.group.error is None:
@@ -200,6 +204,7 @@ class JobSession(ProcessBound):
 
     async def _regrouped(self, group: Group, min_size: int, deadline: Deadline) -> Group:
         async with self._moving:
+            self._begun = monotonic()
             if group is not self.group:
                 raise NotInitializedError(
                     "this group is not the present one of the job: use the group that followed it"
@@ -230,6 +235,7 @@ class JobSession(ProcessBound):
     def _entered(self, group: Group) -> Group:
         self.group = group
         group.watches.candidates = self._job.candidates
+        group.show_membership = self._show_membership
         group.regroup_in_job = functools.partial(self._regroup, group)
         return group
 
@@ -237,75 +243,132 @@ class JobSession(ProcessBound):
         if self.group is not None:
             self.group.watches.note_waiting(process)
 
+    def _show_membership(self) -> Work[bool]:
+        return completed(True) if self._job.is_shown else BackgroundCall(self._job.show(), self._home)
+
+    def _leave_superseded(self) -> None:
+        """Make the group fail if the job went on without this process, so that its members join again at once."""
+        if self.group is not None and self._job.is_superseded:
+            number = self._job.record.number
+            self.group.revoke(f"the job has begun generation {number} without this process, which had lost the store")
+
     async def _until(self, condition: Callable[[], bool], deadline: Deadline, size: int) -> None:
         """Wait until a condition holds; raise JobTimeoutError if it does not before the deadline."""
-        job, begun = self._job, monotonic()
         try:
-            await job.until(condition, deadline)
+            await self._job.until(condition, deadline)
         except TimeoutError:
-            present = len(job.members) + len(job.candidates())
-            raise JobTimeoutError(
-                self._name, present, len(job.members), size, job.record.number, monotonic() - begun
-            ) from None
+            raise self._overdue(size) from None
+
+    def _overdue(self, size: int) -> JobTimeoutError:
+        job = self._job
+        present, spent = len(job.members) + len(job.candidates()), monotonic() - self._begun
+        return JobTimeoutError(self._name, present, len(job.members), size, job.record.number, spent)
 
     # -- as a process that waits ---------------------------------------------------------------
 
     async def _join(self) -> Group:
         """Wait to be named in a generation, and meet its members."""
         job, deadline = self._job, Deadline.after(self._timeout)
-        tried = job.record.number  # before others learn that this process waits
-        await job.wait_to_join()
+        seen = job.record.number
         while True:
-            size = self._min_size if job.record.number else self._start_size
-            await self._until(functools.partial(self._may_proceed, tried), deadline, size)
-            record = job.record
-            if record.number == tried:
-                await self._found(record)
-                continue
-            tried = record.number
+            # Who names the next generation passes over a process that has not seen the one before.
+            await job.wait_to_join(seen)
+            record = await self._next_named(seen, deadline)
+            seen = record.number
             world = await self._meet(record, None) if job.id in record.members else None
             if world is not None:
                 try:
                     return await self._enter_world(world, record)
                 except GroupError as error:
-                    log.info("member %d: generation %d did not begin: %s", job.id, tried, error.summary)
+                    log.info("member %d: generation %d did not begin: %s", job.id, seen, error.summary)
                     await self._leave_world()
-            # The members may have named this process in a generation that it has not seen, and pass it over since.
-            await job.wait_to_join()
 
-    def _may_proceed(self, tried: int) -> bool:
-        return self._job.record.number > tried or self._may_found()
+    async def _next_named(self, seen: int, deadline: Deadline) -> GenerationRecord:
+        """Return the record of the generation after ``seen``. This process names it if the job has no living member."""
+        job = self._job
+
+        def is_named() -> bool:
+            return job.record.number > seen
+
+        while not is_named():
+            await self._until(lambda: is_named() or self._may_found(), deadline, self._founders)
+            first = self._first
+            if first and not is_named():
+                # One of them may be stopped. The others do not give up at the same moment, and then one names them all.
+                patience = Deadline.after(_ATTEMPT + _SETTLE * len(first))
+                with contextlib.suppress(TimeoutError):
+                    await job.until(
+                        lambda: is_named() or not self._may_found() or not self._first,
+                        Deadline(min(deadline.at, patience.at)),
+                    )
+                    continue
+                if deadline.expired():
+                    raise self._overdue(self._founders)
+            if not is_named():
+                await self._found(job.record, self._first)
+        return job.record
+
+    @property
+    def _founders(self) -> int:
+        """The number of processes with which the job begins."""
+        return self._min_size if self._job.record.begun else self._start_size
 
     def _may_found(self) -> bool:
-        """Return whether this process leads those that wait, and the job has no living member."""
-        job = self._job
-        size = self._min_size if job.record.number else self._start_size
-        return not job.members and len(job.waiting) >= size and min(job.waiting) == job.id
+        """Return whether the job has no living member, and enough processes wait for a generation."""
+        candidates = self._job.candidates()
+        return not self._job.members and self._job.id in candidates and len(candidates) >= self._founders
 
-    async def _found(self, record: GenerationRecord) -> None:
-        """Name all waiting processes as the members of a generation, once no further one has arrived for a while."""
+    @property
+    def _first(self) -> set[int]:
+        """The processes that this one lets go first: they may be about to name a generation, or to meet for the last."""
+        job, record = self._job, self._job.record
+        first = {each for each in job.candidates() if each < job.id}
+        if record.begun < record.number and job.id not in record.members:
+            first.update(each for each in record.members if each in job.waiting)
+        return first
+
+    async def _found(self, record: GenerationRecord, without: set[int]) -> None:
+        """Name waiting processes as the members of a generation, once no further one has arrived for a while."""
         job = self._job
         present = job.candidates()
         with contextlib.suppress(TimeoutError):
             await job.until(lambda: job.candidates() != present or job.record != record, Deadline.after(_SETTLE))
             return
-        if not await job.begin_generation(record, record.number + 1, tuple(present)):
+        chosen = tuple(each for each in present if each not in without)
+        # What this process has heard may be older than a member that is back.
+        if not self._may_found() or len(chosen) < self._founders or await job.has_members():
+            return
+        if not await job.begin_generation(record, record.number + 1, chosen, record.begun):
             await job.until(lambda: job.record != record)
 
     # -- as a member ---------------------------------------------------------------------------
 
     async def _continue(self, deadline: Deadline, min_size: int) -> Group:
         """Agree with the survivors, admit the processes that wait, and return the group of the next generation."""
-        job, group = self._job, self.group
-        assert group is not None
-        if group.error is not None:
-            group = self._entered(await group.regroup_members(timeout=deadline.remaining()))
-            group.changed = True  # until the generation has begun
-        ids = tuple(self._names[member] for member in group.member_ids)
-        record, candidates = await self._next_record(group, ids, deadline, min_size)
-        if record.members == ids:
-            group.generation, group.changed = record.number, False
-            return group
+        while True:
+            group = self.group
+            assert group is not None
+            if group.error is not None:
+                group = self._entered(await group.regroup_members(timeout=deadline.remaining()))
+                group.changed = True  # until the generation has begun
+            ids = tuple(self._names[member] for member in group.member_ids)
+            record = await self._next_record(group, ids, deadline, min_size)
+            if record.members == ids:
+                self._job.claim(record.number)
+                group.generation, group.changed = record.number, False
+                return group
+            world = await self._meet_newcomers(group, record, deadline)
+            if world is None:
+                continue
+            try:
+                await self._leave_world()
+            except BaseException:
+                await world.close()
+                raise
+            return await self._enter_world(world, record)
+
+    async def _meet_newcomers(self, group: Group, record: GenerationRecord, deadline: Deadline) -> World | None:
+        """Open the world of a generation with newcomers; return None if the survivors agree that it is not complete."""
         meeting = asyncio.create_task(self._meet(record, group))
         try:
             world = await meeting
@@ -313,43 +376,40 @@ class JobSession(ProcessBound):
         except BaseException:
             await discard_world(meeting)
             raise
-        if not complete:
-            if world is not None:
-                await world.close()
-            job.refuse(candidates)
-            return await self._continue(deadline, min_size)
-        assert world is not None
-        try:
-            await self._leave_world()
-        except BaseException:
+        if complete:
+            return world
+        if world is not None:
             await world.close()
-            raise
-        return await self._enter_world(world, record)
+        return None
 
     async def _next_record(
         self, group: Group, ids: tuple[int, ...], deadline: Deadline, min_size: int
-    ) -> tuple[GenerationRecord, dict[int, int]]:
-        """Return the record of the next generation, which rank 0 writes, and the candidates that it admits."""
+    ) -> GenerationRecord:
+        """Return the record of the next generation, which rank 0 writes."""
         job = self._job
+        # A record that is written after all are present is lost to every process that has found one of them missing.
+        await job.presence.announce_again()
+        await group.barrier(timeout=deadline.remaining())
         answer: list[Any] = [None]
         if group.rank() == 0:
             begun = False
             while not begun:
                 await self._until(lambda: len(ids) + len(job.candidates()) >= min_size, deadline, min_size)
-                candidates, before = job.candidates(), job.record
+                members, before = (*ids, *job.candidates()), job.record
                 if job.id not in before.members:
                     break
                 number = max(before.number + 1, group.generation)
-                begun = await job.begin_generation(before, number, (*ids, *candidates))
+                last = number if members == ids else before.begun
+                begun = await job.begin_generation(before, number, members, last)
                 if not begun:
                     # A record that names this process is that of an earlier rank 0, which was lost.
                     await self._until(functools.partial(_is_replaced, job, before), deadline, min_size)
-            answer = [[number, list(candidates.items())] if begun else []]
+            answer = [[number, members, last] if begun else []]
         await group.broadcast_object_list(answer, 0, timeout=deadline.remaining())
         if not answer[0]:
             raise ExcludedError("the job has begun a generation without this process, which its members did not reach")
-        number, admitted = answer[0]
-        return GenerationRecord(number, (*ids, *(each for each, _ in admitted))), dict(admitted)
+        number, members, last = answer[0]
+        return GenerationRecord(number, tuple(members), last)
 
     # -- meeting -------------------------------------------------------------------------------
 
@@ -402,6 +462,7 @@ class JobSession(ProcessBound):
         try:
             await group.barrier()
             await self._job.become_member(world.status_record())
+            await self._confirm(group, record)
         except GroupError:
             raise
         except BaseException:
@@ -409,6 +470,15 @@ class JobSession(ProcessBound):
             await self._leave_world()
             raise
         return group
+
+    async def _confirm(self, group: Group, record: GenerationRecord) -> None:
+        """Let rank 0 record that all have announced themselves, so that no process founds that has not heard of them."""
+        await group.barrier()
+        answer = [await self._job.confirm_generation(record) if group.rank() == 0 else None]
+        await group.broadcast_object_list(answer, 0)
+        if not answer[0]:
+            raise ExcludedError("the job has begun another generation before the members of this one had met")
+        self._job.claim(record.number)
 
 
 class Generations:

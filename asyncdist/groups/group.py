@@ -41,7 +41,7 @@ from asyncdist.memory.user_modes import leave_user_modes
 from asyncdist.tracing.hooks import GroupHooks, Hook, HookFunction
 from asyncdist.transport import registry
 from asyncdist.transport.native import preceded, raising
-from asyncdist.transport.wire_format import channel_of
+from asyncdist.transport.wire_format import channel_of, generation_of
 
 if TYPE_CHECKING:
     from asyncdist.devices.group import DeviceGroup
@@ -62,7 +62,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         ranks: Global ranks of the members, in group order: their ranks in the default group when the group was made.
         member_ids: The ids of the members, in group order: their ranks when they met. Errors name members by their ids. The
             ids stay the same in all successors of the group; see `regroup`.
-        generation: How often the members have regrouped.
+        generation: How often the members have regrouped; in a job (`join`) the number of its generation.
         timeout: Default limit of an operation in seconds.
         hooks: The hooks of this group; see `register_hook`.
     """
@@ -385,13 +385,15 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
 
     def _successor(self, member_ids: list[int]) -> Group:
         """Make the group of the members that go on, and destroy this one."""
-        world, generation = self.world, self.generation + 1
+        # The numbers on the wire count agreements: members of a job may not know yet which number the store has given.
+        world, regrouped = self.world, generation_of(self.channel.prefix) + 1
         is_default = world is not None and world.group is self
         ranks = [rank for rank, member in zip(self.ranks, self.member_ids, strict=True) if member in set(member_ids)]
         successor = type(self)(
-            self.mesh, range(len(member_ids)) if is_default else ranks, f"{self.lineage[1]} (generation {generation})",
-            self.timeout, member_ids=member_ids, world=world, lineage=self.lineage, generation=generation,
+            self.mesh, range(len(member_ids)) if is_default else ranks, f"{self.lineage[1]} (regrouped {regrouped})",
+            self.timeout, member_ids=member_ids, world=world, lineage=self.lineage, generation=regrouped,
         )  # fmt: skip
+        successor.generation = self.generation + 1
         successor.patient = self.patient
         if world is not None:
             world.succeed(self, successor)

@@ -10,6 +10,7 @@ import os
 import sys
 from datetime import timedelta
 from typing import Any
+from urllib.parse import quote
 
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.daemon_threads import run_in_daemon_thread
@@ -58,7 +59,7 @@ async def open_record_store(
             method.host, method.port, token=config.token, timeout=limit.deadline.remaining(), config=config
         )
         where = f"the store daemon at {method.host}:{method.port}, job {method.path!r}"
-        return DaemonRecords(daemon, f"asyncdist/{method.path}/{name}", where)
+        return DaemonRecords(daemon, f"asyncdist/{quote(method.path, safe='')}/{name}", where)
     if method.kind == "file":
         file = RecordFile(method.path, name)
         return BlockingStoreRecords(file, key, f"file://{file.path}")

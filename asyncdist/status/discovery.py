@@ -11,6 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.daemon_threads import run_in_daemon_thread
@@ -128,7 +129,7 @@ def _files(path: Path) -> Sequence[Path]:
 
 
 def _prefixes(method: InitMethod) -> tuple[str, ...]:
-    job = method.path
+    job = quote(method.path, safe="")
     return (f"asyncdist/{job}/", f"{job}/", f"elastic/{job}/member/") if job else ("",)
 
 

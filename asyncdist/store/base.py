@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from asyncio import Future
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from datetime import timedelta
+from math import inf
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from asyncdist.base.deadline import Timeout, seconds
@@ -67,6 +68,16 @@ class AsyncStoreBase(ProcessBound, ABC):
     _elsewhere = "connect in the other process: send the address instead"
 
     timeout: float
+
+    @property
+    def lease(self) -> float:
+        """Seconds for which the store keeps ephemeral keys after this client lost its connection; infinity without one."""
+        return inf
+
+    @property
+    def expiries(self) -> int:
+        """How often the store has ended this client's lease, and has deleted its ephemeral keys. Any thread may read it."""
+        return 0
 
     @abstractmethod
     def request(self, command: Command[T], timeout: Timeout = None) -> Future[T]:

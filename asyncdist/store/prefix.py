@@ -75,6 +75,14 @@ class AsyncPrefixStore(AsyncStoreBase):
         """The store that holds the keys."""
         return self._store
 
+    @property
+    def lease(self) -> float:
+        return self._store.lease
+
+    @property
+    def expiries(self) -> int:
+        return self._store.expiries
+
     def request(self, command: Command[T], timeout: Timeout = None) -> asyncio.Future[T]:
         future = self._store.request(command.under(self._prefix), self._limit(timeout))
         if command.op is not Op.LIST_KEYS:

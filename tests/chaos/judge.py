@@ -5,7 +5,8 @@ A report is a tuple that a process sends:
     addresses, rank, addresses                      asks where to connect to instead
     entered, generation, rank, members, id, (world, rank there)
                                                     it is a member of a new group
-    rounds, [(generation, number, committed), …]    the rounds that it has been through
+    waits                                           it waits to join a job, as others can see
+    rounds, [(generation, number, committed, time), …]  the rounds that it has been through, and when on the monotonic clock
     failed, kind, peer, text                        an operation has failed
     raised · leaves · forked, pid                   a fault has happened
     out, kind, text                                 a founder cannot go on
@@ -17,6 +18,8 @@ A report is a tuple that a process sends:
 What must hold:
 
 - Members that are alive never disagree: on who is a member of a generation, and whether a round is committed.
+- No process commits more than one round of a generation after any process has committed one of a later generation. That one
+  round is of a process that was stopped between the end of its step and its next line.
 - No rank is reported lost that no fault has silenced.
 - Every process that can run makes progress within the heartbeat limit and 5 s.
 - Ranks that no fault has touched go on if all others have ended. Somebody goes on if one of the others is alive and most
@@ -68,6 +71,9 @@ class Witness:
         pid: Its process id.
         called_after: The processes that have answered its remote calls since the last fault.
         has_read_after: Whether it has read a version of the weights since the last fault.
+        has_waited: Whether it waits to join a job, or has waited.
+        last_but_one: When it has committed its last round but one, by generation.
+        last: When it has committed its last round, by generation.
     """
 
     slot: int
@@ -86,6 +92,9 @@ class Witness:
     pid: int = 0
     called_after: set[int] = field(default_factory=set)
     has_read_after: bool = False
+    has_waited: bool = False
+    last_but_one: dict[int, float] = field(default_factory=dict)
+    last: dict[int, float] = field(default_factory=dict)
 
     @property
     def runs(self) -> bool:
@@ -104,6 +113,8 @@ class Judge:
         self._entered: dict[int, dict[Witness, tuple[object, object]]] = {}
         self._committed: dict[tuple[int, int], dict[Witness, bool]] = {}
         self._by_rank: dict[tuple[str, int], Witness] = {}
+        self._first_commit: dict[int, float] = {}
+        """When the first round of each generation was committed."""
 
     def add(self, slot: int, name: str, now: float) -> Witness:
         """Add a process that has started."""
@@ -165,10 +176,15 @@ class Judge:
                 )
         others[witness] = rank, members
 
+    def _on_waits(self, witness):
+        witness.has_waited = True
+
     def _on_rounds(self, witness, rounds):
-        for generation, number, committed in rounds:
+        for generation, number, committed, at in rounds:
             if committed is None:
                 continue
+            if committed:
+                self._note_commit(witness, generation, at)
             others = self._committed.setdefault((generation, number), {})
             for other, answer in others.items():
                 if answer is not committed:
@@ -179,6 +195,20 @@ class Judge:
             others[witness] = committed
             if self.is_settling and committed:
                 witness.rounds_after[generation] = witness.rounds_after.get(generation, 0) + 1
+
+    def _note_commit(self, witness, generation, at):
+        if generation in witness.last:
+            witness.last_but_one[generation] = witness.last[generation]
+        witness.last[generation] = at
+        self._first_commit[generation] = min(self._first_commit.get(generation, at), at)
+        for late in self.witnesses:
+            for old, time in late.last_but_one.items():
+                for new, begun in self._first_commit.items():
+                    if new > old and begun < time:
+                        raise ViolationError(
+                            f"two parts commit: {late.name} has committed two rounds of generation {old} "
+                            f"{time - begun:.3f} s after one of generation {new}"
+                        )
 
     def _on_failed(self, witness, kind, peer, text, *, now, starved):
         if kind in ("MismatchError", "OperationTimeoutError"):

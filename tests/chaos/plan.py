@@ -28,11 +28,14 @@ _WEIGHTS = {
 }
 """The faults in each network, and how often each is drawn. `Fault` says what they do."""
 
+_OF_THE_STORE = {"store stop": 2, "store crash": 2, "store cut": 3}
+"""The faults of the store of a job that replaces its members, and how often each is drawn."""
+
 BETWEEN = ("cut", "drop", "clog", "hold", "delay")
 """The faults of the connections between two ranks."""
 OF_A_HOST = ("unplug", "blackhole", "blink")
 """The faults of the link of a host."""
-HARMLESS = ("pause", "exception", "fork", "revoke", "cancel", "hold", "delay", "blink")
+HARMLESS = ("pause", "exception", "fork", "revoke", "cancel", "hold", "delay", "blink", *_OF_THE_STORE)
 """The faults after which every rank must go on."""
 
 
@@ -57,12 +60,16 @@ class Fault:
     unplug      the link between the hosts is down for ``seconds``
     blackhole   what one host sends to the other one is lost for ``seconds``
     blink       the link between the hosts is down for less than the heartbeat limit
+    store stop  SIGSTOP of the store for ``seconds``
+    store crash SIGKILL of the store, which another one follows after ``seconds`` with its data
+    store cut   the members lose the store alone for ``seconds``, while a further process joins that reaches it
     ==========  ==================================================================================
 
     Attributes:
         at: Seconds after the beginning of the first round.
         kind: The kind.
-        victims: The slots of the processes: one, or two for a fault between two ranks. For a fault of a link, the host.
+        victims: The slots of the processes: one, or two for a fault between two ranks. For a fault of a link, the host. For
+            a fault of the store, nothing.
         seconds: How long it lasts.
     """
 
@@ -73,7 +80,7 @@ class Fault:
 
     def __str__(self) -> str:
         lasting = f" for {self.seconds:.2f} s" if self.seconds else ""
-        return f"{self.at:5.2f} s  {self.kind} {', '.join(map(str, self.victims))}{lasting}"
+        return f"{self.at:5.2f} s  {self.kind} {', '.join(map(str, self.victims))}{lasting}".replace("  for", " for")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +94,7 @@ class WorldPlan:
         faces: The API that the process of each slot uses.
         hosts: The host of each slot.
         faults: The faults, in the order of their time.
+        stops_founder: Whether the process that would name the first members is stopped until the others have begun.
     """
 
     seed: int
@@ -95,10 +103,16 @@ class WorldPlan:
     faces: tuple[str, ...]
     hosts: tuple[int, ...]
     faults: tuple[Fault, ...]
+    stops_founder: bool = False
 
     @property
     def size(self) -> int:
         return len(self.faces)
+
+    @property
+    def start_size(self) -> int:
+        """The number of members with which a job that replaces its members begins."""
+        return self.size - self.stops_founder
 
     @property
     def min_size(self) -> int:
@@ -118,6 +132,7 @@ class WorldPlan:
     def __str__(self) -> str:
         placed = "".join(str(host) for host in self.hosts)
         how = f"a job of {self.size}, at least {self.min_size}" if self.joins else f"{self.size} founders"
+        how += ", the first one stopped" if self.stops_founder else ""
         faces = "".join(face[0] for face in self.faces)
         faults = f"{len(self.faults)} faults" + (", strangers" if self.has_strangers else "")
         return f"seed {self.seed}: {how} over {self.network} (hosts {placed}, {faces}), {faults}"
@@ -133,14 +148,19 @@ def plan_of(seed: int, networks: Sequence[str] = NETWORKS) -> WorldPlan:
     if network == "hosts":
         hosts = (0, 1, *(draw.randrange(2) for _ in range(size - 2)))
     joins = draw.random() < 0.4
-    kinds = [kind for kind in _WEIGHTS[network] if not (joins and kind == "leave")]
-    weights = [_WEIGHTS[network][kind] for kind in kinds]
+    weights = dict(_WEIGHTS[network])
+    if joins:
+        del weights["leave"]
+        weights.update(_OF_THE_STORE)
+    if network == "hosts":
+        weights.pop("store cut", None)
     faults, at = [], 0.0
-    for kind in draw.choices(kinds, weights, k=draw.randint(1, 6)):
+    for kind in draw.choices(list(weights), list(weights.values()), k=draw.randint(1, 6)):
         # Half of the faults come while the members deal with the one before.
         at += draw.choice((draw.uniform(0.0, 0.1), draw.uniform(0.0, 2.5 * HEARTBEAT)))
         faults.append(_fault(draw, at, kind, size))
-    return WorldPlan(seed, network, joins, faces, hosts, tuple(faults))
+    stops_founder = joins and draw.random() < 0.15
+    return WorldPlan(seed, network, joins, faces, hosts, tuple(faults), stops_founder)
 
 
 def _fault(draw: Random, at: float, kind: str, size: int) -> Fault:
@@ -148,6 +168,8 @@ def _fault(draw: Random, at: float, kind: str, size: int) -> Fault:
         victims = tuple(draw.sample(range(size), 2))
     elif kind in OF_A_HOST:
         victims = (draw.randrange(2),)
+    elif kind in _OF_THE_STORE:
+        victims = ()
     else:
         victims = (draw.randrange(size),)
     if kind in ("pause", "hold"):
@@ -157,6 +179,9 @@ def _fault(draw: Random, at: float, kind: str, size: int) -> Fault:
         seconds = draw.uniform(0.0, 0.15)
     elif kind in ("stop", "drop", "clog", "unplug", "blackhole"):
         seconds = draw.uniform(1.3 * HEARTBEAT, LONGER)
+    elif kind in _OF_THE_STORE:
+        # A lease lasts for 2 s.
+        seconds = draw.uniform(0.3, 4.5)
     elif kind in ("kill", "fork", "delay"):
         seconds = draw.uniform(0.0, 1.5 * HEARTBEAT)
     else:

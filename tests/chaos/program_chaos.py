@@ -24,10 +24,12 @@ import torch
 import asyncdist
 from asyncdist import sync
 from asyncdist.base.background_loop import background_loop, observing_loop
+from asyncdist.elastic.job import Job
 from asyncdist.engine.endpoint import Endpoint
 from asyncdist.errors import ExcludedError, GroupError, NoQuorumError
 from asyncdist.memory.shared_arena import arena
 from asyncdist.store import StoreServer
+from asyncdist.store.persistence.group_commit import Fsync
 from asyncdist.testing.hosts import enter
 from tests.chaos.faces import FACES
 from tests.chaos.operations import SCRIBBLE, start
@@ -98,8 +100,8 @@ class ChaosProcess:
             self.test.send((kind, *values))
 
     def report_round(self, generation, number, committed):
-        self._rounds.append((generation, number, committed))
         now = time.monotonic()
+        self._rounds.append((generation, number, committed, now))
         if now - self._reported_at > _REPORT_EVERY:
             self._reported_at = now
             with self._lock:
@@ -145,7 +147,7 @@ class ChaosProcess:
         if self.settings["proxied"]:
             self.connect_through_proxies()
         if self.settings["joins"]:
-            services = Services(self.settings["where"], self.settings["slot"], self.settings["seed"], self.say)
+            services = Services(self.settings["services"], self.settings["slot"], self.settings["seed"], self.say)
             services.start()
             await self.join()
             services.stop()
@@ -201,6 +203,7 @@ class ChaosProcess:
             settings["where"], min_size=settings["min_size"], start_size=settings["start_size"], state=state,
             timeout=60.0,
         )  # fmt: skip
+        self.report_waiting()
         async with self.face.entered(session):
             async for group in self.face.generations(session):
                 await self.face.value_of(group.adopt(state))
@@ -210,6 +213,15 @@ class ChaosProcess:
                 if await self.rounds(group, state):
                     return
         raise AssertionError("the generations ended although no member wants to end")
+
+    def report_waiting(self):
+        wait_to_join = Job.wait_to_join
+
+        async def wait_and_report(job, seen):
+            await wait_to_join(job, seen)
+            self.say("waits")
+
+        Job.wait_to_join = wait_and_report
 
     async def connect(self, group):
         """Open all connections. The loss of a host that has not accepted one yet is noticed only by TCP."""
@@ -371,13 +383,14 @@ def _resources():
     return found
 
 
-def chaos_store(test, namespace, host):
-    """Run the store of a job until the world ends."""
+def chaos_store(test, namespace, host, port, folder):
+    """Run the store of a job until it is killed."""
     if namespace:
         enter(namespace)
 
     async def serve():
-        server = await StoreServer.start(host, 0, token=os.environ["ASYNCDIST_TOKEN"])
+        token = os.environ["ASYNCDIST_TOKEN"]
+        server = await StoreServer.start(host, port, token=token, data=Path(folder), fsync=Fsync.NEVER, stays=True)
         test.send(server.port)
         await asyncio.Event().wait()
 

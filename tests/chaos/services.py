@@ -22,6 +22,7 @@ from random import Random
 import torch
 
 from asyncdist import rpc, weights
+from asyncdist.errors import StoreConnectionError
 from tests.chaos.plan import HEARTBEAT
 
 LIMIT = 2.0 * HEARTBEAT
@@ -96,7 +97,10 @@ class Services:
 
     def _run(self):
         try:
-            self._loop.run_until_complete(self._live())
+            while not self._over.is_set():
+                # A service ends with the lease at its store, whose faults may last longer.
+                with contextlib.suppress(StoreConnectionError):
+                    self._loop.run_until_complete(self._live())
         except Exception as error:  # the runner must hear of any
             self._violation(f"its services end with {error!r}")
         finally:

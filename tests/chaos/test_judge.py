@@ -34,17 +34,17 @@ def test_plan_and_operations_follow_from_the_seed():
 
 def test_round_that_only_some_have_committed_is_found():
     judge, (first, second, third) = judged()
-    judge.hear(first, ("rounds", [(0, 0, True), (0, 1, True)]), 1.0)
-    judge.hear(third, ("rounds", [(0, 0, True), (0, 1, None)]), 1.0)
+    judge.hear(first, ("rounds", [(0, 0, True, 0.0), (0, 1, True, 0.0)]), 1.0)
+    judge.hear(third, ("rounds", [(0, 0, True, 0.0), (0, 1, None, 0.0)]), 1.0)
     with pytest.raises(ViolationError, match="round 1 of generation 0 is committed on process 0 and not on process 1"):
-        judge.hear(second, ("rounds", [(0, 0, True), (0, 1, False)]), 1.0)
+        judge.hear(second, ("rounds", [(0, 0, True, 0.0), (0, 1, False, 0.0)]), 1.0)
 
 
 def test_answer_that_died_with_its_process_does_not_count():
     judge, (first, second, _) = judged()
-    judge.hear(first, ("rounds", [(0, 0, True)]), 1.0)
+    judge.hear(first, ("rounds", [(0, 0, True, 0.0)]), 1.0)
     judge.killed(first)
-    judge.hear(second, ("rounds", [(0, 0, False)]), 1.0)
+    judge.hear(second, ("rounds", [(0, 0, False, 0.0)]), 1.0)
 
 
 def test_answers_of_a_process_that_has_left_do_not_count():
@@ -151,11 +151,11 @@ def test_members_of_a_job_have_settled_once_all_are_in_one_generation():
     judge.settle()
     newcomer = judge.add(3, "process 3", 1.0)
     for one in witnesses:
-        judge.hear(one, ("rounds", [(0, number, True) for number in range(3)]), 1.0)
+        judge.hear(one, ("rounds", [(0, number, True, 0.0) for number in range(3)]), 1.0)
     assert not judge.has_settled
     for slot, one in enumerate([*witnesses, newcomer]):
         judge.hear(one, ("entered", 1, slot, 4, slot, ("next", slot)), 2.0)
-        judge.hear(one, ("rounds", [(1, number, True) for number in range(3)]), 2.0)
+        judge.hear(one, ("rounds", [(1, number, True, 0.0) for number in range(3)]), 2.0)
         one.pid = 100 + slot
         judge.hear(one, ("called", [100, 101, 102, 103], 0), 2.0)
         judge.hear(one, ("read", 100_001), 2.0)
@@ -173,7 +173,7 @@ def test_members_of_a_job_have_not_settled_without_calls_and_versions(missing):
     for slot, one in enumerate(witnesses):
         one.pid = 100 + slot
         judge.hear(one, ("entered", 1, slot, 3, slot, ("next", slot)), 2.0)
-        judge.hear(one, ("rounds", [(1, number, True) for number in range(3)]), 2.0)
+        judge.hear(one, ("rounds", [(1, number, True, 0.0) for number in range(3)]), 2.0)
         for report in (("called", [100, 101, 102], 0), ("read", 100_001)):
             if slot != 1 or report[0] != missing[0]:
                 judge.hear(one, report, 2.0)
@@ -193,3 +193,23 @@ def test_job_that_nobody_continues_after_one_rank_was_stopped_is_found():
     judge.hear(witnesses[2], ("out", "NoQuorumError", "too few"), 1.0)
     with pytest.raises(ViolationError, match="nobody has gone on"):
         judge.check_survivors()
+
+
+def test_part_that_goes_on_after_another_one_has_committed_is_found():
+    judge, (first, second, newcomer) = judged(joins=True)
+    for one in (first, second):
+        judge.hear(one, ("rounds", [(0, 0, True, 1.0), (0, 1, True, 2.0)]), 2.0)
+    judge.hear(newcomer, ("entered", 1, 0, 1, 7, ("next", 0)), 2.5)
+    judge.hear(newcomer, ("rounds", [(1, 0, True, 3.0)]), 3.0)
+    # It was stopped after its step.
+    judge.hear(first, ("rounds", [(0, 2, True, 3.5)]), 3.5)
+    with pytest.raises(ViolationError, match="process 0 has committed two rounds of generation 0"):
+        judge.hear(first, ("rounds", [(0, 3, True, 3.6)]), 3.6)
+
+
+def test_commit_of_a_newer_generation_that_is_heard_late_counts():
+    judge, (first, _, newcomer) = judged(joins=True)
+    judge.hear(first, ("rounds", [(0, 0, True, 3.5), (0, 1, True, 3.6)]), 4.0)
+    judge.hear(newcomer, ("entered", 1, 0, 1, 7, ("next", 0)), 4.0)
+    with pytest.raises(ViolationError, match="two parts commit"):
+        judge.hear(newcomer, ("rounds", [(1, 0, True, 3.0)]), 4.0)

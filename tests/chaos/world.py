@@ -11,6 +11,7 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from asyncdist.testing.faults import Proxy
 from asyncdist.testing.processes import RankEndedError
 from tests.chaos.judge import Judge, ViolationError
 from tests.chaos.networks import Proxied, Separated, SharedMemory
@@ -22,6 +23,8 @@ _START_WITHIN = 60.0
 _SETTLE_WITHIN = 40.0
 """Seconds without faults after which the members must go on together."""
 _END_WITHIN = 20.0
+_PAUSE = 0.5
+"""Seconds after which a fault of the store is tried again that meets another one."""
 _LONGEST_STEP = 0.25
 """The seconds that count of the time between two looks: a runner that gets no processor blames no process."""
 _VISIT_EVERY = 0.1
@@ -52,6 +55,7 @@ class ChaosWorld:
             "tcp": lambda: Proxied(plan),
             "hosts": lambda: Separated(plan, hosts),
         }[plan.network]()
+        self._store = self._store_proxy = None
         self._processes = {}
         """By witness, the process."""
         self._silent = set()
@@ -62,6 +66,7 @@ class ChaosWorld:
         self.strangers, self._visit_at = Strangers(), 0.0
         self._events = []
         """What is to come: time, function."""
+        self._store_port, self._store_fault = 0, None
         self._now, self._looked_at = 0.0, time.monotonic()
         self._log = []
 
@@ -83,14 +88,26 @@ class ChaosWorld:
                     os.kill(child, signal.SIGKILL)
             self._nursery.clear()
             self.strangers.close()
+            if self._store_proxy is not None:
+                self._store_proxy.close()
             self._network.close()
             shutil.rmtree(self._folder)
 
     def _run(self):
-        self._store = self._start_store() if self.plan.joins else None
+        if self.plan.joins:
+            self._store = self._start_store(0)
+            if any(fault.kind == "store cut" for fault in self.plan.faults):
+                self._store_proxy = Proxy(self._network.store_host, self._store_port)
         for slot in range(self.plan.size):
             self._start(slot)
-        self._until(lambda: all(one.state == "member" for one in self.judge.witnesses), _START_WITHIN, "start")
+            if slot == 0 and self.plan.stops_founder:
+                self._stop_founder(self._slots[0])
+        self._until(
+            lambda: all(one.state == "member" or one.stops for one in self.judge.witnesses), _START_WITHIN, "start"
+        )
+        if self.plan.stops_founder:
+            self._resume(self._slots[0])
+            self._until(lambda: self._slots[0].state == "member", _START_WITHIN, "take in the founder")
         begun = self._now
         for fault in self.plan.faults:
             self._events.append((begun + fault.at, lambda fault=fault: self._begin(fault)))
@@ -109,6 +126,13 @@ class ChaosWorld:
             if status := self._processes[witness].wait(_END_WITHIN):
                 raise ViolationError(f"{witness.name} has ended with status {status}")
         self._check_left()
+
+    def _stop_founder(self, witness):
+        """Stop the process that waits first, and that therefore names the members of the job."""
+        self._until(lambda: witness.has_waited, _START_WITHIN, "join")
+        self._note(f"{witness.name} is stopped before it founds")
+        self._processes[witness].stop()
+        self.judge.stop(witness)
 
     def _until(self, is_true, limit, what):
         until = self._now + limit
@@ -190,33 +214,44 @@ class ChaosWorld:
             "ASYNCDIST_HEARTBEAT": str(HEARTBEAT),
             "ASYNCDIST_TOKEN": "for this world only",
             "ASYNCDIST_DUMP_DIR": str(self._folder / "dumps"),
-            "ASYNCDIST_HOST": f"host{self.plan.hosts[slot]}" if self.plan.network == "hosts" else "",
+            "ASYNCDIST_HOST": f"host{self._host_of(slot)}" if self.plan.network == "hosts" else "",
         }
 
-    def _start_store(self):
-        namespace = getattr(self._network, "store_namespace", None)
-        process = self._nursery.start(
-            PROGRAM, "chaos_store", namespace, self._network.store_host, environment=self._environment(0)
-        )
-        return process, process.hear()
+    def _host_of(self, slot):
+        return self.plan.hosts[slot % self.plan.size]
 
-    def _start(self, slot):
+    def _start_store(self, port):
+        namespace = getattr(self._network, "store_namespace", None)
+        folder, environment = str(self._folder / "store"), self._environment(0)
+        process = self._nursery.start(
+            PROGRAM, "chaos_store", namespace, self._network.store_host, port, folder, environment=environment
+        )
+        self._store_port = process.hear()
+        return process
+
+    def _start(self, slot, *, through_proxy=True):
         number = sum(one.slot == slot for one in self.judge.witnesses)
         name = f"process {slot}" + (f" ({number + 1})" if number else "")
-        host = self._network.store_host
+        host, port = self._network.store_host, self._store_port
+        proxied = self._store_proxy if through_proxy else None
+        job = f"asyncdist://{host}:{port}/chaos"
         settings = {
             "slot": slot,
             "seed": self.plan.seed,
             "size": self.plan.size,
-            "face": self.plan.faces[slot],
+            "face": self.plan.faces[slot % self.plan.size],
             "joins": self.plan.joins,
             "min_size": self.plan.min_size,
-            "start_size": self.plan.size if number == 0 else None,
+            "start_size": self.plan.start_size if number == 0 and slot < self.plan.size else None,
             "proxied": self._network.is_proxied,
             "namespace": self._network.namespace(slot),
             "folder": str(self._folder),
-            "where": f"asyncdist://{host}:{self._store[1]}/chaos" if self._store else f"file://{self._folder}/world",
+            "services": job,
+            "where": f"file://{self._folder}/world",
         }
+        if self.plan.joins:
+            settings["where"] = job if proxied is None else f"asyncdist://{host}:{proxied.address[1]}/chaos"
+
         process = self._nursery.start(PROGRAM, "chaos_process", settings, environment=self._environment(slot))
         witness = self.judge.add(slot, name, self._now)
         witness.pid = process.pid
@@ -235,6 +270,9 @@ class ChaosWorld:
         self._note(str(fault))
         self.done.append(fault.kind)
         self.judge.harm(fault, self._now)
+        if fault.kind.startswith("store "):
+            self._disturb_store(fault)
+            return
         if fault.kind == "kill":
             self._kill(witnesses[0], fault.seconds)
         elif fault.kind in ("stop", "pause"):
@@ -247,6 +285,33 @@ class ChaosWorld:
         else:
             self._network.begin(fault)
             self._events.append((self._now + fault.seconds, lambda: self._end(fault)))
+
+    def _disturb_store(self, fault):
+        if self._store_fault is not None:
+            self._events.append((self._now + _PAUSE, lambda: self._disturb_store(fault)))
+            return
+        self._store_fault = fault
+        if fault.kind == "store stop":
+            self._store.stop()
+        elif fault.kind == "store crash":
+            self._store.kill()
+            self._store.wait(_END_WITHIN)
+        else:
+            self._store_proxy.clog()
+            self._store_proxy.cut()
+            number = sum(one.slot >= self.plan.size for one in self.judge.witnesses)
+            self._start(self.plan.size + number, through_proxy=False)
+        self._events.append((self._now + fault.seconds, lambda: self._mend_store(fault)))
+
+    def _mend_store(self, fault):
+        self._store_fault = None
+        self._note(f"the end of {fault.kind}")
+        if fault.kind == "store stop":
+            self._store.resume()
+        elif fault.kind == "store crash":
+            self._store = self._start_store(self._store_port)
+        else:
+            self._store_proxy.unclog()
 
     def _end(self, fault):
         self._network.end(fault)
@@ -271,7 +336,7 @@ class ChaosWorld:
         for process in self._processes.values():
             if "VIOLATION" in (output := process.output()) or "Traceback" in output:
                 raise ViolationError(f"a process wrote: {output}")
-        left = [path.name for path in self._folder.iterdir() if path.name != "dumps"]
+        left = [path.name for path in self._folder.iterdir() if path.name not in ("dumps", "store")]
         if left and not any(one.is_harmed for one in self.judge.witnesses):
             raise ViolationError(f"files are left: {left}")
         # Forked children live for some time.

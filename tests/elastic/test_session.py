@@ -180,10 +180,10 @@ async def test_process_that_was_passed_over_announces_again_that_it_waits(job: s
     newcomer = asyncio.create_task(train(job, new_state(), 1, min_size=2))
     store = await AsyncStore.connect("127.0.0.1", int(job.split(":")[2].split("/")[0]))
     await store.wait(["elastic/test/waiting/1"])
-    assert await store.get("elastic/test/waiting/1") == b"1"
+    assert await store.get("elastic/test/waiting/1") == b"0"
     async with store.watch_keys() as changes:
         await store.set("elastic/test/generation", GenerationRecord(1, (9,)).encode())
-        assert [value async for key, value in until_key(changes, "elastic/test/waiting/1")][-1] == b"2"
+        assert [value async for key, value in until_key(changes, "elastic/test/waiting/1")][-1] == b"1"
     newcomer.cancel()
     await asyncio.gather(newcomer, return_exceptions=True)
     await store.close()
@@ -201,7 +201,7 @@ async def until_key(
             return
 
 
-async def test_refusal_does_not_count_for_a_process_that_has_announced_itself_since(job: str) -> None:
+async def test_process_that_has_not_seen_the_last_generation_is_no_candidate(job: str) -> None:
     host, port = "127.0.0.1", int(job.split(":")[2].split("/")[0])
     async with contextlib.AsyncExitStack() as stack:
         stores = [await AsyncStore.connect(host, port) for _ in range(2)]
@@ -211,15 +211,12 @@ async def test_refusal_does_not_count_for_a_process_that_has_announced_itself_si
             stack.push_async_callback(each.close)
             await each.open()
         member, newcomer = jobs
-        await newcomer.wait_to_join()
-        await member.until(lambda: bool(member.candidates()))
-        named = member.candidates()
-        member.refuse(named)
-        assert member.candidates() == {}
-        await newcomer.wait_to_join()
-        await member.until(lambda: member.waiting != named)
-        member.refuse(named)
-        assert member.candidates() == {newcomer.id: 2}
+        await newcomer.wait_to_join(0)
+        await member.until(lambda: member.candidates() == [newcomer.id])
+        assert await member.begin_generation(GenerationRecord(), 1, (member.id, newcomer.id), 0)
+        assert member.candidates() == []
+        await newcomer.wait_to_join(1)
+        await member.until(lambda: member.candidates() == [newcomer.id])
 
 
 async def test_process_that_has_become_a_member_waits_no_more_before_its_last_message_arrives(job: str) -> None:
@@ -230,7 +227,7 @@ async def test_process_that_has_become_a_member_waits_no_more_before_its_last_me
         for key in ("waiting/7", "member/7", "waiting/8"):
             await store.set(f"elastic/test/{key}", b"1")
         await member.until(lambda: 8 in member.waiting)
-        assert member.candidates() == {8: 1}
+        assert member.candidates() == [8]
     finally:
         await member.close()
         await store.close()
@@ -274,11 +271,11 @@ async def test_record_of_an_earlier_first_member_that_was_lost_is_replaced(
     """The present one has not seen it yet when it writes its own."""
     begin, records = Job.begin_generation, []
 
-    async def begin_late(self: Job, after: GenerationRecord, number: int, members: tuple[int, ...]) -> bool:
+    async def begin_late(self: Job, after: GenerationRecord, number: int, members: tuple[int, ...], begun: int) -> bool:
         records.append(number)
         if number == 2:
             await self.store.set("generation", GenerationRecord(2, (*members, 99)).encode())
-        return await begin(self, after, number, members)
+        return await begin(self, after, number, members, begun)
 
     monkeypatch.setattr(Job, "begin_generation", begin_late)
     failed = []

@@ -425,3 +425,16 @@ async def test_member_that_cannot_make_the_successor_is_left_out_of_the_next_one
         new = await regrouped(rest, timeout=5.0)
         assert [group.member_ids for group in new] == [(0, 2)] * 2
         assert await sums(new) == [2] * 2
+
+
+async def test_members_regroup_into_one_channel_although_some_know_another_number_of_the_generation():
+    """Rank 0 of a job knows the number of the store before the others, which miss it if the group fails then."""
+    async with world_of(2) as groups:
+        for turn in range(2):
+            groups[0].generation += 4
+            groups[0].revoke("the others have missed the number")
+            groups = await asyncio.gather(*(group.regroup() for group in groups))
+            assert groups[0].channel.prefix == groups[1].channel.prefix
+            assert groups[0].name == groups[1].name
+            assert [group.generation for group in groups] == [5 * (turn + 1), turn + 1]
+            await asyncio.gather(*(group.barrier(timeout=5.0) for group in groups))

@@ -9,7 +9,8 @@ import pytest
 import torch
 import trio
 
-from asyncdist.errors import GroupError
+from asyncdist.engine.work import Work, completed
+from asyncdist.errors import ExcludedError, GroupError
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.faults import cancelled_at
 
@@ -186,3 +187,55 @@ def test_steps_of_blocking_ranks(transport):
         return seen
 
     assert run_ranks(3, rank_main, transport=transport) == [[True, False]] * 3
+
+
+def shows(group, *answers):
+    """Let a member of a job be asked whether its generation is the present one."""
+    answers = iter(answers)
+    group.show_membership = lambda: completed(next(answers))
+
+
+async def test_step_counts_only_if_each_member_of_a_job_can_show_its_membership():
+    async with world_of(3) as groups:
+        members = list(map(Member, groups))
+        shows(groups[1], False)
+        await asyncio.gather(*(member.take() for member in members))
+        assert [member.seen for member in members] == [[False]] * 3
+        assert not any(member.step.is_shown or member.step.excluded for member in members)
+        assert all(group.changed and group.error is None for group in groups)
+
+
+async def test_member_whose_lease_has_ended_before_the_answer_leaves_the_step_to_the_others():
+    """Another member was stopped before it voted."""
+    async with world_of(3) as groups:
+        members = list(map(Member, groups))
+        shows(groups[1], True, False)
+        await asyncio.gather(*(member.take() for member in members))
+        assert [member.seen for member in members] == [[True], [False], [True]]
+        assert isinstance(members[1].step.excluded, ExcludedError)
+        assert groups[1].changed
+        # All of them regroup, and the member that lacks the step adopts it.
+        after = await asyncio.gather(*(group.regroup() for group in groups))
+        assert [group.size() for group in after] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("moment", range(2))
+async def test_member_that_is_cancelled_while_it_asks_the_store_fails_the_step_of_all(moment):
+    async with world_of(2) as groups:
+        members = list(map(Member, groups))
+        answers, waits = iter([completed(True)] * moment), asyncio.Event()
+
+        def ask():
+            answer = next(answers, None)
+            if answer is None:
+                waits.set()
+            return answer or Work()
+
+        groups[0].show_membership = ask
+        taking, other = (asyncio.create_task(member.take()) for member in members)
+        await waits.wait()
+        taking.cancel()
+        await outcomes(taking, other)
+        # The other one has the answer before.
+        assert [member.seen for member in members] == [[False], [moment == 1]]
+        assert all(member.step.is_shown for member in members)

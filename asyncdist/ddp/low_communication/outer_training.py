@@ -357,6 +357,7 @@ class OuterTraining:
         user = self._group
         assert user is not None
         group.watches.candidates = lambda: user.watches.candidates()
+        group.show_membership = lambda: user.show_membership()
         return group
 
     async def _exchange(self, fragment: Fragment, values: torch.Tensor) -> tuple[Average, bool]:
@@ -375,6 +376,8 @@ class OuterTraining:
                 changed = changed or group.changed
                 if step.committed and average is not None:
                     return average, changed
+                if not step.is_shown:
+                    raise ExcludedError("a member has lost the store of the job")
                 self._exchange_group = self._watched(await group.regroup(min_size=self._min_size))
                 changed = True
                 log.warning(

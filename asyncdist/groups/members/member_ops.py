@@ -15,7 +15,7 @@ from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.engine.agreements import REGROUP
 from asyncdist.engine.endpoint import Endpoint
 from asyncdist.engine.operation import Channel
-from asyncdist.engine.work import Work
+from asyncdist.engine.work import Work, completed
 from asyncdist.groups.members.member_watch import MemberWatch, MemberWatches
 from asyncdist.groups.members.regrouping import Agreed, MemberAgreement, agreed, survivors
 from asyncdist.groups.members.step import GroupStep
@@ -35,6 +35,8 @@ class MemberOps(ABC):
         changed: Whether the members should begin another generation, as a `step` has found.
         regroup_in_job: Regroups, given ``min_size`` and the timeout, and admits processes that wait. The session of a job
             sets it.
+        show_membership: Returns whether this process is sure, at a moment after the call, that the generation of its job
+            is the present one. The session of a job sets it.
         watches: The streams of `watch_members`, and who waits to join.
     """
 
@@ -45,6 +47,7 @@ class MemberOps(ABC):
     def __init__(self, mesh: Endpoint, member_ids: tuple[int, ...]) -> None:
         self.changed = False
         self.regroup_in_job: Callable[[int, Timeout], Work[Self]] | None = None
+        self.show_membership: Callable[[], Work[bool]] = functools.partial(completed, True)
         self.watches = MemberWatches(mesh, member_ids)
         self._agreements = itertools.count(1)
         self._regrouping: Work[Self] | None = None

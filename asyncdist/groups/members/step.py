@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from asyncdist.groups.members.regrouping import Agreed
 
 T = TypeVar("T")
 
-_SUCCEEDED, _UNCHANGED = 1, 2
+_SUCCEEDED, _UNCHANGED, _SHOWN, _VOTED = 1, 2, 4, 8
 """The bits of the flag on which the members agree at the end of a step."""
 
 
@@ -27,6 +28,7 @@ class _Group(Protocol):
     mesh: Any
     changed: bool
     watches: MemberWatches
+    show_membership: Callable[[], Work[bool]]
 
     def rank(self) -> int: ...
 
@@ -44,12 +46,20 @@ class GroupStep:
     the error. Any other exception fails the group, so that no member waits for this one, and is raised on. Change
     what must stay equal on all members after the block, and only if the step is committed.
 
+    In a job (`join`) a step counts only if each member can show, from its lease at the store, that no other part of the
+    job may have begun a generation. A member shows it twice: when it votes, and once it has the answer of all. So each
+    member that reads ``committed`` as True had, between the answer and this moment, an instant at which its generation
+    was the only one. A process that is stopped after this instant may act on this one step late; its next one is not
+    committed. Pass `Group.generation` along where a late write outside the job would do harm, and refuse lower ones.
+
     A task that is cancelled at the end of the block, while it waits for the answer, fails the group as well. It is
     cancelled once it has the answer, so that `committed` is right. A second cancellation ends this wait.
 
     Attributes:
         committed: Whether every surviving member has completed the block; False until then.
-        excluded: Why this member does not know it: the error of a member that the others have lost. None on the others.
+        excluded: Why this member does not know it: the error of a member that the others have lost, or whose lease ended
+            before it had their answer. None on the others.
+        is_shown: Whether each member of the job could show that its generation was the present one. Equal on all.
 
     Example:
         >>> async def train(group, optimizer, gradients):
@@ -64,6 +74,7 @@ class GroupStep:
         self._group = group
         self.committed = False
         self.excluded: ExcludedError | NoQuorumError | None = None
+        self.is_shown = True
 
     async def __aenter__(self) -> GroupStep:
         return self
@@ -89,17 +100,29 @@ class GroupStep:
             group.revoke(f"a step ended with {describe_error(error)}")
         # One member decides, because the others may see later who waits.
         unchanged = error is None and not (group.rank() == 0 and any(True for _ in group.watches.candidates()))
-        work = group.agree((_SUCCEEDED if error is None else 0) | (_UNCHANGED if unchanged else 0))
         try:
-            await work
-        except GroupError:
+            shown = error is not None or await self._can_show()
+        except BaseException:
+            await self._outlast(group.agree(0))
+            raise
+        flags = zip((_SUCCEEDED, _UNCHANGED, _SHOWN, _VOTED), (error is None, unchanged, shown, True), strict=True)
+        work = group.agree(sum(flag for flag, is_set in flags if is_set))
+        try:
+            with contextlib.suppress(GroupError):
+                await work
             self._note(work)
+            # The answer may be late, because a member was stopped before it voted.
+            if self.committed and not await self._can_show():
+                self._disown()
         except BaseException:
             await self._outlast(work)
             raise
-        else:
-            self._note(work)
         return isinstance(error, GroupError)
+
+    async def _can_show(self) -> bool:
+        # A completed work is not awaited: the vote would come one iteration of the loop later.
+        showing = self._group.show_membership()
+        return showing.result() if showing.is_completed() else await showing
 
     async def _outlast(self, work: Work[Agreed]) -> None:
         """Wait for the answer although the caller is cancelled: the other members act on it, with this one's vote."""
@@ -111,6 +134,16 @@ class GroupStep:
             else:
                 await run_on_background_loop(_value_of(work), shield=True)
             self._note(work)
+            showing = self._group.show_membership()
+            if self.committed and not (showing.is_completed() and showing.result()):
+                self._disown()
+
+    def _disown(self) -> None:
+        """Leave the step to the others: this member cannot show any more that no other part of the job has begun."""
+        self.committed, self._group.changed = False, True
+        reason = "its lease at the store of the job ended before it knew whether the step is committed"
+        self.excluded = ExcludedError(f"this member cannot tell whether its generation goes on: {reason}")
+        self._group.revoke(f"a member has lost the store: {reason}")
 
     def _note(self, work: Work[Agreed]) -> None:
         """Take over the answer of the members."""
@@ -120,8 +153,10 @@ class GroupStep:
             # Without this member the others may commit the step: it is no survivor, and regroup() says so again.
             self.excluded = excluded
             answer, lost = 0, ()
-        self.committed = bool(answer & _SUCCEEDED)
-        self._group.changed = bool(self._group.changed or lost or not answer & _UNCHANGED)
+        # Without the vote of a member that is alive the answer is 0.
+        self.is_shown = bool(answer & _SHOWN or not answer & _VOTED)
+        self.committed = bool(answer & _SUCCEEDED and answer & _SHOWN)
+        self._group.changed = bool(self._group.changed or lost or not answer & _UNCHANGED or not self.is_shown)
 
 
 async def _value_of(work: Work[T]) -> T:

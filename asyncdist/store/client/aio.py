@@ -75,6 +75,14 @@ class AsyncStore(AsyncStoreBase):
         """The event loop on which the store must be used."""
         return self._loop
 
+    @property
+    def lease(self) -> float:
+        return self.connection.protocol.lease
+
+    @property
+    def expiries(self) -> int:
+        return self.connection.protocol.expiries
+
     def request(self, command: Command[T], timeout: Timeout = None) -> asyncio.Future[T]:
         return self._request(command, timeout)
 

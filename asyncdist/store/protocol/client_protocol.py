@@ -87,11 +87,13 @@ class ClientProtocol:
         """The error if the session cannot be resumed although a server answers: the client's data is lost."""
         self.answered = False
         """Whether the store has answered a request over the present connection."""
+        self.expiries = 0
+        """How often the store has ended this client's lease, and has deleted its ephemeral keys."""
         self.output: list[bytes | ChunkedMessage] = []
         """Messages to be sent; see `data_to_send`."""
         self.arriving = Reassembler(self.limit)
         self._identity = identity
-        self._lease = min(lease, _LONGEST_LEASE)
+        self.lease = min(lease, _LONGEST_LEASE)
         self._open: dict[int, ResponseHandler] = {}
         self._changes: dict[int, None] = {}  # the open requests that change something
         self._held: set[int] = set()  # the open requests that may not be sent yet
@@ -192,7 +194,7 @@ class ClientProtocol:
         self._last += 1
         self._resume_request = self._last
         self._resumed, self._introduced = not self._introduced, True  # a new session need not wait for the answer
-        return self._encoder.pack((self._resume_request, Op.RESUME, self._identity, int(self._lease * 1000)))
+        return self._encoder.pack((self._resume_request, Op.RESUME, self._identity, int(self.lease * 1000)))
 
     def interrupted(self) -> None:
         """Reset the state of the connection, which has broken. Requests stay open until the session is resumed or ends."""
@@ -223,12 +225,13 @@ class ClientProtocol:
             return
         if not known and self._leases:
             self.lost = StoreConnectionError(
-                f"the store at {self.where} has had no connection from this process for more than {self._lease:g} s, and "
+                f"the store at {self.where} has had no connection from this process for more than {self.lease:g} s, and "
                 "the data of its job may be gone: start the job again; a larger ASYNCDIST_STORE_LEASE makes the store "
                 "wait longer"
             )
             return
         if not known:
+            self.expiries += 1
             self._restore_ephemeral()
         for request, handler in list(self._open.items()):
             op = handler.command.op

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout, seconds
@@ -45,7 +45,7 @@ def rendezvous(url: str, timeout: Timeout = None, **ignored: Any) -> Iterator[tu
     daemon = connect_with_long_lease(
         parts.hostname or "", parts.port or 0, seconds(timeout, Config.from_environment().timeout)
     )
-    world = f"{parts.path.strip('/')}/{world_id}"
+    world = f"{quote(unquote(parts.path.strip('/')), safe='')}/{world_id}"
     LeaseKeepAlive(daemon, f"{world}/")
     yield Store(PrefixStore(world, daemon)), rank, world_size
     raise RuntimeError(f"{SCHEME}:// creates one world per call: call init_process_group again")
