@@ -296,7 +296,7 @@ def test_very_long_timeouts(store, threads, timeout):
 
 
 def test_wait_longer_than_one_poll_is_polled_again(monkeypatch):
-    monkeypatch.setattr("asyncdist.store.client.blocking_socket._LONGEST_POLL", 1)
+    monkeypatch.setattr("asyncdist.store.client.blocking_socket.LONGEST_POLL", 1)
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG, config=Config(token="t")) as store:
         threading.Timer(UNIT, store.set, ("k", "1")).start()
         assert store.get("k") == b"1"
