@@ -162,6 +162,60 @@ async def test_weights_only_types_need_no_pickle(transport, call):
         assert all(torch.equal(got[name], WEIGHTS[name]) for name in WEIGHTS)
 
 
+LONG = {
+    "tensor": torch.arange(50_000.0).view(2, -1).t(),
+    "parameter": torch.nn.Parameter(torch.ones(40_000)),
+    "array": np.arange(30_000),
+    "nested": [(1, b"ab" * 50_000)],
+    "weights": OrderedDict(weight=torch.full((20_000,), 2.0), short=torch.ones(2)),
+}
+
+
+def is_equal(got, given):
+    assert type(got) is type(given)
+    if isinstance(given, dict):
+        assert list(got) == list(given)
+        return all(map(is_equal, got.values(), given.values()))
+    if isinstance(given, (list, tuple)):
+        return len(got) == len(given) and all(map(is_equal, got, given))
+    return bool(np.all(np.asarray(got == given)))
+
+
+@pytest.mark.parametrize("root", [0, 2])
+async def test_long_content_in_every_object_collective(transport, root):
+    """Ranks send different numbers of buffers, some none. Nobody receives memory that another rank has."""
+    async with world_of(3, transport=transport) as groups:
+        given = [LONG, [LONG["array"], "short"], {"n": 1}]
+        gathered = [[None] * 3 for _ in groups]
+        await done(*(g.all_gather_object(gathered[g.rank()], given[g.rank()]) for g in groups))
+        for row in gathered:
+            assert is_equal(row, given)
+        collected = [None] * 3
+        await done(*(g.gather_object(given[g.rank()], collected if g.rank() == root else None, root) for g in groups))
+        assert is_equal(collected, given)
+        rooms = [[None] for _ in groups]
+        await done(*(g.scatter_object_list(rooms[g.rank()], given if g.rank() == root else None, root) for g in groups))
+        assert is_equal([room[0] for room in rooms], given)
+        lists = [list(given) if rank == root else [None] * 3 for rank in range(3)]
+        await done(*(g.broadcast_object_list(lists[g.rank()], root) for g in groups))
+        assert all(is_equal(each, given) for each in lists)
+        received = [each[0] if type(each[0]) is dict else each[0][0] for each in (*gathered, collected, rooms[0])]
+        received += [each[0] for rank, each in enumerate(lists) if rank != root]
+        starts = [each["array"].__array_interface__["data"][0] for each in (LONG, *received)]
+        assert len(set(starts)) == len(starts)
+
+
+@pytest.mark.parametrize("source", [0, None])
+async def test_concurrent_messages_with_long_content_keep_their_order(transport, source):
+    messages = [[LONG], [1], [LONG["array"]], [LONG["weights"], LONG["tensor"]], ["short"]]
+    async with world_of(2, transport=transport) as (zero, one):
+        rooms = [[None] * len(message) for message in messages]
+        received = [one.recv_object_list(room, source) for room in rooms]
+        await done(*(zero.send_object_list(message, 1) for message in messages), *received)
+        assert is_equal(rooms, messages)
+        assert [work.result() for work in received] == [0] * len(messages)
+
+
 def send_unchecked(call, by, forger):
     """Call as a malicious rank would: with a pickle that executes code where it is read."""
     if by == "a pickle":

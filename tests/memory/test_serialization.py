@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from datetime import datetime, timedelta
+from decimal import Decimal
+from enum import IntEnum
 
 import msgpack
 import numpy as np
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 
 from asyncdist.errors import ProtocolError, UsageError
 from asyncdist.memory.buffers import DTYPES
-from asyncdist.memory.serialization import pack, unpack
+from asyncdist.memory.serialization import Beside, pack, unpack
 from asyncdist.testing.arithmetic import noise, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental:UserWarning")
@@ -100,7 +103,8 @@ def test_requires_grad_is_kept():
     [
         np.arange(6, dtype=">i4").reshape(2, 3), np.asfortranarray(np.ones((2, 3), np.float16)), np.zeros((0, 2)),
         np.array(["ab", "ü"]), np.array([b"ab", b"c"]), np.array(["2020-01-02"], "M8[D]"), np.array([5], "m8[s]"),
-        np.arange(4)[::-1], np.float32(1.5), np.bool_(True), np.uint64(2**64 - 1), np.complex64(1j),
+        np.arange(4)[::-1], np.float32(1.5), np.bool_(True), np.uint64(2**64 - 1), np.complex64(1j), np.array(2.5),
+        np.array("ab"), np.str_("ü"), np.str_(""), np.bytes_(b""), np.datetime64("2020-01-02"),
     ],
     ids=lambda array: f"{array.dtype}{array.shape}",
 )  # fmt: skip
@@ -111,8 +115,96 @@ def test_arrays_and_scalars_round_trip(array):
     np.testing.assert_array_equal(got, array)
 
 
+def test_memory_maps_arrive_as_arrays(tmp_path):
+    mapped = np.memmap(tmp_path / "mapped", np.int32, "w+", shape=(3,))
+    mapped[:] = 7, 8, 9
+    got = there_and_back(mapped)
+    assert type(got) is np.ndarray
+    assert got.tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_parameters_and_state_dicts_are_kept(requires_grad):
+    """The state dict of a module has an attribute, which `load_state_dict` reads."""
+    parameter = torch.nn.Parameter(torch.ones(2), requires_grad)
+    weights = torch.nn.BatchNorm1d(3).state_dict()
+    assert vars(weights)
+    got = there_and_back({"p": parameter, "w": weights, (1,): OrderedDict({"b": 1, "a": 2})})
+    assert type(got["p"]) is torch.nn.Parameter
+    assert got["p"].requires_grad is requires_grad
+    assert type(got["w"]) is OrderedDict
+    assert vars(got["w"]) == vars(weights)
+    assert all(same(got["w"][name], weights[name]) for name in weights)
+    assert list(got[1,]) == ["b", "a"]
+    assert type(got[1,]) is OrderedDict
+
+
 class Odd(list):
     """A subclass: sending it as a list would lose what it is."""
+
+
+class Text(str):
+    """A subclass of a type that msgpack knows."""
+
+
+class Number(float):
+    """A subclass of a type that msgpack knows."""
+
+
+class Scalar(np.float64):
+    """A subclass of a scalar of numpy."""
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+class Unit(torch.Tensor):
+    """A subclass that has the memory of a tensor."""
+
+
+Pair = namedtuple("Pair", "a b")
+
+MORE_THAN_THEIR_BASE = {
+    "MaskedArray": np.ma.array([1, 2], mask=[0, 1]),
+    "MaskedConstant": np.ma.masked,
+    "matrix": np.ones((2, 2)).view(np.matrix),
+    "chararray": np.char.array(["a "]),
+    "recarray": np.rec.array([(1,)], dtype=[("x", "i4")]),
+    "Scalar": Scalar(2),
+    "Unit": torch.ones(2).as_subclass(Unit),
+    "UninitializedParameter": torch.nn.UninitializedParameter(),
+    "Text": Text("a"),
+    "Number": Number(1),
+    "Level": Level.LOW,
+    "Pair": Pair(1, 2),
+    "Size": torch.Size((1, 2)),
+    "Counter": Counter("aab"),
+    "defaultdict": defaultdict(list, {"k": [1]}),
+    "datetime": datetime(2020, 1, 2),
+    "timedelta": timedelta(1),
+    "Decimal": Decimal("1.5"),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), MORE_THAN_THEIR_BASE.items(), ids=MORE_THAN_THEIR_BASE)
+@pytest.mark.parametrize("nested", [False, True])
+def test_subclass_with_more_than_its_base_is_refused_by_name_or_pickled(name, value, nested):
+    with pytest.raises(UsageError, match=rf"{name} cannot be sent as plain data.*ASYNCDIST_ALLOW_PICKLE=1"):
+        pack({"k": (value,)} if nested else value, allow_pickle=False)
+    got = unpack(pack(value, allow_pickle=True), allow_pickle=True)
+    # Scalars of numpy pickle themselves as their base.
+    assert type(got) is type(value) or name == "Scalar"
+    if name != "UninitializedParameter":
+        assert repr(got) == repr(value)
+
+
+def test_tensors_without_plain_memory_are_pickled_where_that_is_allowed():
+    sparse = torch.eye(3).to_sparse()
+    with pytest.raises(UsageError, match="to_dense"):
+        pack(sparse, allow_pickle=False)
+    got = unpack(pack([sparse], allow_pickle=True), allow_pickle=True)[0]
+    assert torch.equal(got.to_dense(), torch.eye(3))
 
 
 def function():
@@ -243,23 +335,118 @@ def test_too_deep_or_circular_data_is_refused():
             pack(value, allow_pickle=False)
 
 
+# -- what travels beside the packed bytes --------------------------------------------------------------
+
+
+class Holder:
+    def __init__(self, **parts):
+        self.__dict__ = parts
+
+
+LONG = 70_000
+LONG_PARTS = {
+    "tensor": torch.arange(LONG, dtype=torch.int16).view(-1, 2),
+    "gradient": torch.ones(LONG, requires_grad=True),
+    "parameter": torch.nn.Parameter(torch.ones(LONG)),
+    "array": np.arange(LONG).reshape(2, -1),
+    "bytes": bytes(range(250)) * 300,
+    "state dict": OrderedDict(weight=torch.ones(LONG)),
+}
+
+
+def address(buffer):
+    return np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+
+
+def addresses(part):
+    if isinstance(part, dict):
+        return addresses(next(iter(part.values())))
+    return part.data_ptr() if isinstance(part, torch.Tensor) else address(part)
+
+
+def holds(got, part):
+    assert type(got) is type(part)
+    if isinstance(part, dict):
+        holds(next(iter(got.values())), next(iter(part.values())))
+    elif isinstance(part, bytes):
+        assert got == part
+    else:
+        assert got.dtype == part.dtype
+        assert got.shape == part.shape
+        assert (got == part).all()
+
+
+@pytest.mark.parametrize(("name", "part"), LONG_PARTS.items(), ids=LONG_PARTS)
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_long_content_is_neither_packed_nor_copied(name, part, weights_only):
+    beside = Beside()
+    data = pack([1, {"k": (part,)}], allow_pickle=False, weights_only=weights_only, beside=beside)
+    assert len(data) < 1000
+    assert [address(buffer) for buffer in beside.buffers] == [addresses(part)]
+    arrived = [memoryview(bytearray(buffer)) for buffer in beside.buffers]
+    got = unpack(data, allow_pickle=False, weights_only=weights_only, beside=arrived)[1]["k"][0]
+    holds(got, part)
+    if name != "bytes":
+        assert addresses(got) == address(arrived[0])
+    with pytest.raises(ProtocolError):
+        unpack(data, allow_pickle=False, weights_only=weights_only)
+    assert unpack(data, allow_pickle=False, weights_only=weights_only, beside=None)[0] == 1
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_pickled_tensors_and_arrays_travel_beside_the_pickle(snapshot):
+    parts = {name: part for name, part in LONG_PARTS.items() if name in ("tensor", "array", "parameter")}
+    beside = Beside(snapshot=snapshot)
+    data = pack(Holder(**parts), allow_pickle=True, beside=beside)
+    assert len(data) < 2000
+    own = {addresses(part) for part in parts.values()}
+    sent = {address(buffer) for buffer in beside.buffers}
+    assert not own & sent if snapshot else own == sent
+    assert len(sent) == 3
+    arrived = [memoryview(bytearray(buffer)) for buffer in beside.buffers]
+    got = unpack(data, allow_pickle=True, beside=arrived)
+    for name, part in parts.items():
+        holds(getattr(got, name), part)
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, np.ndarray, bytes])
+def test_content_of_more_than_4_gib_is_carried(kind):
+    """The memory is not touched, so it takes none."""
+    nbytes = (1 << 32) + 8
+    whole = bytes(nbytes) if kind is bytes else torch.empty(nbytes, dtype=torch.uint8)
+    beside = Beside()
+    data = pack([whole.numpy() if kind is np.ndarray else whole], allow_pickle=False, beside=beside)
+    assert [buffer.nbytes for buffer in beside.buffers] == [nbytes]
+    if kind is not bytes:
+        got = unpack(data, allow_pickle=False, beside=beside.buffers)[0]
+        assert isinstance(got, kind)
+        assert got.shape == (nbytes,)
+        assert addresses(got) == whole.data_ptr()
+
+
+def test_content_beyond_a_limit_is_refused_with_the_limit():
+    with pytest.raises(UsageError, match=r"less than 4 GiB.*send it in parts"):
+        pack({"k": bytes(1 << 32)}, allow_pickle=False)
+
+
 # -- foreign bytes --------------------------------------------------------------------------------
 
-_KINDS = range(10)
+_KINDS = range(13)
 _extension = st.builds(msgpack.ExtType, st.sampled_from(_KINDS), st.binary(max_size=40))
 _shapes = st.lists(st.integers(-2, 2**40), max_size=3)
 _forged = st.one_of(
     st.builds(
-        lambda number, shape, grad, raw: msgpack.ExtType(1, msgpack.packb((number, shape, grad, raw))),
-        st.one_of(st.integers(-3, 70), st.text(max_size=3)), _shapes, st.one_of(st.booleans(), st.text(max_size=3)),
-        st.binary(max_size=40),
+        lambda number, shape, flags, raw: msgpack.ExtType(1, msgpack.packb((number, shape, flags, raw))),
+        st.one_of(st.integers(-3, 70), st.text(max_size=3)), _shapes, st.one_of(st.integers(-1, 5), st.text(max_size=3)),
+        st.one_of(st.binary(max_size=40), st.integers(-2, 3)),
     ),
     st.builds(
-        lambda dtype, shape, raw: msgpack.ExtType(2, msgpack.packb((dtype, shape, raw))),
+        lambda dtype, shape, is_array, raw: msgpack.ExtType(2, msgpack.packb((dtype, shape, is_array, raw))),
         st.sampled_from(["<f4", "O", "|O", "V8", "i4,O", "U3", "", "<M8[s]", "nonsense", ">c16", "|b1"]), _shapes,
-        st.binary(max_size=40),
+        st.booleans(), st.one_of(st.binary(max_size=40), st.integers(-2, 3)),
     ),
     st.builds(lambda parts: msgpack.ExtType(5, msgpack.packb(parts)), st.lists(st.one_of(st.floats(), st.text()))),
+    st.builds(lambda parts: msgpack.ExtType(10, msgpack.packb(parts)), st.lists(st.lists(st.text(max_size=3)), max_size=3)),
     _extension,
 )  # fmt: skip
 
@@ -276,7 +463,7 @@ WEIGHTS = [OrderedDict(weight=torch.nn.Parameter(torch.ones(3, 2).t())), torch.S
 @pytest.mark.parametrize("weights_only", [False, True])
 @given(plain, st.data())
 def test_damaged_bytes_give_an_object_or_a_protocol_error(weights_only, value, data):
-    given = WEIGHTS if weights_only else [value, torch.ones(3), np.ones(2)]
+    given = WEIGHTS if weights_only else [value, torch.ones(3), np.ones(2), WEIGHTS[0]]
     packed = bytearray(pack(given, allow_pickle=False, weights_only=weights_only))
     for _ in range(data.draw(st.integers(1, 4))):
         packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
@@ -298,7 +485,7 @@ def test_forged_sizes_allocate_nothing():
     """A length beyond the message's own is not believed."""
     forged = [head + b"\xff\xff\xff\xff" for head in (b"\xdd", b"\xc6", b"\xdf")] + [b"\xc9\xff\xff\xff\xff\x01"]
     for shape in ([2**40], [2**31, 2**31]):
-        for code, body in ((1, (8, shape, False, b"")), (2, ("<f8", shape, b""))):
+        for code, body in ((1, (8, shape, 0, b"")), (2, ("<f8", shape, True, b"")), (2, ("<U0", shape, True, b""))):
             forged.append(msgpack.packb(msgpack.ExtType(code, msgpack.packb(body))))
     for data in forged:
         with pytest.raises(ProtocolError):
