@@ -39,6 +39,8 @@ LONG_NBYTES = 64 << 10
 _MOST_SEARCHED = 1024
 """The most objects among which `set_apart` looks for long bytes."""
 _PIECE_NBYTES = 1 << 20
+LONG_BYTES_MARK = bytes((0xD6, _BYTES))
+"""Where `LongBytes` are packed, this is among the packed bytes: the head of an extension of msgpack with four bytes."""
 
 
 class Extension(Protocol):
@@ -104,10 +106,14 @@ def set_apart(value: Any, most: int = _MOST_SEARCHED) -> Any:
 # -- what is carried as it is ---------------------------------------------------------------------
 
 
+PLAIN_TENSORS: set[type[torch.Tensor]] = {torch.Tensor, torch.nn.Parameter}
+"""The types of tensors that are carried. Those of other types may be more than their elements."""
+
+
 def carries_tensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is no more than its dtype, shape and elements; tensors of most subclasses are."""
+    """Return whether a tensor is no more than its dtype, shape and elements."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        type(tensor) in PLAIN_TENSORS
         and tensor.layout is torch.strided
         and tensor.dtype in DTYPE_NUMBERS
         and not tensor.is_nested
@@ -228,7 +234,7 @@ class _Packing:
         if kind is int:
             return _integer(part)
         if kind is LongBytes and self._beside is not None:
-            return msgpack.ExtType(_BYTES, msgpack.packb(self._beside.add(memoryview(part.content))))
+            return msgpack.ExtType(_BYTES, self._beside.add(memoryview(part.content)).to_bytes(4, "little"))
         return self._foreign(part)
 
     def _content(self, memory: memoryview) -> memoryview | int:
@@ -241,10 +247,10 @@ class _Packing:
         """Pack an object that is no plain data, where the user allows that."""
         if self._weights_only:
             return msgpack.ExtType(_SAVED, _save(part))
-        if self._allow_pickle:
-            return msgpack.ExtType(_PICKLE, msgpack.packb(self._pickled(part)))
         if isinstance(part, torch.Tensor):
             _check_tensor(part)
+        if self._allow_pickle:
+            return msgpack.ExtType(_PICKLE, msgpack.packb(self._pickled(part)))
         # The callers with an extension have no such argument.
         restricted = "pass weights_only=True on every rank if torch.load reads it with that, or "
         raise UsageError(
@@ -358,7 +364,7 @@ class _Unpacking:
         if code == _INTEGER:
             return int.from_bytes(body, "little", signed=True)
         if code == _BYTES:
-            content = self._found(int(msgpack.unpackb(body)))
+            content = self._found(int.from_bytes(body, "little"))
             return None if content is None else _as_bytes(content)
         if code == EXTENDED and self._extension is not None:
             return self._extension.decode(self.decode(body))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -135,6 +136,8 @@ class Caller:
         self._number = 0
         self._open: dict[int, RemoteCall | ItemQueue] = {}
         self._waiting: deque[RemoteCall] = deque()
+        self._held: dict[int, deque[HeldAnswer]] = {}
+        """The answers to a call behind one that is being read in a thread, by the number of the call."""
         self._num_sent = self._sent_nbytes = 0
         self._resuming: asyncio.Task[None] | None = None
         self._timer = DeadlineTimer(self._open.values)
@@ -302,6 +305,9 @@ class Caller:
     def answered(self, answer: Sequence[Any]) -> None:
         """Handle an answer, whose value has been unpacked. Raises ProtocolError for one that no callee sends."""
         kind, number = answer[0], answer[1]
+        if self._held and number in self._held:
+            self._held[number].append(HeldAnswer(functools.partial(self.answered, answer)))
+            return
         call = self._open.get(number)
         # The caller has given it up.
         if call is None:
@@ -320,6 +326,25 @@ class Caller:
             self.failed(number, failure_of(failure, texts, call.target, call.method, self.peer, call.timeout))
         else:
             raise ProtocolError(f"an answer of kind {kind!r} to call {number}")
+
+    def hold_answer(self, number: int) -> HeldAnswer:
+        """Hold an answer to a call, which is being read in a thread, and those that follow it, until `take_held`."""
+        held = HeldAnswer()
+        self._held.setdefault(number, deque()).append(held)
+        return held
+
+    def take_held(self, number: int, held: HeldAnswer, handle: Callable[[], None]) -> None:
+        """Handle an answer that has been read, and those that have waited for it, in the order in which they arrived."""
+        held.handle = handle
+        answers = self._held.pop(number, None)
+        # The channel has ended.
+        if answers is None:
+            return
+        while answers and (first := answers[0].handle) is not None:
+            answers.popleft()
+            first()
+        if answers:
+            self._held[number] = answers
 
     def failed(self, number: int, error: CallError) -> None:
         """End a call with an error."""
@@ -363,6 +388,7 @@ class Caller:
         calls = list(self._open.values())
         self._open.clear()
         self._waiting.clear()
+        self._held.clear()
         for call in calls:
             call.fail(self._lost(call, error))
 
@@ -372,6 +398,15 @@ class Caller:
         if isinstance(error, PeerLostError):
             lost.noticed, lost.last_heard = error.noticed, error.last_heard
         return lost
+
+
+class HeldAnswer:
+    """An answer that waits; what handles it, once it has been read."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: Callable[[], None] | None = None) -> None:
+        self.handle = handle
 
 
 class GivenUp(Exception):

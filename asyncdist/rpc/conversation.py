@@ -5,13 +5,16 @@ Each channel has a `Caller`, for the calls of this process, and a `Callee`, for 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import msgpack
 
+from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.channels.channel import PeerChannel
 from asyncdist.channels.messages import IncomingMessage
 from asyncdist.errors import PeerLostError, ProtocolError
@@ -37,6 +40,7 @@ class Conversation:
         about = channel.peer.about
         if about["version"] != VERSION:
             raise ProtocolError(f"it makes calls of version {about['version']}, and this process of {VERSION}")
+        self.channel = channel
         self.loans = ChannelLoans(channel, budget.lending)
         self.caller = Caller(
             channel,
@@ -191,16 +195,15 @@ class ConversationHandler:
     def _unpack(
         self, conversation: Conversation, context: ValueContext, head: bytes, buffers: Sequence[Buffer]
     ) -> None:
-        carrier = self._budget.carrier
-        try:
-            if context.is_outside and buffers:
-                assert isinstance(buffers[0], memoryview)
-                value = carrier.unpack(buffers[0], buffers[1:])
-            else:
-                value = carrier.unpack(head, buffers)[_LENGTHS[context.kind] - 1]
-        except ProtocolError as error:
-            self._unreadable(conversation, context, error.summary)
-            return
+        data: bytes | memoryview = head
+        if context.is_outside and buffers:
+            assert isinstance(buffers[0], memoryview)
+            data, buffers = buffers[0], buffers[1:]
+        message = _ValueMessage(self, conversation, context, data, buffers)
+        if not self._budget.carrier.takes_long(data, buffers) or not message.read_aside(self._budget.readers):
+            message.read()
+
+    def _arrived(self, conversation: Conversation, context: ValueContext, value: Any) -> None:
         if context.call is not None:
             conversation.callee.arrived(context.call, value)
         else:
@@ -244,6 +247,68 @@ class _LentMessage:
         self._handler._discard(self._head, self._buffers)
 
 
+class _ValueMessage:
+    """A message whose value is read at once, or in a thread if that takes long; later answers to the call then wait."""
+
+    def __init__(
+        self,
+        handler: ConversationHandler,
+        conversation: Conversation,
+        context: ValueContext,
+        data: bytes | memoryview,
+        buffers: Sequence[Buffer],
+    ) -> None:
+        self._handler, self._conversation, self._context = handler, conversation, context
+        self._data, self._buffers = data, buffers
+        self._carrier = handler._budget.carrier
+        self._loop = asyncio.get_running_loop()
+
+    def read(self) -> None:
+        """Read the value, and deliver it."""
+        try:
+            value = self._carrier.unpack(self._data, self._buffers)
+        except ProtocolError as error:
+            self._handler._unreadable(self._conversation, self._context, error.summary)
+            return
+        self._deliver(value)
+
+    def _deliver(self, value: Any) -> None:
+        context = self._context
+        # The data of a value outside of the head is the value alone.
+        self._handler._arrived(self._conversation, context, value if context.is_outside else value[context.place])
+
+    def read_aside(self, threads: DaemonThreadPool) -> bool:
+        """Begin to read the value in a thread; return False if the session has no threads any more."""
+        try:
+            threads.submit(self._read_in_thread)
+        except RuntimeError:
+            return False
+        if self._context.call is None:
+            self._held = self._conversation.caller.hold_answer(self._context.number)
+        return True
+
+    def _read_in_thread(self) -> None:
+        deliver: Callable[[], None]
+        try:
+            deliver = functools.partial(self._deliver, self._carrier.unpack_aside(self._data, self._buffers))
+        # It has references, or is damaged: the loop reads it.
+        except ProtocolError:
+            deliver = self.read
+        # The loop has ended with the process.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._end, deliver)
+
+    def _end(self, deliver: Callable[[], None]) -> None:
+        conversation, context = self._conversation, self._context
+        try:
+            if context.call is None:
+                conversation.caller.take_held(context.number, self._held, deliver)
+            elif not context.call.is_cancelled:
+                deliver()
+        except Exception as error:
+            conversation.channel.fail_by(error)
+
+
 class ValueContext(NamedTuple):
     """A call or an answer whose value arrives in buffers, or the content of a loan.
 
@@ -260,6 +325,11 @@ class ValueContext(NamedTuple):
     call: Execution | None = None
     is_outside: bool = False
     loan: int = 0
+
+    @property
+    def place(self) -> int:
+        """The place of the value in the head."""
+        return _LENGTHS[self.kind] - 1
 
 
 class CancelledMessage(Exception):

@@ -32,6 +32,7 @@ from asyncdist.store.base import AsyncStoreBase
 
 SERVICE = "rpc"
 _IDLE_THREAD = 5.0
+_READERS = 2
 _RETURNED_WITHIN = 2.0
 
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[RpcSession]] = weakref.WeakKeyDictionary()
@@ -64,6 +65,7 @@ class RpcSession:
         self._rank = Launch.from_environment().rank if rank is None else rank
         self.objects = ServedObjects(dict(objects))
         self.threads = DaemonThreadPool("asyncdist-rpc", threads, idle_timeout=_IDLE_THREAD)
+        self.readers = DaemonThreadPool("asyncdist-rpc-reader", _READERS, idle_timeout=_IDLE_THREAD)
         self.num_calls, self.most_calls = 0, max_calls
         self.is_closing = False
         self._records: list[PeerRecord] = []
@@ -89,6 +91,7 @@ class RpcSession:
             )
             stack.push_async_callback(directory.close)
             stack.push_async_callback(self.lending.close)
+            stack.callback(self.readers.shutdown, wait=False, cancel_futures=True)
             handler = ConversationHandler(self, self._timeout, self.references)
             self._port = contextvars.copy_context().run(self._open_port, handler)
             stack.push_async_callback(self._port.close, "its session has ended")

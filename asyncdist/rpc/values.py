@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
@@ -18,7 +18,19 @@ import torch
 from asyncdist.channels.frames import SHORT_NBYTES
 from asyncdist.errors import ProtocolError
 from asyncdist.memory.buffers import DTYPE_NUMBERS, DTYPES, input_memory
-from asyncdist.memory.serialization import EXTENDED, Extension, pack, unpack
+from asyncdist.memory.serialization import (
+    EXTENDED,
+    LONG_BYTES_MARK,
+    LONG_NBYTES,
+    Beside,
+    Extension,
+    carries_array,
+    carries_tensor,
+    flags_of,
+    pack,
+    unpack,
+    with_flags,
+)
 from asyncdist.rpc.loans import Buffer, DevicePart, TensorLender, mark_ready
 from asyncdist.rpc.wire import HasExtensions, refuse_extension
 
@@ -27,6 +39,11 @@ HEAD_NBYTES = SHORT_NBYTES - 2048
 _INLINE_ARRAY_NBYTES = 1024
 """The most bytes of an array of numpy that travels inside the head."""
 _TENSOR, _ARRAY, _OTHER = range(3)
+_MOST_COPIED_NBYTES = 4 << 20
+"""The most bytes that an event loop copies to unpack a value."""
+_CONTAINERS = frozenset((list, tuple, dict))
+_MOST_SEARCHED = 16
+"""The most items of a list, tuple or dict among which `_holds_long_bytes` looks."""
 
 Placing = Callable[[torch.Tensor, str], torch.Tensor]
 """Returns a copy of a tensor of host memory on the current device of a kind."""
@@ -78,22 +95,24 @@ class _FastPacker(threading.local):
 _fast = _FastPacker()
 
 
-class _Writing:
-    """Collects the tensors and arrays of one message as buffers."""
+class _Writing(Beside):
+    """Collects the tensors, arrays and long bytes of one message as buffers."""
 
     def __init__(self, references: Extension | None, lender: TensorLender | None, *, snapshot: bool) -> None:
-        self.buffers: list[memoryview | DevicePart] = []
+        super().__init__(snapshot=snapshot)
         self.references: list[Any] = []
-        self._references, self._lender, self._snapshot = references, lender, snapshot
+        self._references, self._lender = references, lender
 
     def encode(self, part: Any) -> Any:
         if isinstance(part, torch.Tensor):
             return self._encode_tensor(part)
-        if isinstance(part, np.ndarray) and part.dtype.kind in "biufc" and part.nbytes > _INLINE_ARRAY_NBYTES:
+        if isinstance(part, np.ndarray):
+            if not carries_array(part) or part.dtype.kind not in "biufc" or part.nbytes <= _INLINE_ARRAY_NBYTES:
+                return None
             flat = np.ascontiguousarray(part)
-            if self._snapshot and flat is part and part.nbytes > SHORT_NBYTES:
+            if self.snapshot and part.nbytes > SHORT_NBYTES and np.may_share_memory(flat, part):
                 flat = part.copy()
-            return [_ARRAY, self._add(flat.data.cast("B")), part.dtype.str, list(part.shape)]
+            return [_ARRAY, self.add(flat.data.cast("B")), part.dtype.str, list(part.shape)]
         if self._references is not None and (stand_in := self._references.encode(part)) is not None:
             self.references.append(part)
             return [_OTHER, stand_in]
@@ -103,24 +122,20 @@ class _Writing:
         raise ProtocolError("nothing is decoded while a value is packed")
 
     def _encode_tensor(self, part: torch.Tensor) -> Any:
-        if part.layout is not torch.strided or part.dtype not in DTYPE_NUMBERS or part.is_meta or part.is_nested:
+        if not carries_tensor(part):
             return None
         device = part.device.type
-        head = [DTYPE_NUMBERS[part.dtype], list(part.shape), bool(part.requires_grad), device]
+        head = [DTYPE_NUMBERS[part.dtype], list(part.shape), flags_of(part), device]
         tensor = part.detach()
         if device != "cpu":
-            lent = None if self._lender is None else self._lender.part(tensor, snapshot=self._snapshot)
+            lent = None if self._lender is None else self._lender.part(tensor, snapshot=self.snapshot)
             if lent is not None:
-                return [_TENSOR, self._add(lent), *head]
+                return [_TENSOR, self.add(lent), *head]
             tensor = tensor.cpu()
-        elif self._snapshot and part.nbytes > SHORT_NBYTES:
+        elif self.snapshot and part.nbytes > SHORT_NBYTES:
             # The method may keep the tensor and change it while it is sent.
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        return [_TENSOR, self._add(input_memory(tensor).view), *head]
-
-    def _add(self, buffer: memoryview | DevicePart) -> int:
-        self.buffers.append(buffer)
-        return len(self.buffers) - 1
+        return [_TENSOR, self.add(input_memory(tensor).view), *head]
 
 
 class _Reading:
@@ -134,12 +149,12 @@ class _Reading:
 
     def restore_fast(self, code: int, body: bytes) -> Any:
         """Restore a value of `_FastPacker`. Raises any error for other values."""
-        kind, index, number, shape, requires_grad, device = msgpack.unpackb(body)
+        kind, index, number, shape, flags, device = msgpack.unpackb(body)
         # If another part of the value fails here, it is restored again: that must not copy to a device twice.
         if code != EXTENDED or kind != _TENSOR or device != "cpu":
             raise HasExtensions
         tensor = self._tensor(self._buffers[index], DTYPES[number], shape, device)
-        return tensor.requires_grad_() if requires_grad else tensor
+        return with_flags(tensor, flags) if flags else tensor
 
     def decode(self, stand_in: Any) -> Any:
         kind, index, *rest = stand_in
@@ -154,8 +169,8 @@ class _Reading:
             if isinstance(buffer, torch.Tensor):
                 raise ValueError("an array on a device")
             return np.frombuffer(_writable(buffer), dtype).reshape(shape)
-        number, shape, requires_grad, device = rest
-        return self._tensor(self._buffers[index], DTYPES[number], shape, device).requires_grad_(bool(requires_grad))
+        number, shape, flags, device = rest
+        return with_flags(self._tensor(self._buffers[index], DTYPES[number], shape, device), flags)
 
     def _tensor(self, buffer: Buffer, dtype: torch.dtype, shape: Sequence[int], device: str) -> torch.Tensor:
         # Looking for the class of a tensor takes longer.
@@ -182,6 +197,25 @@ class _Discarding:
     def decode(self, stand_in: Any) -> Any:
         kind, index, *_ = stand_in
         return self._references.decode(index) if kind == _OTHER and self._references is not None else ...
+
+
+def _refuse_to_place(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    raise ValueError(f"only the thread of the loop chooses a {kind} device")
+
+
+def _holds_long_bytes(parts: Iterable[Any], depth: int = 3) -> bool:
+    """Return whether there are long bytes near the surface of a value; msgpack would copy them."""
+    for part in parts:
+        kind = type(part)
+        if kind is bytes:
+            found = len(part) >= LONG_NBYTES
+        elif kind in _CONTAINERS and part and depth and len(part) <= _MOST_SEARCHED:
+            found = _holds_long_bytes(part.values() if kind is dict else part, depth - 1)
+        else:
+            continue
+        if found:
+            return True
+    return False
 
 
 def _writable(buffer: memoryview) -> memoryview | bytearray:
@@ -212,11 +246,13 @@ class Carrier:
             UsageError: It cannot be carried.
         """
         try:
+            if _holds_long_bytes((value,)):
+                raise TypeError
             return _fast.pack(value)
         # torch raises RuntimeError for properties that a tensor does not have.
         except (TypeError, ValueError, OverflowError, RuntimeError):
             writing = _Writing(self._references, lender, snapshot=snapshot)
-            data = pack(value, allow_pickle=self._allow_pickle, extension=writing)
+            data = pack(value, allow_pickle=self._allow_pickle, extension=writing, beside=writing)
             mark_ready(each for each in writing.buffers if isinstance(each, DevicePart))
             return PackedValue(data, writing.buffers, writing.references)
 
@@ -227,11 +263,26 @@ class Carrier:
         # Damaged bytes fail again.
         except Exception:
             reading = _Reading(buffers, self._references, self._place)
-            return unpack(data, allow_pickle=self._allow_pickle, extension=reading)
+            return unpack(data, allow_pickle=self._allow_pickle, extension=reading, beside=buffers)
+
+    def takes_long(self, data: bytes | memoryview, buffers: Sequence[Buffer]) -> bool:
+        """Return whether it takes more than a few milliseconds to unpack a value, so that no loop should do it."""
+        if len(data) > LONG_NBYTES:
+            return True
+        # Tensors and arrays share the memory of the buffers, and bytes are copied.
+        nbytes = sum(each.nbytes for each in buffers if isinstance(each, memoryview))
+        return nbytes > _MOST_COPIED_NBYTES and LONG_BYTES_MARK in bytes(data)
+
+    def unpack_aside(self, data: bytes | memoryview, buffers: Sequence[Buffer]) -> Any:
+        """Return a value, in any thread. Raises ProtocolError also for values that only the loop may unpack."""
+        reading = _Reading(buffers, None, _refuse_to_place)
+        # A pickle may contain anything, and executes code of the user.
+        return unpack(data, allow_pickle=False, extension=reading, beside=buffers)
 
     def unpack_references(self, data: bytes | memoryview) -> Any:
         """Return a value without its tensors, for its references. Raises ProtocolError if it is damaged."""
-        return unpack(data, allow_pickle=self._allow_pickle, extension=_Discarding(self._references))
+        discarding = _Discarding(self._references)
+        return unpack(data, allow_pickle=self._allow_pickle, extension=discarding, beside=None)
 
     def unpack_fast(self, data: bytes | memoryview, buffers: Sequence[Buffer]) -> Any:
         """Return a value that needs nothing but plain data and tensors. Raises any error for others."""

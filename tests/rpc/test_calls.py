@@ -6,6 +6,7 @@ import asyncio
 import functools
 import threading
 from collections import OrderedDict
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from asyncdist import rpc
 from asyncdist.errors import UsageError
 from asyncdist.rpc import conversation
+from asyncdist.rpc.values import Carrier
 from tests.rpc.conftest import assert_equal_and_writable
 
 both_ways = pytest.mark.parametrize("local", [True, False], ids=["unix", "tcp"])
@@ -118,6 +120,153 @@ async def test_tensors_of_all_sizes_and_layouts_arrive_equal_and_writable(servin
             assert torch.count_nonzero(tensor) or not tensor.numel()
 
 
+async def test_objects_arrive_as_what_they_are(serving):
+    weights = torch.nn.BatchNorm1d(3).state_dict()
+    async with serving(Echo()) as it:
+        found = await it.echo(torch.nn.Parameter(torch.ones(3), requires_grad=False), np.array(2.5), weights)
+        parameter, array, state = found[0]
+        assert type(parameter) is torch.nn.Parameter
+        assert not parameter.requires_grad
+        assert type(array) is np.ndarray
+        assert array == 2.5
+        assert type(state) is OrderedDict
+        assert vars(state) == vars(weights)
+        for value in (np.ma.array([1, 2] * 1000, mask=[0, 1] * 1000), np.ones((90, 90)).view(np.matrix)):
+            with pytest.raises(UsageError, match=f"numpy.*{type(value).__name__} cannot be sent as plain data"):
+                await it.echo(value)
+
+
+@both_ways
+async def test_long_bytes_and_long_plain_values_arrive_equal(serving, local):
+    values = [bytes(range(251)) * 40_000, [(number, "x") for number in range(20_000)]]
+    values.append({"deep": [values[0], torch.ones(100_000)], "short": b"ab"})
+    async with serving(Echo(), local=local) as it:
+        for value in values:
+            for found in (await it.echo(value), await it.plain(value)):
+                assert repr(found) == repr(value)
+
+
+def test_long_bytes_are_not_copied_into_the_message():
+    content = bytes(100_000)
+    carrier = Carrier(allow_pickle=False, references=None, place=lambda tensor, kind: tensor)
+    for value in (content, [[content], {}], [[], {"a": {"b": content}}]):
+        packed = carrier.pack(value, snapshot=True)
+        assert len(packed.data) < 100
+        assert [buffer.obj for buffer in packed.buffers] == [content]
+
+
+LONG = [(number,) for number in range(40_000)]
+
+
+async def read_into(found, stream):
+    async for item in stream:
+        found.append(item)
+
+
+@pytest.fixture
+def slow_reading(monkeypatch):
+    """Let each value that is read in a thread wait until the test continues."""
+    reading, go_on = threading.Event(), threading.Event()
+    unpack_aside = Carrier.unpack_aside
+
+    def unpack_slowly(*args):
+        reading.set()
+        assert go_on.wait(60)
+        return unpack_aside(*args)
+
+    monkeypatch.setattr(Carrier, "unpack_aside", unpack_slowly)
+    yield reading, go_on
+    go_on.set()
+
+
+@pytest.mark.parametrize("way", ["arguments", "result"])
+async def test_long_value_is_read_while_the_loop_goes_on(serving, slow_reading, eventually, way):
+    class Other:
+        async def send(self):
+            return LONG
+
+        async def count(self, value):
+            return len(value)
+
+        async def short(self):
+            return 3
+
+    reading, go_on = slow_reading
+    async with serving(Other()) as it:
+        long = it.send() if way == "result" else it.count(LONG)
+        await eventually(reading.is_set)
+        other = it.short()
+        if way == "result":
+            assert await other == 3
+        assert not long.done()
+        go_on.set()
+        assert await long == (LONG if way == "result" else 40_000)
+        assert await other == 3
+
+
+async def test_later_items_of_a_stream_wait_for_one_that_is_being_read(serving, slow_reading, eventually):
+    class Source:
+        async def items(self):
+            for value in (1, LONG, 2, [*LONG, 3], 4):
+                yield value
+            raise ValueError("the end")
+
+        async def short(self):
+            return 3
+
+    reading, go_on = slow_reading
+    async with serving(Source()) as it:
+        found = []
+        task = asyncio.ensure_future(read_into(found, it.items()))
+        await eventually(reading.is_set)
+        assert await it.short() == 3
+        assert await it.short() == 3
+        assert found == [1]
+        go_on.set()
+        with pytest.raises(rpc.RemoteError, match="the end"):
+            await task
+        assert found == [1, LONG, 2, [*LONG, 3], 4]
+        assert it._caller.num_open == 0
+
+
+@pytest.mark.parametrize("end", ["cancel", "close"])
+async def test_value_that_is_being_read_when_its_call_ends_is_dropped(serving, slow_reading, eventually, end):
+    class Other:
+        async def send(self):
+            return LONG
+
+        async def short(self):
+            return 3
+
+    reading, go_on = slow_reading
+    async with serving(Other()) as it:
+        call = it.send()
+        await eventually(reading.is_set)
+        if end == "cancel":
+            call.cancel()
+            go_on.set()
+            assert await it.short() == 3
+            assert it._caller.num_open == 0
+    if end == "close":
+        with pytest.raises(rpc.CalleeLostError):
+            await call
+        go_on.set()
+
+
+async def test_long_value_with_a_reference_arrives(serving):
+    class Owner:
+        async def send(self):
+            return [LONG, rpc.refer(self)]
+
+        async def short(self):
+            return 3
+
+    async with serving(Owner()) as it:
+        found, reference = await it.send()
+        assert found == LONG
+        assert await reference.call("short") == 3
+
+
 async def test_many_tensors_and_arrays_in_one_call(serving):
     state = {f"layer{number}": torch.full((number * 100,), float(number)) for number in range(100)}
     arrays = [np.arange(12.0).reshape(3, 4), np.ones(9000, dtype=np.int16), np.float32(2)]
@@ -144,16 +293,16 @@ async def test_result_is_as_it_was_when_the_method_returned(serving):
 
 
 async def test_pickles_pass_only_where_they_are_allowed(serving):
-    value = OrderedDict(a=1)
+    value = Fraction(1, 2)
     async with serving(Echo()) as it:
         with pytest.raises(
-            UsageError, match=r"it.echo\(\) at process \d+.*OrderedDict cannot be sent as plain data"
+            UsageError, match=r"it.echo\(\) at process \d+.*Fraction cannot be sent as plain data"
         ) as raised:
             await it.echo(value)
         assert "weights_only" not in str(raised.value)
     async with serving(Echo(), settings={"allow_pickle": True}) as it:
         assert await it.echo(value) == value
-        assert type(await it.echo(value)) is OrderedDict
+        assert type(await it.echo(value)) is Fraction
 
 
 async def test_functions_and_callable_objects_are_called_themselves(serving):
@@ -323,7 +472,7 @@ async def test_pickle_that_only_the_caller_allows_is_refused(job):
     ):
         it = await rpc.find("it")
         with pytest.raises(rpc.CallRefusedError, match="its arguments cannot be read: a peer sent a pickle"):
-            await it.echo(OrderedDict())
+            await it.echo(Fraction(1, 2))
         assert await it.echo(1) == 1
 
 

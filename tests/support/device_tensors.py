@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from asyncdist.devices.lending import DeviceLending
+from asyncdist.memory.serialization import PLAIN_TENSORS
 from asyncdist.transport.device_collectives import DeviceCollectives
 from tests.support.cuda import PretendDriver, cuda_ipc_over
 from tests.support.devices import PretendStaged, PretendStreams
@@ -17,6 +18,9 @@ CUDA = torch.device("cuda", 0)
 
 class OnDevice(torch.Tensor):
     """A tensor that is on a pretended device. What is computed from it is on the device too."""
+
+    def __init_subclass__(cls) -> None:
+        PLAIN_TENSORS.add(cls)
 
     num_to_host = 0
     """The tensors that were copied to host memory."""
@@ -36,6 +40,10 @@ class OnDevice(torch.Tensor):
     def cpu(self) -> torch.Tensor:
         OnDevice.num_to_host += 1
         return self.as_subclass(torch.Tensor).clone()
+
+
+# It stands for a tensor of torch's own type.
+PLAIN_TENSORS.add(OnDevice)
 
 
 def on_device(tensor: torch.Tensor) -> OnDevice:
