@@ -225,12 +225,7 @@ class JobDirectory:
             ...         print(change.record or f"{change.id} has ended")
         """
         async with self._store.watch_keys(_folder(name)) as changes:
-
-            async def records() -> AsyncIterator[RecordChange]:
-                async for key, value in changes:
-                    yield RecordChange(key.rpartition("/")[2], None if value is None else PeerRecord.decode(value))
-
-            yield records()
+            yield _RecordChanges(changes)
 
     async def records(self, name: str) -> list[PeerRecord]:
         """Return the records that are under a name now."""
@@ -243,6 +238,20 @@ class JobDirectory:
         """Delete the records of this process, and close the connection if `open` made it. Idempotent."""
         if self._client is not None:
             await self._client.close()
+
+
+class _RecordChanges:
+    """Changes of keys as changes of records. A limit of the caller ends its waiting for one, and not the iteration."""
+
+    def __init__(self, changes: AsyncIterator[tuple[str, bytes | None]]) -> None:
+        self._changes = changes
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RecordChange:
+        key, value = await anext(self._changes)
+        return RecordChange(key.rpartition("/")[2], None if value is None else PeerRecord.decode(value))
 
 
 def _folder(name: str) -> str:

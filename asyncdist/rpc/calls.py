@@ -86,6 +86,11 @@ class RemoteCall(ProcessBound, asyncio.Future[Any]):
             self._caller.give_up(self)
         return cancelled
 
+    def cancel_soon(self) -> None:
+        """Cancel the call, unless it has ended. Any thread may call it."""
+        if not (self.done() or self._caller.loop.is_closed()):
+            self._caller.loop.call_soon_threadsafe(self.cancel)
+
     def expire(self) -> None:
         """End the call, because its deadline has passed."""
         if not self.done():

@@ -18,10 +18,11 @@ from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.channels.channel import PeerChannel
 from asyncdist.channels.directory import JobDirectory, PeerRecord, RecordChange
 from asyncdist.channels.port import ChannelPort
+from asyncdist.channels.search import JobSearch
 from asyncdist.config import Config
 from asyncdist.devices.lending import DeviceLending
 from asyncdist.environment import Launch
-from asyncdist.errors import AsyncdistError, PeerLostError, UsageError
+from asyncdist.errors import AsyncdistError, UsageError
 from asyncdist.rpc.calls import current_deadline
 from asyncdist.rpc.conversation import CREDITS, WINDOW_NBYTES, Conversation, ConversationHandler
 from asyncdist.rpc.errors import NameNotFoundError
@@ -178,31 +179,22 @@ class RpcSession(ProcessBound):
         """
         self._check_open()
         limit = seconds(timeout, self._timeout)
-        deadline = Deadline.after(limit)
-        seen: dict[str, str] = {}
+        search = JobSearch(
+            self._directory, name, self._objects_of, lambda record: rank is None or record.about["rank"] == rank
+        )
         try:
-            async with asyncio.timeout(deadline.remaining_or_none()), self._directory.watch(name) as changes:
-                async for change in changes:
-                    record = change.record
-                    if record is None:
-                        seen.pop(change.id, None)
-                        continue
-                    seen[change.id] = record.address.name
-                    if rank is not None and record.about["rank"] != rank:
-                        continue
-                    try:
-                        return (await self._objects_of(record))[0]
-                    except PeerLostError as error:
-                        seen[change.id] = error.summary
+            async with asyncio.timeout(Deadline.after(limit).remaining_or_none()), search:
+                return (await search.first())[0]
         except TimeoutError as error:
-            found = "; ".join(seen.values())
+            found = "; ".join(search.seen.values())
             present = f"there are: {found}" if found else "no process has published it"
             wanted = name if rank is None else f"{name} of rank {rank}"
             raise NameNotFoundError(wanted, self._directory.where, limit, present) from error
-        raise AssertionError("a watch does not end")
 
     async def find_all(self, name: str, *, count: int = 1, timeout: Timeout = None) -> RemoteObjects:
         """Return all objects that processes of the job serve under a name, of those that answer.
+
+        It waits for a process that does not answer for ASYNCDIST_HANDSHAKE_TIMEOUT, or the timeout if that is shorter.
 
         Args:
             name: The name.
@@ -216,49 +208,27 @@ class RpcSession(ProcessBound):
         """
         self._check_open()
         limit = seconds(timeout, self._timeout)
-        deadline = Deadline.after(limit)
-        answering: dict[str, list[RemoteObject]] = {}
-        objects: list[RemoteObject] = []
+        search = JobSearch(self._directory, name, self._objects_of)
+
+        def objects() -> list[RemoteObject]:
+            return [each for several in search.found.values() for each in several]
+
+        def is_enough() -> bool:
+            return len(objects()) >= count
+
         try:
-            async with asyncio.timeout(deadline.remaining_or_none()):
-                async for records in self._present(name, count):
-                    answering = await self._connect_all(records, answering)
-                    objects = [each for found in answering.values() for each in found]
-                    if len(objects) >= count:
-                        break
+            async with asyncio.timeout(Deadline.after(limit).remaining_or_none()), search:
+                await search.all(is_enough)
         except TimeoutError as error:
-            seen = f"{len(objects)} objects answer, of {count}"
-            raise NameNotFoundError(name, self._directory.where, limit, seen) from error
-        objects.sort(key=lambda each: (each.rank is None, each.rank or 0))
-        return RemoteObjects(name, objects, self.carrier)
-
-    async def _present(self, name: str, count: int) -> AsyncIterator[list[PeerRecord]]:
-        """Yield the records of a name, then again after each change."""
-        yield await self._directory.records(name)
-        async with self._directory.watch(name) as changes:
-            present: dict[str, PeerRecord] = {}
-            async for change in changes:
-                if change.record is None:
-                    present.pop(change.id, None)
-                else:
-                    present[change.id] = change.record
-                yield list(present.values())
-
-    async def _connect_all(
-        self, records: list[PeerRecord], known: Mapping[str, list[RemoteObject]]
-    ) -> dict[str, list[RemoteObject]]:
-        new = [record for record in records if record.address.id not in known]
-        found = await asyncio.gather(*[self._objects_of(record) for record in new], return_exceptions=True)
-        answering = {record.address.id: known[record.address.id] for record in records if record.address.id in known}
-        for record, objects in zip(new, found, strict=True):
-            if isinstance(objects, list):
-                answering[record.address.id] = objects
-            elif not isinstance(objects, PeerLostError):
-                raise objects
-        return answering
+            if not is_enough():
+                seen = f"{len(objects())} objects answer, of {count}"
+                raise NameNotFoundError(name, self._directory.where, limit, seen) from error
+        found = sorted(objects(), key=lambda each: (each.rank is None, each.rank or 0))
+        return RemoteObjects(name, found, self.carrier)
 
     async def _objects_of(self, record: PeerRecord) -> list[RemoteObject]:
-        channel = await self._port.connect(record.address, self._config.handshake_timeout)
+        # The handshake has its own limit, and its caller another one.
+        channel = await self._port.connect(record.address, inf)
         caller = _conversation(channel).caller
         rank, count = record.about["rank"], record.about["count"]
         return [RemoteObject(caller, record.name, record.name, index, rank, count) for index in range(count)]

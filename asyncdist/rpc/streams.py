@@ -36,6 +36,8 @@ class StreamingCall(Protocol):
 
     def cancel(self) -> bool: ...
 
+    def cancel_soon(self) -> None: ...
+
 
 class StreamCaller(Protocol):
     """The table of the calls."""
@@ -122,19 +124,23 @@ class CallStream(ProcessBound):
     def __init__(self, call: Awaitable[Any] | None, queue: ItemQueue | None = None) -> None:
         self._call: Any = call
         self._queue = queue
+        self._has_begun = False
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Any:
         if self._queue is None:
-            stream = await self._call
+            self._has_begun = True
+            # A limit of the caller ends its waiting for the first item, and not the stream.
+            await asyncio.wait([self._call])
+        if self._queue is None:
+            stream = self._call.result()
             if not isinstance(stream, CallStream):
                 name = f"{self._call.target}.{self._call.method}()"
                 raise UsageError(f"{name} returns a value and is no async generator: await it")
             self._queue = stream._queue
             stream._queue = None
-            self._call = None
         assert self._queue is not None
         return await self._queue.take()
 
@@ -152,6 +158,8 @@ class CallStream(ProcessBound):
         self.close()
 
     def __del__(self) -> None:
-        queue = getattr(self, "_queue", None)
+        queue, call = self._queue, self._call
         if queue is not None:
             queue.close_soon()
+        elif self._has_begun:
+            call.cancel_soon()

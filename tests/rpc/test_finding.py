@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 import torch
 
 from asyncdist import rpc
+from asyncdist.channels.directory import JobDirectory, PeerRecord
+from asyncdist.channels.handshake import ChannelAddress
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, PeerLostError, UsageError
 from asyncdist.rpc.wire import VERSION
@@ -142,6 +145,84 @@ async def test_watch_tells_who_comes_and_goes(job):
             assert come.record.about["rank"] == 5
         gone = await anext(changes)
         assert (gone.id, gone.record) == (come.id, None)
+
+
+async def test_limit_that_passes_before_a_change_does_not_end_a_watch(job):
+    async with rpc.connect(job, config=QUICK) as session, session.watch("it") as changes:
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(changes), 0.01)
+        async with rpc.serve({"it": Member(0)}, job, rank=5, config=QUICK):
+            assert (await anext(changes)).record.about["rank"] == 5
+
+
+@contextlib.asynccontextmanager
+async def silent_process(job, name):
+    """Publish a process that accepts connections and does not answer, as one that is stopped; yield its connections.
+
+    Its record comes before all others.
+    """
+    connections = []
+
+    async def keep(reader, writer):
+        connections.append(writer)
+
+    async with await asyncio.start_server(keep, "127.0.0.1", 0) as server:
+        directory = await JobDirectory.open(job, "rpc", config=QUICK)
+        port = server.sockets[0].getsockname()
+        address = ChannelAddress("!", "the silent process", "another host", 0, 0, "", port[:2])
+        await directory.publish(PeerRecord(name, address, {"rank": None, "count": 1}))
+        try:
+            yield connections
+        finally:
+            await directory.close()
+            for writer in connections:
+                writer.close()
+
+
+async def test_process_that_does_not_answer_is_passed_over(job):
+    async with (
+        silent_process(job, "it") as connections,
+        rpc.serve({"it": Member(3)}, job, config=QUICK),
+        rpc.connect(job, config=QUICK),
+    ):
+        assert await (await rpc.find("it")).who() == 3
+        assert connections
+        # A handshake has 20 seconds, and the caller fewer.
+        assert await (await rpc.find_all("it", timeout=0.5)).who() == [3]
+        with pytest.raises(rpc.NameNotFoundError, match="1 objects answer, of 2"):
+            await rpc.find_all("it", count=2, timeout=0.5)
+
+
+async def test_handshake_that_takes_too_long_is_no_timeout_of_the_caller(job):
+    impatient = Config(timeout=60.0, handshake_timeout=0.1)
+    async with silent_process(job, "it"), rpc.connect(job, config=impatient):
+        finding = asyncio.ensure_future(rpc.find("it"))
+        finding_all = asyncio.ensure_future(rpc.find_all("it"))
+        with pytest.raises(rpc.NameNotFoundError, match=r"the silent process was lost .it did not answer within 0\.1 s"):
+            await rpc.find("it", timeout=1)
+        async with rpc.serve({"it": Member(3)}, job, config=QUICK):
+            assert await (await finding).who() == 3
+            assert await (await finding_all).who() == [3]
+
+
+@pytest.mark.parametrize("find", ["find", "find_all"])
+async def test_process_that_refuses_the_first_connections_is_tried_again(job, monkeypatch, find):
+    """Its record does not change."""
+    refused = []
+
+    async def refuse(sock, *args):
+        sock.close()
+        refused.append(sock)
+        if len(refused) == 3:
+            monkeypatch.undo()
+        raise EOFError
+
+    async with rpc.serve({"it": Member(3)}, job, config=QUICK), rpc.connect(job, config=QUICK) as session:
+        monkeypatch.setattr("asyncdist.channels.port.accept", refuse)
+        found = await getattr(session, find)("it")
+        assert await found.who() == (3 if find == "find" else [3])
+        assert len(refused) == 3
 
 
 async def test_session_that_ends_ends_the_calls_to_it(job):

@@ -124,6 +124,44 @@ async def test_cancelled_reader_closes_the_generator(serving, eventually):
         await eventually(lambda: it._caller.num_open == 0)
 
 
+class Gate:
+    """A stream whose first item comes when the test says so."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.ended: list[str] = []
+
+    async def items(self):
+        try:
+            await self.open.wait()
+            yield 1
+            yield 2
+        finally:
+            self.ended.append("closed")
+
+
+async def test_limit_that_passes_before_an_item_ends_the_waiting_only(serving):
+    gate = Gate()
+    async with serving(gate) as it:
+        stream = aiter(it.items())
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(stream), 0.01)
+        gate.open.set()
+        assert [item async for item in stream] == [1, 2]
+        assert it._caller.num_open == 0
+
+
+async def test_stream_that_is_dropped_before_its_first_item_is_cancelled(serving, eventually):
+    gate = Gate()
+    async with serving(gate) as it:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(aiter(it.items())), 0.01)
+        gc.collect()
+        await eventually(lambda: gate.ended == ["closed"])
+        assert it._caller.num_open == 0
+
+
 async def test_error_of_the_generator_comes_after_its_items(serving):
     async with serving(Source()) as it:
         found = []
