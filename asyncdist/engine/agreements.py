@@ -118,6 +118,7 @@ class Agreements:
     def leave(self, channel: Channel, reason: str, *, entirely: bool = False) -> None:
         """Quit the agreements of a group that this rank has not begun; ``entirely`` includes that on its successor."""
         self._left[channel.prefix] = reason
+        self._drop_oldest()
         for running in list(self._running.values()):
             is_last = running.key[8:] == REGROUP.to_bytes(4, "little")
             if running.channel is channel and (entirely or (running.finish is None and not is_last)):

@@ -14,7 +14,7 @@ LEFT = "it has destroyed its process group"
 ENDED = "its process has ended"
 EXCLUDES = "it has declared this rank lost"
 """The goodbye to a peer that is lost here, and may be alive. The sender has not left."""
-_MAX_CLOSING_FAILURES = 64
+MAX_CLOSING_FAILURES = 64
 """The number of failures in the closing frames of a rank."""
 
 
@@ -87,7 +87,7 @@ def closing_frames(failures: Mapping[int, GroupError], rank: int, reason: str) -
     The failures come first: if a rank leaves because of a failure, its peers must not see its departure as the cause.
     """
     frames = []
-    for number, error in list(failures.items())[-_MAX_CLOSING_FAILURES:]:
+    for number, error in failures.items():
         body = encode_abort(error, rank)
         frames.append(pack_header(pack_key(number, 0, 0), 0, len(body), ABORT) + body)
     goodbye = reason.encode()

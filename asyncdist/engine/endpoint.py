@@ -454,10 +454,10 @@ class Endpoint:
 
     def busy(self) -> bool:
         # After a failure this rank stays reachable: a peer that connects later must learn of the failure too.
-        return bool(self._executor.operations or self.failures.failed or self.timers) or self.transport_selector.busy()
+        return bool(self._executor.operations or self.failures.failing or self.timers) or self.transport_selector.busy()
 
     def only_receives(self) -> bool:
-        if self.acting or self.failures.failed or self.timers or self.transport_selector.busy():
+        if self.acting or self.failures.failing or self.timers or self.transport_selector.busy():
             return False
         if len(self.operations) > _MANY_RECEIVES:
             return False

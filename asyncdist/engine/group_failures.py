@@ -22,6 +22,7 @@ from asyncdist.engine.control_messages import (
     ENDED,
     EXCLUDES,
     LEFT,
+    MAX_CLOSING_FAILURES,
     abort_notice,
     closing_frames,
     decode_abort,
@@ -83,7 +84,9 @@ class GroupFailures:
         self.gone = self.lost_peers.get
         """Returns the error of a lost peer; None if the peer is not lost."""
         self.failed: dict[int, GroupError] = {}
-        """The errors of failed groups, by number. With one, this rank stays reachable, so that its peers learn of it."""
+        """The errors of the last failed groups, by number, for the peers that a closed connection tells of them."""
+        self.failing: set[bytes] = set()
+        """The failed groups that have not ended, by prefix. With one, this rank stays reachable: its peers learn of it."""
         self.observers: list[Callable[[int, Liveness, str], None]] = []
         """Called with each peer that is lost, suspected or has recovered, and why."""
         self.left: dict[int, str] = {}
@@ -92,6 +95,7 @@ class GroupFailures:
         """Returns the seconds since a peer was last heard; None if it is not watched."""
         self._excluded_by: set[int] = set()
         self._generations: dict[bytes, int] = {}
+        """The generations of the groups that have regrouped, by name: of the others no earlier frames exist."""
         self._goodbye = LEFT
 
     # -- groups --------------------------------------------------------------------------------
@@ -99,7 +103,8 @@ class GroupFailures:
     def open(self, channel: Channel) -> None:
         """Accept operations and messages of a group from now on."""
         self.channels[channel.prefix] = channel
-        self._generations[name_of(channel.prefix)] = generation_of(channel.prefix)
+        if generation := generation_of(channel.prefix):
+            self._generations[name_of(channel.prefix)] = generation
         if not channel.point_to_point:
             self._recorder.add_group(
                 channel.name, channel.members, lambda: channel.highest, functools.partial(self._describe, channel)
@@ -124,6 +129,7 @@ class GroupFailures:
         """Remove a group: its pending operations fail, and later messages for it are discarded."""
         if self.channels.pop(channel.prefix, None) is None:
             return
+        self.failing.discard(channel.prefix)
         closed = GroupAbortedError("the group was destroyed while this operation was pending", peer=self._rank)
         closed.advice = "wait for its operations before you destroy a group"
         if channel.error is None:
@@ -149,6 +155,10 @@ class GroupFailures:
         if channel.error is not None:
             return
         self.failed[channel.number] = error
+        if len(self.failed) > MAX_CLOSING_FAILURES:
+            del self.failed[next(iter(self.failed))]
+        if channel.prefix in self.channels:
+            self.failing.add(channel.prefix)
         log.info("rank %d: group %r failed: %s", self._rank, channel.name, error.reason)
         if self._config.dump_dir:
             self._recorder.dump(self._config.dump_dir, error.summary)

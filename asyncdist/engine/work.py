@@ -56,13 +56,25 @@ _YIELD_INTERVAL = 1e-3
 """Seconds for which awaits of completed works return at once, before one of them yields to the event loop."""
 
 
-class _LastYield(threading.local):
-    """The time at which an await of a work last yielded to this thread's event loop."""
+class _LoopTurn(threading.local):
+    """The time of the first await of a completed work in the present turn of this thread's event loop; None before it."""
 
-    at = 0.0
+    since: float | None = None
+
+    def end(self) -> None:
+        self.since = None
+
+    def is_long(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Return whether awaits have returned at once for long, so that no other task of the loop has run."""
+        since = self.since
+        if since is None:
+            self.since = monotonic()
+            loop.call_soon(self.end)
+            return False
+        return monotonic() > since + _YIELD_INTERVAL
 
 
-_last_yield = _LastYield()
+_loop_turn = _LoopTurn()
 _callbacks_lock = threading.RLock()
 """One lock for the callbacks of all works: it is held briefly, and threads rarely compete for it."""
 
@@ -89,6 +101,7 @@ class Work(ProcessBound, _Awaited[T_co]):
     _progress: Progress | None = None
     _done = False
     _retrieved = False
+    _was_seen = False
     _value: Any = None
     _error: BaseException | None = None
     _unretrieved: _UnretrievedError | None = None
@@ -148,6 +161,19 @@ class Work(ProcessBound, _Awaited[T_co]):
         """Return False: a waiter can be cancelled, but not an operation. `asyncio.wait` asks for it."""
         return False
 
+    def cancel(self, msg: Any = None) -> bool:
+        """Return False, as a completed `asyncio.Future` does. `asyncio.gather` calls it when it is cancelled."""
+        return False
+
+    @property
+    def _asyncio_future_blocking(self) -> bool | None:
+        """None for a pending work. In a loop a completed one is a future to asyncio, which makes no task to await it."""
+        return False if self.is_completed() and asyncio._get_running_loop() is not None else None
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the running loop, as a future's: any loop may await a completed work."""
+        return asyncio.get_running_loop()
+
     def close(self) -> None:
         """Do nothing: the operation continues. From Python 3.13, a TaskGroup that makes no more tasks calls it."""
 
@@ -172,6 +198,7 @@ class Work(ProcessBound, _Awaited[T_co]):
         return self._outcome()
 
     def _outcome(self) -> T_co:
+        self._was_seen = True
         if self._error is not None:
             self._mark_retrieved()
             raise self._error
@@ -211,14 +238,13 @@ class Work(ProcessBound, _Awaited[T_co]):
             self._progress.try_now(self)
         if not self._done:
             yield from self._suspend(self._progress)
-        elif monotonic() > _last_yield.at + _YIELD_INTERVAL:
-            # A task that awaits one completed work after another would starve the other tasks of its loop.
-            if asyncio._get_running_loop() is None:
-                # In trio every await is a checkpoint, so the time is not noted.
-                yield from trio_tasks.checkpoint()
-            else:
-                yield
-                _last_yield.at = monotonic()
+        elif (loop := asyncio._get_running_loop()) is None:
+            # In trio every await is a checkpoint.
+            yield from trio_tasks.checkpoint()
+        # A task that awaits one completed work after another would starve the other tasks of its loop.
+        elif not self._was_seen and _loop_turn.is_long(loop):
+            yield
+            _loop_turn.end()
         return self._outcome()
 
     def _suspend(self, progress: Progress | None) -> Generator[Any, None, None]:
@@ -250,7 +276,6 @@ class Work(ProcessBound, _Awaited[T_co]):
             self.remove_done_callback(completed)
             if stall_check is not None:
                 stall_check.cancel()
-        _last_yield.at = monotonic()
 
     async def _suspend_in_trio(self, progress: Progress | None) -> None:
         completed = trio_tasks.TrioSignal()
@@ -276,6 +301,9 @@ class Work(ProcessBound, _Awaited[T_co]):
         asyncio itself, such as that of `asyncio.wait`.
         """
         if getattr(callback, "__module__", "") == "asyncio.tasks" and (loop := asyncio._get_running_loop()) is not None:
+            if self.is_completed():
+                loop.call_soon(callback, self)
+                return
             callback = _LoopCallback(self, loop, callback)
         self._add_callback(callback)
 
@@ -301,7 +329,8 @@ class Work(ProcessBound, _Awaited[T_co]):
     def get_future(self) -> torch.futures.Future[T_co]:
         """Return a `torch.futures.Future` of the operation's value; every call returns the same future.
 
-        A daemon thread completes it and runs its callbacks, which may therefore block.
+        A daemon thread completes it and runs its callbacks, which may therefore block. The future of a completed work is
+        complete.
         """
         import torch
 
@@ -309,9 +338,10 @@ class Work(ProcessBound, _Awaited[T_co]):
             first = self._future is None
             future: torch.futures.Future[T_co] = torch.futures.Future() if first else self._future
             self._future = future
-        if first and self._done:
-            _complete_future(self)
-        elif first:
+            if first and self.is_completed():  # nobody can have added a callback yet
+                _complete_future(self)
+                return future
+        if first:
             self.add_done_callback(_complete_future_in_thread)
         return future
 

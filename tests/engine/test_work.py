@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,8 +13,9 @@ from functools import partial
 import pytest
 import torch
 
+from asyncdist.engine import work as work_module
 from asyncdist.engine.work import Work, completed, joined
-from asyncdist.errors import GroupAbortedError, LoopThreadError, MismatchError, UsageError, WaitTimeoutError
+from asyncdist.errors import GroupAbortedError, GroupError, LoopThreadError, MismatchError, UsageError, WaitTimeoutError
 from asyncdist.testing.cluster import world_of
 
 pytestmark = pytest.mark.each_loop
@@ -565,3 +567,80 @@ async def test_awaiting_completed_works_lets_other_tasks_run():
     while not ran.is_set() and asyncio.get_running_loop().time() < until:
         await completed("over")
     assert ran.is_set()
+
+
+@pytest.fixture
+def slow_task(monkeypatch):
+    """A second passes between any two awaits, without a break for the other tasks of the loop."""
+    seconds = itertools.count()
+    monkeypatch.setattr(work_module, "monotonic", lambda: next(seconds))
+
+
+async def test_completed_work_serves_asyncio_as_a_completed_future_does(transport, slow_task):
+    """Also with a limit of 0, as programs poll futures, and however long the task has run without a break."""
+    async with world_of(2, transport=transport) as groups:
+        works = [group.all_reduce(ones()) for group in groups]
+        pending = groups[0].recv(torch.zeros(1), 1)
+        await asyncio.gather(*works)
+        for work in works:
+            for _ in range(20):
+                assert await asyncio.wait_for(work, 0) is work.result()
+                async with asyncio.timeout(0):
+                    assert await work is work.result()
+        assert await asyncio.gather(*works, works[0], asyncio.sleep(0, 7)) == [
+            *map(Work.result, works),
+            works[0].result(),
+            7,
+        ]
+        assert len([await each for each in asyncio.as_completed(works)]) == len(works)
+        assert await asyncio.shield(works[0]) is works[0].result()
+        assert asyncio.isfuture(works[0])
+        assert not asyncio.isfuture(pending)
+        together = asyncio.gather(works[0], pending)
+        await asyncio.sleep(0)
+        together.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await together
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pending, 0)
+        await groups[1].send(torch.ones(1), 0)
+        await pending
+
+
+async def test_completed_work_is_no_future_outside_a_loop(transport):
+    async with world_of(2, transport=transport) as groups:
+        works = [group.barrier() for group in groups]
+        await asyncio.gather(*works)
+        assert not await asyncio.to_thread(asyncio.isfuture, works[0])
+
+
+async def test_first_await_of_a_completed_work_returns_at_once_after_a_turn_of_the_loop(
+    transport, slow_task, eventually
+):
+    async with world_of(2, transport=transport) as groups:
+        for _ in range(3):
+            works = [group.all_reduce(ones()) for group in groups]
+            await eventually(lambda works=works: all(work.is_completed() for work in works))
+            async with asyncio.timeout(0):
+                await works[0]
+            await asyncio.sleep(0)
+
+
+async def test_future_of_a_completed_work_is_complete(transport):
+    async with world_of(2, transport=transport) as groups:
+        for _ in range(20):
+            works = [group.all_reduce(ones()) for group in groups]
+            await asyncio.gather(*works)
+            for work in works:
+                future = work.get_future()
+                assert future.done()
+                assert future.value() is work.result()
+
+
+def test_future_of_a_failed_work_is_complete():
+    failed: Work = Work()
+    failed.finish(error=GroupError("for the test"))
+    future = failed.get_future()
+    assert future.done()
+    with pytest.raises(GroupError, match="for the test"):
+        future.value()

@@ -12,6 +12,7 @@ import torch
 
 import asyncdist
 from asyncdist import Agreed
+from asyncdist.engine.control_messages import MAX_CLOSING_FAILURES
 from asyncdist.errors import (
     ExcludedError,
     GroupAbortedError,
@@ -111,6 +112,39 @@ async def test_survivors_get_dense_ranks_and_keep_their_ids(transport, dead):
         assert await sums(new) == [6 - dead] * 3
         with pytest.raises(NotInitializedError):
             rest[0].all_reduce(torch.ones(1))
+
+
+@transports
+async def test_survivors_are_not_busy_with_a_failure_that_they_have_survived(transport, eventually):
+    """With something pending, each call drives more than itself, so small calls would be slower for ever."""
+    async with world_of(3, transport=transport) as groups:
+        assert await sums(groups) == [3] * 3
+        groups[2].world.leave()
+        failed = await asyncio.gather(*(group.barrier() for group in groups[:2]), return_exceptions=True)
+        assert {type(error) for error in failed} == {PeerLostError}
+        assert all(group.mesh.busy() for group in groups[:2])
+        new = await regrouped(groups[:2])
+        for group in new:
+            await eventually(lambda group=group: not group.mesh.busy())
+            assert group.mesh.only_receives()
+        assert await sums(new) == [1] * 2
+
+
+async def test_failed_groups_that_have_ended_leave_no_state_that_grows():
+    async with world_of(2) as groups:
+        for _ in range(MAX_CLOSING_FAILURES + 5):
+            both = [group.world.new_group(None) for group in groups]
+            both[0].abort()
+            with pytest.raises(GroupAbortedError):
+                await both[1].barrier()
+            for group in both:
+                group.close()
+        for group in groups:
+            failures = group.mesh.failures
+            assert len(failures.failed) == MAX_CLOSING_FAILURES
+            assert not failures.failing
+            assert not group.mesh.busy()
+        assert await sums(groups) == [1] * 2
 
 
 @transports
