@@ -12,7 +12,7 @@ Each module implements one hook of torch:
 torch_group          the methods that the next two have in common: the collectives, by torch's names
 process_group        `torch.distributed.ProcessGroup`, for groups that asyncdist serves as a whole
 backend              ``c10d::Backend``, for a part of a group and for callers in C++, from torch 2.14 on
-reduce_ops           `torch.distributed.ReduceOp`
+call_forms           `torch.distributed.ReduceOp`, and the forms in which torch's methods can be called
 no_group_yet         what takes the place of the group before the first ``reconfigure``
 torch_work           `torch.distributed.Work`: the handle that a collective returns
 callback_order       the order of the callbacks of futures, and the groups on which they communicate

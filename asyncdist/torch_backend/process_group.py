@@ -54,7 +54,7 @@ class WorkInfo(NamedTuple):
 
 
 @excluded_from_compile
-class ProcessGroup(TorchGroup, torch_distributed.ProcessGroup):  # type: ignore[misc]  # torch's have two signatures
+class ProcessGroup(TorchGroup, torch_distributed.ProcessGroup):
     """A `Group` as a process group of torch, made by ``init_process_group("asyncdist")`` and ``new_group``.
 
     From torch 2.14 on it also contains the group as a `Backend`.
@@ -150,16 +150,16 @@ class ProcessGroup(TorchGroup, torch_distributed.ProcessGroup):  # type: ignore[
         self.__class__ = ObservedProcessGroup
 
 
-if not hasattr(_torch, "all_gather_single"):
-    # torch before 2.13 calls these operations by other names.
-    for _earlier, _present in (
-        ("_allgather_base", "all_gather_single"),
-        ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-        ("_reduce_scatter_base", "reduce_scatter_single"),
-        ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-        ("alltoall_base", "all_to_all_single"),
-    ):
-        setattr(ProcessGroup, _earlier, getattr(ProcessGroup, _present))
+# The names of these operations in torch before 2.13. Later releases have both.
+_EARLIER_NAMES = {
+    "_allgather_base": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+}
+for _earlier, _present in _EARLIER_NAMES.items():
+    setattr(ProcessGroup, _earlier, getattr(ProcessGroup, _present))
 
 
 class ObservedProcessGroup(ProcessGroup):
@@ -188,7 +188,7 @@ if HAS_PYTHON_BACKENDS:
         "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single",
         "reduce_scatter_single_coalesced", "broadcast", "allgather", "all_gather_single", "all_gather_single_coalesced",
         "allgather_coalesced", "gather", "scatter", "alltoall", "all_to_all_single", "barrier", "send", "recv",
-        "recv_anysource",
+        "recv_anysource", *_EARLIER_NAMES,
     ):  # fmt: skip
         setattr(ObservedProcessGroup, _name, _through_dispatcher(_name))
     excluded_from_compile(ObservedProcessGroup)

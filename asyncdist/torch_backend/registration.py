@@ -6,6 +6,9 @@ The package registers the back end when it is imported. torch calls `make_backen
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +30,7 @@ from asyncdist.tracing.recorder import recorders
 c10d: Any = distributed_c10d
 _bindings: Any = torch._C._distributed_c10d
 
+_numbers_alone = itertools.count()
 _names: set[str] = set()
 """The back ends that are registered here."""
 
@@ -34,6 +38,7 @@ _names: set[str] = set()
 def register_backend() -> None:
     """Make ``"asyncdist"`` a back end of torch.distributed. Idempotent."""
     add_backend(NAME, make_backend, ["cpu", "cuda"] if torch.backends.cuda.is_built() else ["cpu"])
+    _register_with_second_interface()
 
 
 def add_backend(name: str, maker: Callable[[Any, object], TorchGroup], devices: Sequence[str]) -> None:
@@ -42,6 +47,21 @@ def add_backend(name: str, maker: Callable[[Any, object], TorchGroup], devices: 
     _names.add(name)
     if name.upper() not in backends._plugins:
         backends.register_backend(name, maker, extended_api=True, devices=list(devices))
+
+
+def _register_with_second_interface() -> None:
+    """Make it also a back end of ``torch.distributed._dist2``, which some releases of torch have."""
+    with contextlib.suppress(ImportError):
+        second: Any = importlib.import_module("torch.distributed._dist2")
+        if NAME not in second._BACKENDS:
+            second.register_backend(NAME, _make_alone)
+
+
+def _make_alone(store: Any, rank: int, world_size: int, timeout: Any, device: torch.device) -> ProcessGroup:
+    """Create a process group beside the default one. All members create such groups in the same order."""
+    own_store = c10d.PrefixStore(f"{NAME} {next(_numbers_alone)}", store)
+    world = open_through(own_store, rank, world_size, timeout)
+    return ProcessGroup(world.group, world, own_store)
 
 
 def serve_recorders() -> None:

@@ -11,11 +11,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as torch_distributed
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.cores import has_free_cores
@@ -37,10 +35,10 @@ from asyncdist.groups.procedure import BackgroundCall
 from asyncdist.groups.world import World
 from asyncdist.memory.torch_compile import excluded_from_compile
 from asyncdist.torch_backend import gloo_words
+from asyncdist.torch_backend.call_forms import any_form, reduction_of
 from asyncdist.torch_backend.callback_order import CallbackOrder, order_of, running
 from asyncdist.torch_backend.memory_pool import MemoryPool
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
-from asyncdist.torch_backend.reduce_ops import reduction_of
 from asyncdist.torch_backend.torch_work import DONE, Work
 from asyncdist.tracing.hooks import Hook
 
@@ -56,11 +54,6 @@ Tensors = list[torch.Tensor]
 
 _NO_TIME = timedelta(0)
 """torch passes a negative timeout where the group's own timeout applies."""
-_UNSET: Any = SimpleNamespace(
-    asyncOp=True,
-    timeout=timedelta(milliseconds=-1),
-    reduceOp=torch_distributed.ReduceOp(torch_distributed.ReduceOp.SUM),
-)
 
 
 @excluded_from_compile
@@ -172,80 +165,96 @@ class TorchGroup(ProcessBound):
 
     # -- reductions ----------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = _UNSET) -> Work:
-        outputs = _listed(tensors)
-        return self._run(self.group.all_reduce, outputs, opts, _single(outputs), reduction_of(opts.reduceOp))
+    @any_form
+    def allreduce(self, tensors: Tensors, opts: Any) -> Work:
+        return self._run(self.group.all_reduce, tensors, opts, _single(tensors), reduction_of(opts.reduceOp))
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
+    @any_form
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Work:
         op = reduction_of(opts.reduceOp)
         if len({tensor.dtype for tensor in tensors}) == 1:
             return self._run(self.group.all_reduce_coalesced, tensors, opts, tensors, op)
         return self._run(_Together(self.group.all_reduce, [(tensor, op) for tensor in tensors]), tensors, opts)
 
-    def reduce(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
+    @any_form
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:
         op = reduction_of(opts.reduceOp)
         return self._run(self.group.reduce, tensors, opts, _single(tensors), opts.rootRank, op)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _UNSET) -> Work:
+    @any_form
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Work:
         op = reduction_of(opts.reduceOp)
         return self._run(self.group.reduce_scatter, outputs, opts, _single(outputs), _single(inputs), op)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
+    @any_form
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
         op = reduction_of(opts.reduceOp)
         return self._run(self.group.reduce_scatter_single, [output], opts, output, input, op)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
+    @any_form
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
         op = reduction_of(opts.reduceOp)
         calls = [(output, tensor, op) for output, tensor in zip(outputs, inputs, strict=True)]
         return self._run(_Together(self.group.reduce_scatter_single, calls), outputs, opts)
 
     # -- data movement -------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Tensors, opts: Any = _UNSET) -> Work:
+    @any_form
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         return self._run(self.group.broadcast, tensors, opts, _single(tensors), opts.rootRank)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
+    @any_form
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
         return self._run(self.group.all_gather, _single(outputs), opts, _single(outputs), _single(inputs))
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
+    @any_form
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
         return self._run(self.group.all_gather_single, [output], opts, output, input)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
+    @any_form
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
         calls = list(zip(outputs, inputs, strict=True))
         return self._run(_Together(self.group.all_gather_single, calls), outputs, opts)
 
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
+    @any_form
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
         return self._run(self.group.all_gather_coalesced, [t for row in outputs for t in row], opts, outputs, inputs)
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _UNSET) -> Work:
+    @any_form
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
         into = outputs[0] if outputs else None
         return self._run(self.group.gather, into or [], opts, _single(inputs), into, opts.rootRank)
 
-    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = _UNSET) -> Work:
+    @any_form
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> Work:
         return self._run(self.group.gather_single, [output], opts, input, output, opts.rootRank)
 
     # torch 2.15 has both names.
     gather_into_tensor = gather_single
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _UNSET) -> Work:
+    @any_form
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Work:
         source = inputs[0] if inputs else None
         return self._run(self.group.scatter, outputs, opts, _single(outputs), source, opts.rootRank)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _UNSET) -> Work:
+    @any_form
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
         return self._run(self.group.all_to_all, outputs, opts, outputs, inputs)
 
+    @any_form
     def all_to_all_single(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
-        opts: Any = _UNSET,
+        opts: Any,
     ) -> Work:
         splits = output_split_sizes, input_split_sizes
         return self._run(self.group.all_to_all_single, [output], opts, output, input, *splits)
 
-    def barrier(self, opts: Any = _UNSET) -> Work:
+    @any_form
+    def barrier(self, opts: Any) -> Work:
         devices = getattr(opts, "device_ids", None) if torch.cuda.is_available() else None
         return self._run(self._barrier_on(devices[0]) if devices else self.group.barrier, [], opts)
 
@@ -493,11 +502,6 @@ class TorchGroup(ProcessBound):
 
     def __repr__(self) -> str:
         return f"<asyncdist {self.group!r}>"
-
-
-def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
-    # DDP's join passes a single tensor.
-    return tensors if isinstance(tensors, list) else [tensors]
 
 
 def _single(items: Sequence[T]) -> T:

@@ -5,6 +5,7 @@ Each program returns pairs of actual and expected results."""
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -175,6 +176,23 @@ def future_of_a_completed_work(rank, world):
                 pass
         dones.append((future or work.get_future()).done())
     return [(all(dones), True), (len(dones), 60)]
+
+
+def second_interface(rank, world):
+    """Groups that `torch.distributed._dist2` makes, where torch has it."""
+    try:
+        from torch.distributed import _dist2
+    except ImportError:
+        return [(True, True)]
+    pairs, store = [], dist.distributed_c10d._get_default_store()
+    for _ in range(2):
+        group = _dist2._BACKENDS["asyncdist"](store, rank, world, timedelta(seconds=20), torch.device("cpu"))
+        tensor = numbers(rank)
+        with _dist2.process_group(group):
+            _dist2.current_process_group().allreduce(tensor, dist.ReduceOp.MAX).wait()
+        pairs.append((tensor, torch.stack([numbers(peer) for peer in range(world)]).amax(0)))
+        group.shutdown()
+    return pairs
 
 
 def methods_of_the_group(rank, world):

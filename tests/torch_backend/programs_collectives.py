@@ -49,6 +49,113 @@ def all_reduce(rank, world, kind):
     return results
 
 
+class Call:
+    """Makes the tensors of one call of a method of the process group, and lists what is to be compared."""
+
+    def __init__(self, rank, world):
+        self.rank, self.world, self.at_root = rank, world, rank == world - 1
+        self.x = numbers(rank)
+        self.parts = [torch.zeros(5) for _ in range(world)]
+        self.blocks = [numbers(rank + peer) for peer in range(world)]
+        self.output, self.whole, self.all = torch.zeros(5), numbers(rank, world * 5), torch.zeros(world * 5)
+        self.even = [5] * world
+
+    def result(self):
+        return [self.x, *self.parts, self.output, self.all]
+
+
+SOON = timedelta(seconds=20)
+FORMS = [
+    ("broadcast", lambda c: ([c.x],), {}),
+    ("broadcast", lambda c: (c.x, c.world - 1), {}),
+    ("broadcast", lambda c: (c.x, c.world - 1, SOON), {}),
+    ("broadcast", lambda c: (), lambda c: {"tensor": c.x, "root": 1, "timeout": SOON}),
+    ("allreduce", lambda c: ([c.x],), {}),
+    ("allreduce", lambda c: (c.x,), {}),
+    ("allreduce", lambda c: ([c.x], Op.MAX), {}),
+    ("allreduce", lambda c: (c.x, Op.MAX, SOON), {}),
+    ("allreduce", lambda c: (c.x,), lambda c: {"op": Op.MIN}),
+    ("allreduce", lambda c: (), lambda c: {"tensors": [c.x], "op": Op.MAX, "timeout": SOON}),
+    ("allreduce", lambda c: (), lambda c: {"tensor": c.x, "timeout": SOON}),
+    ("allreduce", lambda c: (), lambda c: {"tensors": [c.x], "opts": dist.AllreduceOptions()}),
+    ("allreduce_coalesced", lambda c: ([c.x, c.whole],), {}),
+    ("reduce", lambda c: (c.x, c.world - 1), {}),
+    ("reduce", lambda c: (c.x, c.world - 1, Op.MAX, SOON), {}),
+    ("reduce", lambda c: (), lambda c: {"tensor": c.x, "root": c.world - 1, "op": Op.MAX}),
+    ("allgather", lambda c: ([c.parts], [c.x]), {}),
+    ("allgather", lambda c: (c.parts, c.x), {}),
+    ("allgather", lambda c: (c.parts, c.x, SOON), {}),
+    ("allgather", lambda c: (), lambda c: {"output_tensors": c.parts, "input_tensor": c.x, "timeout": SOON}),
+    ("gather", lambda c: (c.parts if c.at_root else [], c.x, c.world - 1), {}),
+    ("gather", lambda c: (c.parts if c.at_root else [],), lambda c: {"input_tensor": c.x, "root": c.world - 1}),
+    ("scatter", lambda c: (c.output, c.blocks if c.at_root else [], c.world - 1, SOON), {}),
+    (
+        "scatter",
+        lambda c: (),
+        lambda c: {"output_tensor": c.output, "input_tensors": c.blocks if c.rank == 0 else [], "root": 0},
+    ),
+    ("reduce_scatter", lambda c: ([c.output], [c.blocks]), {}),
+    ("reduce_scatter", lambda c: (c.output, c.blocks), {}),
+    ("reduce_scatter", lambda c: (c.output, c.blocks, Op.MAX, SOON), {}),
+    ("reduce_scatter", lambda c: (), lambda c: {"output": c.output, "input": c.blocks, "op": Op.MAX}),
+    ("alltoall_base", lambda c: (c.all, c.whole, c.even, c.even), {}),
+    ("alltoall_base", lambda c: (c.all, c.whole, c.even, c.even, SOON), {}),
+    (
+        "alltoall_base",
+        lambda c: (),
+        lambda c: {
+            "output": c.all, "input": c.whole, "output_split_sizes": [], "input_split_sizes": [], "timeout": SOON,
+        },
+    ),
+    ("alltoall", lambda c: (c.parts, c.blocks), {}),
+    ("barrier", lambda c: (), {}),
+    ("barrier", lambda c: (SOON,), {}),
+    ("barrier", lambda c: (), {"timeout": SOON}),
+    ("_allgather_base", lambda c: (c.all, c.x), {}),
+    ("_reduce_scatter_base", lambda c: (c.output, c.whole, dist.ReduceScatterOptions()), {}),
+    ("allgather_into_tensor_coalesced", lambda c: ([c.all], [c.x]), {}),
+    ("reduce_scatter_tensor_coalesced", lambda c: ([c.output], [c.whole]), {}),
+    ("allgather_coalesced", lambda c: ([[part] for part in c.parts], [c.x]), {}),
+    ("all_gather_single", lambda c: (c.all, c.x), {}),
+    ("reduce_scatter_single", lambda c: (c.output, c.whole), {}),
+    ("all_to_all_single", lambda c: (c.all, c.whole, c.even, c.even, SOON), {}),
+]  # fmt: skip
+"""Methods of process groups with the arguments of the forms that torch declares, by position and by name."""
+
+
+def forms_of_methods(rank, world):
+    """Call the methods of the process group in all of their forms."""
+    results = {}
+    for number, (name, positional, named) in enumerate(FORMS):
+        if not hasattr(dist.ProcessGroup, name):
+            continue
+        call = Call(rank, world)
+        getattr(dist.group.WORLD, name)(*positional(call), **(named(call) if callable(named) else named)).wait()
+        if name == "reduce" and not call.at_root:
+            call.x.zero_()  # it is not defined there
+        results[f"{number} {name}"] = call.result()
+    return results
+
+
+def forms_that_do_not_exist(rank, world):
+    group, x = dist.group.WORLD, numbers(rank)
+    calls = [
+        lambda: group.broadcast(x),
+        lambda: group.allreduce(x, root=0),
+        lambda: group.allreduce(),
+        lambda: group.barrier(SOON, SOON),
+        lambda: group.reduce(x, op=Op.MAX),
+    ]
+    refused = []
+    for call in calls:
+        try:
+            call()
+        except TypeError:
+            refused.append(True)
+    group.allreduce(x).wait()
+    return [refused, x]
+
+
 def all_reduce_sparse(rank, world):
     overlapping = torch.sparse_coo_tensor([[rank, 5]], [1.0, 2.0], (7,))
     rows = torch.sparse_coo_tensor([[rank, rank + 1]], numbers(rank, 6).view(2, 3), (world + 1, 3))

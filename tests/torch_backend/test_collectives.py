@@ -34,7 +34,8 @@ def test_all_reduce_of_every_dtype_and_reduction(same_over_gloo, kind):
     [
         "all_reduce_sparse", "all_reduce_coalesced", "coalescing_manager", "asynchronous", "futures", "broadcast",
         "reduce", "gather", "scatter", "all_gather", "all_gather_into_tensor", "all_gather_coalesced", "reduce_scatter",
-        "reduce_scatter_tensor", "all_to_all_single", "all_to_all", "barriers", "objects",
+        "reduce_scatter_tensor", "all_to_all_single", "all_to_all", "barriers", "objects", "forms_of_methods",
+        "forms_that_do_not_exist",
         OBJECTS_OF_SAFE_TYPES, CHECKED_FOR_NAN,
     ],
 )  # fmt: skip
@@ -61,7 +62,8 @@ def test_groups(same_over_gloo, program):
 @pytest.mark.parametrize(
     "program", ["stacked_outputs", "scaled_sums", "after_a_group_made_locally", "together_with_gloo",
                 "callbacks_that_block", "callbacks_in_order", "callbacks_within_callbacks", "more_callbacks_than_threads",
-                "callback_that_waits_for_a_later_one", "future_of_a_completed_work", "methods_of_the_group", "awaited"],
+                "callback_that_waits_for_a_later_one", "future_of_a_completed_work", "second_interface",
+                "methods_of_the_group", "awaited"],
 )  # fmt: skip
 def test_operation_that_gloo_refuses(as_expected, program):
     as_expected("programs_beyond_gloo", program)
