@@ -199,7 +199,9 @@ async def test_handshake_that_takes_too_long_is_no_timeout_of_the_caller(job):
     async with silent_process(job, "it"), rpc.connect(job, config=impatient):
         finding = asyncio.ensure_future(rpc.find("it"))
         finding_all = asyncio.ensure_future(rpc.find_all("it"))
-        with pytest.raises(rpc.NameNotFoundError, match=r"the silent process was lost .it did not answer within 0\.1 s"):
+        with pytest.raises(
+            rpc.NameNotFoundError, match=r"the silent process was lost .it did not answer within 0\.1 s"
+        ):
             await rpc.find("it", timeout=1)
         async with rpc.serve({"it": Member(3)}, job, config=QUICK):
             assert await (await finding).who() == 3
