@@ -77,9 +77,9 @@ class Channel:
         self.world_rank = world_rank
         self.error: GroupError | None = None
         self.sibling: Channel | None = None
+        """The group's other channel, which fails with this one."""
         self.followers: weakref.WeakSet[Channel] = weakref.WeakSet()
         """The channels that fail with this one."""
-        """The group's other channel, which fails with this one."""
         self.operations: dict[bytes, Operation] = {}
         self.numbers = itertools.count(1)
         self.started = 0

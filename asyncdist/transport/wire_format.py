@@ -7,7 +7,7 @@
     12-15   part         the generator of that operation (a segment, one tensor of a list)
     16-23   fingerprint  the sender's call (see `Fingerprint`)
     24-31   nbytes       length of the body
-    32      kind         DATA, or a control message: ABORT, GOODBYE, CALLED, PROBE, WAITING, BEAT, SUSPECT, HEARD
+    32      kind         DATA, or a control message: ABORT, GOODBYE, CALLED, PROBE, WAITING, BEAT, SUSPECT, HEARD, AGREE
     33-35   zero
 
 Bytes 0-15 are the *key*. A receiver matches a message with the oldest posted receive that has the same key, and never
