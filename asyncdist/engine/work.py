@@ -127,15 +127,25 @@ class Work(ProcessBound, _Awaited[T_co]):
             self._unretrieved.error = None
 
     def run_callbacks(self) -> None:
-        """Call each callback of the completed work once; log an exception that one raises."""
+        """Call each callback of the completed work once; log an exception that one raises.
+
+        A KeyboardInterrupt or SystemExit leaves after the other callbacks have run: tasks and threads wait for them.
+        """
         while self._callbacks:
             with _callbacks_lock:
                 callbacks, self._callbacks = self._callbacks, None
-            for callback in callbacks or ():
-                try:
-                    callback(self)
-                except Exception:
-                    log.exception("a callback of an operation that %s raised", self._state())
+            left = iter(callbacks or ())
+            try:
+                for callback in left:
+                    try:
+                        callback(self)
+                    except Exception:
+                        log.exception("a callback of an operation that %s raised", self._state())
+            except BaseException:
+                with _callbacks_lock:
+                    self._callbacks = [*left, *(self._callbacks or ())]
+                self.run_callbacks()
+                raise
 
     # -- state and outcome ---------------------------------------------------------------------
 
