@@ -121,7 +121,8 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         """Whether this rank has called `abort`. `error` may be set a moment later."""
         self.world = world
         MemberOps.__init__(self, mesh, self.member_ids)
-        mesh.progress.submit(self._open)
+        # Not `submit`, which may run callbacks: some callers hold a lock.
+        mesh.progress.post(self._open)
 
     def _open(self) -> None:
         collectives = self._native or self.context.hierarchical
