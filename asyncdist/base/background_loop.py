@@ -214,6 +214,7 @@ async def run_in_background(coroutine: Coroutine[Any, Any, T], undo: Callable[[T
 _current: BackgroundLoop | None = None
 _observing: BackgroundLoop | None = None
 _lock = threading.Lock()
+lifecycle.renew_in_children(globals(), "_lock", threading.Lock)
 
 
 def background_loop() -> BackgroundLoop:

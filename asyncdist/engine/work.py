@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic
 
+from asyncdist.base import lifecycle
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.error_text import describe_error
@@ -77,6 +78,7 @@ class _LoopTurn(threading.local):
 _loop_turn = _LoopTurn()
 _callbacks_lock = threading.RLock()
 """One lock for the callbacks of all works: it is held briefly, and threads rarely compete for it."""
+lifecycle.renew_in_children(globals(), "_callbacks_lock", threading.RLock)
 
 
 class Work(ProcessBound, _Awaited[T_co]):

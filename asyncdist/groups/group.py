@@ -19,6 +19,7 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.algorithms.selection import forced_by
+from asyncdist.base import lifecycle
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.collectives import data_movement, p2p
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 # Two threads may issue the first operations on a device at the same time.
 _first_use_lock = threading.Lock()
+lifecycle.renew_in_children(globals(), "_first_use_lock", threading.Lock)
 
 
 @excluded_from_compile
