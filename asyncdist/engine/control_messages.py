@@ -16,6 +16,8 @@ EXCLUDES = "it has declared this rank lost"
 """The goodbye to a peer that is lost here, and may be alive. The sender has not left."""
 MAX_CLOSING_FAILURES = 64
 """The number of failures in the closing frames of a rank."""
+_LONGEST_REASON = 1024
+"""The characters of a reason that a message contains: a transport limits the bytes of all closing frames."""
 
 
 def encode_abort(error: GroupError, rank: int) -> bytes:
@@ -23,7 +25,7 @@ def encode_abort(error: GroupError, rank: int) -> bytes:
     packed: bytes = msgpack.packb(
         {
             "kind": type(error).__name__,
-            "reason": error.reason,
+            "reason": error.reason[:_LONGEST_REASON],
             "peer": getattr(error, "peer", None),
             "by": rank if error.by is None else error.by,
             "noticed": getattr(error, "noticed", None),
@@ -90,5 +92,5 @@ def closing_frames(failures: Mapping[int, GroupError], rank: int, reason: str) -
     for number, error in failures.items():
         body = encode_abort(error, rank)
         frames.append(pack_header(pack_key(number, 0, 0), 0, len(body), ABORT) + body)
-    goodbye = reason.encode()
+    goodbye = reason[:_LONGEST_REASON].encode()
     return b"".join(frames) + pack_header(pack_key(0, 0, 0), 0, len(goodbye), GOODBYE) + goodbye

@@ -39,6 +39,15 @@ async def test_abort_reaches_all_ranks_although_sender_leaves_at_once(transport,
             await waiting
 
 
+async def test_abort_with_a_very_long_reason_is_an_abort(transport):
+    async with world_of(2, transport=transport) as (stayer, aborter):
+        await asyncio.gather(stayer.barrier(), aborter.barrier())
+        waiting = stayer.recv(torch.zeros(1), 1)
+        aborter.abort("on purpose" + 100_000 * "!!")
+        with pytest.raises(GroupAbortedError, match="rank 1 aborted: on purpose!!"):
+            await waiting
+
+
 def test_abort_from_a_thread_reaches_all_ranks_although_sender_leaves_at_once(transport, together):
     def rank(group):
         if group.rank() == 1:
