@@ -7,6 +7,7 @@ import random
 from collections import deque
 from typing import Any
 
+import msgpack
 import pytest
 
 from asyncdist.membership.agreement import Agreement, AgreementKind, AgreementMessage, Decision, MemberEnd
@@ -499,6 +500,42 @@ def test_packed_message_is_the_same_and_other_bytes_are_refused():
     for body in (b"", b"\xc1", message.pack()[:-1], message.pack() + b"x", b"\x90", b"\x98" + b"\xc0" * 8):
         with pytest.raises(ValueError, match="not a message"):
             AgreementMessage.unpack(body)
+
+
+SPARSE = [member for member in range(10_000) if member % 3]
+LONG_REASON = "rank 0 had lost it (" + 60 * "no heartbeat, " + ")"
+
+
+@pytest.mark.parametrize(
+    ("lost", "reasons", "most"),
+    [
+        (range(300), [LONG_REASON], 1 << 10),
+        (range(2, 10_000), [LONG_REASON], 1 << 10),
+        (SPARSE, [LONG_REASON], 1 << 16),
+        (SPARSE, [f"rank {member} gave up: {LONG_REASON}" for member in SPARSE], 1 << 17),
+        (SPARSE, [f"{member}: {9 * LONG_REASON}" for member in SPARSE], 1 << 17),
+    ],
+    ids=["300", "10000", "sparse", "different reasons", "long reasons"],
+)
+def test_message_about_thousands_of_lost_members_is_small(lost, reasons, most):
+    why = dict(zip(lost, itertools.cycle(reasons), strict=False))
+    votes = {member: b"vote" for member in range(10_000) if member not in why}
+    ended = {member: MemberEnd(reason) for member, reason in why.items()}
+    message = AgreementMessage(AgreementKind.ACCEPT, (1, 2), decision=Decision(votes, why), ended=ended)
+    body = message.pack()
+    assert len(body) < most
+    received = AgreementMessage.unpack(body)
+    assert received.decision.votes == votes
+    assert list(received.decision.excluded) == list(why)
+    assert received.ended.keys() == ended.keys()
+    assert all(why[member].startswith(reason) for member, reason in list(received.decision.excluded.items())[:64])
+
+
+def test_member_that_claims_too_many_members_is_refused():
+    decision = [[[b"yes"], [0, 0, 1 << 40]], [[], []], []]
+    body = msgpack.packb([AgreementKind.ACCEPT, (1, 2), b"", decision, None, [[], []], "", [[], []]])
+    with pytest.raises(ValueError, match="not a message"):
+        AgreementMessage.unpack(body)
 
 
 def test_messages_of_strangers_and_of_ended_members_are_ignored():

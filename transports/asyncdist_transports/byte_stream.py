@@ -23,8 +23,9 @@ _JOINED_NBYTES = 1 << 10
 _MOST_AHEAD_NBYTES = 256 << 10
 LENT_NBYTES = 1 << 20
 """Bytes left of the smallest body that is worth a thread."""
-# Most bytes in the body of a control message.
-_MAX_CONTROL_NBYTES = 1 << 16
+PACKET_NBYTES = 1 << 17
+"""Most bytes of control messages that are sent together, with their headers."""
+_MAX_CONTROL_NBYTES = PACKET_NBYTES - HEADER_NBYTES
 
 
 class Ended(Exception):

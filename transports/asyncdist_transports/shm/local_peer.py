@@ -17,12 +17,11 @@ from asyncdist.errors import ProtocolError
 from asyncdist.memory.shared_arena import Arena, ArenaBlock, ArenaMapping
 from asyncdist.transport.base import Host, Outgoing
 from asyncdist.transport.wire_format import DATA, HEADER_NBYTES, KEY_NBYTES, unpack_tail
-from asyncdist_transports.byte_stream import Reader, Writer
+from asyncdist_transports.byte_stream import PACKET_NBYTES, Reader, Writer
 from asyncdist_transports.shm.byte_ring import NBYTES, RingReader, RingWriter
 from asyncdist_transports.shm.control_block import RING, ControlBlock, OwnControlBlock
 from asyncdist_transports.shm.memory_order import Fence
 
-PACKET_NBYTES = 1 << 17
 WAKE_PACKET = b"!"
 READABLE, WRITABLE = select.POLLIN, select.POLLOUT
 
