@@ -62,8 +62,6 @@ class BlockingConnection(BlockingClient):
         self._reconnected: threading.Event | None = None
         """Set while a background thread connects again; the event is set when that thread ends."""
         self._over: StoreConnectionError | None = None
-        self._calling_threads: set[int] = set()
-        """The threads that are in a call and may hold its locks."""
         self._leader: PendingRequest[Any] | None = None
         self._followers: dict[PendingRequest[Any], None] = {}
         self._others: weakref.WeakSet[BlockingConnection] = weakref.WeakSet()
@@ -91,16 +89,7 @@ class BlockingConnection(BlockingClient):
         """Make a call. Raises UsageError in a forked child, and in a signal handler that interrupts another call."""
         if self._pid != os.getpid():
             raise UsageError("this TCPStore was made before a fork and belongs to the parent process: make a new one")
-        thread = threading.get_ident()
-        if thread in self._calling_threads:
-            raise UsageError(
-                "a signal handler has called a store in the middle of a call to it: let it set an event for a thread"
-            )
-        try:
-            self._calling_threads.add(thread)
-            return call(*args)
-        finally:
-            self._calling_threads.discard(thread)
+        return super().guard(call, *args)
 
     def _start(self, call: Callable[..., object], *args: Any) -> None:
         self._threads.submit(self.guard, call, *args)

@@ -11,6 +11,8 @@ A process that is killed while it appends leaves an incomplete frame. The next p
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -19,12 +21,15 @@ import weakref
 from pathlib import Path
 from typing import Any, TypeVar
 
+from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.weak_registry import WeakRegistry
 from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, UnsupportedError, UsageError
 from asyncdist.store.base import BlockingStream, Store
 from asyncdist.store.client.local import DEFAULT_TIMEOUT
 from asyncdist.store.client.locked_file import LockedFile
+from asyncdist.store.client.pending import CallGuard
 from asyncdist.store.persistence import log_format
 from asyncdist.store.protocol.client_protocol import refusal
 from asyncdist.store.protocol.codec import Encoder, decode_request, messages_in
@@ -37,9 +42,13 @@ _WAITING = frozenset((Op.GET, Op.WAIT, Op.MULTI_GET))
 _SUPPORTED = KEY_CHANGES | _WAITING | {Op.CHECK, Op.NUM_KEYS, Op.LIST_KEYS}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 """Seconds between two reads of the file while a process waits for a key."""
+_DROP_PATIENCE = 0.1
+"""Seconds for which the garbage collector waits for the lock of the file, which a process holds for milliseconds."""
+
+log = logging.getLogger("asyncdist")
 
 
-class FileReplica:
+class FileReplica(CallGuard):
     """The state of one `FileStore`: the result of all requests in the log that it has read. Threads may share it.
 
     When a store is opened, it appends RESUME with its host's name; when it is closed, it appends LEAVE. Both are
@@ -47,6 +56,7 @@ class FileReplica:
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
         self._host = socket.gethostname().encode()
         self._pid = os.getpid()
@@ -72,30 +82,49 @@ class FileReplica:
 
     def perform(self, command: Command[Any], limit: float) -> Any:
         """Carry out a command within ``limit`` seconds and return its result."""
-        op, args = command
         for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, Deadline.after(limit)):
-            with self._lock:
-                self._check_usable()
-                if op in KEY_CHANGES:
-                    with self._file.locked():
-                        self._execute_new_frames()
-                        return _result(self._append(op, args))
-                with self._file.locked(shared=True):
-                    self._execute_new_frames()
-                # The state machine would keep a request that blocks; this one is tried again after the pause.
-                if op not in _WAITING or _result(self._execute(Op.CHECK, (list(command.keys),))):
-                    return _result(self._execute(op, args))
+            reply = self.guard(self._try, command)
+            if reply is not None:
+                return _result(reply)
         raise command.overdue(limit)
+
+    def _try(self, command: Command[Any]) -> Reply | None:
+        """Execute a command and return its reply; None if it waits for a key that is not set."""
+        op, args = command
+        with self._lock:
+            self._check_usable()
+            if op in KEY_CHANGES:
+                with self._file.locked():
+                    self._execute_new_frames()
+                    return self._append(op, args)
+            with self._file.locked(shared=True):
+                self._execute_new_frames()
+            # The state machine would keep a request that blocks; this one is tried again after the pause.
+            if op in _WAITING and not _result(self._execute(Op.CHECK, (list(command.keys),))):
+                return None
+            return self._execute(op, args)
 
     def close(self, world_size: int) -> None:
         """Close the file. Remove it if at least ``world_size`` stores have opened it and all of them have closed it."""
+        self.guard(self._close, world_size)
+
+    def drop(self, world_size: int) -> None:
+        """Close the file for the garbage collector, which may run on any thread: without a long wait for its lock."""
+        try:
+            self._close(world_size, _DROP_PATIENCE)
+        except StoreError as error:
+            log.warning("a FileStore that the program has dropped stays counted as open: %s", error)
+
+    def _close(self, world_size: int, patience: float | None = None) -> None:
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             try:
                 # The parent process, which has opened the store, appends LEAVE.
                 if self._pid != os.getpid():
                     return
-                with self._file.locked():
+                with self._file.locked(patience=patience):
                     self._execute_new_frames()
                     self._append(Op.LEAVE, ())
                     if 0 < world_size <= self._num_opened and self._num_open == 0:
@@ -211,7 +240,9 @@ class FileStore(Store):
         super().__init__(DEFAULT_TIMEOUT)
         self._replica = FileReplica(Path(file_name))
         self._world_size = world_size
-        self._finalizer = weakref.finalize(self, FileReplica.close, self._replica, world_size)
+        self._finalizer = weakref.finalize(self, FileReplica.drop, self._replica, world_size)
+        self._finalizer.atexit = False
+        _open_stores.add(self)
 
     @property
     def path(self) -> str:
@@ -233,7 +264,20 @@ class FileStore(Store):
         return other
 
     def close(self) -> None:
-        self._finalizer()
+        self._replica.close(self._world_size)
+        self._finalizer.detach()
+
+
+_open_stores: WeakRegistry[FileStore] = WeakRegistry()
+
+
+def _close_at_exit() -> None:
+    with contextlib.ExitStack() as stack:
+        for store in _open_stores.living():
+            stack.callback(store.close)
+
+
+lifecycle.at_exit(lifecycle.Stage.SERVERS, _close_at_exit)
 
 
 def _result(reply: Reply | None) -> Any:

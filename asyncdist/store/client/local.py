@@ -119,4 +119,4 @@ class HashStore(Store):
         return other
 
     def close(self) -> None:
-        self._client.close()
+        self._client.guard(self._client.close)

@@ -90,10 +90,10 @@ class LockedFile:
         return self._kind not in _ONE_HOST
 
     @contextlib.contextmanager
-    def locked(self, *, shared: bool = False) -> Iterator[None]:
-        """Hold the file's lock, alone or shared with other readers."""
+    def locked(self, *, shared: bool = False, patience: float | None = None) -> Iterator[None]:
+        """Hold the file's lock, alone or shared with other readers; wait for it for ``patience`` seconds (`PATIENCE`)."""
         try:
-            self._lock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+            self._lock(fcntl.LOCK_SH if shared else fcntl.LOCK_EX, PATIENCE if patience is None else patience)
             try:
                 yield
             finally:
@@ -103,13 +103,13 @@ class LockedFile:
         except OSError as error:
             raise self._explained(error) from error
 
-    def _lock(self, how: int) -> None:
-        for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, Deadline.after(PATIENCE)):
+    def _lock(self, how: int, patience: float) -> None:
+        for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, Deadline.after(patience)):
             with contextlib.suppress(BlockingIOError, InterruptedError):
                 fcntl.flock(self._fd, how | fcntl.LOCK_NB)
                 return
         raise StoreError(
-            f"the lock of {self.path} has been held by another process for {PATIENCE:g} s, which is stopped or on a host "
+            f"the lock of {self.path} has been held by another process for {patience:g} s, which is stopped or on a host "
             "that is down: find it (fuser, lslocks), or use another file"
         )
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
-from asyncdist.errors import StoreTimeoutError
+from asyncdist.errors import StoreTimeoutError, UsageError
 from asyncdist.store.base import BlockingStream
 from asyncdist.store.protocol.operations import Command, Op
 from asyncdist.store.protocol.streams import StreamBuffer
@@ -64,10 +64,31 @@ def acquire(lock: threading.RLock, deadline: Deadline) -> None:
         raise TimeoutError
 
 
-class BlockingClient(ABC):
+class CallGuard:
+    """Refuses the calls of a signal handler that interrupts a call: its thread may hold the locks that they need."""
+
+    def __init__(self) -> None:
+        self._calling_threads: set[int] = set()
+
+    def guard(self, call: Callable[..., T], *args: Any) -> T:
+        """Make a call. Raises UsageError in a signal handler that interrupts another call."""
+        thread = threading.get_ident()
+        if thread in self._calling_threads:
+            raise UsageError(
+                "a signal handler has called a store in the middle of a call to it: let it set an event for a thread"
+            )
+        try:
+            self._calling_threads.add(thread)
+            return call(*args)
+        finally:
+            self._calling_threads.discard(thread)
+
+
+class BlockingClient(CallGuard, ABC):
     """One client of a store, used by any number of threads."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.lock = threading.Lock()
 
     @abstractmethod
@@ -89,10 +110,6 @@ class BlockingClient(ABC):
     @abstractmethod
     def close(self) -> None:
         """Reject every open request. A second call does nothing."""
-
-    def guard(self, call: Callable[..., T], *args: Any) -> T:
-        """Make a call that takes the client's locks. A client over a connection refuses re-entrant calls."""
-        return call(*args)
 
     def perform(self, command: Command[T], limit: float) -> T:
         """Carry out a command within ``limit`` seconds and return its result."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from asyncdist.errors import AddressError, ProtocolError, UnsupportedError, UsageError
 from asyncdist.store import FileStore, PrefixStore
+from asyncdist.store.client import file as file_module
 from asyncdist.store.persistence.log_format import MAGIC, frame_head, read_header
 
 LONG = 20.0
@@ -225,3 +227,21 @@ def test_store_that_fails_to_open_closes_its_file(tmp_path):
         with pytest.raises(ProtocolError):
             FileStore(path)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_dropped_store_does_not_wait_long_for_a_lock_that_another_process_holds(tmp_path, caplog, monkeypatch):
+    """The collector may drop it on any thread."""
+    monkeypatch.setattr(file_module, "_DROP_PATIENCE", 0.0)
+    store = FileStore(tmp_path / "store", 1)
+    with open(tmp_path / "store") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        del store
+    assert "stays counted as open" in caplog.text
+    assert (tmp_path / "store").exists()
+
+
+@pytest.mark.processes
+def test_stores_that_are_open_at_the_exit_are_closed_then(tmp_path):
+    program = "import sys; from asyncdist.store import FileStore; kept = [FileStore(sys.argv[1], 2) for _ in range(2)]"
+    subprocess.run([sys.executable, "-c", program, tmp_path / "store"], check=True)
+    assert not (tmp_path / "store").exists()

@@ -19,10 +19,11 @@ import pytest
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError, UsageError
-from asyncdist.store import AsyncStore, TCPStore
+from asyncdist.store import AsyncStore, FileStore, HashStore, TCPStore
 from asyncdist.store.client import blocking, blocking_socket, link, pending
 from asyncdist.store.protocol import chunk_sender, client_protocol
 from asyncdist.store.protocol.chunking import LONG_NBYTES
+from asyncdist.store.state.machine import StoreState
 from tests.conftest import LOOPS
 
 LONG, CONFIG = 10.0, Config()
@@ -177,6 +178,24 @@ def test_call_of_a_signal_handler_during_a_send_is_refused(monkeypatch):
             store.set("k", "v")
         store.set("l", "w")
         assert store.list_keys() == ["l"]
+
+
+@pytest.mark.parametrize("kind", [HashStore, FileStore])
+def test_call_of_a_signal_handler_is_refused_by_stores_without_a_server(kind, monkeypatch, tmp_path):
+    """The interrupted call holds a lock that the handler would wait for."""
+    execute = StoreState.execute
+
+    def interrupted(*arguments):
+        monkeypatch.undo()
+        for call in (lambda: store.set("k", "other"), store.close):
+            with pytest.raises(UsageError, match="signal handler"):
+                call()
+        return execute(*arguments)
+
+    with kind(*([tmp_path / "store"] if kind is FileStore else [])) as store:
+        monkeypatch.setattr(StoreState, "execute", interrupted)
+        store.set("k", "v")
+        assert store.get("k") == b"v"
 
 
 def test_call_of_a_signal_handler_during_a_wait_is_refused(monkeypatch):
