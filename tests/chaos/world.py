@@ -280,7 +280,7 @@ class ChaosWorld:
             self.judge.stop(witnesses[0])
             self._events.append((self._now + fault.seconds, lambda: self._resume(witnesses[0])))
         elif witnesses and len(witnesses) == 1:
-            command = (fault.kind, fault.seconds) if fault.kind == "fork" else (fault.kind,)
+            command = (fault.kind, fault.seconds) if fault.kind in ("fork", "callback") else (fault.kind,)
             self._processes[witnesses[0]].say(command)
         else:
             self._network.begin(fault)
