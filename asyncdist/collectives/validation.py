@@ -26,7 +26,8 @@ def reduction(op: object) -> Reduction:
             raise UsageError("PREMUL_SUM needs its factor: pass asyncdist.premul_sum(factor)")
         return op
     if type(op) is TORCH_REDUCE_OP:
-        op, factor = op.__getstate__()  # type: ignore[misc]
+        named: Any = op
+        op, factor = named.__getstate__()
         if factor is not None:
             return premul_sum(float(factor))
     name = op if isinstance(op, str) else getattr(op, "name", None)
