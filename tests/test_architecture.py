@@ -201,6 +201,28 @@ def test_only_two_modules_read_the_environment() -> None:
         assert not reads or name in reading, f"{name} reads the environment: add a setting to config"
 
 
+def test_locks_of_modules_are_new_in_forked_children() -> None:
+    """Of modules and classes: those of objects belong to their classes' own handling of a fork."""
+    kinds = [f"threading.{kind}" for kind in ("Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Event")]
+    found, kept = [], []
+    for name, path in {**LIBRARY, **TRANSPORTS}.items():
+        source = path.read_text(encoding="utf-8")
+        module = ast.parse(source)
+        for scope in [module, *(node for node in nodes(path) if isinstance(node, ast.ClassDef))]:
+            for statement in scope.body:
+                if not isinstance(statement, ast.Assign | ast.AnnAssign) or not isinstance(statement.value, ast.Call):
+                    continue
+                kind = ast.unparse(statement.value.func)
+                if kind not in kinds:
+                    continue
+                target = ast.unparse(statement.targets[0] if isinstance(statement, ast.Assign) else statement.target)
+                found.append(target)
+                if scope is not module or f'lifecycle.renew_in_children(globals(), "{target}", {kind})' not in source:
+                    kept.append(f"{name}.{target}")
+    assert found
+    assert kept == []
+
+
 def test_library_neither_prints_nor_exits() -> None:
     for name, path in LIBRARY.items():
         if name.startswith(("asyncdist.cli", "asyncdist.bench")):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import os
 import threading
 import warnings
@@ -22,6 +23,8 @@ from typing import Any, TypeVar
 from asyncdist.base import lifecycle
 from asyncdist.base.descriptors import naming_exhaustion
 from asyncdist.errors import LoopThreadError, UsageError
+
+log = logging.getLogger("asyncdist")
 
 T = TypeVar("T")
 
@@ -56,7 +59,7 @@ class BackgroundLoop:
     def _main(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
+            self._run_until_stopped()
         finally:
             _end_tasks(self.loop)
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
@@ -65,6 +68,17 @@ class BackgroundLoop:
                 # If a warning about an open connection is an error, uvloop leaves the connection open and never returns.
                 warnings.simplefilter("ignore", ResourceWarning)
                 self.loop.close()
+
+    def _run_until_stopped(self) -> None:
+        while True:
+            try:
+                self.loop.run_forever()
+                return
+            # asyncio lets KeyboardInterrupt and SystemExit of a callback or task end the loop, which others need.
+            except BaseException:
+                log.exception("a callback or task on %s raised", self._thread.name)
+                if self._stop_requested.locked():
+                    return
 
     @property
     def closed(self) -> bool:
@@ -200,6 +214,7 @@ async def run_in_background(coroutine: Coroutine[Any, Any, T], undo: Callable[[T
 _current: BackgroundLoop | None = None
 _observing: BackgroundLoop | None = None
 _lock = threading.Lock()
+lifecycle.renew_in_children(globals(), "_lock", threading.Lock)
 
 
 def background_loop() -> BackgroundLoop:

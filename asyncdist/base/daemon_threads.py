@@ -237,7 +237,8 @@ class PeriodicCalls:
         while function := self._next():
             try:
                 function()
-            except Exception:
+            # Also SystemExit: the other functions need this thread.
+            except BaseException:
                 log.exception("a periodic call failed")
             # An idle thread must not keep the object of the function alive.
             del function

@@ -78,6 +78,7 @@ class ProcessBound:
 
 _at_exit: list[tuple[Stage, Callable[[], object]]] = []
 _after_fork: list[Callable[[], object]] = []
+_locks: list[tuple[dict[str, Any], str, Callable[[], object]]] = []
 _hooked: WeakRegistry[ProcessHooks] = WeakRegistry()
 _descriptors: WeakRegistry[Descriptor] = WeakRegistry()
 _ending = False
@@ -91,6 +92,17 @@ def at_exit(stage: Stage, call: Callable[[], object]) -> None:
 def after_fork(call: Callable[[], object]) -> None:
     """Register a call for every forked child, made after the calls registered before, even if these raise."""
     _after_fork.append(call)
+
+
+def renew_in_children(namespace: dict[str, Any], name: str, make: Callable[[], object]) -> None:
+    """Give every forked child a new lock, before all other calls: another thread may hold the parent's during the fork.
+
+    Args:
+        namespace: The ``globals()`` of the module that holds the lock.
+        name: The lock's name there.
+        make: `threading.Lock` or `threading.RLock`.
+    """
+    _locks.append((namespace, name, make))
 
 
 def ending() -> bool:
@@ -116,6 +128,11 @@ def close_in_children(descriptor: Descriptor) -> None:
             collected or returns -1.
     """
     _descriptors.add(descriptor)
+
+
+def _renew_locks() -> None:
+    for namespace, name, make in _locks:
+        namespace[name] = make()
 
 
 def _close_descriptors() -> None:
@@ -168,6 +185,7 @@ def _run_after_fork() -> None:
 
 
 at_exit(Stage.PEERS, _end_with_process)
+after_fork(_renew_locks)
 after_fork(_close_descriptors)
 after_fork(_after_fork_in_child)
 atexit.register(_run_at_exit)

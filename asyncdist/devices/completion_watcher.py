@@ -186,7 +186,8 @@ class CompletionWatcher:
         while (pending := self._still_pending()) is not None:
             try:
                 self._poll(pending)
-            except Exception:
+            # A callback may raise SystemExit, which must not end the thread: other works need it.
+            except BaseException:
                 log.exception("polling %r failed", pending[0].entry.op if pending else "an event")
             # The idle thread must not keep tensors alive.
             del pending
@@ -233,12 +234,14 @@ class CompletionWatcher:
         """Finish the intermediate steps that the device has passed; return whether there was one."""
         with self._changed:
             steps = list(self._steps)
-        done = [one for one in steps if _step_ended(*one)]
-        with self._changed:
-            self._steps = [one for one in self._steps if one not in done]
-        for _, step in done:
-            step.run_callbacks()
-        return bool(done)
+        any_ended = False
+        for one in steps:
+            if _step_ended(*one):
+                any_ended = True
+                with self._changed:
+                    self._steps = [other for other in self._steps if other is not one]
+                one[1].run_callbacks()
+        return any_ended
 
     def _poll_one(self, pending: Pending) -> bool:
         """Return whether an operation has completed or failed."""
@@ -284,6 +287,8 @@ def _step_ended(event: DeviceEvent, step: Work) -> bool:
 
 
 def _end(pending: Pending) -> None:
-    if pending.entry.finish():
-        pending.entry.run_hooks()
-    pending.work.finish(pending.value)
+    try:
+        if pending.entry.finish():
+            pending.entry.run_hooks()
+    finally:
+        pending.work.finish(pending.value)

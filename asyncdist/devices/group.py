@@ -130,7 +130,7 @@ class DeviceGroup(CollectiveOps):
         self.desync_detector = DesyncDetector(self._context, self._fail_all)
         recorder = host.mesh.recorder
         recorder.pending.append(self._watcher.entries)
-        host.mesh.progress.submit(lambda: recorder.add_group(self.name, self.member_ids, lambda: self._last_number))
+        host.mesh.progress.post(lambda: recorder.add_group(self.name, self.member_ids, lambda: self._last_number))
         self._pending_split: DeviceWork | None = None
         self._closed = False
         self.error: GroupError | None = None

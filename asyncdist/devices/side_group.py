@@ -32,14 +32,11 @@ class SideGroup:
         """
         if self._group is not None and not self._closed:
             return self._group
-        # Not under the lock: callbacks may run here and call close().
-        group = self._host.sibling(self._purpose)
         with self._lock:
-            if not self._closed:
-                self._group = group
-                return group
-        group.close()
-        raise NotInitializedError(f"group {self._host.name!r} was destroyed")
+            if self._closed:
+                raise NotInitializedError(f"group {self._host.name!r} was destroyed")
+            self._group = group = self._host.sibling(self._purpose)
+        return group
 
     @property
     def error(self) -> Exception | None:

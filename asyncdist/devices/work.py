@@ -10,8 +10,9 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from time import monotonic
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
+from asyncdist.base import lifecycle
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.engine.work import Work
 from asyncdist.errors import UsageError, WaitTimeoutError
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 # Seconds for which `synchronize` waits for the group's error; it usually comes within milliseconds.
 _ERROR_TIMEOUT = 5.0
+# One lock for the callbacks of all device works.
+_enqueue_lock = threading.Lock()
+lifecycle.renew_in_children(globals(), "_enqueue_lock", threading.Lock)
 
 
 @excluded_from_compile
@@ -34,8 +38,6 @@ class DeviceWork(Work):
     `wait` orders the caller's current stream after the operation, as `torch.distributed.Work.wait` does. `synchronize` and
     ``await`` return only when the data is there.
     """
-
-    _enqueue_lock: ClassVar[threading.Lock] = threading.Lock()
 
     hurry: Callable[[], object] = staticmethod(lambda: None)
     """Called when something waits for the device, once the operation is enqueued: the completion watcher then polls."""
@@ -83,7 +85,7 @@ class DeviceWork(Work):
         return False
 
     def _set_enqueued(self) -> None:
-        with self._enqueue_lock:
+        with _enqueue_lock:
             due, self._enqueue_callbacks = self._enqueue_callbacks, None
         for call in due or ():
             call()
@@ -92,7 +94,7 @@ class DeviceWork(Work):
 
     def when_enqueued(self, call: Callable[[], object]) -> None:
         """Call ``call`` once, when the operation is enqueued or has failed. The callback must be short."""
-        with self._enqueue_lock:
+        with _enqueue_lock:
             if self._enqueue_callbacks is not None:
                 self._enqueue_callbacks.append(call)
                 return

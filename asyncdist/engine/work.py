@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic
 
+from asyncdist.base import lifecycle
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.error_text import describe_error
@@ -72,6 +73,7 @@ class _LoopTurn(threading.local):
 _loop_turn = _LoopTurn()
 _callbacks_lock = threading.RLock()
 """One lock for the callbacks of all works: it is held briefly, and threads rarely compete for it."""
+lifecycle.renew_in_children(globals(), "_callbacks_lock", threading.RLock)
 
 
 class Work(ProcessBound, _Awaited[T_co]):
@@ -122,15 +124,25 @@ class Work(ProcessBound, _Awaited[T_co]):
             self._unretrieved.error = None
 
     def run_callbacks(self) -> None:
-        """Call each callback of the completed work once; log an exception that one raises."""
+        """Call each callback of the completed work once; log an exception that one raises.
+
+        A KeyboardInterrupt or SystemExit leaves after the other callbacks have run: tasks and threads wait for them.
+        """
         while self._callbacks:
             with _callbacks_lock:
                 callbacks, self._callbacks = self._callbacks, None
-            for callback in callbacks or ():
-                try:
-                    callback(self)
-                except Exception:
-                    log.exception("a callback of an operation that %s raised", self._state())
+            left = iter(callbacks or ())
+            try:
+                for callback in left:
+                    try:
+                        callback(self)
+                    except Exception:
+                        log.exception("a callback of an operation that %s raised", self._state())
+            except BaseException:
+                with _callbacks_lock:
+                    self._callbacks = [*left, *(self._callbacks or ())]
+                self.run_callbacks()
+                raise
 
     # -- state and outcome ---------------------------------------------------------------------
 

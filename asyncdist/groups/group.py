@@ -19,6 +19,7 @@ import torch
 
 from asyncdist.algorithms.schedule import Schedule
 from asyncdist.algorithms.selection import forced_by
+from asyncdist.base import lifecycle
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.collectives import data_movement, p2p
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 # Two threads may issue the first operations on a device at the same time.
 _first_use_lock = threading.Lock()
+lifecycle.renew_in_children(globals(), "_first_use_lock", threading.Lock)
 
 
 @excluded_from_compile
@@ -121,7 +123,8 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         """Whether this rank has called `abort`. `error` may be set a moment later."""
         self.world = world
         MemberOps.__init__(self, mesh, self.member_ids)
-        mesh.progress.submit(self._open)
+        # Not `submit`, which may run callbacks: some callers hold a lock.
+        mesh.progress.post(self._open)
 
     def _open(self) -> None:
         collectives = self._native or self.context.hierarchical

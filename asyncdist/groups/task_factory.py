@@ -14,10 +14,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from asyncdist.base import lifecycle
 from asyncdist.engine.work import Work
 from asyncdist.groups.dropped_works import TrackedWork
 
 _lock = threading.Lock()
+lifecycle.renew_in_children(globals(), "_lock", threading.Lock)
 
 
 class WorkTaskFactory:

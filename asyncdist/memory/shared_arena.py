@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from asyncdist.base import lifecycle
 from asyncdist.errors import SharedMemoryError
 
 PAGE_NBYTES = mmap.PAGESIZE
@@ -236,6 +237,7 @@ _arena: Arena | None = None
 _inherited: list[Arena] = []
 """In a forked child: the arenas of its parent, in which the child may have tensors."""
 _arena_lock = threading.Lock()
+lifecycle.renew_in_children(globals(), "_arena_lock", threading.Lock)
 
 
 def arena() -> Arena:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncdist.algorithms.schedule import Recv, Reduce, Schedule, Send, Step, Wait
+from asyncdist.base import lifecycle
 from asyncdist.memory.buffers import DTYPES
 from asyncdist.tracing.recorder import Entry
 from asyncdist.transport.wire_format import dtype_number
@@ -383,6 +384,7 @@ class GroupHooks:
 
 _lock = threading.RLock()
 """Guards the hooks of all groups. A signal handler may register a hook while its thread holds the lock."""
+lifecycle.renew_in_children(globals(), "_lock", threading.RLock)
 _groups: weakref.WeakSet[GroupHooks] = weakref.WeakSet()
 _everywhere: tuple[Hook, ...] = ()
 

@@ -265,6 +265,7 @@ def serve_metrics(port: int = 0, host: str = "127.0.0.1", *, straggler_seconds: 
 
 _configured: MetricsServer | None = None
 _configuring = threading.Lock()
+lifecycle.renew_in_children(globals(), "_configuring", threading.Lock)
 
 
 def serve_configured_metrics(config: Config, local_rank: int) -> MetricsServer | None:

@@ -47,6 +47,23 @@ async def sleep_and_call(function):
         function()
 
 
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
+def test_interrupt_in_a_callback_or_task_does_not_end_the_loop(own, raised, caplog):
+    def leave():
+        raise raised
+
+    async def leaving():
+        leave()
+
+    own.loop.call_soon_threadsafe(leave)
+    with pytest.raises(raised):
+        own.submit(leaving()).result(LONG)
+    assert own.call(lambda: "goes on") == "goes on"
+    assert caplog.text.count("a callback or task on asyncdist-runtime raised") == 2
+    own.close()
+    assert own.closed
+
+
 def test_close_cancels_tasks_started_by_cancelled_tasks(own, caplog):
     ended, started = [], []
 

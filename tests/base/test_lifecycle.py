@@ -148,3 +148,54 @@ def test_after_fork_calls_run_in_order_in_the_child_only():
     calls, errors = run(FORK)
     assert calls == ["hook", "fails", "last"]
     assert errors.count("ValueError: a mistake") == 1
+
+
+HELD_DURING_FORK = """
+import os, signal, threading
+import asyncdist.devices.work, asyncdist.groups.group, asyncdist.tracing.hooks
+from asyncdist.base import lifecycle
+from asyncdist.base.background_loop import background_loop
+from asyncdist.engine.work import Work
+from asyncdist.memory.shared_arena import arena
+
+held, forked = threading.Event(), threading.Event()
+locks = [namespace[name] for namespace, name, _ in lifecycle._locks]
+
+def hold():
+    for lock in locks:
+        lock.acquire()
+    held.set()
+    forked.wait()
+    for lock in locks:
+        lock.release()
+
+class Hooked:
+    def after_fork_in_child(self):
+        work = Work()
+        work.add_done_callback(lambda _: print("called", flush=True))
+        work.finish()
+        work.run_callbacks()
+
+hooked = Hooked()
+lifecycle.register_hooks(hooked)
+arena()
+holder = threading.Thread(target=hold)
+holder.start()
+held.wait()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    arena()
+    print(background_loop().call(lambda: "runs"), flush=True)
+    asyncdist.tracing.hooks.register_hook().remove()
+    os._exit(0)
+forked.set()
+holder.join()
+print("ended" if os.waitpid(child, 0)[1] == 0 else "killed")
+lifecycle.unregister_hooks(hooked)
+"""
+
+
+@needs_fork
+def test_child_has_new_locks_where_another_thread_held_the_parents():
+    assert run(HELD_DURING_FORK)[0] == ["called", "runs", "ended"]

@@ -53,12 +53,13 @@ def test_one_thread_calls_all_functions_and_ends_after_the_last(until):
     calls.stop(again)
 
 
-def test_function_that_raises_is_logged_and_called_again(caplog):
+@pytest.mark.parametrize("raised", [ValueError, SystemExit])
+def test_function_that_raises_is_logged_and_called_again(raised, caplog):
     calls, counting = PeriodicCalls(), Counting()
 
     def fail():
         counting()
-        raise ValueError("out of order")
+        raise raised("out of order")
 
     calls.start(fail, 0.001)
     assert counting.third.wait(LONG)

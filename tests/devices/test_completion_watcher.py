@@ -85,9 +85,10 @@ def test_callbacks_for_slow_late_and_failed_operations(watch, told, until):
     until(lambda: ("broken", broken, cause) in told)
 
 
-def test_watcher_continues_after_a_callback_raises(until, caplog):
+@pytest.mark.parametrize("raised", [ZeroDivisionError, SystemExit])
+def test_watcher_continues_after_a_callback_raises(raised, until, caplog):
     def fails(pending):
-        raise ZeroDivisionError
+        raise raised
 
     watch = CompletionWatcher("watch that goes on", lambda _: None, fails, lambda *_: None)
     _, late = pending(limit=0)
@@ -102,6 +103,26 @@ def test_watcher_continues_after_a_callback_raises(until, caplog):
     watch.remove_unfinished()
     watch.close()
     until(lambda: not [each for each in threading.enumerate() if each.name == "watch that goes on"])
+
+
+def test_steps_and_operations_end_although_a_callback_raises_system_exit(watch, monkeypatch, caplog):
+    def leave(*_):
+        raise SystemExit
+
+    streams, one = pending()
+    streams.hold()
+    finished = [threading.Event() for _ in range(3)]
+    steps = [watch.when_passed(streams.record_event()) for _ in range(2)]
+    steps[0].add_done_callback(leave)
+    for step, event in zip(steps, finished, strict=False):
+        step.add_done_callback(lambda _, event=event: event.set())
+    one.work.add_done_callback(lambda _: finished[2].set())
+    monkeypatch.setattr(Entry, "has_hooks", True)
+    monkeypatch.setattr(Entry, "run_hooks", leave)
+    watch.add(one)
+    one.event = streams.record_event()
+    streams.release()
+    assert all(event.wait(60) for event in finished)
 
 
 def test_events_are_polled_without_an_operation(until):

@@ -658,6 +658,29 @@ def test_callback_in_a_blocking_call_may_wait(until):
     progress.close()
 
 
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
+def test_interrupted_callback_leaves_the_others_to_run(raised, until):
+    """It leaves the call, and another driver continues what is pending."""
+    flag, called, scheduled = Flag(), [], []
+    machine = BusyMachine()
+    progress = Progress(machine)
+
+    def interrupted():
+        called.append("interrupted")
+        raise raised
+
+    def start():
+        flag.done, machine.moves = True, False
+        machine.finished += [interrupted, lambda: called.append("second"), interrupted, lambda: called.append("last")]
+
+    progress.turns._schedule_loop = lambda: scheduled.append(True)
+    with pytest.raises(raised):
+        progress.drive(flag, monotonic() + PATIENCE, start)
+    assert called == ["interrupted", "second", "interrupted", "last"]
+    assert scheduled
+    progress.close()
+
+
 @pytest.mark.parametrize("caller", ["turn", "attempt", "submit"])
 def test_call_that_interrupts_a_turn_of_its_own_thread_is_refused_and_goes_on(caller):
     """A signal handler may run between any two instructions, also where its thread holds the lock."""

@@ -431,6 +431,23 @@ async def test_callbacks_run_in_order_and_errors_are_logged(transport, caplog):
         caplog.clear()  # the frames of its traceback hold the world, and its mapped memory
 
 
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
+def test_interrupt_leaves_after_the_other_callbacks_have_run(raised):
+    work, called = Work(), []
+
+    def interrupted(done):
+        done.add_done_callback(lambda _: called.append("added"))
+        raise raised
+
+    for callback in (interrupted, lambda _: called.append("second"), interrupted, lambda _: called.append("last")):
+        work.add_done_callback(callback)
+    work.finish(1)
+    with pytest.raises(raised):
+        work.run_callbacks()
+    assert sorted(called) == ["added", "added", "last", "second"]
+    assert not work.has_callbacks
+
+
 async def test_callback_may_start_the_next_operation(transport):
     """Callbacks run without the lock of the machine."""
     async with world_of(2, transport=transport) as groups:

@@ -14,6 +14,7 @@ import torch
 import asyncdist
 import asyncdist.sync
 from asyncdist.config import Config
+from asyncdist.devices import group as device_groups
 from asyncdist.engine.work import Work
 from asyncdist.errors import (
     LoopThreadError,
@@ -25,6 +26,8 @@ from asyncdist.errors import (
 from asyncdist.groups.world import open_world
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
+from asyncdist.torch_backend.callback_order import order_of
+from tests.support.devices import PretendStreams
 
 
 async def refused(*opened):
@@ -57,6 +60,27 @@ async def test_world_drops_destroyed_groups(transport):
             for group in groups:
                 group.close()
         assert [group.world.groups for group in worlds] == [[group] for group in worlds]
+
+
+def for_callbacks(group):
+    order = order_of(group)
+    return order.within(order, group)[0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda group: group.sibling("a test"), for_callbacks, lambda group: group.on(torch.device("cuda", 0))],
+    ids=["sibling", "for callbacks", "on a device"],
+)
+async def test_making_a_group_runs_no_callbacks(make, monkeypatch, eventually):
+    """Its caller may hold a lock that a callback needs, such as that for the first use of a device."""
+    monkeypatch.setattr(device_groups, "CudaStreams", lambda device: PretendStreams())
+    async with world_of(2, transport="inproc") as (group, _):
+        ran = []
+        group.mesh.progress.post(lambda: group.mesh.finished.append(lambda: ran.append(True)))
+        make(group)
+        assert not ran
+        await eventually(lambda: ran)
 
 
 async def test_cancelled_close_of_a_world_closes_its_store_too(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import get_ident
 from time import monotonic
 
@@ -124,10 +124,20 @@ class Turns:
         return moved
 
     def deliver(self) -> None:
-        """Run the callbacks of completed operations."""
+        """Run the callbacks of completed operations, each one even if others raise."""
         if self.machine.finished:
-            for callback in self.machine.take_finished():
+            self._run_each(iter(self.machine.take_finished()))
+
+    def _run_each(self, callbacks: Iterator[Callable[[], None]]) -> None:
+        try:
+            for callback in callbacks:
                 callback()
+        except BaseException:
+            # This driver ends. The threads and tasks that wait need the other callbacks, and another driver.
+            self._schedule_loop()
+            self.wake()
+            self._run_each(callbacks)
+            raise
 
     def sleep(self, waits: Sequence[Wait], until: float) -> list[int] | None:
         """Sleep until a descriptor is ready, the waker rings or a deadline passes; return the ready descriptors, or

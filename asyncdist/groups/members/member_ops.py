@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Self
 
+from asyncdist.base import lifecycle
 from asyncdist.base.deadline import Timeout
 from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.engine.agreements import REGROUP
@@ -25,6 +26,7 @@ from asyncdist.memory.torch_compile import excluded_from_compile
 
 # Two threads may call `regroup` at the same time.
 _regrouping_lock = threading.Lock()
+lifecycle.renew_in_children(globals(), "_regrouping_lock", threading.Lock)
 
 
 @excluded_from_compile

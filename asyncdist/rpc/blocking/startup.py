@@ -8,6 +8,7 @@ import threading
 from math import inf
 from typing import Any
 
+from asyncdist.base import lifecycle
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.config import Config
@@ -34,6 +35,7 @@ from asyncdist.rpc.session import RpcSession
 
 _WORKER = "worker"
 _lock = threading.Lock()
+lifecycle.renew_in_children(globals(), "_lock", threading.Lock)
 
 
 def is_available() -> bool:

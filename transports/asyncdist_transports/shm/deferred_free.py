@@ -24,6 +24,7 @@ from asyncdist_transports.shm.control_block import OwnControlBlock
 from asyncdist_transports.shm.local_peer import READABLE, LocalPeer
 
 _lock = threading.Lock()
+lifecycle.renew_in_children(globals(), "_lock", threading.Lock)
 _slot_tables: list[tuple[SlotTable, OwnControlBlock]] = []
 _worlds: list[tuple[OwnControlBlock, Sequence[LocalPeer]]] = []
 _peer_mappings: weakref.WeakSet[ArenaMapping] = weakref.WeakSet()
@@ -107,8 +108,6 @@ def _close(local_peers: Sequence[LocalPeer]) -> None:
 
 def _after_fork_in_child() -> None:
     """Drop what belongs to the parent process."""
-    global _lock
-    _lock = threading.Lock()
     _slot_tables.clear()
     _worlds.clear()
 
