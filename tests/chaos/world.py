@@ -165,7 +165,7 @@ class ChaosWorld:
 
     def _visit(self):
         """Let strangers connect to all ports, those of processes that are stopped included."""
-        store = [] if self._store is None else [self._store[0].pid]
+        store = [] if self._store is None else [self._store.pid]
         self.strangers.visit([*store, *(one.pid for one in self.judge.witnesses if one.is_alive)])
         self._visit_at = self._now + _VISIT_EVERY
 
