@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import functools
 import gc
 import threading
@@ -54,7 +55,10 @@ class Echo:
         self.log.append(number)
 
     async def fail(self, error_name, text):
-        raise {"ValueError": ValueError, "OSError": OSError, "Odd": Odd, "SystemExit": SystemExit}[error_name](text)
+        raise (vars(builtins) | {"Odd": Odd})[error_name](text)
+
+    async def fail_in_stream(self, error_name, text):
+        yield await self.fail(error_name, text)
 
     async def result(self):
         return object()
@@ -336,8 +340,11 @@ async def test_exception_of_the_method_arrives_with_its_name_message_and_traceba
         assert not isinstance(caught.value, OSError)
         with pytest.raises(rpc.RemoteError, match="its message raised RuntimeError"):
             await it.fail("Odd", "")
-        with pytest.raises(rpc.RemoteError, match="it raised SystemExit: 3"):
-            await it.fail("SystemExit", "3")
+        for name in ("SystemExit", "KeyboardInterrupt", "GeneratorExit"):
+            with pytest.raises(rpc.RemoteError, match=f"it raised {name}: 3"):
+                await it.fail(name, "3")
+            with pytest.raises(rpc.RemoteError, match=f"it raised {name}: 3"):
+                [each async for each in it.fail_in_stream(name, "3")]
         with pytest.raises(rpc.RemoteError) as caught:
             await it.fail("ValueError", "long " * 10_000)
         assert "characters …" in caught.value.remote_message
