@@ -41,13 +41,13 @@ ObjectKey = tuple[str | int, int]
 
 
 class CallBudget(Protocol):
-    """The threads and limits that all callers of a process share; ``readers`` unpack values and run no methods."""
+    """The threads and limits that all callers of a process share; ``value_threads`` pack and unpack values."""
 
     objects: ServedObjects
     carrier: Carrier
     lending: DeviceLending
     threads: DaemonThreadPool
-    readers: DaemonThreadPool
+    value_threads: DaemonThreadPool
     num_calls: int
     most_calls: int
     is_closing: bool
