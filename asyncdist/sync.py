@@ -6,6 +6,7 @@ operation continues in the background. The calling thread drives the progress of
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -134,18 +135,27 @@ def destroy_process_group(group: default_world.AnyGroup = None) -> None:
 
     Raises:
         NotInitializedError: There is no default process group.
+        LoopThreadError: The running event loop has opened the world: await `asyncdist.destroy_process_group`.
     """
     if isinstance(group, Group) and group is not default_world.default_group():
         group.close()
     elif group is None or isinstance(group, Group):
+        default_world.default_world().mesh.progress.refuse_loop_thread("destroy_process_group")
         _close(default_world.take_world())
     else:
         default_world.refuse_other_kinds(group)
 
 
 def _close(world: World) -> None:
+    loop = world.mesh.progress.loop
     world.leave()
-    background_loop().run(world.close())
+    if loop is background_loop().loop:
+        background_loop().run(world.close())
+    elif loop.is_running():
+        # The loop cancels the task if it ends.
+        asyncio.run_coroutine_threadsafe(world.close(), loop).result()
+    else:
+        loop.run_until_complete(world.close())
 
 
 @contextmanager

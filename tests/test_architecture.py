@@ -208,7 +208,9 @@ def test_locks_of_modules_are_new_in_forked_children() -> None:
     for name, path in {**LIBRARY, **TRANSPORTS}.items():
         source = path.read_text(encoding="utf-8")
         module = ast.parse(source)
-        for scope in [module, *(node for node in nodes(path) if isinstance(node, ast.ClassDef))]:
+        scopes: list[ast.Module | ast.ClassDef] = [module]
+        scopes += [node for node in nodes(path) if isinstance(node, ast.ClassDef)]
+        for scope in scopes:
             for statement in scope.body:
                 if not isinstance(statement, ast.Assign | ast.AnnAssign) or not isinstance(statement.value, ast.Call):
                     continue

@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,8 +59,8 @@ def is_address(host: str) -> bool:
     return True
 
 
-async def look_up(name: str) -> list[str]:
-    """Return the addresses of a host name, each once, in the order of the resolver. Raises OSError and UnicodeError.
+def begin_look_up(name: str) -> Future[list[str]]:
+    """Look up the addresses of a host name, each once, in the order of the resolver. Fails with OSError or UnicodeError.
 
     A name server that does not answer holds the thread of the look-up for long, so the process does not wait for it.
     """
@@ -68,7 +69,12 @@ async def look_up(name: str) -> list[str]:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
-    return await asyncio.wrap_future(start_daemon_thread(find, "asyncdist-look-up", awaited_at_exit=False))
+    return start_daemon_thread(find, "asyncdist-look-up", awaited_at_exit=False)
+
+
+async def look_up(name: str) -> list[str]:
+    """Return what `begin_look_up` finds."""
+    return await asyncio.wrap_future(begin_look_up(name))
 
 
 def is_loopback(host: str) -> bool:

@@ -20,11 +20,10 @@ from urllib.parse import quote, unquote
 
 import msgpack
 
-from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.channels.handshake import ChannelAddress
 from asyncdist.config import Config
-from asyncdist.errors import AsyncdistError, ProtocolError, StoreError
+from asyncdist.errors import ProtocolError, StoreError
 from asyncdist.rendezvous.addresses import own_host
 from asyncdist.rendezvous.init_method import InitMethod, daemon_address
 from asyncdist.rendezvous.sources import check_token, host_of
@@ -36,8 +35,6 @@ log = logging.getLogger("asyncdist")
 
 _ABSENT = b"\0"
 _TOKEN = "token"
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
-"""Seconds between two attempts to replace a store that was lost."""
 _LEASE = 2.0
 """Seconds after which a process that has disconnected from the store counts as gone."""
 
@@ -190,7 +187,7 @@ class JobDirectory:
                 log.error("%s: no process finds what this one has published there: %s", self.where, error.summary)
             if self._client is None:
                 return
-            self._client = await self._connect_again(self._client)
+            self._client = await self._client.successor()
             self._store = AsyncPrefixStore(self._prefix, self._client)
             # An error of the store is that of the next watch, too.
             with contextlib.suppress(StoreError):
@@ -200,15 +197,6 @@ class JobDirectory:
                 for record in list(self._published.values()):
                     await self.publish(record)
                 log.warning("%s: published %d records again in its new store", self.where, len(self._published))
-
-    async def _connect_again(self, client: AsyncStore) -> AsyncStore:
-        await client.close()
-        async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
-            with contextlib.suppress(AsyncdistError):
-                return await AsyncStore.connect(
-                    client.host, client.port, token=self._config.token, timeout=client.timeout, config=self._config
-                )
-        raise AssertionError("attempts without a deadline do not end")
 
     async def names(self) -> list[str]:
         """Return the names under which there are records."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -15,6 +20,7 @@ from asyncdist.cli.trace import trace
 from asyncdist.errors import AsyncdistError, BenchmarkError
 
 SETTINGS_OF_HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 class _Failure(click.ClickException):
@@ -23,14 +29,35 @@ class _Failure(click.ClickException):
         self.exit_code = 1 if isinstance(error, BenchmarkError) else 2  # type: ignore[misc]
 
 
+@contextlib.contextmanager
+def _reporting_failed_writes() -> Iterator[None]:
+    """Report a failed write to the standard output without a traceback."""
+    try:
+        yield
+    except OSError as error:
+        # An error of a file has its name, and click ends the program without a message if the pipe is closed.
+        if error.filename is not None or error.errno not in _WRITE_ERRORS:
+            raise
+        # From Python 3.13 on, what is left in the buffer decides the exit code, because it fails again at the end.
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        raise click.ClickException(f"cannot write to the standard output: {error.strerror}") from error
+
+
 class ReportingGroup(click.Group):
     """Prints the message of an `AsyncdistError` and exits with status 2, or 1 after a failed benchmark."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except AsyncdistError as error:
-            raise _Failure(error) from error
+        with _reporting_failed_writes():
+            try:
+                return super().invoke(ctx)
+            except AsyncdistError as error:
+                raise _Failure(error) from error
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Make the context, which prints the help."""
+        with _reporting_failed_writes():
+            return super().make_context(*args, **kwargs)
 
 
 @click.group(cls=ReportingGroup, context_settings=SETTINGS_OF_HELP)

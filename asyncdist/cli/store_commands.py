@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Coroutine
@@ -64,19 +63,6 @@ def _run(ctx: click.Context, given: dict[str, Any], ask: Callable[[AsyncStore], 
         ctx.exit(130)
 
 
-def _print(text: str | bytes, *, nl: bool = True) -> None:
-    """Write to the standard output. If the pipe is closed, click ends the program without a message."""
-    try:
-        click.echo(text, nl=nl)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        # From Python 3.13 on, what is left in the buffer decides the exit code, because it fails again at the end.
-        with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), sys.stdout.fileno())
-        raise click.ClickException(f"cannot write to the standard output: {error.strerror}") from error
-
-
 def _read() -> bytes:
     """Return all of the standard input."""
     if sys.stdin is None:
@@ -112,11 +98,11 @@ def show_status(ctx: click.Context, as_json: bool, **given: Any) -> None:
     async def ask(store: AsyncStore) -> None:
         found = await store.request(operations.status())
         if as_json:
-            _print(json.dumps(found))
+            click.echo(json.dumps(found))
             return
         for name, value in found.items():
             shown = f"{value:,.0f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
-            _print(f"{name:20} {shown}")
+            click.echo(f"{name:20} {shown}")
 
     _run(ctx, given, ask)
 
@@ -133,7 +119,7 @@ def print_value(ctx: click.Context, key: str, wait: bool, raw: bool, **given: An
         if not wait and key not in await store.list_keys(key):
             raise click.ClickException(f"the store has no key {key!r}; --wait waits for it")
         value = await store.get(key)
-        _print(value if raw else _shown(value), nl=not raw)
+        click.echo(value if raw else _shown(value), nl=not raw)
 
     _run(ctx, given, ask)
 
@@ -160,7 +146,7 @@ def print_keys(ctx: click.Context, prefix: str, **given: Any) -> None:
 
     async def ask(store: AsyncStore) -> None:
         for key in sorted(await store.list_keys(prefix)):
-            _print(_line(key, key))
+            click.echo(_line(key, key))
 
     _run(ctx, given, ask)
 
@@ -178,7 +164,7 @@ def print_changes(ctx: click.Context, prefix: str, channel: bool, **given: Any) 
     async def keys_under(store: AsyncStore) -> None:
         async for key, value in store.watch_keys(prefix):
             shown = _line(key, key)
-            _print(f"{shown} is gone" if value is None else f"{shown} = {_shown(value)}")
+            click.echo(f"{shown} is gone" if value is None else f"{shown} = {_shown(value)}")
 
     async def messages(store: AsyncStore) -> None:
         from asyncdist.errors import StoreConnectionError
@@ -187,7 +173,7 @@ def print_changes(ctx: click.Context, prefix: str, channel: bool, **given: Any) 
             async with store.subscribe(prefix) as published:
                 try:
                     async for message in published:
-                        _print(_shown(message))
+                        click.echo(_shown(message))
                 except StoreConnectionError as error:
                     # Subscribing again raises an error if the store cannot be reached.
                     click.echo(error, err=True)

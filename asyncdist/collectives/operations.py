@@ -18,6 +18,7 @@ from asyncdist.collectives import data_movement, reductions, sparse
 from asyncdist.collectives.arguments import list_of, whole_number_of
 from asyncdist.collectives.group_context import GroupContext
 from asyncdist.collectives.prepared import PreparedCollective, Result, cache_key, converted
+from asyncdist.collectives.validation import TORCH_REDUCE_OP, reduction
 from asyncdist.engine.operation import Plan
 from asyncdist.engine.work import Work
 from asyncdist.errors import UnsupportedError, UsageError
@@ -167,18 +168,24 @@ class CollectiveOps(ABC):
         self, tensor: TensorT, op: ReductionLike = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work[TensorT]:
         """Reduce ``tensor`` over the ranks, in place, with the same bits on every rank."""
+        if type(op) is TORCH_REDUCE_OP:
+            op = reduction(op)
         return self._call("all_reduce", reductions.all_reduce, (tensor,), options, (op,))
 
     def all_reduce_coalesced(
         self, tensors: TensorsT, op: ReductionLike = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work[TensorsT]:
         """Reduce several tensors of one dtype over the ranks as one operation."""
+        if type(op) is TORCH_REDUCE_OP:
+            op = reduction(op)
         return self._call("all_reduce_coalesced", reductions.all_reduce_coalesced, (tensors,), options, (op,))
 
     def reduce(
         self, tensor: TensorT, dst: int, op: ReductionLike = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work[TensorT]:
         """Reduce ``tensor`` to rank ``dst``; the other ranks' tensors keep their content."""
+        if type(op) is TORCH_REDUCE_OP:
+            op = reduction(op)
         at_root = dst == self._rank
         return self._call("reduce", reductions.reduce, (tensor,), options, (dst, op), writes=at_root)
 
@@ -190,12 +197,16 @@ class CollectiveOps(ABC):
         **options: Unpack[CallOptions],
     ) -> Work[TensorT]:
         """Reduce ``input_list[i]`` over the ranks into rank ``i``'s ``output``; sizes may differ by rank."""
+        if type(op) is TORCH_REDUCE_OP:
+            op = reduction(op)
         return self._call("reduce_scatter", reductions.reduce_scatter_list, (output, input_list), options, (op,))
 
     def reduce_scatter_single(
         self, output: TensorT, input: TensorLike, op: ReductionLike = ReduceOp.SUM, **options: Unpack[CallOptions]
     ) -> Work[TensorT]:
         """Reduce the ``i``-th equal part of ``input`` over the ranks into rank ``i``'s ``output``."""
+        if type(op) is TORCH_REDUCE_OP:
+            op = reduction(op)
         return self._call("reduce_scatter_tensor", reductions.reduce_scatter_single, (output, input), options, (op,))
 
     # -- moving --------------------------------------------------------------------------------

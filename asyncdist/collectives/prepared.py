@@ -18,7 +18,6 @@ from asyncdist.memory.reduce_kernels import Fold
 from asyncdist.transport.native import Native, PreparedCall, preceded
 
 _Tensor = torch.Tensor
-_STRIDED = torch.strided
 
 
 class PreparedCollective(NamedTuple):
@@ -75,10 +74,10 @@ def cache_key(
             dtype = value.dtype
             if not contiguous and not (
                 (value.is_cpu if device is None else value.device == device)
-                and value.layout is _STRIDED
                 and value.is_contiguous()
                 and not (value.requires_grad or value.is_inference() or value.is_neg())
                 and not (dtype.is_complex and value.is_conj())
+                # Raises for other layouts than strided.
                 and value.data_ptr()
             ):
                 return None

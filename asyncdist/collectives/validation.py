@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 
-from asyncdist.base.ops import PremulSum, ReduceOp, Reduction
+from asyncdist.base.ops import PremulSum, ReduceOp, Reduction, premul_sum
 from asyncdist.errors import UsageError
 from asyncdist.memory.buffers import tensor_of
+
+TORCH_REDUCE_OP: Any = getattr(torch.distributed, "ReduceOp", None)
+"""The type of torch's reductions with a factor. Objects of different factors are equal, so none is part of a key."""
 
 
 def reduction(op: object) -> Reduction:
@@ -22,6 +25,11 @@ def reduction(op: object) -> Reduction:
         if op is ReduceOp.PREMUL_SUM:
             raise UsageError("PREMUL_SUM needs its factor: pass asyncdist.premul_sum(factor)")
         return op
+    if type(op) is TORCH_REDUCE_OP:
+        named: Any = op
+        op, factor = named.__getstate__()
+        if factor is not None:
+            return premul_sum(float(factor))
     name = op if isinstance(op, str) else getattr(op, "name", None)
     if isinstance(name, str) and name.upper() in ReduceOp.__members__:
         return reduction(ReduceOp[name.upper()])

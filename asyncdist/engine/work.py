@@ -62,17 +62,12 @@ class _LoopTurn(threading.local):
 
     since: float | None = None
 
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.since = monotonic()
+        loop.call_soon(self.end)
+
     def end(self) -> None:
         self.since = None
-
-    def is_long(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Return whether awaits have returned at once for long, so that no other task of the loop has run."""
-        since = self.since
-        if since is None:
-            self.since = monotonic()
-            loop.call_soon(self.end)
-            return False
-        return monotonic() > since + _YIELD_INTERVAL
 
 
 _loop_turn = _LoopTurn()
@@ -253,10 +248,14 @@ class Work(ProcessBound, _Awaited[T_co]):
         elif (loop := asyncio._get_running_loop()) is None:
             # In trio every await is a checkpoint.
             yield from trio_tasks.checkpoint()
-        # A task that awaits one completed work after another would starve the other tasks of its loop.
-        elif not self._was_seen and _loop_turn.is_long(loop):
-            yield
-            _loop_turn.end()
+        elif not self._was_seen:
+            since = _loop_turn.since
+            if since is None:
+                _loop_turn.begin(loop)
+            # A task that awaits one completed work after another would starve the other tasks of its loop.
+            elif monotonic() > since + _YIELD_INTERVAL:
+                yield
+                _loop_turn.end()
         return self._outcome()
 
     def _suspend(self, progress: Progress | None) -> Generator[Any, None, None]:

@@ -19,6 +19,7 @@ import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from math import inf
 from operator import is_
 from typing import Any, Protocol
 
@@ -39,6 +40,8 @@ LONG_NBYTES = 64 << 10
 _MOST_SEARCHED = 1024
 """The most objects among which `set_apart` looks for long bytes."""
 _PIECE_NBYTES = 1 << 20
+_COST_OF_OTHERS = 8
+"""The time to pack a tensor, an array, a number or a foreign object, in units of the time for a tuple: about 1 µs."""
 LONG_BYTES_MARK = bytes((0xD6, _BYTES))
 """Where `LongBytes` are packed, this is among the packed bytes: the head of an extension of msgpack with four bytes."""
 
@@ -68,6 +71,10 @@ class Beside:
         """Add a buffer, and return its number."""
         self.buffers.append(buffer)
         return len(self.buffers) - 1
+
+
+class TakesLong(Exception):
+    """Packing an object takes longer than its caller allows."""
 
 
 class LongBytes:
@@ -152,6 +159,7 @@ def pack(
     weights_only: bool = False,
     extension: Extension | None = None,
     beside: Beside | None = None,
+    most: float = inf,
 ) -> bytes:
     """Return an object as bytes. Raises UsageError, which names the type, for an object that needs pickle.
 
@@ -161,9 +169,11 @@ def pack(
         weights_only: Whether objects may be saved as for ``torch.load(weights_only=True)``, and none is pickled.
         extension: Carries further objects.
         beside: Collects the content of long tensors, arrays and bytes; None packs it too.
+        most: The most tuples, or other parts that take as long together, after which it raises `TakesLong`. Parts that
+            msgpack has, and an object with a pickle, have no limit.
     """
     try:
-        packing = _Packing(allow_pickle, weights_only, extension, beside)
+        packing = _Packing(allow_pickle, weights_only, extension, beside, most)
         return packing.encode(value if beside is None else set_apart(value))
     except UsageError:
         raise
@@ -181,11 +191,11 @@ class _Packing:
     """Packs one object."""
 
     def __init__(
-        self, allow_pickle: bool, weights_only: bool, extension: Extension | None, beside: Beside | None
+        self, allow_pickle: bool, weights_only: bool, extension: Extension | None, beside: Beside | None, most: float
     ) -> None:
         self._allow_pickle, self._weights_only = allow_pickle, weights_only
         self._extension, self._beside = extension, beside
-        self._depth = 0
+        self._depth, self._left = 0, most
         self._packers: list[msgpack.Packer] = []
         """One for each depth, because a packer packs one object at a time. Making one takes longer than packing a tuple."""
 
@@ -209,6 +219,9 @@ class _Packing:
 
     def _extend(self, part: Any) -> msgpack.ExtType:
         kind = type(part)
+        self._left -= 1 if kind is tuple else _COST_OF_OTHERS
+        if self._left < 0:
+            raise TakesLong
         if kind is tuple:
             return msgpack.ExtType(_TUPLE, self.encode(list(part)))
         extension = self._extension
@@ -250,6 +263,7 @@ class _Packing:
         if isinstance(part, torch.Tensor):
             _check_tensor(part)
         if self._allow_pickle:
+            self._left = inf
             return msgpack.ExtType(_PICKLE, msgpack.packb(self._pickled(part)))
         # The callers with an extension have no such argument.
         restricted = "pass weights_only=True on every rank if torch.load reads it with that, or "

@@ -17,11 +17,20 @@ T = TypeVar("T")
 # The C++ interface, because `torch.compiler.disable` would import the whole compiler.
 _frames: Any = torch._C._dynamo.eval_frame
 
+_CONSTANTS = ("rank", "size")
+_REASON = (
+    "asyncdist communicates between graphs: leave fullgraph=True out, or use torch.distributed's functional collectives "
+    "on the back end asyncdist"
+)
+
 
 def excluded_from_compile(owner: type[T]) -> type[T]:
-    """Exclude a class's own methods from the compiler: it calls them, and neither compiles nor inlines them."""
-    for member in vars(owner).values():
-        if isinstance(member, FunctionType):
+    """Exclude a class's own methods from the compiler: it calls them, and neither compiles nor inlines them.
+
+    The rank and the size of a group become constants of a graph, which is compiled again when they have changed.
+    """
+    for name, member in vars(owner).items():
+        if isinstance(member, FunctionType) and name not in _CONSTANTS:
             _exclude(member)
     return owner
 
@@ -30,3 +39,4 @@ def _exclude(function: Any) -> None:
     skip = _frames._FrameAction.SKIP
     _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = _REASON

@@ -13,7 +13,6 @@ import torch
 import torch.autograd.forward_ad as _forward_ad
 
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
-_count_function_modes = torch._C._len_torch_function_stack
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 _GUARDS = (torch._C._DisableTorchDispatch, torch._C._DisableFuncTorch, torch._C.DisableTorchFunction)
 
@@ -23,8 +22,7 @@ def leave_user_modes() -> ExitStack | None:
 
     In forward mode AD, in which tensors may have tangents, it returns a stack too.
     """
-    seen = _count_dispatch_modes() or _count_function_modes() or _forward_ad._current_level >= 0
-    if not seen and _innermost_transform() is None:
+    if not _count_dispatch_modes() and _forward_ad._current_level < 0 and _innermost_transform() is None:
         return None
     left = ExitStack()
     for guard in _GUARDS:

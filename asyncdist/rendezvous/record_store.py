@@ -12,8 +12,10 @@ of one value:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
+import logging
 import os
 import secrets
 import stat
@@ -28,8 +30,11 @@ from asyncdist.base.background_loop import on_loop
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.descriptors import open_trusted
 from asyncdist.base.error_text import first_line
-from asyncdist.errors import AddressError, AsyncdistError, RendezvousError
+from asyncdist.errors import AddressError, AsyncdistError, RendezvousError, StoreError
 from asyncdist.store.base import AsyncStoreBase
+from asyncdist.store.client.aio import AsyncStore
+
+log = logging.getLogger("asyncdist")
 
 T = TypeVar("T")
 
@@ -140,24 +145,47 @@ class AsyncStoreRecords(RecordStore):
 
 
 class DaemonRecords(AsyncStoreRecords):
-    """A key of a store daemon, over its own connection. The record is ephemeral: it is deleted when rank 0 disconnects."""
+    """A key of a store daemon, over its own connection. The record is ephemeral: it is deleted when rank 0 disconnects.
 
-    _is_ephemeral = False
+    If the daemon is lost for good, rank 0 publishes its record again in the one that follows at its address.
+    """
+
+    def __init__(self, client: AsyncStore, key: str, where: str) -> None:
+        super().__init__(client, key, where)
+        self._client = client
+        self._published = b""
+        self._keeping: asyncio.Task[None] | None = None
 
     async def swap(self, expected: bytes, desired: bytes) -> bytes:
         found = await super().swap(expected, desired)
         if desired and found == desired:
             await self._store.set(self._key, desired, ephemeral=True)
-            self._is_ephemeral = True
+            self._published = desired
+            self._keeping = self._keeping or asyncio.create_task(self._keep(), name="asyncdist-record")
         return found
+
+    async def _keep(self) -> None:
+        while True:
+            with contextlib.suppress(StoreError):
+                async with self._store.watch(self._key) as changes:
+                    async for _ in changes:
+                        pass
+            self._store = self._client = await self._client.successor()
+            # An error of the store is that of the next watch, too. A later rank 0 may have published its record there.
+            with contextlib.suppress(StoreError):
+                if await self.swap(b"", self._published) == self._published:
+                    log.warning("%s: published the record of this world again in its new store", self.where)
 
     async def withdraw(self, value: bytes) -> None:
         # `close` deletes an ephemeral record. To delete the key here could delete the record of a later rank 0.
-        if not self._is_ephemeral and await self.swap(value, b"") == b"":
+        if not self._published and await self.swap(value, b"") == b"":
             await self._store.delete_key(self._key)
 
     async def close(self) -> None:
-        await self._store.close()
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
+        await self._client.close()
 
 
 class BlockingStore(Protocol):

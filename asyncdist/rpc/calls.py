@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.base.timers import DeadlineTimer
@@ -36,8 +37,8 @@ current_deadline: ContextVar[float] = ContextVar("current_deadline", default=inf
 class RemoteCall(ProcessBound, asyncio.Future[Any]):
     """A call that has started: await it, gather it, or iterate over it if the method is an async generator.
 
-    It is a future and not a coroutine, so it needs no task: the call has been sent when it is made. Cancelling it, or the
-    task that awaits it, cancels the method.
+    It is a future and not a coroutine, so it needs no task: the call has been sent when it is made, unless a thread packs
+    its long arguments. Cancelling it, or the task that awaits it, cancels the method.
     """
 
     _elsewhere = "await it, and send its result instead"
@@ -118,6 +119,7 @@ class Caller:
         channel: The channel.
         carrier: Carries the arguments and results.
         loans: The loans over the channel.
+        threads: Pack long arguments.
         credits: The calls that the callee accepts at a time.
         window_nbytes: The bytes of arguments in buffers that the callee accepts at a time; one call may have more.
         timeout: Seconds of a call without a timeout of its own.
@@ -129,6 +131,7 @@ class Caller:
         channel: PeerChannel,
         carrier: Carrier,
         loans: ChannelLoans,
+        threads: DaemonThreadPool,
         *,
         credits: int,
         window_nbytes: int,
@@ -137,7 +140,7 @@ class Caller:
     ) -> None:
         self.peer, self.peer_id = channel.peer.name, channel.peer.id
         self.loop = asyncio.get_running_loop()
-        self._channel, self._carrier, self.loans = channel, carrier, loans
+        self._channel, self._carrier, self.loans, self._threads = channel, carrier, loans, threads
         self._credits, self._window = credits, window_nbytes
         self._timeout = timeout
         self._on_reference = on_reference
@@ -165,7 +168,7 @@ class Caller:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         timeout: Timeout = None,
-        packed: PackedValue | None = None,
+        packed: PackedValue | asyncio.Future[PackedValue] | None = None,
     ) -> RemoteCall:
         """Start a call, after those started before.
 
@@ -176,15 +179,16 @@ class Caller:
             args: The arguments.
             kwargs: The keyword arguments.
             timeout: Seconds, or a timedelta.
-            packed: The arguments, if they have been packed for several calls.
+            packed: The arguments, if they have been packed for several calls, or are being packed.
 
         Raises:
-            UsageError: The arguments cannot be carried, or the timeout is not a number of seconds.
+            UsageError: The arguments cannot be carried, or the timeout is not a number of seconds. The call raises it if
+                that turns out while a thread packs them.
         """
         limit, deadline, told = self._limits(timeout)
         try:
             if packed is None:
-                packed = self._carrier.pack([list(args), kwargs], lender=self.loans)
+                packed = self._carrier.pack_arguments([list(args), kwargs], self.loans, self._threads)
         except UsageError as error:
             raise UsageError(f"{target}.{method}() at {self.peer}: {error.summary}") from error
         self._number = number = self._number + 1
@@ -197,26 +201,48 @@ class Caller:
             reason = f"{MOST_WAITING} calls of this process already wait for it"
             call.set_exception(OverloadedError(target, method, self.peer, reason))
             return call
+        if isinstance(packed, PackedValue):
+            self._fill(call, key, told, packed)
+        else:
+            packed.add_done_callback(functools.partial(self._packed, call, key, told))
+        self._open[number] = call
+        if deadline < inf:
+            self._timer.note(deadline)
+        if call.head and not self._waiting and self._may_send(call):
+            self._send(call)
+        else:
+            self._waiting.append(call)
+            self._send_waiting()
+        return call
+
+    def _fill(self, call: RemoteCall, key: bytes, told: float | None, packed: PackedValue) -> None:
+        """Make the message of a call."""
         value, buffers = packed.for_head()
         if buffers:
             call.buffers, call.loan = self.loans.attach(buffers)
             call.nbytes = sum(buffer.nbytes for buffer in call.buffers)
         call.references = packed.references
         if call.loan is None:
-            call.head = b"".join((b"\x97\x00", pack_plain(number), key, pack_plain(told), value))
+            call.head = b"".join((b"\x97\x00", pack_plain(call.number), key, pack_plain(told), value))
         else:
             call.nbytes += call.loan.nbytes
             loan = pack_plain(call.loan.number)
-            call.head = b"".join((b"\x98\x00", pack_plain(number), key, pack_plain(told), value, loan))
-        self._open[number] = call
-        if deadline < inf:
-            self._timer.note(deadline)
-        if not self._waiting and self._may_send(call):
-            self._send(call)
+            call.head = b"".join((b"\x98\x00", pack_plain(call.number), key, pack_plain(told), value, loan))
+
+    def _packed(self, call: RemoteCall, key: bytes, told: float | None, packed: asyncio.Future[PackedValue]) -> None:
+        """Send a call whose arguments a thread has packed, and those that have waited for it."""
+        if call.number not in self._open:
+            return
+        try:
+            self._fill(call, key, told, packed.result())
+        # The program may have changed the arguments meanwhile, or a device may have failed.
+        except Exception as error:
+            if isinstance(error, UsageError):
+                error = UsageError(f"{call.target}.{call.method}() at {self.peer}: {error.summary}")
+            call.fail(error)
+            self._ended(call)
         else:
-            self._waiting.append(call)
             self._send_waiting()
-        return call
 
     def _limits(self, timeout: Timeout) -> tuple[float, float, float | None]:
         """Return a call's timeout, its deadline, and the timeout of which the callee is told."""
@@ -266,6 +292,9 @@ class Caller:
     def _send_waiting(self) -> None:
         while self._waiting:
             first = self._waiting[0]
+            # A thread packs its arguments.
+            if first.number in self._open and not first.head:
+                return
             if first.number in self._open and not self._may_send(first):
                 # Otherwise the end of a call that has been sent continues this.
                 if not self._num_sent and self._resuming is None:

@@ -5,7 +5,6 @@ Each channel has a `Caller`, for the calls of this process, and a `Callee`, for 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import os
@@ -22,6 +21,7 @@ from asyncdist.rpc.calls import Caller
 from asyncdist.rpc.execution import CallBudget, Callee, Execution
 from asyncdist.rpc.loans import Buffer, ChannelLoans
 from asyncdist.rpc.references import ReferenceTable
+from asyncdist.rpc.values import run_aside
 from asyncdist.rpc.wire import CALL, CANCEL, CREDIT, GRANT, ITEM, LENT_BYTES, OFFER, RELEASE, RESULT, VERSION
 
 CREDITS = 1024
@@ -46,6 +46,7 @@ class Conversation:
             channel,
             budget.carrier,
             self.loans,
+            budget.value_threads,
             credits=about["credits"],
             window_nbytes=about["window"],
             timeout=timeout,
@@ -200,7 +201,7 @@ class ConversationHandler:
             assert isinstance(buffers[0], memoryview)
             data, buffers = buffers[0], buffers[1:]
         message = _ValueMessage(self, conversation, context, data, buffers)
-        if not self._budget.carrier.takes_long(data, buffers) or not message.read_aside(self._budget.readers):
+        if not self._budget.carrier.takes_long(data, buffers) or not message.read_aside(self._budget.value_threads):
             message.read()
 
     def _arrived(self, conversation: Conversation, context: ValueContext, value: Any) -> None:
@@ -261,7 +262,6 @@ class _ValueMessage:
         self._handler, self._conversation, self._context = handler, conversation, context
         self._data, self._buffers = data, buffers
         self._carrier = handler._budget.carrier
-        self._loop = asyncio.get_running_loop()
 
     def read(self) -> None:
         """Read the value, and deliver it."""
@@ -279,24 +279,20 @@ class _ValueMessage:
 
     def read_aside(self, threads: DaemonThreadPool) -> bool:
         """Begin to read the value in a thread; return False if the session has no threads any more."""
-        try:
-            threads.submit(self._read_in_thread)
-        except RuntimeError:
+        if not run_aside(threads, self._read_in_thread):
             return False
         if self._context.call is None:
             self._held = self._conversation.caller.hold_answer(self._context.number)
         return True
 
-    def _read_in_thread(self) -> None:
+    def _read_in_thread(self) -> Callable[[], None]:
         deliver: Callable[[], None]
         try:
             deliver = functools.partial(self._deliver, self._carrier.unpack_aside(self._data, self._buffers))
         # It has references, or is damaged: the loop reads it.
         except ProtocolError:
             deliver = self.read
-        # The loop has ended with the process.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._end, deliver)
+        return functools.partial(self._end, deliver)
 
     def _end(self, deliver: Callable[[], None]) -> None:
         conversation, context = self._conversation, self._context

@@ -41,13 +41,13 @@ ObjectKey = tuple[str | int, int]
 
 
 class CallBudget(Protocol):
-    """The threads and limits that all callers of a process share; ``readers`` unpack values and run no methods."""
+    """The threads and limits that all callers of a process share; ``value_threads`` pack and unpack values."""
 
     objects: ServedObjects
     carrier: Carrier
     lending: DeviceLending
     threads: DaemonThreadPool
-    readers: DaemonThreadPool
+    value_threads: DaemonThreadPool
     num_calls: int
     most_calls: int
     is_closing: bool
@@ -270,10 +270,8 @@ class Callee:
         try:
             packed = self._pack(await self._call(execution), snapshot=True)
         except BaseException as error:
+            # Also one that ends a process ends its call alone, and not the process that serves others.
             self._raised(execution, error)
-            # A method that calls sys.exit() ends its call, and not the process that serves others.
-            if not isinstance(error, Exception | asyncio.CancelledError | SystemExit):
-                raise
         else:
             self._returned(execution, packed)
 
@@ -325,8 +323,6 @@ class Callee:
                 await generator.aclose()
         except BaseException as error:
             self._raised(execution, error)
-            if not isinstance(error, Exception | asyncio.CancelledError | SystemExit):
-                raise
         else:
             self._forget(execution)
             self._send(pack_plain([END, execution.number]))

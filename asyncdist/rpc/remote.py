@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
+from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import UsageError
@@ -99,7 +100,7 @@ class RemoteObject(ProcessBound):
                 for ASYNCDIST_TIMEOUT.
 
         Raises:
-            UsageError: The arguments cannot be carried.
+            UsageError: The arguments cannot be carried. The `RemoteCall` raises it if a thread packs them.
         """
         return self._caller.start(self._name, self._key + pack_plain(method), method, args, kwargs or {}, timeout)
 
@@ -163,8 +164,8 @@ class RemoteObjects(ProcessBound, Sequence[RemoteObject]):
 
     _elsewhere = "the other process finds them with rpc.find_all(): send their name instead"
 
-    def __init__(self, name: str, objects: Sequence[RemoteObject], carrier: Carrier) -> None:
-        self._name, self._objects, self._carrier = name, objects, carrier
+    def __init__(self, name: str, objects: Sequence[RemoteObject], carrier: Carrier, threads: DaemonThreadPool) -> None:
+        self._name, self._objects, self._carrier, self._threads = name, objects, carrier, threads
 
     @overload
     def __getitem__(self, index: int) -> RemoteObject: ...
@@ -174,7 +175,7 @@ class RemoteObjects(ProcessBound, Sequence[RemoteObject]):
 
     def __getitem__(self, index: int | slice) -> RemoteObject | RemoteObjects:
         if isinstance(index, slice):
-            return RemoteObjects(self._name, self._objects[index], self._carrier)
+            return RemoteObjects(self._name, self._objects[index], self._carrier, self._threads)
         return self._objects[index]
 
     def __len__(self) -> int:
@@ -205,7 +206,7 @@ class RemoteObjects(ProcessBound, Sequence[RemoteObject]):
         loop = asyncio.get_running_loop()
         try:
             lender = AnyLender(each._caller.loans for each in self._objects)
-            packed = self._carrier.pack([list(args), keywords], lender=lender)
+            packed = self._carrier.pack_arguments([list(args), keywords], lender, self._threads)
         except UsageError as error:
             raise UsageError(f"{self._name}.{method}() at {len(self)} objects: {error.summary}") from error
         calls = [

@@ -35,7 +35,7 @@ from asyncdist.store.base import AsyncStoreBase
 
 SERVICE = "rpc"
 _IDLE_THREAD = 5.0
-_READERS = 2
+_VALUE_THREADS = 2
 _RETURNED_WITHIN = 2.0
 
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[RpcSession]] = weakref.WeakKeyDictionary()
@@ -72,7 +72,7 @@ class RpcSession(ProcessBound):
         self._rank = Launch.from_environment().rank if rank is None else rank
         self.objects = ServedObjects(dict(objects))
         self.threads = DaemonThreadPool("asyncdist-rpc", threads, idle_timeout=_IDLE_THREAD)
-        self.readers = DaemonThreadPool("asyncdist-rpc-reader", _READERS, idle_timeout=_IDLE_THREAD)
+        self.value_threads = DaemonThreadPool("asyncdist-rpc-values", _VALUE_THREADS, idle_timeout=_IDLE_THREAD)
         self.num_calls, self.most_calls = 0, max_calls
         self.is_closing = False
         self._records: list[PeerRecord] = []
@@ -99,7 +99,7 @@ class RpcSession(ProcessBound):
             )
             stack.push_async_callback(directory.close)
             stack.push_async_callback(self.lending.close)
-            stack.callback(self.readers.shutdown, wait=False, cancel_futures=True)
+            stack.callback(self.value_threads.shutdown, wait=False, cancel_futures=True)
             handler = ConversationHandler(self, self._timeout, self.references)
             self._port = contextvars.copy_context().run(self._open_port, handler)
             stack.push_async_callback(self._port.close, "its session has ended")
@@ -224,7 +224,7 @@ class RpcSession(ProcessBound):
                 seen = f"{len(objects())} objects answer, of {count}"
                 raise NameNotFoundError(name, self._directory.where, limit, seen) from error
         found = sorted(objects(), key=lambda each: (each.rank is None, each.rank or 0))
-        return RemoteObjects(name, found, self.carrier)
+        return RemoteObjects(name, found, self.carrier, self.value_threads)
 
     async def _objects_of(self, record: PeerRecord) -> list[RemoteObject]:
         # The handshake has its own limit, and its caller another one.

@@ -6,15 +6,20 @@ No pickle is read or written unless ASYNCDIST_ALLOW_PICKLE is set. A tensor of a
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 import torch
 
+from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.channels.frames import SHORT_NBYTES
 from asyncdist.errors import ProtocolError
 from asyncdist.memory.buffers import DTYPE_NUMBERS, DTYPES, input_memory
@@ -24,6 +29,7 @@ from asyncdist.memory.serialization import (
     LONG_NBYTES,
     Beside,
     Extension,
+    TakesLong,
     carries_array,
     carries_tensor,
     flags_of,
@@ -41,6 +47,8 @@ _INLINE_ARRAY_NBYTES = 1024
 _TENSOR, _ARRAY, _OTHER = range(3)
 _MOST_COPIED_NBYTES = 4 << 20
 """The most bytes that an event loop copies to unpack a value."""
+_MOST_PACKED = 2048
+"""The most tuples, or parts that take as long, that an event loop packs of arguments. It takes 2 ms."""
 _CONTAINERS = frozenset((list, tuple, dict))
 _MOST_SEARCHED = 16
 """The most items of a list, tuple or dict among which `_holds_long_bytes` looks."""
@@ -76,6 +84,8 @@ class _FastPacker(threading.local):
         self._inner = msgpack.Packer()
 
     def pack(self, value: Any) -> PackedValue:
+        if _holds_long_bytes((value,)):
+            raise TypeError
         buffers: list[memoryview] = []
         self.buffers = buffers
         return PackedValue(self._outer.pack(value), buffers, ())
@@ -93,6 +103,8 @@ class _FastPacker(threading.local):
 
 
 _fast = _FastPacker()
+# torch raises RuntimeError for properties that a tensor does not have.
+_NOT_FAST = (TypeError, ValueError, OverflowError, RuntimeError)
 
 
 class _Writing(Beside):
@@ -185,6 +197,17 @@ class _Reading:
         return tensor if device == "cpu" else self._place(tensor, str(device))
 
 
+class _OnlyLoopPacks(Exception):
+    """A value has a part that the thread of the loop must pack."""
+
+
+class _RefusingLender:
+    """Refuses device tensors in other threads than that of the loop, which has the stream that computes them."""
+
+    def part(self, tensor: torch.Tensor, *, snapshot: bool) -> DevicePart | None:
+        raise _OnlyLoopPacks
+
+
 class _Discarding:
     """Takes the references out of a message whose tensors are not wanted."""
 
@@ -222,6 +245,23 @@ def _writable(buffer: memoryview) -> memoryview | bytearray:
     return bytearray(buffer) if buffer.readonly else buffer
 
 
+def run_aside(threads: DaemonThreadPool, work: Callable[[], Callable[[], None]]) -> bool:
+    """Run work in a thread, and on the running loop what it returns; return False if there are no threads any more."""
+    loop = asyncio.get_running_loop()
+
+    def run() -> None:
+        outcome = work()
+        # The loop has ended with the process.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(outcome)
+
+    try:
+        threads.submit(run)
+    except RuntimeError:
+        return False
+    return True
+
+
 class Carrier:
     """Packs and unpacks the values of one session.
 
@@ -246,15 +286,64 @@ class Carrier:
             UsageError: It cannot be carried.
         """
         try:
-            if _holds_long_bytes((value,)):
-                raise TypeError
             return _fast.pack(value)
-        # torch raises RuntimeError for properties that a tensor does not have.
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            writing = _Writing(self._references, lender, snapshot=snapshot)
-            data = pack(value, allow_pickle=self._allow_pickle, extension=writing, beside=writing)
-            mark_ready(each for each in writing.buffers if isinstance(each, DevicePart))
-            return PackedValue(data, writing.buffers, writing.references)
+        except _NOT_FAST:
+            return self._pack_any(value, lender, snapshot=snapshot)
+
+    def pack_arguments(
+        self, value: Any, lender: TensorLender, threads: DaemonThreadPool
+    ) -> PackedValue | asyncio.Future[PackedValue]:
+        """Pack a value that does not change meanwhile; return a future if that takes long, and a thread does it.
+
+        Raises:
+            UsageError: It cannot be carried. If that turns out late, the future has the error.
+        """
+        try:
+            return _fast.pack(value)
+        except _NOT_FAST:
+            pass
+        with contextlib.suppress(TakesLong):
+            return self._pack_any(value, lender, most=_MOST_PACKED)
+        packed: asyncio.Future[PackedValue] = asyncio.get_running_loop().create_future()
+        # The calls that wait for it may end before.
+        packed.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+        def pack_on_loop() -> None:
+            try:
+                packed.set_result(self._pack_any(value, lender))
+            except Exception as error:
+                packed.set_exception(error)
+
+        def pack_in_thread() -> Callable[[], None]:
+            try:
+                return functools.partial(packed.set_result, self.pack_aside(value))
+            except Exception as error:
+                is_for_loop = self._allow_pickle or isinstance(error, _OnlyLoopPacks)
+                return pack_on_loop if is_for_loop else functools.partial(packed.set_exception, error)
+
+        if not run_aside(threads, pack_in_thread):
+            pack_on_loop()
+        return packed
+
+    def pack_aside(self, value: Any) -> PackedValue:
+        """Pack a value, in any thread. Raises an error also for values that only the loop may pack."""
+        # A pickle executes code of the user.
+        return self._pack_any(value, _RefusingLender(), allow_pickle=False)
+
+    def _pack_any(
+        self,
+        value: Any,
+        lender: TensorLender | None,
+        *,
+        snapshot: bool = False,
+        allow_pickle: bool = True,
+        most: float = inf,
+    ) -> PackedValue:
+        writing = _Writing(self._references, lender, snapshot=snapshot)
+        allow_pickle = allow_pickle and self._allow_pickle
+        data = pack(value, allow_pickle=allow_pickle, extension=writing, beside=writing, most=most)
+        mark_ready(each for each in writing.buffers if isinstance(each, DevicePart))
+        return PackedValue(data, writing.buffers, writing.references)
 
     def unpack(self, data: bytes | memoryview, buffers: Sequence[Buffer]) -> Any:
         """Return a value. Raises ProtocolError if it is damaged, or a pickle that is not allowed."""

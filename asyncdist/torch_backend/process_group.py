@@ -188,9 +188,12 @@ if HAS_PYTHON_BACKENDS:
         "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single",
         "reduce_scatter_single_coalesced", "broadcast", "allgather", "all_gather_single", "all_gather_single_coalesced",
         "allgather_coalesced", "gather", "scatter", "alltoall", "all_to_all_single", "barrier", "send", "recv",
-        "recv_anysource", *_EARLIER_NAMES,
+        "recv_anysource",
     ):  # fmt: skip
         setattr(ObservedProcessGroup, _name, _through_dispatcher(_name))
+    # torch's own methods of both names call methods of the earlier ones.
+    for _name in _EARLIER_NAMES:
+        setattr(ObservedProcessGroup, _name, getattr(_torch, _name))
     excluded_from_compile(ObservedProcessGroup)
 
 

@@ -140,7 +140,7 @@ class Publishing:
         try:
             while len(self._kept) > self._keep:
                 await exchange.drop(self._kept.pop(0)[0])
-            await exchange.table.forget_all_but({each.version.key for each, _ in self._kept})
+            await exchange.table.forget_all_but({each.version.key for each, _ in self._kept}, self.incarnation)
         except StoreError as error:
             log.warning("old versions of %r could not be deleted from the store: %s", self._name, error.summary)
 

@@ -19,7 +19,8 @@ NETWORKS = ("shm", "tcp", "hosts")
 FACES = ("blocking", "awaiting")
 
 _EVERYWHERE = {
-    "kill": 4, "stop": 2, "pause": 2, "exception": 2, "fork": 2, "revoke": 1, "cancel": 1, "leave": 1
+    "kill": 4, "stop": 2, "pause": 2, "exception": 2, "fork": 2, "revoke": 1, "cancel": 1, "leave": 1,
+    "callback": 2,
 }  # fmt: skip
 _WEIGHTS = {
     "shm": _EVERYWHERE,
@@ -35,7 +36,7 @@ BETWEEN = ("cut", "drop", "clog", "hold", "delay")
 """The faults of the connections between two ranks."""
 OF_A_HOST = ("unplug", "blackhole", "blink")
 """The faults of the link of a host."""
-HARMLESS = ("pause", "exception", "fork", "revoke", "cancel", "hold", "delay", "blink", *_OF_THE_STORE)
+HARMLESS = ("pause", "exception", "fork", "revoke", "cancel", "callback", "hold", "delay", "blink", *_OF_THE_STORE)
 """The faults after which every rank must go on."""
 
 
@@ -52,6 +53,7 @@ class Fault:
     revoke      the rank revokes its group
     cancel      the rank cancels an await, or stops to wait for a work
     leave       the rank leaves in order
+    callback    a callback or a hook of the rank takes longer than the heartbeat limit
     cut         the connections between two ranks are reset
     drop        what one rank sends to another one is lost for ``seconds``
     clog        nothing passes between two ranks for longer than the heartbeat limit
@@ -177,7 +179,7 @@ def _fault(draw: Random, at: float, kind: str, size: int) -> Fault:
     elif kind == "blink":
         # TCP sends lost packets again after 0.2 s, then after 0.6 s.
         seconds = draw.uniform(0.0, 0.15)
-    elif kind in ("stop", "drop", "clog", "unplug", "blackhole"):
+    elif kind in ("stop", "callback", "drop", "clog", "unplug", "blackhole"):
         seconds = draw.uniform(1.3 * HEARTBEAT, LONGER)
     elif kind in _OF_THE_STORE:
         # A lease lasts for 2 s.

@@ -37,6 +37,8 @@ from tests.chaos.plan import operations_of
 from tests.chaos.services import Services
 
 _REPORT_EVERY = 0.05
+_WITHOUT_DRIVER = 0.25
+"""Seconds in which a rank beats more than once."""
 _SETTLED_WITHIN = 5.0
 """Seconds within which threads and descriptors of a closed world must be gone."""
 _MOST_SCRIBBLED = 64
@@ -305,6 +307,24 @@ class ChaosProcess:
             group.revoke("chaos")
         if works and self.wants("cancel"):
             await self.face.stop_waiting(works[0])
+        if works and (wish := self.wants("callback")):
+            self.take_long(group, works[0], wish[1])
+
+    def take_long(self, group, work, seconds):
+        """Let a callback or a hook last, whichever is called first. The operation may complete while no thread drives."""
+        begun = []
+
+        def last(_):
+            hook.remove()
+            if "periodic" in threading.current_thread().name:
+                self.say("violation", "a callback in the thread of the heartbeats")
+            if not begun:
+                begun.append(True)
+                time.sleep(seconds)
+
+        hook = group.register_hook(on_end=last, on_error=last)
+        work.add_done_callback(last)
+        time.sleep(_WITHOUT_DRIVER)
 
     def fork(self, group, seconds):
         """Fork a child that holds the connections of this process for some time, and must not be able to use them."""

@@ -49,7 +49,15 @@ def seed_of(kind, *, joins, strangers=False):
     )
 
 
-_CASES = [("kill", False), ("kill", True), ("drop", False), ("drop", True), ("stop", False), ("stop", True)]
+_CASES = [
+    ("kill", False),
+    ("kill", True),
+    ("drop", False),
+    ("drop", True),
+    ("stop", False),
+    ("stop", True),
+    ("callback", False),
+]
 
 
 @pytest.mark.parametrize(

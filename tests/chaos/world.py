@@ -165,7 +165,7 @@ class ChaosWorld:
 
     def _visit(self):
         """Let strangers connect to all ports, those of processes that are stopped included."""
-        store = [] if self._store is None else [self._store[0].pid]
+        store = [] if self._store is None else [self._store.pid]
         self.strangers.visit([*store, *(one.pid for one in self.judge.witnesses if one.is_alive)])
         self._visit_at = self._now + _VISIT_EVERY
 
@@ -280,7 +280,7 @@ class ChaosWorld:
             self.judge.stop(witnesses[0])
             self._events.append((self._now + fault.seconds, lambda: self._resume(witnesses[0])))
         elif witnesses and len(witnesses) == 1:
-            command = (fault.kind, fault.seconds) if fault.kind == "fork" else (fault.kind,)
+            command = (fault.kind, fault.seconds) if fault.kind in ("fork", "callback") else (fault.kind,)
             self._processes[witnesses[0]].say(command)
         else:
             self._network.begin(fault)

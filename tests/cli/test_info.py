@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +44,16 @@ def test_info_shows_versions_transports_and_addresses():
     assert row(output, "tcp")[1:] == ["yes", "asyncdist_transports.tcp.transport.TcpTransport"]
     assert row(output, "inproc")[1] == "yes"
     assert "127.0.0.1" in output
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize("arguments", [("info",), ("info", "--help"), ("--help",), ("--version",)])
+def test_failed_write_to_the_standard_output_is_reported(arguments):
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "asyncdist.cli", *arguments]
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (run.stderr, run.returncode) == ("Error: cannot write to the standard output: No space left on device\n", 1)
 
 
 def test_info_says_how_a_rank_waits_on_this_machine(monkeypatch):

@@ -108,6 +108,32 @@ def test_reductions_are_accepted_by_every_name():
             reduction(wrong)
 
 
+async def test_torchs_reductions_with_and_without_a_factor():
+    torch_ops, scaled = torch.distributed.ReduceOp, torch.distributed._make_nccl_premul_sum
+    # Their objects are equal, so a call must not use what was prepared for another.
+    assert len({scaled(0.5), scaled(4.0)}) == 1
+    cases = [
+        (scaled(0.5), 1.5),
+        (scaled(4.0), 12.0),
+        (scaled(torch.tensor([2.0])), 6.0),
+        (torch_ops(torch_ops.MAX), 2.0),
+    ]
+    async with world_of(2) as groups:
+        for op, expected in cases:
+            given = [torch.tensor([rank + 1.0]) for rank in range(2)]
+            await asyncio.gather(*(group.all_reduce(each, op) for group, each in zip(groups, given, strict=True)))
+            assert [each.item() for each in given] == [expected] * 2
+            whole = [torch.full((2,), rank + 1.0) for rank in range(2)]
+            outputs = [torch.zeros(1), torch.zeros(1)]
+            await asyncio.gather(
+                *(
+                    group.reduce_scatter_single(output, each, op)
+                    for group, output, each in zip(groups, outputs, whole, strict=True)
+                )
+            )
+            assert [each.item() for each in outputs] == [expected] * 2
+
+
 @pytest.mark.parametrize("transport", ["inproc", "shm"])
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
 async def test_average_of_two_is_rounded_once_and_does_not_overflow(name, transport):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncdist.errors import UnsupportedError
@@ -29,15 +28,6 @@ class SeesOperations(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-class SeesFunctions(TorchFunctionMode):
-    def __init__(self, seen):
-        self.seen = seen
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.seen.append(function)
-        return function(*args, **kwargs or {})
-
-
 def inside(kind, seen, run):
     """Call a function inside a mode or transform, from which it takes no tensor."""
     if kind in ("grad", "vmap"):
@@ -47,14 +37,13 @@ def inside(kind, seen, run):
     modes = {
         "fake": lambda: FakeTensorMode(allow_non_fake_inputs=True),
         "dispatch": lambda: SeesOperations(seen),
-        "function": lambda: SeesFunctions(seen),
         "dual": contextlib.nullcontext,
     }
     with modes[kind]():
         run()
 
 
-@pytest.fixture(params=["fake", "dispatch", "function", "grad", "vmap", "dual"])
+@pytest.fixture(params=["fake", "dispatch", "grad", "vmap", "dual"])
 def kind(request):
     # The level of forward-mode AD is one of the process.
     with forward_ad.dual_level() if request.param == "dual" else contextlib.nullcontext():
@@ -85,7 +74,7 @@ def test_dispatch_mode_sees_no_operation_of_a_collective(together, transport):
     def rank(group):
         own = given[group.rank()]
         for tensor in (own, own.t()):
-            with SeesOperations(seen), SeesFunctions(seen):
+            with SeesOperations(seen):
                 group.all_reduce(tensor, background=False)
                 group.all_reduce(tensor).wait()
                 group.all_gather_object([None, None], own, background=False)

@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from types import MappingProxyType, SimpleNamespace
 
@@ -812,6 +813,23 @@ def test_close_in_another_thread_ends_when_the_loop_ends_first(socket_machine, e
         assert not closing[0].is_alive()
     finally:
         loop.close()
+
+
+def test_close_in_a_thread_for_which_the_loop_waits_is_refused(socket_machine, monkeypatch):
+    monkeypatch.setattr(loop_driver, "_LOOP_PATIENCE", 0.1)
+    machine, _ = socket_machine
+
+    async def run():
+        progress = Progress(machine, asyncio.get_running_loop())
+        progress.ensure_driven()
+        with ThreadPoolExecutor(1) as pool:  # its end holds the loop
+            closing = pool.submit(progress.close)
+        with pytest.raises(UsageError, match=r"has run nothing for .* another thread destroys the world"):
+            closing.result()
+        await asyncio.to_thread(progress.close)
+        assert not progress.loop_driver.watcher.is_registered
+
+    asyncio.run(run())
 
 
 def test_close_during_a_turn_of_the_loop_leaves_no_registration(socket_machine, monkeypatch):

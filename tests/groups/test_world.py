@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from datetime import timedelta
@@ -11,10 +12,17 @@ import pytest
 import torch
 
 import asyncdist
+import asyncdist.sync
 from asyncdist.config import Config
 from asyncdist.devices import group as device_groups
 from asyncdist.engine.work import Work
-from asyncdist.errors import OperationTimeoutError, RendezvousError, TransportUnavailableError, UsageError
+from asyncdist.errors import (
+    LoopThreadError,
+    OperationTimeoutError,
+    RendezvousError,
+    TransportUnavailableError,
+    UsageError,
+)
 from asyncdist.groups.world import open_world
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
@@ -180,6 +188,22 @@ async def test_different_versions_of_ranks_are_refused(tmp_path):
     assert message.startswith(f"rank 1 runs asyncdist 99.0, but rank 0 asyncdist {asyncdist.__version__}; install")
     _, said = await reading
     assert f"rank 0 runs asyncdist {asyncdist.__version__}, but rank 1 asyncdist 99.0; install" in said.decode()
+
+
+def test_blocking_destroy_refuses_the_loop_that_opened_the_world_and_works_elsewhere():
+    async def run():
+        await asyncdist.init_process_group(store=HashStore(), rank=0, world_size=1)
+        with pytest.raises(LoopThreadError, match="destroy_process_group on the event loop's own thread"):
+            asyncdist.sync.destroy_process_group()
+        assert asyncdist.is_initialized()
+        await asyncio.to_thread(asyncdist.sync.destroy_process_group)
+        assert not asyncdist.is_initialized()
+
+    asyncio.run(run())
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        loop.run_until_complete(asyncdist.init_process_group(store=HashStore(), rank=0, world_size=1))
+        asyncdist.sync.destroy_process_group()
+    assert not asyncdist.is_initialized()
 
 
 OVER_TWO_LOOPS = """

@@ -129,6 +129,36 @@ async def test_record_of_a_daemon_is_deleted_by_close_unless_a_later_rank_0_has_
         await eventually(lambda: len(server.state.keys) == 0)
 
 
+async def test_record_is_published_again_in_the_store_that_follows_a_lost_one(caplog):
+    server = await StoreServer.start("127.0.0.1", 0)
+    records = DaemonRecords(await AsyncStore.connect("127.0.0.1", server.port), "key", "a daemon")
+    assert await records.swap(b"", ONE.encode()) == ONE.encode()
+    assert await records.swap(ONE.encode(), TWO.encode()) == TWO.encode()
+    for _ in range(2):
+        await server.close()
+        server = await StoreServer.start("127.0.0.1", server.port)
+        async with await AsyncStore.connect("127.0.0.1", server.port) as reader:
+            assert await reader.get("key") == TWO.encode()
+    assert "a daemon: published the record of this world again" in caplog.text
+    await records.close()
+    assert len(server.state.keys) == 0
+    await server.close()
+
+
+async def test_record_of_a_later_rank_0_in_the_new_store_stays(eventually):
+    server = await StoreServer.start("127.0.0.1", 0)
+    records = DaemonRecords(await AsyncStore.connect("127.0.0.1", server.port), "key", "a daemon")
+    assert await records.swap(b"", ONE.encode()) == ONE.encode()
+    await server.close()
+    server = await StoreServer.start("127.0.0.1", server.port)
+    # Before the records connect again, which takes several turns of the loop.
+    server.state.keys.set("key", TWO.encode())
+    await eventually(lambda: server.state.num_open == 1)  # it watches the record there
+    assert await records.read() == TWO.encode()
+    await records.close()
+    await server.close()
+
+
 # -- files ----------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import functools
 import gc
 import threading
@@ -54,7 +55,10 @@ class Echo:
         self.log.append(number)
 
     async def fail(self, error_name, text):
-        raise {"ValueError": ValueError, "OSError": OSError, "Odd": Odd, "SystemExit": SystemExit}[error_name](text)
+        raise (vars(builtins) | {"Odd": Odd})[error_name](text)
+
+    async def fail_in_stream(self, error_name, text):
+        yield await self.fail(error_name, text)
 
     async def result(self):
         return object()
@@ -255,6 +259,120 @@ async def test_value_that_is_being_read_when_its_call_ends_is_dropped(serving, s
         go_on.set()
 
 
+@pytest.fixture
+def slow_packing(monkeypatch):
+    """Let all arguments that are packed in a thread wait until the test continues."""
+    packing, go_on = threading.Event(), threading.Event()
+    pack_aside = Carrier.pack_aside
+
+    def pack_slowly(*args):
+        packing.set()
+        assert go_on.wait(60)
+        return pack_aside(*args)
+
+    monkeypatch.setattr(Carrier, "pack_aside", pack_slowly)
+    yield packing, go_on
+    go_on.set()
+
+
+class Log:
+    """Remembers what it gets."""
+
+    def __init__(self):
+        self.log = []
+
+    async def note(self, *values):
+        self.log += [len(value) if isinstance(value, list) else value for value in values]
+
+    def note_in_thread(self, *values):
+        self.log += [len(value) if isinstance(value, list) else value for value in values]
+
+
+@pytest.mark.each_loop
+async def test_later_calls_wait_for_long_arguments_that_are_being_packed_while_the_loop_goes_on(
+    serving, slow_packing, eventually
+):
+    packing, go_on = slow_packing
+    served = Log()
+    async with serving(served) as it:
+        await it.note(0)
+        calls = [it.note(LONG), it.note(1), it.note_in_thread([*LONG, 2]), it.note_in_thread(3), it.note(4)]
+        await eventually(packing.is_set)
+        ticks = 0
+        while ticks < 100:
+            await asyncio.sleep(0)
+            ticks += 1
+        assert served.log == [0]
+        assert not any(call.done() for call in calls)
+        go_on.set()
+        await asyncio.gather(*calls)
+        assert served.log == [0, 40_000, 1, 40_001, 3, 4]
+        assert it._caller.num_open == 0
+
+
+@pytest.mark.parametrize("end", ["cancel", "deadline"])
+async def test_call_that_ends_while_its_arguments_are_being_packed_does_not_run(serving, slow_packing, eventually, end):
+    packing, go_on = slow_packing
+    served = Log()
+    async with serving(served) as it:
+        call = it.note(LONG, timeout=0.05 if end == "deadline" else None)
+        later = it.note(1)
+        await eventually(packing.is_set)
+        if end == "cancel":
+            call.cancel()
+        with pytest.raises(asyncio.CancelledError if end == "cancel" else rpc.CallTimeoutError):
+            await call
+        await later
+        go_on.set()
+        await it.note([*LONG, 2])
+        assert served.log == [1, 40_001]
+        assert it._caller.num_open == 0
+
+
+async def test_session_that_closes_ends_calls_whose_arguments_are_being_packed(serving, slow_packing, eventually):
+    packing, go_on = slow_packing
+    served = Log()
+    async with serving(served) as it:
+        calls = [it.note(LONG) for _ in range(4)]
+        await eventually(packing.is_set)
+    for call in calls:
+        with pytest.raises(rpc.CalleeLostError) as caught:
+            await call
+        assert not caught.value.may_have_run
+    go_on.set()
+    assert served.log == []
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+async def test_object_deep_in_long_arguments_is_pickled_by_the_loop_or_refused(serving, allow_pickle):
+    served = Log()
+    async with serving(served, settings={"allow_pickle": allow_pickle}) as it:
+        calls = [it.note([*LONG, Fraction(1, 2)]), it.note([*LONG, lambda: 1]), it.note(1)]
+        if allow_pickle:
+            await calls[0]
+        else:
+            with pytest.raises(UsageError, match=r"it.note\(\) at process \d+.*Fraction cannot be sent as plain data"):
+                await calls[0]
+        with pytest.raises(UsageError, match=r"it.note\(\) at process \d+.*function cannot be"):
+            await calls[1]
+        await calls[2]
+        assert served.log == ([40_001, 1] if allow_pickle else [1])
+        assert it._caller.num_open == 0
+
+
+async def test_long_arguments_with_a_reference_and_a_tensor_arrive(serving):
+    served = Log()
+    async with serving(served) as it:
+        found, values = Echo(), torch.arange(100_000)
+        reference = rpc.refer(found)
+        await it.note(LONG, values, reference)
+        number, tensor, other = served.log
+        assert number == 40_000
+        assert torch.equal(tensor, values)
+        await other.call("note", 3)
+        assert found.log == [3]
+
+
 async def test_long_value_with_a_reference_arrives(serving):
     class Owner:
         async def send(self):
@@ -336,8 +454,11 @@ async def test_exception_of_the_method_arrives_with_its_name_message_and_traceba
         assert not isinstance(caught.value, OSError)
         with pytest.raises(rpc.RemoteError, match="its message raised RuntimeError"):
             await it.fail("Odd", "")
-        with pytest.raises(rpc.RemoteError, match="it raised SystemExit: 3"):
-            await it.fail("SystemExit", "3")
+        for name in ("SystemExit", "KeyboardInterrupt", "GeneratorExit"):
+            with pytest.raises(rpc.RemoteError, match=f"it raised {name}: 3"):
+                await it.fail(name, "3")
+            with pytest.raises(rpc.RemoteError, match=f"it raised {name}: 3"):
+                [each async for each in it.fail_in_stream(name, "3")]
         with pytest.raises(rpc.RemoteError) as caught:
             await it.fail("ValueError", "long " * 10_000)
         assert "characters …" in caught.value.remote_message

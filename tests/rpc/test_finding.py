@@ -13,6 +13,7 @@ from asyncdist.channels.directory import JobDirectory, PeerRecord
 from asyncdist.channels.handshake import ChannelAddress
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, PeerLostError, UsageError
+from asyncdist.rpc.values import Carrier
 from asyncdist.rpc.wire import VERSION
 from asyncdist.store import StoreServer
 
@@ -124,6 +125,25 @@ async def test_partial_failure_has_the_results_and_who_failed_why(job):
             await members.wait(timeout=0.05)
         with pytest.raises(UsageError, match="at 5 objects"):
             members.add(object())
+
+
+async def test_long_arguments_of_a_call_to_all_are_packed_once(job, monkeypatch):
+    packed = []
+    pack_aside = Carrier.pack_aside
+    monkeypatch.setattr(Carrier, "pack_aside", lambda *args: packed.append(1) or pack_aside(*args))
+    async with rpc.serve({"it": [Length(), Length()]}, job), rpc.serve({"it": Length()}, job), rpc.connect(job):
+        lengths = await rpc.find_all("it", count=3)
+        assert await lengths.of([(number,) for number in range(40_000)]) == [40_000] * 3
+        assert packed == [1]
+        with pytest.raises(rpc.PartialError, match=r"3 of 3 failed.*cannot be sent as plain data"):
+            await lengths.of([*[()] * 40_000, object()])
+
+
+class Length:
+    """Measures what it gets."""
+
+    async def of(self, value):
+        return len(value)
 
 
 async def test_cancelled_call_to_all_cancels_all(job):

@@ -157,6 +157,13 @@ def test_reader_of_a_slice_copies_from_readers_of_the_same_slice_and_from_comple
     assert sources == ["same", PUBLISHER, "later"]
 
 
+def test_reader_whose_place_was_deleted_with_its_version_copies_only_from_those_that_have_all():
+    """The publisher deletes the order of a version that it gives up; a reader that comes then begins another one."""
+    holders = {each: record(each, complete=each == "whole") for each in ("whole", "newcomer", "own")}
+    sources = ranked_sources(["newcomer", "whole"], holders, holders["own"], 100)
+    assert [each.process for each in sources] == ["whole"]
+
+
 def test_process_without_shared_memory_shares_with_no_other():
     assert not record("one", "").shares_with(record("two", ""))
     assert record("one", "a").shares_with(record("two", "a"))

@@ -30,7 +30,8 @@ from asyncdist.weights.errors import PublisherReplacedError, WeightsError
 from asyncdist.weights.model_copies import ModelCopy
 from asyncdist.weights.publishing import Publishing
 from asyncdist.weights.subscribing import Subscribing
-from asyncdist.weights.transfer.version_table import VersionTable
+from asyncdist.weights.transfer.fan_out import HolderRecord
+from asyncdist.weights.transfer.version_table import VersionTable, new_version
 from tests.weights.conftest import fill, network, values
 
 LIMIT = 30.0
@@ -349,6 +350,34 @@ async def test_later_publisher_replaces_the_first(job, caplog):
             await second.publish(51)
             assert await take(subscriber) == (51, {2.0})
     assert caplog.messages.count(PublisherReplacedError(1, 2).summary) == 1
+
+
+async def test_publisher_that_was_replaced_deletes_nothing_of_its_successor(job):
+    """It may have been stopped before it deletes its older versions."""
+    async with opened(Publishing(network(), job, "weights", 1, None)) as first, table_of(job) as table:
+        before = await first.publish(1)
+        async with opened(Publishing(network(), job, "weights", 1, None)) as second:
+            version = await second.publish(2)
+            await second._cleaned()
+            assert await table.manifest(before) is None
+            await first._clean(first._opened())
+            assert await table.manifest(version) is not None
+            assert len(await table.order(version)) == 1
+
+
+@pytest.mark.parametrize("others", ["", "newcomer.1;"])
+async def test_reader_enrolls_while_the_publisher_deletes_the_order_of_its_version(job, monkeypatch, others):
+    async with table_of(job) as table:
+        version, append = new_version(1, 1, None, 0, 1), type(table.store).append
+
+        def append_and_lose(store, key, value):
+            appended = append(store, key, value)
+            store.delete_key(key)
+            return append(store, key, others) if others else appended
+
+        monkeypatch.setattr(type(table.store), "append", append_and_lose)
+        order = await table.enroll(version, HolderRecord("me.2", "me", "", "", False, []))
+        assert order == [each for each in others.split(";") if each]
 
 
 @contextlib.asynccontextmanager

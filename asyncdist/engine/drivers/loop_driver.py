@@ -33,11 +33,13 @@ from asyncio import _get_running_loop
 from threading import get_ident
 from time import monotonic
 
+from asyncdist.base.deadline import Deadline
 from asyncdist.base.descriptors import is_exhausted
 from asyncdist.engine.drivers.home_loop import HomeLoop
 from asyncdist.engine.drivers.idle_watch import IdleWatch
 from asyncdist.engine.drivers.loop_watcher import LoopWatcher
 from asyncdist.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns
+from asyncdist.errors import UsageError
 from asyncdist.transport.base import Wait
 
 
@@ -60,6 +62,8 @@ _IDLE, _SCHEDULED, _RESTING, _DEFERRING, _CLOSED = LoopState
 
 _LOOP_CHECK_INTERVAL = 0.05
 """Seconds between two checks, by a thread that waits for the loop, whether the loop has ended."""
+_LOOP_PATIENCE = 10.0
+"""Seconds for which that thread waits for a loop that runs no callback."""
 _DEFERRAL = 1e-3
 """Seconds without a call after which the loop watches descriptors for messages that the program expects."""
 
@@ -228,7 +232,11 @@ class LoopDriver:
         self.state = _CLOSED
 
     def _leave_on(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Leave a loop of another thread in that thread; return False if the loop has ended instead."""
+        """Leave a loop of another thread in that thread; return False if the loop has ended instead.
+
+        Raises:
+            UsageError: The loop runs nothing, as when its thread waits for this one. It leaves when it runs again.
+        """
         done = threading.Event()
 
         def leave() -> None:
@@ -238,9 +246,15 @@ class LoopDriver:
 
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(leave)
+        deadline = Deadline.after(_LOOP_PATIENCE)
         while not done.wait(_LOOP_CHECK_INTERVAL):
             if self.home.loop is not loop or not loop.is_running():
                 return False
+            if deadline.expired():
+                raise UsageError(
+                    f"the event loop of this world has run nothing for {_LOOP_PATIENCE:g} s while another thread "
+                    "destroys the world: destroy it on the loop, or let the loop's thread not wait for the thread that does"
+                )
         return True
 
     def _is_registered(self) -> bool:

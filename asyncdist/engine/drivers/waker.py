@@ -20,6 +20,8 @@ _KEPT_POLLS = 64
 class Waker:
     """A descriptor that wakes a thread from its poll."""
 
+    reader = writer = -1
+
     def __init__(self) -> None:
         self._polls: dict[tuple[Wait, ...], select.poll] = {}
         if hasattr(os, "eventfd"):
@@ -58,5 +60,6 @@ class Waker:
         return poll
 
     def __del__(self) -> None:  # until then another thread may call `ring`
-        for descriptor in {self.reader, self.writer}:
+        # There are none if the process could open no more.
+        for descriptor in {self.reader, self.writer} - {-1}:
             os.close(descriptor)

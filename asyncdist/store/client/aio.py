@@ -11,6 +11,7 @@ from math import inf
 from typing import Any, Generic, Self, TypeVar
 
 from asyncdist.base.background_loop import running_loop
+from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.timers import DeadlineTimer
 from asyncdist.base.tls import client_context
@@ -26,6 +27,9 @@ from asyncdist.store.protocol.operations import Command
 from asyncdist.store.protocol.streams import StreamBuffer, stream_buffer
 
 T = TypeVar("T")
+
+_SUCCESSOR_FIRST_PAUSE, _SUCCESSOR_LONGEST_PAUSE = 0.1, 10.0
+"""Seconds between two attempts to connect to the store that follows one."""
 
 
 class AsyncStore(AsyncStoreBase):
@@ -109,6 +113,15 @@ class AsyncStore(AsyncStoreBase):
         """Close the connection; open requests fail with StoreConnectionError."""
         await self.connection.close()
 
+    async def successor(self) -> AsyncStore:
+        """Close this client, whose store is lost, and connect to the one that follows at its address, however late."""
+        await self.close()
+        token, config = self.connection.token, self.connection.config
+        async for _ in Backoff(_SUCCESSOR_FIRST_PAUSE, _SUCCESSOR_LONGEST_PAUSE):
+            with contextlib.suppress(AsyncdistError):
+                return await AsyncStore.connect(self.host, self.port, token=token, timeout=self.timeout, config=config)
+        raise AssertionError("attempts without a deadline do not end")
+
     def __repr__(self) -> str:
         return f"<AsyncStore {self.host}:{self.port}{' closed' if self.connection.over else ''}>"
 
@@ -126,7 +139,7 @@ class ReconnectingConnection:
         self.deadlines = DeadlineTimer(self._open_requests)
         self.reconnecting: asyncio.TimerHandle | asyncio.Task[None] | None = None
         """The latest reconnect; first a timer that starts it."""
-        self._token = token
+        self.token, self.config = token, config
         self._tls = client_context(config)
         self._heartbeat = config.heartbeat
         self._loop = asyncio.get_running_loop()
@@ -169,7 +182,7 @@ class ReconnectingConnection:
 
     async def open(self, retry: ConnectRetry) -> None:
         """Make one attempt to connect. Raises OSError if another attempt may succeed."""
-        self.link = await open_connection(self.protocol, self._token, retry, self._lost, self._tls, self._heartbeat)
+        self.link = await open_connection(self.protocol, self.token, retry, self._lost, self._tls, self._heartbeat)
         self.policy.succeeded()
 
     def _lost(self, link: StoreConnection, why: str, for_good: bool) -> None:

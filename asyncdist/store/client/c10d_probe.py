@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import socket
-
+from asyncdist.store.client.connect import connect
 from asyncdist.store.protocol.c10d import MAGIC, U32, Code
 
 _PING = bytes([Code.VALIDATE]) + U32.pack(MAGIC) + bytes([Code.PING]) + U32.pack(MAGIC)
@@ -18,7 +17,7 @@ def accepts_c10d_clients(host: str, port: int, timeout: float) -> bool:
     An asyncdist store that refuses such clients from this host (`c10d_policy`) closes the connection instead.
     """
     try:
-        with socket.create_connection((host, port), timeout=timeout) as sock:
+        with connect(host, port, timeout) as sock:
             sock.sendall(_PING)
             return bool(sock.recv(U32.size))
     except OSError:

@@ -16,6 +16,7 @@ from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.error_text import describe_error
+from asyncdist.base.network import begin_look_up, is_address
 from asyncdist.base.tls import handshake_error
 from asyncdist.errors import AddressError, AsyncdistError, CertificateError, LookUpTimeoutError, StoreConnectionError
 from asyncdist.store.protocol.client_protocol import ClientProtocol
@@ -238,11 +239,12 @@ def closed(where: str) -> StoreConnectionError:
 
 
 def connect(host: str, port: int, timeout: float) -> socket.socket:
-    """Connect, to a Unix socket if ``host`` is an absolute path. Raises OSError, and UnicodeError for an invalid name."""
+    """Connect, to a Unix socket if ``host`` is an absolute path. Raises OSError, and UnicodeError for an invalid name.
+
+    The name server, and then each address of the host, has ``timeout`` seconds.
+    """
     if not host.startswith("/"):
-        sock = socket.create_connection((host, port), timeout=timeout)
-        lifecycle.close_in_children(sock)
-        return sock
+        return _connect_to_first(_addresses_of(host, timeout), port, timeout)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     lifecycle.close_in_children(sock)
     try:
@@ -252,3 +254,26 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _addresses_of(host: str, timeout: float) -> list[str]:
+    if is_address(host):
+        return [host]
+    try:
+        return begin_look_up(host).result(timeout)
+    except TimeoutError:
+        raise look_up_overdue(host) from None
+
+
+def _connect_to_first(addresses: list[str], port: int, timeout: float) -> socket.socket:
+    """Connect to the first address that accepts. Raises the error of the first one if none does."""
+    first = OSError()
+    for address in addresses:
+        try:
+            sock = socket.create_connection((address, port), timeout)
+        except OSError as error:
+            first = error if address == addresses[0] else first
+        else:
+            lifecycle.close_in_children(sock)
+            return sock
+    raise first

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from typing import Protocol, cast
 
 from asyncdist.base.auth import NONCE_NBYTES, WANTS_TLS, HandshakeDriver, accept
+from asyncdist.base.net.admission import EvictingQueue
+from asyncdist.base.net.refusals import RefusalLog
 from asyncdist.base.network import is_loopback
 from asyncdist.errors import ProtocolError
 from asyncdist.store.c10d_policy import C10d
@@ -40,6 +42,9 @@ class Admission:
         max_connections: How many connections may be open at a time.
         dismiss: Releases what a connection has open; called before an evicted connection is aborted.
         limit: Seconds of silence after which a client's host counts as vanished.
+
+    Attributes:
+        unauthenticated: The connections that have not authenticated yet.
     """
 
     def __init__(self, max_connections: int, dismiss: Callable[[ServerConnection], None], limit: float = 0.0) -> None:
@@ -51,18 +56,14 @@ class Admission:
         self.empty.set()
         self.num_admitted = self.num_refused = 0
         self._dismiss = dismiss
-        self._unauthenticated: dict[ServerConnection, None] = {}  # an ordered set, the oldest first
-        self._warned = False
+        self.unauthenticated: EvictingQueue[ServerConnection] = EvictingQueue(max_connections, self._evict)
+        self._refusals = RefusalLog(logger, "the store")
         self._closed = False
-
-    @property
-    def num_unauthenticated(self) -> int:
-        """How many connections have not authenticated yet."""
-        return len(self._unauthenticated)
 
     def close(self) -> None:
         """Admit no further connection."""
         self._closed = True
+        self._refusals.flush()
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
@@ -76,16 +77,13 @@ class Admission:
         if self._closed:
             return False
         if len(self.connections) >= self.max_connections:
-            self.count_overflow()
-            if not self._unauthenticated:
+            self.refuse_overflow()
+            if not self.unauthenticated.evict_oldest():
                 return False
-            self.evict_oldest_unauthenticated()
-        else:
-            self._warned = False
         self.num_admitted += 1
         self.connections.add(connection)
         self.empty.clear()
-        self._unauthenticated[connection] = None
+        self.unauthenticated.add(connection)
         if self._looking is None:
             self._looking = asyncio.get_running_loop().call_later(self._look_interval, self._look)
         return True
@@ -106,29 +104,27 @@ class Admission:
     def remove(self, connection: ServerConnection) -> None:
         """Remove a connection that has ended."""
         self.connections.discard(connection)
-        self._unauthenticated.pop(connection, None)
+        self.unauthenticated.discard(connection)
         if not self.connections:
             self.empty.set()
 
-    def evict_oldest_unauthenticated(self) -> None:
-        """Drop the connection that has had the most time to authenticate."""
-        oldest = next(iter(self._unauthenticated))
-        self._dismiss(oldest)
-        oldest.abort()
+    def _evict(self, connection: ServerConnection) -> None:
+        self._dismiss(connection)
+        connection.abort()
 
     def count_refusal(self) -> None:
         """Count a connection that was refused or dropped."""
         self.num_refused += 1
 
-    def count_overflow(self) -> None:
-        """Count a connection that found the server full, and log the first one since the server last had room."""
-        if not self._warned:
-            logger.warning(
-                "the store has %d connections and refuses more: ASYNCDIST_STORE_MAX_CONNECTIONS raises the limit",
-                self.max_connections,
-            )
+    def refused(self, peer: str, why: str) -> None:
+        """Count a connection that was refused, and tell the log."""
         self.count_refusal()
-        self._warned = True
+        self._refusals.add(why, peer)
+
+    def refuse_overflow(self) -> None:
+        """Count a connection that found the server full, and tell the log."""
+        most = self.max_connections
+        self.refused("a connection", f"it has {most} connections; ASYNCDIST_STORE_MAX_CONNECTIONS raises the limit")
 
 
 class PendingContext(SessionContext, C10dContext, Protocol):

@@ -50,6 +50,9 @@ class ConnectionContext(Protocol):
     def count_refusal(self) -> None:
         """Count a connection that is refused or dropped."""
 
+    def refused(self, peer: str, why: str) -> None:
+        """Count a connection that is refused, and tell the log."""
+
 
 class ServerConnection(asyncio.Protocol, ABC):
     """The connection of one client. It is hashed by identity, and the state machine identifies the client by it.
@@ -255,9 +258,8 @@ class ServerConnection(asyncio.Protocol, ABC):
         """Disconnect a client whose host has vanished. Called several times within the limit."""
 
     def refuse(self, why: str) -> None:
-        """Log the reason, and close the connection once the queued replies have been sent."""
-        logger.warning("store: refused %s: %s", self.peer, why)
-        self._server.count_refusal()
+        """Tell the log the reason, and close the connection once the queued replies have been sent."""
+        self._server.refused(self.peer, why)
         self.finish()
 
     def fail(self) -> None:

@@ -232,6 +232,10 @@ class StoreServer(lifecycle.ProcessBound):
         """Count a connection that is refused or dropped."""
         self.admission.count_refusal()
 
+    def refused(self, peer: str, why: str) -> None:
+        """Count a connection that is refused, and tell the log."""
+        self.admission.refused(peer, why)
+
     def status(self) -> dict[str, Any]:
         """Return what ``asyncdist store status`` shows."""
         return status.status(self)

@@ -76,7 +76,7 @@ class SniffingListener:
             admission = self._admission
             num_open = len(self._unclassified) + len(self._handshaking) + len(admission.connections)
             if num_open >= admission.max_connections:
-                admission.count_overflow()
+                admission.refuse_overflow()
                 if not self._make_room():
                     sock.close()
                     continue
@@ -87,7 +87,7 @@ class SniffingListener:
 
     def _make_room(self) -> bool:
         """Drop the oldest connection of the phase that has the most unauthenticated ones; return whether there was one."""
-        counts = (len(self._unclassified), len(self._handshaking), self._admission.num_unauthenticated)
+        counts = (len(self._unclassified), len(self._handshaking), len(self._admission.unauthenticated))
         most = max(counts)
         if most == 0:
             return False
@@ -96,7 +96,7 @@ class SniffingListener:
         elif counts[1] == most:
             next(iter(self._handshaking)).cancel()
         else:
-            self._admission.evict_oldest_unauthenticated()
+            self._admission.unauthenticated.evict_oldest()
         return True
 
     def _accept_again(self) -> None:
@@ -126,13 +126,9 @@ class SniffingListener:
                 self._make, sock, ssl=self._context if tls else None, ssl_handshake_timeout=timeout
             )
         except ssl.SSLError as error:
-            self._refuse(peer, handshake_error(error).summary)
+            self._admission.refused(peer_name(peer), handshake_error(error).summary)
         except OSError as error:
-            self._refuse(peer, f"it hung up during the TLS handshake ({error})")
-
-    def _refuse(self, peer: object, why: str) -> None:
-        self._admission.count_refusal()
-        logger.warning("store: refused %s: %s", peer_name(peer), why)
+            self._admission.refused(peer_name(peer), f"it hung up during the TLS handshake ({error})")
 
     def _drop(self, sock: socket.socket) -> None:
         self._end_sniffing(sock)

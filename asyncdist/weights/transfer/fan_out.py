@@ -70,11 +70,13 @@ def ranked_sources(
         order: The entries of all that have begun to read the version, the publisher's first; also of those that have
             ended.
         holders: The records of the living ones, by entry.
-        own: The reader's own record, whose entry is in ``order``.
+        own: The reader's own record. If its entry is not in ``order``, the publisher has given the version up, and the
+            reader copies only from those that have all.
         num_blocks: The number of blocks of the version.
         avoided: Entries of sources that have failed this reader.
     """
     position = {entry: number for number, entry in enumerate(order)}
+    place = position.get(own.entry, -1)
     present = [holders[entry] for entry in order if entry in holders]
     usable = [
         each
@@ -82,7 +84,7 @@ def ranked_sources(
         if each.process != own.process
         and each.entry not in avoided
         and _has(each, own)
-        and (each.is_complete or position[each.entry] < position[own.entry])
+        and (each.is_complete or position[each.entry] < place)
     ]
     local = [each for each in usable if each.shares_with(own)]
     local.sort(key=lambda each: (not each.is_complete, position[each.entry]))
@@ -90,8 +92,8 @@ def ranked_sources(
     for each in usable:
         if not each.shares_with(own):
             leaders.setdefault(each.host or each.entry, each)
-    before = [each for each in leaders.values() if position[each.entry] < position[own.entry]]
-    after = [each for each in leaders.values() if position[each.entry] > position[own.entry]]
+    before = [each for each in leaders.values() if position[each.entry] < place]
+    after = [each for each in leaders.values() if position[each.entry] > place]
     before.reverse()
     if len(before) > num_blocks:
         # Place len(before) of the leaders is this reader's.

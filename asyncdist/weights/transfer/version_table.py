@@ -185,11 +185,11 @@ class VersionTable:
         desired = after.encode()
         return await self.store.compare_set(_LATEST, expected, desired) == desired
 
-    async def forget_all_but(self, kept: Collection[str]) -> None:
-        """Delete what the store knows of versions whose keys are not in ``kept``."""
+    async def forget_all_but(self, kept: Collection[str], incarnation: int) -> None:
+        """Delete what the store knows of versions of a publisher and those before it whose keys are not in ``kept``."""
         for kind in (_MANIFEST, _ORDER):
             keys = [key.removeprefix(kind) for key in await self.store.list_keys(kind)]
-            await self.forget([key for key in keys if key not in kept])
+            await self.forget([key for key in keys if key not in kept and _publisher_of(key) <= incarnation])
 
     async def forget(self, keys: Iterable[str]) -> None:
         """Delete what the store knows of versions with these keys."""
@@ -198,14 +198,14 @@ class VersionTable:
     # -- holders -------------------------------------------------------------------------------
 
     async def enroll(self, version: Version, record: HolderRecord) -> list[str]:
-        """Record that this process has a version or begins to read it; return the entries so far, its own the last."""
+        """Record that this process has a version or begins to read it; return the entries so far, as `order` does."""
         # An entry in the order without a record is that of a process that has ended: the record is set before.
-        key = _ORDER + version.key
-        *_, value = await asyncio.gather(
-            self.update(version, record), self.store.append(key, f"{record.entry};"), self.store.get(key)
+        *_, order = await asyncio.gather(
+            self.update(version, record),
+            self.store.append(_ORDER + version.key, f"{record.entry};"),
+            self.order(version),
         )
-        order = value.decode().split(";")
-        return order[: order.index(record.entry) + 1]
+        return order
 
     def update(self, version: Version, record: HolderRecord) -> asyncio.Future[None]:
         """Replace the record of this process."""
@@ -221,7 +221,7 @@ class VersionTable:
         return HoldersView(self.store.watch_keys(prefix), prefix)
 
     async def order(self, version: Version) -> list[str]:
-        """Return the entries of all that began to read a version."""
+        """Return the entries of all that began to read a version since its publisher gave it up, or ever if it has not."""
         return (await self._value(_ORDER + version.key) or b"").decode().split(";")[:-1]
 
     # -- subscribers ---------------------------------------------------------------------------
@@ -285,6 +285,11 @@ class HoldersView:
             await asyncio.gather(self._following, return_exceptions=True)
         finally:
             await self._stream.__aexit__(*error)
+
+
+def _publisher_of(key: str) -> int:
+    """Return the incarnation that made a version's key."""
+    return int(key.partition(".")[0])
 
 
 def new_version(incarnation: int, serial: int, step: int | None, nbytes: int, at_least: int) -> Version:

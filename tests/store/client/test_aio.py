@@ -26,7 +26,6 @@ from asyncdist.errors import (
 )
 from asyncdist.store import AsyncPrefixStore, AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client import connect as dialling
-from asyncdist.store.client import link
 from asyncdist.store.protocol import operations
 from tests.support.ports import free_port
 from tests.support.stores import LONG, TOKEN, open_store
@@ -370,19 +369,18 @@ async def test_a_host_that_does_not_resolve(monkeypatch):
             await AsyncStore.connect(host, 1, timeout=LONG)
 
 
-async def test_name_server_that_does_not_answer_is_named_and_does_not_hold_the_loop(monkeypatch):
-    asked, answer = threading.Event(), threading.Event()
+@pytest.mark.parametrize("kind", [AsyncStore, TCPStore])
+async def test_name_server_that_does_not_answer_is_named_and_does_not_hold_the_loop(monkeypatch, kind):
+    answer = threading.Event()
 
     def look_up(*name, **options):
-        asked.set()
         answer.wait(LONG)
         raise socket.gaierror(socket.EAI_AGAIN, "no answer")
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     try:
         with pytest.raises(LookUpTimeoutError, match=r"the name server did not resolve host 'store.example' in time"):
-            await AsyncStore.connect("store.example", 1, timeout=UNIT)
-        assert asked.is_set()
+            await open_store(kind, "store.example", 1, timeout=UNIT)
         # asyncio.run() joins the threads of the loop's own executor.
         await asyncio.wait_for(asyncio.get_running_loop().shutdown_default_executor(), LONG)
         assert not answer.is_set()
@@ -390,12 +388,17 @@ async def test_name_server_that_does_not_answer_is_named_and_does_not_hold_the_l
         answer.set()
 
 
-async def test_every_address_of_a_name_is_tried(server, monkeypatch):
-    async def look_up(_):
-        return ["127.0.0.2", "127.0.0.1"]
+@pytest.mark.parametrize("kind", [AsyncStore, TCPStore])
+async def test_every_address_of_a_name_is_tried(server, monkeypatch, kind):
+    real = socket.getaddrinfo
 
-    monkeypatch.setattr(link, "look_up", look_up)
-    store = await AsyncStore.connect("store.example", server.port, token=TOKEN, timeout=LONG)
+    def look_up(name, *args, **options):
+        if name == "store.example":
+            return [found for each in ("127.0.0.2", "127.0.0.1") for found in real(each, *args, **options)]
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    store = await open_store(kind, "store.example", server.port, token=TOKEN, timeout=LONG)
     await store.set("key", b"value")
     await store.close()
 

@@ -21,7 +21,7 @@ from tests.support.packets import deafen, needs_packet_filters
 from tests.support.stores import LONG, TOKEN
 
 pytestmark = needs_packet_filters
-LIMIT = 0.5
+LIMIT = 0.2
 BOTH_KINDS = pytest.mark.parametrize("kind", [AsyncStore, TCPStore])
 
 
@@ -93,7 +93,7 @@ async def test_client_that_must_not_connect_again_gets_an_error_that_says_why(se
     store = await connect(kind=kind, heartbeat=LIMIT, store_reconnect=0.0)
     assert await store.add("n", 1) == 1
     deafen_the_server(server)
-    with pytest.raises(StoreConnectionError, match=re.escape("its host has acknowledged nothing for 0.5 s")):
+    with pytest.raises(StoreConnectionError, match=re.escape("its host has acknowledged nothing for 0.2 s")):
         await store.add("n", 1)
 
 
@@ -120,7 +120,7 @@ def test_process_that_reads_late_is_told_from_a_host_that_vanished(until):
             found = writer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, host_watch._TCP_INFO.size)
             return host_watch._TCP_INFO.unpack(found)[3]
 
-        until(lambda: not watch.has_vanished() and watch.is_waiting and silence() > 700)
+        until(lambda: not watch.has_vanished() and watch.is_waiting and silence() > 300)
         deafen(reader.fileno())
         until(watch.has_vanished)
 

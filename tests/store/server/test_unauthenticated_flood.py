@@ -87,3 +87,28 @@ async def test_reset_connections_are_counted_without_a_traceback(caplog, eventua
         gc.collect()
         assert server.admission.num_refused == 20
         assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+async def test_refusals_of_many_connections_are_logged_together(caplog, eventually, tls):
+    async with await StoreServer.start("127.0.0.1", 0, token=TOKEN, config=Config(**FILES if tls else {})) as server:
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+                stranger.sendall(b"\x16" * 200)
+                await eventually(lambda: _has_ended(stranger))
+        assert server.admission.num_refused == 20
+        assert caplog.text.count("the store refused 127.0.0.1:") == 1
+    assert caplog.text.count("the store refused 19 connections") == 1
+    assert len(caplog.messages) == 2
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    sock.setblocking(False)
+    try:
+        while sock.recv(1 << 10):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
