@@ -6,7 +6,6 @@ operation continues in the background. The calling thread drives the progress of
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import asyncdist
-from asyncdist.base.background_loop import background_loop
+from asyncdist.base.background_loop import background_loop, result_on
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.elastic.session import JobSession, join
@@ -153,7 +152,7 @@ def _close(world: World) -> None:
         background_loop().run(world.close())
     elif loop.is_running():
         # The loop cancels the task if it ends.
-        asyncio.run_coroutine_threadsafe(world.close(), loop).result()
+        result_on(loop, world.close())
     else:
         loop.run_until_complete(world.close())
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
 import threading
@@ -30,6 +31,9 @@ T = TypeVar("T")
 
 _AT_EXIT = 2.0
 """Seconds for which a process waits at exit for its loop: a task may ignore its cancellation, a callback may block."""
+
+LOOP_PATIENCE = 10.0
+"""Seconds for which a thread waits for a loop of another thread that runs no callback."""
 
 new_loop: Callable[[], asyncio.AbstractEventLoop]
 try:
@@ -164,6 +168,26 @@ def on_loop(loop: asyncio.AbstractEventLoop | None, coroutine: Coroutine[Any, An
     if loop is None or loop is asyncio.get_running_loop():
         return asyncio.ensure_future(coroutine)
     return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
+
+
+def result_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a loop that runs in another thread, wait for it, and return its result.
+
+    Raises:
+        UsageError: The loop has not run for `LOOP_PATIENCE` seconds: it has ended, or its thread waits for this one.
+    """
+    turned = threading.Event()
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    while not concurrent.futures.wait([future], LOOP_PATIENCE).done:
+        turned.clear()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(turned.set)
+        if not turned.wait(LOOP_PATIENCE) and future.cancel():
+            raise UsageError(
+                f"the event loop that this call needs has run nothing for {LOOP_PATIENCE:g} s: let it run, and let its "
+                "thread not wait for this one"
+            )
+    return future.result()
 
 
 async def run_in_background(coroutine: Coroutine[Any, Any, T], undo: Callable[[T], object] | None = None) -> T:

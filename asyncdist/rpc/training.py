@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as tree
 
+from asyncdist.base.background_loop import result_on
 from asyncdist.base.daemon_threads import start_daemon_thread
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.lifecycle import ProcessBound
@@ -333,7 +334,7 @@ class _RemoteGraph:
         if asyncio._get_running_loop() is self._loop:
             raise LoopThreadError("backward through a remote module (await rpc.backward(loss) instead)")
         calling = self._use.call("backward", self._graph, [None if each is None else each for each in gradients])
-        found: list[torch.Tensor | None] = asyncio.run_coroutine_threadsafe(calling, self._loop).result()
+        found: list[torch.Tensor | None] = result_on(self._loop, calling)
         return found
 
 

@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -16,6 +17,7 @@ from asyncdist.base.background_loop import (
     BackgroundLoop,
     background_loop,
     close_background_loop,
+    result_on,
     run_in_background,
 )
 from asyncdist.config import Config
@@ -300,3 +302,22 @@ async def test_result_that_a_cancelled_caller_does_not_get_is_undone():
     assert undone == ["result"]
     assert await run_in_background(work(), undo=undone.append) == "result"
     assert undone == ["result"]
+
+
+def test_result_on_a_loop_that_waits_for_the_caller_is_refused(monkeypatch):
+    monkeypatch.setattr("asyncdist.base.background_loop.LOOP_PATIENCE", 0.1)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        assert await asyncio.to_thread(result_on, loop, asyncio.sleep(0.3, "result")) == "result"
+        with ThreadPoolExecutor(1) as pool:  # its end holds the loop
+            waiting = pool.submit(result_on, loop, asyncio.sleep(0, "result"))
+        with pytest.raises(UsageError, match="has run nothing for"):
+            waiting.result()
+        return loop
+
+    loop = asyncio.run(main())
+    never = asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="closed"):
+        result_on(loop, never)
+    never.close()

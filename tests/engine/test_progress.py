@@ -816,7 +816,7 @@ def test_close_in_another_thread_ends_when_the_loop_ends_first(socket_machine, e
 
 
 def test_close_in_a_thread_for_which_the_loop_waits_is_refused(socket_machine, monkeypatch):
-    monkeypatch.setattr(loop_driver, "_LOOP_PATIENCE", 0.1)
+    monkeypatch.setattr(loop_driver, "LOOP_PATIENCE", 0.1)
     machine, _ = socket_machine
 
     async def run():

@@ -33,6 +33,7 @@ from asyncio import _get_running_loop
 from threading import get_ident
 from time import monotonic
 
+from asyncdist.base.background_loop import LOOP_PATIENCE
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.descriptors import is_exhausted
 from asyncdist.engine.drivers.home_loop import HomeLoop
@@ -62,8 +63,6 @@ _IDLE, _SCHEDULED, _RESTING, _DEFERRING, _CLOSED = LoopState
 
 _LOOP_CHECK_INTERVAL = 0.05
 """Seconds between two checks, by a thread that waits for the loop, whether the loop has ended."""
-_LOOP_PATIENCE = 10.0
-"""Seconds for which that thread waits for a loop that runs no callback."""
 _DEFERRAL = 1e-3
 """Seconds without a call after which the loop watches descriptors for messages that the program expects."""
 
@@ -246,13 +245,13 @@ class LoopDriver:
 
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(leave)
-        deadline = Deadline.after(_LOOP_PATIENCE)
+        deadline = Deadline.after(LOOP_PATIENCE)
         while not done.wait(_LOOP_CHECK_INTERVAL):
             if self.home.loop is not loop or not loop.is_running():
                 return False
             if deadline.expired():
                 raise UsageError(
-                    f"the event loop of this world has run nothing for {_LOOP_PATIENCE:g} s while another thread "
+                    f"the event loop of this world has run nothing for {LOOP_PATIENCE:g} s while another thread "
                     "destroys the world: destroy it on the loop, or let the loop's thread not wait for the thread that does"
                 )
         return True
