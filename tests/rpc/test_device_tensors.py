@@ -9,6 +9,7 @@ import gc
 import logging
 import re
 import weakref
+from threading import current_thread
 
 import msgpack
 import pytest
@@ -19,6 +20,7 @@ from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
 from asyncdist.rpc import blocking, wire
 from asyncdist.rpc import session as session_module
+from asyncdist.rpc.loans import DevicePart
 from tests.rpc.conftest import assert_equal_and_writable
 from tests.support.device_tensors import CUDA, OnDevice, PretendLending, on_device
 from tests.support.devices import PretendStaged
@@ -158,6 +160,19 @@ async def test_tensors_of_all_layouts_arrive_equal_and_writable(job, eventually)
             for found in (await it.echo(tensor), await it.plain(tensor)):
                 assert_equal_and_writable(found, tensor)
             assert torch.count_nonzero(tensor)
+        assert not passed_the_host()
+
+
+async def test_tensor_among_long_arguments_is_lent_by_the_loop(job, eventually, monkeypatch):
+    threads = []
+    part = DevicePart.of
+    monkeypatch.setattr(
+        DevicePart, "of", lambda *args, **kwargs: threads.append(current_thread()) or part(*args, **kwargs)
+    )
+    async with acquainted(job, Echo(), eventually) as (it, _far, _near):
+        tensor = on_device(torch.randn(LARGE))
+        assert torch.equal((await it.plain([*[()] * LARGE, tensor]))[-1], tensor)
+        assert threads[0] is current_thread()
         assert not passed_the_host()
 
 
