@@ -20,8 +20,16 @@ _TCP_INFO = struct.Struct("=2xBB20xI28xI84xI")
 milliseconds since the last acknowledgement, and bytes that are not sent."""
 
 
+_LONGEST_KEEPALIVE = 32767.0
+"""Seconds that the kernel accepts."""
+
+
 def keepalive(limit: float) -> tuple[tuple[str, int], ...]:
-    """Return the options with which the kernel ends an idle connection whose other host is silent for ``limit`` s."""
+    """Return the options with which the kernel ends an idle connection whose other host is silent for ``limit`` s.
+
+    At most `_LONGEST_KEEPALIVE`, also for a limit of infinity.
+    """
+    limit = min(limit, _LONGEST_KEEPALIVE)
     idle, interval = max(1, int(limit / 2)), max(1, int(limit / 8))
     count = max(1, int((limit - idle) / interval))
     return ("TCP_KEEPIDLE", idle), ("TCP_KEEPINTVL", interval), ("TCP_KEEPCNT", count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 import socket
 
@@ -35,6 +36,13 @@ def test_kernel_ends_idle_connections_within_the_limit():
         (_, idle), (_, interval), (_, count) = keepalive(limit)
         assert idle + interval * count <= limit, limit
     assert keepalive(0.5) == (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1))
+
+
+@pytest.mark.parametrize("limit", [1e6, math.inf])
+def test_limit_is_longer_than_the_kernel_accepts(limit):
+    with socket.socket() as sock:
+        tune(sock, limit)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 16383
 
 
 async def leased(raw, server):
