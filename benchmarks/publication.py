@@ -1,4 +1,4 @@
-"""What the benchmarks share: their processes, parts that need several hosts, the run with its progress, and the page."""
+"""Shared by the benchmarks: their processes, parts that need several hosts, a run with its progress, and the page."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def _run_call(future: Future[Any], call: Callable[[], Any]) -> None:
         return
     try:
         value = call()
-    # A future of asyncio refuses it, and its waiter would wait for ever. A coroutine that raises it does the same.
+    # A future of asyncio refuses it, and its waiter would never return. A coroutine that raises it does the same.
     except StopIteration as error:
         refused = RuntimeError(f"a call in a thread raised {error!r}")
         refused.__cause__ = error

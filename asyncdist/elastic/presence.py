@@ -72,7 +72,7 @@ class Presence:
         self._claimed_in = self._announced_in
 
     def withdraw(self) -> None:
-        """Note that the key is to be deleted."""
+        """Note that this process deletes the key."""
         self._announced_in = self._claimed_in = None
         self.until = -math.inf
 
@@ -87,7 +87,7 @@ class Presence:
         return self.is_claimed and monotonic() < self.until
 
     async def keep(self) -> None:
-        """Renew for ever. An answer extends the lease only in the session in which the key was announced."""
+        """Renew without end. An answer extends the lease only in the session in which the key was announced."""
         while self.lease < math.inf:
             if self._announced_in is not None:
                 sent = monotonic()

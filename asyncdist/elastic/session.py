@@ -271,7 +271,7 @@ class JobSession(ProcessBound):
         job, deadline = self._job, Deadline.after(self._timeout)
         seen = job.record.number
         while True:
-            # Who names the next generation passes over a process that has not seen the one before.
+            # A process that names the next generation passes over a process that has not seen the one before.
             await job.wait_to_join(seen)
             record = await self._next_named(seen, deadline)
             seen = record.number
@@ -335,7 +335,7 @@ class JobSession(ProcessBound):
             await job.until(lambda: job.candidates() != present or job.record != record, Deadline.after(_SETTLE))
             return
         chosen = tuple(each for each in present if each not in without)
-        # What this process has heard may be older than a member that is back.
+        # The news of this process may be older than a member that is back.
         if not self._may_found() or len(chosen) < self._founders or await job.has_members():
             return
         if not await job.begin_generation(record, record.number + 1, chosen, record.begun):

@@ -178,7 +178,7 @@ class GroupFailures:
         message = f"tag {number}" if channel is None or channel.point_to_point else f"collective #{number}"
         error = GroupError(
             f"rank {self._rank} has no room for a message of {nbytes} bytes with {message} from rank {peer}, for which no "
-            f"receive is posted, beside {stored} bytes of such messages"
+            f"receive is posted, in addition to {stored} bytes of such messages"
         )
         error.advice = "post the receives in the order of the sends, or raise ASYNCDIST_ASIDE_NBYTES"
         if channel is not None:

@@ -7,7 +7,7 @@ scalars of plain dtypes. Tuples, sets and ordered dictionaries may be nested 32 
 ``torch.serialization.add_safe_globals``. Other objects, which include those of other subclasses of these types, need
 pickle, which executes code of the sender. They require ``ASYNCDIST_ALLOW_PICKLE=1`` and exclude ``weights_only=True``.
 
-The content of long tensors, arrays and bytes travels beside the packed bytes if the caller collects it (`Beside`). It is
+The content of long tensors, arrays and bytes travels next to the packed bytes if the caller collects it (`Beside`). It is
 not copied then: copying gigabytes would hold the interpreter for seconds. An `Extension` carries further objects, or
 carries these otherwise.
 """
@@ -36,7 +36,7 @@ _TENSOR, _ARRAY, _TUPLE, _SET, _COMPLEX, _INTEGER, _PICKLE, _SAVED, EXTENDED, _O
 _REQUIRES_GRAD, _PARAMETER = 1, 2
 
 LONG_NBYTES = 64 << 10
-"""The least bytes of a tensor, an array or bytes that travel beside the packed bytes: it takes less time to copy fewer."""
+"""The least bytes of a tensor, an array or bytes that travel next to the packed bytes: it takes less time to copy fewer."""
 _MOST_SEARCHED = 1024
 """The most objects among which `set_apart` looks for long bytes."""
 _PIECE_NBYTES = 1 << 20
@@ -57,7 +57,7 @@ class Extension(Protocol):
 
 
 class Beside:
-    """Collects the buffers that travel beside the packed bytes.
+    """Collects the buffers that travel next to the packed bytes.
 
     Args:
         snapshot: Copy memory that the program may change before it is sent.
@@ -78,7 +78,7 @@ class TakesLong(Exception):
 
 
 class LongBytes:
-    """Stands for bytes that travel beside the packed bytes: msgpack would copy them."""
+    """Stands for bytes that travel next to the packed bytes: msgpack would copy them."""
 
     __slots__ = ("content",)
 
@@ -325,7 +325,7 @@ def unpack(
         allow_pickle: Whether pickles are read.
         weights_only: The argument of `pack`.
         extension: Carries further objects.
-        beside: The buffers that travelled beside it, whose memory the tensors and arrays share; None if they are not
+        beside: The buffers that travelled next to it, whose memory the tensors and arrays share; None if they are not
             wanted, and the objects that are made of them are missing.
     """
     try:

@@ -235,7 +235,7 @@ class Caller:
             return
         try:
             self._fill(call, key, told, packed.result())
-        # The program may have changed the arguments meanwhile, or a device may have failed.
+        # The program may have changed the arguments in that time, or a device may have failed.
         except Exception as error:
             if isinstance(error, UsageError):
                 error = UsageError(f"{call.target}.{call.method}() at {self.peer}: {error.summary}")

@@ -293,7 +293,7 @@ class Carrier:
     def pack_arguments(
         self, value: Any, lender: TensorLender, threads: DaemonThreadPool
     ) -> PackedValue | asyncio.Future[PackedValue]:
-        """Pack a value that does not change meanwhile; return a future if that takes long, and a thread does it.
+        """Pack a value that does not change in that time; return a future if that takes long, and a thread does it.
 
         Raises:
             UsageError: It cannot be carried. If that turns out late, the future has the error.

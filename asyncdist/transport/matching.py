@@ -221,7 +221,7 @@ class MatchingHost(Protocol):
         """Fail the operation of a receive whose message has another fingerprint or size."""
 
     def no_room(self, peer: int, key: bytes, nbytes: int, stored: int) -> None:
-        """Fail the group of an unexpected message that cannot be stored beside the ``stored`` bytes of others."""
+        """Fail the group of an unexpected message that cannot be stored in addition to the ``stored`` bytes of others."""
 
 
 class MatchingQueue:

@@ -229,7 +229,7 @@ def _refuse_replaced(model: nn.Module, targets: Mapping[str, torch.Tensor]) -> N
     replaced = [name for name, target in targets.items() if present.get(name) is not target]
     if replaced:
         raise UsageError(
-            f"the program has replaced {replaced[0]} of a copy, which would keep its values for ever: change the values of "
+            f"the program has replaced {replaced[0]} of a copy, which would keep its values: change the values of "
             "a copy in place, and the module itself before it is passed as like="
         )
 

@@ -1,4 +1,4 @@
-"""Who names the members of a generation, although processes are stopped, answers are lost, and jobs are named alike."""
+"""The founder of a generation is found, although processes are stopped, answers are lost, and jobs are named alike."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ async def test_survivors_get_dense_ranks_and_keep_their_ids(transport, dead):
 
 @transports
 async def test_survivors_are_not_busy_with_a_failure_that_they_have_survived(transport, eventually):
-    """With something pending, each call drives more than itself, so small calls would be slower for ever."""
+    """With something pending, each call drives more than itself, so small calls would stay slower."""
     async with world_of(3, transport=transport) as groups:
         assert await sums(groups) == [3] * 3
         groups[2].world.leave()
