@@ -83,8 +83,8 @@ for module in sys.argv[1:]:
     importlib.import_module(module)
 """
 
-IN_ORDER = ["asyncdist_transports.nccl.communicator", "asyncdist.store.server.embedded", "peers",
-            "asyncdist.base.daemon_threads", "asyncdist.base.background_loop"]  # fmt: skip
+IN_ORDER = ["asyncdist_transports.nccl.communicator", "asyncdist.store.server.embedded", "asyncdist.store.client.file",
+            "peers", "asyncdist.base.daemon_threads", "asyncdist.base.background_loop"]  # fmt: skip
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.exhaustive), -1])
