@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import weakref
 from collections.abc import Generator
 from math import inf
 from typing import Any, Generic, Self, TypeVar
@@ -271,9 +270,16 @@ class RemoteStream(Generic[T]):
     ) -> None:
         self._connection = connection
         self._limit = limit
+        self._loop = asyncio.get_running_loop()
         self._request = StreamRequest(command, buffer)
+
+    # Not weakref.finalize: its arguments would keep the error of the request, whose traceback keeps this stream.
+    def __del__(self) -> None:
         # The protocol keeps the request, which would go on to buffer answers that nothing can read.
-        weakref.finalize(self, _drop, asyncio.get_running_loop(), connection, self._request).atexit = False
+        request = self._request
+        if request.number and request.over is None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._connection.give_up, request.number)
 
     async def __aenter__(self) -> Self:
         request = self._request
@@ -318,10 +324,3 @@ class RemoteStream(Generic[T]):
             self._connection.give_up(request.number)
             name, key = request.command.name, request.command.keys[0]
             request.reject(StoreConnectionError(f"this process has closed the {name} of {key!r}"))
-
-
-def _drop(loop: asyncio.AbstractEventLoop, connection: ReconnectingConnection, request: StreamRequest[Any]) -> None:
-    """Cancel the request of a stream that was collected, on any thread."""
-    if request.number and request.over is None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(connection.give_up, request.number)

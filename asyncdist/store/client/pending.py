@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -192,6 +191,9 @@ class ClientStream(BlockingStream[T]):
     which may hold any lock. Either way a client that it has ``owned`` is closed.
     """
 
+    _dropped: Callable[[PendingStream[Any]], object] | None = None
+    """None when it is closed."""
+
     def __init__(
         self,
         client: BlockingClient,
@@ -209,7 +211,12 @@ class ClientStream(BlockingStream[T]):
         self._owned = owned
         self._pending = PendingStream(buffer)
         client.open_stream(command, self._pending, limit)
-        self._finalizer = weakref.finalize(self, dropped, self._pending)
+        self._dropped = dropped
+
+    # Not weakref.finalize: its arguments would keep the error of the request, whose traceback keeps this stream.
+    def __del__(self) -> None:
+        if self._dropped is not None:
+            self._dropped(self._pending)
 
     def get(self, timeout: Timeout = None) -> T:
         try:
@@ -218,8 +225,9 @@ class ClientStream(BlockingStream[T]):
             raise StoreTimeoutError(self._command.name, self._command.keys, seconds(timeout)) from None
 
     def close(self) -> None:
-        if self._finalizer.detach() is None:
+        if self._dropped is None:
             return
+        self._dropped = None
         if self._owned:
             self.client.close()
         else:

@@ -9,6 +9,7 @@ import pickle
 import re
 import socket
 import threading
+import weakref
 
 import pytest
 
@@ -435,3 +436,21 @@ async def test_stream_that_the_program_drops_ends(server, store, eventually):
     await eventually(lambda: server.state.num_open == 0)
     await store.watch("k")  # no program can read this
     await eventually(lambda: server.state.num_open == 0)
+
+
+async def test_stream_whose_store_is_lost_is_collected(eventually):
+    """The error that the program has got must not keep the stream, and with it what the program's frames hold."""
+
+    async def lose_the_store():
+        server = await StoreServer.start("127.0.0.1", 0, token=TOKEN)
+        store = await AsyncStore.connect("127.0.0.1", server.port, token=TOKEN, config=Config(store_reconnect=0.0))
+        stream = await store.subscribe("channel")
+        closing = asyncio.create_task(server.close())
+        with contextlib.suppress(StoreConnectionError):
+            await anext(stream)
+        await closing
+        await store.close()
+        return weakref.ref(stream)
+
+    stream = await lose_the_store()
+    await eventually(lambda: gc.collect() is None or stream() is None)
