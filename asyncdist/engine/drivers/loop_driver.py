@@ -200,7 +200,6 @@ class LoopDriver:
         now, spin = monotonic(), turns.waiting.await_spin if self.home else 0.0
         until, spin_until = now + (0.0 if turns.slice_exhausted else TIME_SLICE), now + spin
         turns.turning = get_ident()
-        turns.turning = get_ident()
         try:
             moved = turns.turn(None if descriptor is None else (descriptor,))
             while now < until and (moved or now < spin_until) and machine.busy() and not machine.finished:
