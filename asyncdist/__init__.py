@@ -51,25 +51,25 @@ _NAMES: dict[str, tuple[str, str]] = {
     "DistributedDataParallel": ("asyncdist.ddp", "DistributedDataParallel"),
     "DistributedSampler": ("asyncdist.ddp.sampler", "DistributedSampler"),
     "Group": ("asyncdist.groups.group", "Group"),
-    "GroupMetrics": ("asyncdist.tracing.metrics", "GroupMetrics"),
+    "GroupMetrics": ("asyncdist.kernel.tracing.metrics", "GroupMetrics"),
     "GroupStep": ("asyncdist.groups.members.step", "GroupStep"),
     "JobSession": ("asyncdist.elastic.session", "JobSession"),
     "LocalSGD": ("asyncdist.ddp.low_communication.diloco", "LocalSGD"),
     "MemberChange": ("asyncdist.groups.members.member_watch", "MemberChange"),
-    "OperationRecord": ("asyncdist.tracing.hooks", "OperationRecord"),
+    "OperationRecord": ("asyncdist.kernel.tracing.hooks", "OperationRecord"),
     "P2POp": ("asyncdist.groups.collectives_api", "P2POp"),
     "ProcessGroup": ("asyncdist.groups.group", "Group"),  # torch's name, for annotations
     "ReduceOp": ("asyncdist.base.ops", "ReduceOp"),
     "State": ("asyncdist.groups.members.training_state", "State"),
     "SyncBatchNorm": ("asyncdist.ddp.sync_batchnorm", "SyncBatchNorm"),
-    "Work": ("asyncdist.engine.work", "Work"),
+    "Work": ("asyncdist.kernel.engine.work", "Work"),
     "ZeroRedundancyOptimizer": ("asyncdist.ddp.sharded_optimizer", "ZeroRedundancyOptimizer"),
-    "empty": ("asyncdist.memory.registered", "empty"),
+    "empty": ("asyncdist.kernel.memory.registered", "empty"),
     "join": ("asyncdist.elastic.session", "join"),
     "premul_sum": ("asyncdist.base.ops", "premul_sum"),
-    "register_hook": ("asyncdist.tracing.hooks", "register_hook"),
-    "serve_metrics": ("asyncdist.tracing.metrics", "serve_metrics"),
-    "trace_operations": ("asyncdist.tracing.otel", "trace_operations"),
+    "register_hook": ("asyncdist.kernel.tracing.hooks", "register_hook"),
+    "serve_metrics": ("asyncdist.kernel.tracing.metrics", "serve_metrics"),
+    "trace_operations": ("asyncdist.kernel.tracing.otel", "trace_operations"),
 }
 
 __all__ = sorted([*_NAMES, "__version__"])
@@ -103,7 +103,6 @@ if TYPE_CHECKING:
     from asyncdist.ddp.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
     from asyncdist.elastic.session import JobSession as JobSession
     from asyncdist.elastic.session import join as join
-    from asyncdist.engine.work import Work as Work
     from asyncdist.groups.aio import api
     from asyncdist.groups.aio import destroy_process_group as destroy_process_group
     from asyncdist.groups.aio import init_process_group as init_process_group
@@ -137,16 +136,17 @@ if TYPE_CHECKING:
     from asyncdist.groups.members.regrouping import Agreed as Agreed
     from asyncdist.groups.members.step import GroupStep as GroupStep
     from asyncdist.groups.members.training_state import State as State
-    from asyncdist.memory.registered import empty as empty
+    from asyncdist.kernel.engine.work import Work as Work
+    from asyncdist.kernel.memory.registered import empty as empty
+    from asyncdist.kernel.tracing.hooks import OperationRecord as OperationRecord
+    from asyncdist.kernel.tracing.hooks import register_hook as register_hook
+    from asyncdist.kernel.tracing.metrics import GroupMetrics as GroupMetrics
+    from asyncdist.kernel.tracing.metrics import serve_metrics as serve_metrics
+    from asyncdist.kernel.tracing.otel import trace_operations as trace_operations
     from asyncdist.store import FileStore as FileStore
     from asyncdist.store import HashStore as HashStore
     from asyncdist.store import PrefixStore as PrefixStore
     from asyncdist.store import TCPStore as TCPStore
-    from asyncdist.tracing.hooks import OperationRecord as OperationRecord
-    from asyncdist.tracing.hooks import register_hook as register_hook
-    from asyncdist.tracing.metrics import GroupMetrics as GroupMetrics
-    from asyncdist.tracing.metrics import serve_metrics as serve_metrics
-    from asyncdist.tracing.otel import trace_operations as trace_operations
 
     ProcessGroup = Group
 

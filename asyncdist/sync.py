@@ -17,7 +17,6 @@ from asyncdist.base.background_loop import background_loop, result_on
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.elastic.session import JobSession, join
-from asyncdist.engine.work import Work
 from asyncdist.groups import default_world
 from asyncdist.groups.blocking_api import BlockingApi
 from asyncdist.groups.collectives_api import P2POp
@@ -52,11 +51,12 @@ from asyncdist.groups.members.regrouping import Agreed
 from asyncdist.groups.members.step import GroupStep
 from asyncdist.groups.members.training_state import State
 from asyncdist.groups.world import World, open_world
-from asyncdist.memory.registered import empty
+from asyncdist.kernel.engine.work import Work
+from asyncdist.kernel.memory.registered import empty
+from asyncdist.kernel.tracing.hooks import OperationRecord, register_hook
+from asyncdist.kernel.tracing.metrics import GroupMetrics, serve_metrics
+from asyncdist.kernel.tracing.otel import trace_operations
 from asyncdist.store import FileStore, HashStore, PrefixStore, TCPStore
-from asyncdist.tracing.hooks import OperationRecord, register_hook
-from asyncdist.tracing.metrics import GroupMetrics, serve_metrics
-from asyncdist.tracing.otel import trace_operations
 
 if TYPE_CHECKING:
     from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel

@@ -25,7 +25,7 @@ import pytest_asyncio
 import torch
 
 from asyncdist.base.background_loop import background_loop, observing_loop
-from asyncdist.memory.shared_arena import arena
+from asyncdist.kernel.memory.shared_arena import arena
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.processes import Nursery
 from asyncdist.testing.stopwatch import Stopwatch

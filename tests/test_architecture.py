@@ -17,8 +17,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    "base", "algorithms", "memory", "store", "transport", "tracing", "membership", "engine", "collectives", "rendezvous",
-    "channels", "weights", "status", "devices", "groups", "elastic", "ddp", "rpc", "torch_backend", "bench", "cli",
+    "base", "store", "kernel.algorithms", "kernel.memory", "kernel.transport", "kernel.tracing", "kernel.membership",
+    "kernel.engine", "kernel.collectives", "kernel.devices", "kernel", "rendezvous", "channels", "weights", "status",
+    "groups", "elastic", "ddp", "rpc", "torch_backend", "bench", "cli",
 )  # fmt: skip
 """The folders of `asyncdist`; each imports only itself, the folders before it, and the modules of `FOUNDATION`."""
 
@@ -28,15 +29,40 @@ FOUNDATION = {"asyncdist.config", "asyncdist.environment", "asyncdist.errors"}
 SURFACE = {"asyncdist", "asyncdist.sync", "asyncdist.torchrun"}
 """The public surface: flat modules that lazily import from any layer. Only `bench` and `cli` may import them."""
 
-PURE_FOLDERS = ("asyncdist.algorithms", "asyncdist.membership", "asyncdist.store.protocol", "asyncdist.store.state")
+PURE_FOLDERS = (
+    "asyncdist.kernel.algorithms", "asyncdist.kernel.membership", "asyncdist.store.protocol", "asyncdist.store.state",
+)  # fmt: skip
 """Folders without I/O, clocks, threads and tensors: their modules import none of `IMPURE`."""
 
 IMPURE = {"asyncio", "socket", "threading", "os", "select", "subprocess", "torch", "numpy", "multiprocessing"}
 
 TRANSPORTS_MAY_IMPORT = (
-    "base", "memory", "transport", "algorithms.schedule", "engine.work", "config", "environment", "errors",
+    "base", "kernel.memory", "kernel.transport", "kernel.algorithms.schedule", "kernel.engine.work", "config",
+    "environment", "errors",
 )  # fmt: skip
 """What a transport sees of `asyncdist`: the contract, and what the contract speaks about."""
+
+LIBRARIES = ("weights", "status", "elastic", "ddp", "rpc", "torch_backend")
+"""Folders that see of those in `CONTRACTS` what their ``__init__`` exports."""
+
+CONTRACTS = ("kernel", "store", "rendezvous", "channels", "groups")
+
+DEEPER: set[str] = {
+    "asyncdist.kernel.engine.work",
+    "asyncdist.kernel.memory.registered",
+    "asyncdist.kernel.memory.serialization",
+    "asyncdist.kernel.tracing.desync_report",
+    "asyncdist.kernel.tracing.plotting",
+    "asyncdist.kernel.tracing.rank_status",
+    "asyncdist.kernel.tracing.recorder",
+    "asyncdist.kernel.tracing.trace_record",
+    "asyncdist.rendezvous.record_store",
+    "asyncdist.rendezvous.sources",
+    "asyncdist.store.base",
+    "asyncdist.store.client.c10d_probe",
+    "asyncdist.store.protocol.operations",
+}
+"""Modules behind a contract that libraries import nevertheless. This list only shrinks."""
 
 MOST_FLAT_MODULES = 6
 MOST_MODULES_IN_A_FOLDER = 15
@@ -83,8 +109,9 @@ def _imports(path: Path) -> Iterator[str]:
 
 def layer_of(module: str) -> int | None:
     """Return a module's place in `LAYERS`; None for a flat module."""
-    parts = module.split(".")
-    return LAYERS.index(parts[1]) if len(parts) > 1 and parts[1] in LAYERS else None
+    _, *parts = module.split(".")
+    found = [LAYERS.index(name) for name in (".".join(parts[:2]), ".".join(parts[:1])) if name in LAYERS]
+    return found[0] if found else None
 
 
 def is_below(module: str, package: str) -> bool:
@@ -119,6 +146,19 @@ def test_pure_module_imports_nothing_impure(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in LIBRARY if name.startswith(("asyncdist.base", "asyncdist.store"))])
 def test_base_and_store_run_without_torch(name: str) -> None:
     assert "torch" not in {imported.split(".")[0] for imported in imports(LIBRARY[name])}
+
+
+def test_libraries_import_only_what_contracts_export() -> None:
+    behind = tuple(f"asyncdist.{contract}." for contract in CONTRACTS)
+    libraries = tuple(f"asyncdist.{library}" for library in LIBRARIES)
+    found = {
+        imported
+        for name, path in LIBRARY.items()
+        for imported in imports(path)
+        if name.startswith(libraries) and imported.startswith(behind)
+    }
+    assert found - DEEPER == set(), "import these names from the contract, or export them there"
+    assert DEEPER - found == set(), "remove what no library imports any more"
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)

@@ -30,9 +30,9 @@ import torch
 
 import asyncdist
 from asyncdist.config import Config
-from asyncdist.engine.work import Work
 from asyncdist.errors import GroupAbortedError, OperationTimeoutError, PeerLostError
 from asyncdist.groups.group import Group
+from asyncdist.kernel.engine.work import Work
 from asyncdist.testing.cluster import world_of
 from tests.support.ports import free_port
 from tests.support.reader_environment import NOT_HERE, ReaderEnvironment, build_wheel
@@ -345,7 +345,7 @@ def test_contributing_lists_the_layers_in_order() -> None:
     map_of_layers = (
         PAGES["CONTRIBUTING.md"].read_text(encoding="utf-8").partition("## The map\n")[2].partition("\n## ")[0]
     )
-    assert tuple(re.findall(r"^\| `(\w+)` \|", map_of_layers, re.MULTILINE)) == layers
+    assert tuple(re.findall(r"^\| `([\w.]+)` \|", map_of_layers, re.MULTILINE)) == layers
 
 
 def test_contributing_has_at_most_150_lines() -> None:

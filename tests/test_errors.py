@@ -14,9 +14,9 @@ from torch._utils import ExceptionWrapper
 from asyncdist import errors
 from asyncdist.base.error_text import describe_error
 from asyncdist.elastic import errors as elastic_errors
-from asyncdist.engine.operation import local_failure
 from asyncdist.errors import AddressError, AsyncdistError, GroupAbortedError, UsageError
 from asyncdist.groups.group import Group
+from asyncdist.kernel.engine.operation import local_failure
 from asyncdist.rpc import errors as rpc_errors
 from asyncdist.store.persistence.log_format import DamagedError
 from asyncdist.testing.cluster import world_of

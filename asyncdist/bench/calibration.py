@@ -31,7 +31,7 @@ class Calibration:
     """The result on one rank.
 
     Attributes:
-        values: ``alpha``, ``beta`` and ``overhead`` of `asyncdist.algorithms.selection.Model`, in seconds.
+        values: ``alpha``, ``beta`` and ``overhead`` of `asyncdist.kernel.algorithms.selection.Model`, in seconds.
         hosts: The number of hosts.
         rank: This rank. Rank 0 writes the profile.
     """

@@ -34,19 +34,25 @@ What a user of channels takes care of:
 All objects belong to the loop on which they were made.
 """
 
+from asyncdist.channels.acceptor import Acceptor
 from asyncdist.channels.channel import ChannelHandler, PeerChannel
 from asyncdist.channels.directory import JobDirectory, PeerRecord, RecordChange
+from asyncdist.channels.frames import SHORT_NBYTES
 from asyncdist.channels.handshake import ChannelAddress, Greeting
 from asyncdist.channels.messages import IncomingMessage, OutgoingMessage
 from asyncdist.channels.port import ChannelPort
+from asyncdist.channels.search import JobSearch
 
 __all__ = [
+    "SHORT_NBYTES",
+    "Acceptor",
     "ChannelAddress",
     "ChannelHandler",
     "ChannelPort",
     "Greeting",
     "IncomingMessage",
     "JobDirectory",
+    "JobSearch",
     "OutgoingMessage",
     "PeerChannel",
     "PeerRecord",

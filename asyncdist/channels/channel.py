@@ -19,7 +19,7 @@ from asyncdist.channels.inbox import Inbox, StreamEnded
 from asyncdist.channels.messages import IncomingMessage, OutgoingMessage
 from asyncdist.channels.outbox import Flushed, Outbox
 from asyncdist.errors import PeerLostError, ProtocolError, UsageError
-from asyncdist.transport.process_identity import has_ended, process_identity
+from asyncdist.kernel.transport.process_identity import has_ended, process_identity
 
 log = logging.getLogger("asyncdist")
 

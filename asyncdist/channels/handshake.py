@@ -45,7 +45,7 @@ class Greeting:
         id: Identifies its port; no other port ever has the same.
         name: A text for messages, such as ``"process 4711 on node7"``.
         host_name: ASYNCDIST_HOST of the process; None without one.
-        identity: See `asyncdist.transport.process_identity`; None where the system does not provide it.
+        identity: See `asyncdist.kernel.transport.process_identity`; None where the system does not provide it.
         stages: Whether long messages to it may pass through shared memory.
         about: Plain data of the service.
     """

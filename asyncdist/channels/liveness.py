@@ -1,6 +1,6 @@
 """The heartbeats of the channels of one port, which tell a peer that has stopped from one that is busy.
 
-Beats are sent on a thread that runs whatever the loop does. `asyncdist.membership.detector` looks for those of the
+Beats are sent on a thread that runs whatever the loop does. `asyncdist.kernel.membership.detector` looks for those of the
 peers, on the loop. A silent process of this host that works is spared, as ranks spare each other.
 """
 
@@ -12,8 +12,8 @@ from time import monotonic
 
 from asyncdist.base.daemon_threads import periodic_calls
 from asyncdist.channels.channel import PeerChannel
-from asyncdist.membership.detector import BEATS, Detector, Liveness
-from asyncdist.transport.process_identity import process_identity, process_state
+from asyncdist.kernel.membership.detector import BEATS, Detector, Liveness
+from asyncdist.kernel.transport.process_identity import process_identity, process_state
 
 
 class ChannelLiveness:

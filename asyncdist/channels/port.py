@@ -31,8 +31,8 @@ from asyncdist.channels.liveness import ChannelLiveness
 from asyncdist.channels.staging import can_stage
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, PeerLostError
+from asyncdist.kernel.transport.process_identity import process_identity
 from asyncdist.store.server.busy_poll import AdaptiveBusyPoll
-from asyncdist.transport.process_identity import process_identity
 
 _BACKLOG = 1024
 _MOST_HANDSHAKES = 512

@@ -221,7 +221,7 @@ def bench(
     else:
         plan = _cpu_plan(collectives, ranks, sizes, **options)
     if plot_file is not None or output is not None:
-        from asyncdist.tracing.plotting import require_matplotlib
+        from asyncdist.kernel.tracing.plotting import require_matplotlib
 
         require_matplotlib(plot_file)
     with _progress_bar() as progress:
@@ -322,7 +322,7 @@ def _device_plan(
     collectives: tuple[str, ...], ranks: int, sizes: tuple[int, ...] | None, repeat: int | None
 ) -> BenchPlan:
     """Return the plan for CUDA tensors; raise UnsupportedError if there is no device."""
-    from asyncdist.transport.device_streams import cuda_missing
+    from asyncdist.kernel.transport.device_streams import cuda_missing
 
     for name in collectives:
         if name not in ON_DEVICES:

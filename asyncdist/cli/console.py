@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from asyncdist.bench.report.page import Page
-    from asyncdist.tracing.stacks import Stack
+    from asyncdist.kernel.tracing.stacks import Stack
 
 _WIDTH = 150
 """Columns of output that does not go to a terminal. No table is wider."""

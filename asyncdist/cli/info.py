@@ -8,9 +8,9 @@ from __future__ import annotations
 import click
 from click.core import ParameterSource
 
-from asyncdist.algorithms.selection import CANDIDATES
 from asyncdist.cli.option_types import ListOf
 from asyncdist.config import whole_number
+from asyncdist.kernel.algorithms.selection import CANDIDATES
 
 _SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
 

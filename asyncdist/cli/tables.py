@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from asyncdist.algorithms import selection
 from asyncdist.base.network import interface_addresses
 from asyncdist.bench.machine import machine
 from asyncdist.bench.report.page import size
 from asyncdist.config import DEFAULT_LANES, Config, settings
 from asyncdist.errors import AddressError, TransportUnavailableError, UsageError
+from asyncdist.kernel.algorithms import selection
+from asyncdist.kernel.transport import registry
 from asyncdist.rendezvous.addresses import outward
-from asyncdist.transport import registry
 
 _LOOK_SECONDS = 0.05
 """Seconds for which `show_waiting` polls."""
@@ -43,8 +43,8 @@ def show_versions(console: Console) -> None:
 def show_waiting(console: Console, config: Config) -> None:
     """Show how a rank that starts on this machine now waits for its peers: it polls them, or sleeps at once."""
     from asyncdist.base.cores import allowed_cores
-    from asyncdist.engine.drivers.wait_policy import WaitMode
-    from asyncdist.engine.drivers.waiting import mode_here
+    from asyncdist.kernel.engine.drivers.wait_policy import WaitMode
+    from asyncdist.kernel.engine.drivers.waiting import mode_here
 
     cores = allowed_cores()
     found = mode_here(_LOOK_SECONDS) if config.spin_us else None
@@ -126,7 +126,7 @@ def show_transports(console: Console) -> None:
 
 def show_devices(console: Console) -> None:
     """Show every device back end and whether this machine can use it, and the devices that torch sees."""
-    from asyncdist.transport.device_streams import cuda_missing
+    from asyncdist.kernel.transport.device_streams import cuda_missing
 
     title = "Device back ends (in order of preference; ranks use the first one that all of them support)"
     _show_registered(console, title, registry.DEVICE_BACKENDS)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncdist.tracing.desync_report import name_of
-from asyncdist.tracing.plotting import require_matplotlib as require_matplotlib
-from asyncdist.tracing.trace_record import TracedCall, TraceRecord
+from asyncdist.kernel.tracing.desync_report import name_of
+from asyncdist.kernel.tracing.plotting import require_matplotlib as require_matplotlib
+from asyncdist.kernel.tracing.trace_record import TracedCall, TraceRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

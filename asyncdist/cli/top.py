@@ -17,8 +17,8 @@ from asyncdist.cli.option_types import Seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from asyncdist.kernel.tracing.job_status import JobStatus
     from asyncdist.status.viewer import JobViewer
-    from asyncdist.tracing.job_status import JobStatus
 
 _NEW_GENERATION = 30.0
 """Seconds for which the command waits for a job that it has shown and that answers no more."""
@@ -126,7 +126,7 @@ async def _run(
 
 
 async def _status(viewer: JobViewer, window: float, late: float) -> JobStatus:
-    from asyncdist.tracing.job_status import job_status
+    from asyncdist.kernel.tracing.job_status import job_status
 
     return job_status(await viewer.ask(window=window), late)
 
@@ -157,7 +157,7 @@ async def _print_json(viewer: JobViewer, job: str, interval: float, late: float,
 
 async def _show_stacks(viewer: JobViewer, wanted: Sequence[int | None], console: Console, *, as_json: bool) -> int:
     from asyncdist.errors import UsageError
-    from asyncdist.tracing.job_status import job_status
+    from asyncdist.kernel.tracing.job_status import job_status
 
     first = job_status(await viewer.ask(calls=0))
     known = [row.rank for row in first.rows]

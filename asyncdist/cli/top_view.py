@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncdist.tracing.job_status import JobStatus, RankRow, stuck_first
-from asyncdist.tracing.rank_status import quantity
+from asyncdist.kernel.tracing.job_status import JobStatus, RankRow, stuck_first
+from asyncdist.kernel.tracing.rank_status import quantity
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, JustifyMethod

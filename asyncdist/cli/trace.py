@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from asyncdist.tracing.desync_report import RankPace, RankPosition
-    from asyncdist.tracing.trace_record import TracedCall, TraceRecord
+    from asyncdist.kernel.tracing.desync_report import RankPace, RankPosition
+    from asyncdist.kernel.tracing.trace_record import TracedCall, TraceRecord
 
 _GROUPS = 8
 """The largest number of groups with a table. Blocked groups come first."""
@@ -75,7 +75,7 @@ def trace(
     asyncdist trace /tmp/dumps --format torch    # and then: torchfrtrace /tmp/dumps
     """
     from asyncdist.cli import timeline
-    from asyncdist.tracing import desync_report
+    from asyncdist.kernel.tracing import desync_report
 
     if plot is not None:
         timeline.require_matplotlib(plot)
@@ -105,8 +105,8 @@ def trace(
 
 def _export(records: Sequence[TraceRecord], folder: Path, console: Console) -> None:
     """Write the dumps of one world in torch's format, and print the command that analyses them."""
-    from asyncdist.tracing import torch_format
-    from asyncdist.tracing.recorder import write_private
+    from asyncdist.kernel.tracing import torch_format
+    from asyncdist.kernel.tracing.recorder import write_private
 
     prefix = torch_format.file_prefix(records[0].world)
     evicted = torch_format.evicted_collectives(records)
@@ -122,7 +122,7 @@ def _export(records: Sequence[TraceRecord], folder: Path, console: Console) -> N
 
 def _show(records: Sequence[TraceRecord], calls: int, console: Console) -> None:
     """Print the report of one world."""
-    from asyncdist.tracing import desync_report
+    from asyncdist.kernel.tracing import desync_report
 
     for sentence in desync_report.tell(records):
         console.print(sentence, markup=False)

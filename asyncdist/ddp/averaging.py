@@ -17,8 +17,8 @@ import torch
 
 from asyncdist.base.ops import ReduceOp
 from asyncdist.ddp.compression import ErrorFeedback, VectorCodec, drop_infinite
-from asyncdist.engine.work import Work
-from asyncdist.groups.group import Group
+from asyncdist.groups import Group
+from asyncdist.kernel import Work
 
 PIECE_COUNT = 1 << 18
 """Elements of a piece: small enough to be encoded in about a millisecond."""

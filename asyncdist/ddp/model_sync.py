@@ -10,8 +10,8 @@ import torch
 
 from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import MismatchError
-from asyncdist.groups.group import Group
-from asyncdist.memory.buffers import flat_memory
+from asyncdist.groups import Group
+from asyncdist.kernel import flat_memory
 
 PACK_NBYTES = 1 << 20
 

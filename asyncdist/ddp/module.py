@@ -26,7 +26,7 @@ from asyncdist.ddp.torch_class import join as torch_join
 from asyncdist.ddp.torch_class.hooks import BufferHook
 from asyncdist.ddp.uneven_inputs import Joining, refuse_collectives
 from asyncdist.errors import UsageError
-from asyncdist.groups.group import Group
+from asyncdist.groups import Group
 
 _NOT_COPIED = ("process_group", "device_mesh", "_torch_group", "_verification", "_reducer", "_watch",
                "_direct_gradients")  # fmt: skip

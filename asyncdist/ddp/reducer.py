@@ -49,7 +49,7 @@ from asyncdist.ddp.hooks.running import HookCaller
 from asyncdist.ddp.model_sync import Verification
 from asyncdist.ddp.uneven_inputs import Joining
 from asyncdist.errors import GradientError, UsageError
-from asyncdist.groups.group import Group
+from asyncdist.groups import Group
 
 _requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.errors import UsageError
-from asyncdist.groups.default_world import AnyGroup, default_group, resolve_group
+from asyncdist.groups import AnyGroup, default_group, resolve_group
+from asyncdist.kernel import whole_number_of
 
 
 class DistributedSampler(Sampler[int]):

@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.ddp.torch_class.arguments import group_of
 from asyncdist.ddp.torch_class.join import counted_group
-from asyncdist.engine.work import Work
 from asyncdist.errors import UnsupportedError, UsageError
-from asyncdist.groups.default_world import AnyGroup
-from asyncdist.groups.group import Group
+from asyncdist.groups import AnyGroup, Group
+from asyncdist.kernel import Work, whole_number_of
 
 log = logging.getLogger("asyncdist")
 

@@ -16,8 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from asyncdist.errors import UsageError
-from asyncdist.groups.default_world import AnyGroup, resolve_group
-from asyncdist.groups.group import Group
+from asyncdist.groups import AnyGroup, Group, resolve_group
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from asyncdist.ddp.backward.step_times import StepTimes
 from asyncdist.errors import UsageError
-from asyncdist.tracing.plotting import require_matplotlib
+from asyncdist.kernel.tracing.plotting import require_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

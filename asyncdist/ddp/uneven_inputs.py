@@ -23,7 +23,7 @@ from torch import nn
 from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
 from asyncdist.ddp.sync_batchnorm import SyncBatchNorm
 from asyncdist.errors import MismatchError, UnevenInputsError, UsageError
-from asyncdist.groups.group import Group
+from asyncdist.groups import Group
 
 
 class StepKind(IntEnum):

@@ -24,8 +24,7 @@ from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
 from asyncdist.elastic.presence import Presence
 from asyncdist.errors import StoreConnectionError, StoreError
-from asyncdist.store.base import AsyncStoreBase
-from asyncdist.store.prefix import AsyncPrefixStore
+from asyncdist.store import AsyncPrefixStore, AsyncStoreBase
 
 log = logging.getLogger("asyncdist")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from asyncdist.errors import StoreTimeoutError, UsageError
-from asyncdist.store.base import AsyncStoreBase
+from asyncdist.store import AsyncStoreBase
 
 _RENEWALS = 4
 """How often a member renews within the time of the lease. The margin is as long as the time between two renewals."""

@@ -32,12 +32,9 @@ from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.environment import Launch
 from asyncdist.errors import RendezvousError, StoreConnectionError, StoreError, UsageError
-from asyncdist.groups.group import Group
-from asyncdist.groups.world import World, discard_world, open_world
-from asyncdist.rendezvous import OwnStore, serve_own_store
-from asyncdist.rendezvous.addresses import probe
-from asyncdist.rendezvous.init_method import url_of
-from asyncdist.store.client.aio import AsyncStore
+from asyncdist.groups import Group, World, discard_world, open_world
+from asyncdist.rendezvous import OwnStore, probe, serve_own_store, url_of
+from asyncdist.store import AsyncStore
 
 _PREFIX = "asyncdist:"
 _CONNECT_ATTEMPT = 2.0

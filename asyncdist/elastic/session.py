@@ -28,11 +28,9 @@ from typing import Any, Self
 from asyncdist.base.background_loop import background_loop, running_loop
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.config import Config
 from asyncdist.elastic.errors import JobTimeoutError
 from asyncdist.elastic.job import GenerationRecord, Job
-from asyncdist.engine.work import Work, completed
 from asyncdist.errors import (
     ExcludedError,
     GroupError,
@@ -40,13 +38,10 @@ from asyncdist.errors import (
     NotInitializedError,
     UsageError,
 )
-from asyncdist.groups.group import Group
-from asyncdist.groups.members.training_state import State
-from asyncdist.groups.procedure import BackgroundCall
-from asyncdist.groups.world import World, discard_world, open_world
-from asyncdist.rendezvous.init_method import daemon_address
-from asyncdist.store.base import AsyncStoreBase
-from asyncdist.store.client.aio import AsyncStore
+from asyncdist.groups import BackgroundCall, Group, State, World, discard_world, open_world
+from asyncdist.kernel import Work, completed, whole_number_of
+from asyncdist.rendezvous import daemon_address
+from asyncdist.store import AsyncStore, AsyncStoreBase
 
 log = logging.getLogger("asyncdist")
 

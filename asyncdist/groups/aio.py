@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from asyncdist.base.deadline import Timeout
-from asyncdist.engine import trio_tasks
 from asyncdist.groups import default_world
 from asyncdist.groups.call_site import calling_line
 from asyncdist.groups.collectives_api import CollectivesApi
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World, open_world
+from asyncdist.kernel.engine import trio_tasks
 
 
 def init_process_group(

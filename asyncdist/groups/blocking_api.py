@@ -14,11 +14,11 @@ from asyncdist.groups.collectives_api import CollectivesApi
 if TYPE_CHECKING:
     from asyncdist.base.deadline import Timeout
     from asyncdist.base.ops import ReduceOp
-    from asyncdist.engine.work import Work
     from asyncdist.groups.default_world import AnyGroup
     from asyncdist.groups.group import Group
     from asyncdist.groups.members.regrouping import Agreed
-    from asyncdist.memory.tensor_types import ReductionLike, TensorLike, TensorListsT, TensorsT, TensorT
+    from asyncdist.kernel.engine.work import Work
+    from asyncdist.kernel.memory.tensor_types import ReductionLike, TensorLike, TensorListsT, TensorsT, TensorT
 
 
 class BlockingApi(CollectivesApi):

@@ -12,13 +12,13 @@ from typing import Any
 
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp
-from asyncdist.engine.work import Work
 from asyncdist.errors import UsageError
 from asyncdist.groups.default_world import AnyGroup, resolve_group
 from asyncdist.groups.group import Group
 from asyncdist.groups.members.regrouping import Agreed
-from asyncdist.memory.tensor_types import ReductionLike, TensorLike, TensorListsT, TensorsT, TensorT
-from asyncdist.memory.torch_compile import excluded_from_compile
+from asyncdist.kernel.engine.work import Work
+from asyncdist.kernel.memory.tensor_types import ReductionLike, TensorLike, TensorListsT, TensorsT, TensorT
+from asyncdist.kernel.memory.torch_compile import excluded_from_compile
 
 # The module of Work does not import torch, so the decorator is applied here.
 excluded_from_compile(Work)

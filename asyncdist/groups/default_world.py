@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncdist.base.deadline import Timeout
-from asyncdist.collectives.arguments import list_of, whole_number_of
 from asyncdist.environment import Launch
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UsageError
 from asyncdist.groups import stock_ddp
 from asyncdist.groups.group import Group
 from asyncdist.groups.members.member_watch import MemberWatch
 from asyncdist.groups.world import World
-from asyncdist.transport import registry
+from asyncdist.kernel.collectives.arguments import list_of, whole_number_of
+from asyncdist.kernel.transport import registry
 
 # -- state ------------------------------------------------------------------------------------------
 

@@ -16,13 +16,13 @@ from collections.abc import Callable, Generator
 from typing import Any, Unpack
 
 from asyncdist.base.deadline import Timeout
-from asyncdist.collectives.operations import CallOptions
-from asyncdist.collectives.prepared import PreparedCollective
-from asyncdist.engine.operation import Plan
-from asyncdist.engine.work import Work
 from asyncdist.groups.call_site import call_site
 from asyncdist.groups.group import Group
-from asyncdist.memory.torch_compile import excluded_from_compile
+from asyncdist.kernel.collectives.operations import CallOptions
+from asyncdist.kernel.collectives.prepared import PreparedCollective
+from asyncdist.kernel.engine.operation import Plan
+from asyncdist.kernel.engine.work import Work
+from asyncdist.kernel.memory.torch_compile import excluded_from_compile
 
 
 @excluded_from_compile

@@ -17,35 +17,41 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from asyncdist.algorithms.schedule import Schedule
-from asyncdist.algorithms.selection import forced_by
 from asyncdist.base import lifecycle
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.collectives import data_movement, p2p
-from asyncdist.collectives.group_context import GroupContext
-from asyncdist.collectives.hierarchical import HierarchicalCollectives
-from asyncdist.collectives.object_ops import ObjectOps
-from asyncdist.collectives.operations import CallOptions, CollectiveOps, checked_tag
-from asyncdist.collectives.prepared import PreparedCollective, Result, device_of, finish_call, schedules_over_links
-from asyncdist.engine.direct_calls import LINK_POLLS, MAX_DIRECT_NBYTES, MAX_WAITING_NBYTES
-from asyncdist.engine.drivers.waiting import MOST_POLLS
-from asyncdist.engine.endpoint import Endpoint
-from asyncdist.engine.operation import Channel, Plan
-from asyncdist.engine.work import Work, completed
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
 from asyncdist.groups.members.member_ops import MemberOps
-from asyncdist.memory.buffers import Scratch
-from asyncdist.memory.registered import T, register
-from asyncdist.memory.torch_compile import excluded_from_compile
-from asyncdist.memory.user_modes import leave_user_modes
-from asyncdist.tracing.hooks import GroupHooks, Hook, HookFunction
-from asyncdist.transport import registry
-from asyncdist.transport.native import preceded, raising
-from asyncdist.transport.wire_format import channel_of, generation_of
+from asyncdist.kernel.algorithms.schedule import Schedule
+from asyncdist.kernel.algorithms.selection import forced_by
+from asyncdist.kernel.collectives import data_movement, p2p
+from asyncdist.kernel.collectives.group_context import GroupContext
+from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
+from asyncdist.kernel.collectives.object_ops import ObjectOps
+from asyncdist.kernel.collectives.operations import CallOptions, CollectiveOps, checked_tag
+from asyncdist.kernel.collectives.prepared import (
+    PreparedCollective,
+    Result,
+    device_of,
+    finish_call,
+    schedules_over_links,
+)
+from asyncdist.kernel.engine.direct_calls import LINK_POLLS, MAX_DIRECT_NBYTES, MAX_WAITING_NBYTES
+from asyncdist.kernel.engine.drivers.waiting import MOST_POLLS
+from asyncdist.kernel.engine.endpoint import Endpoint
+from asyncdist.kernel.engine.operation import Channel, Plan
+from asyncdist.kernel.engine.work import Work, completed
+from asyncdist.kernel.memory.buffers import Scratch
+from asyncdist.kernel.memory.registered import T, register
+from asyncdist.kernel.memory.torch_compile import excluded_from_compile
+from asyncdist.kernel.memory.user_modes import leave_user_modes
+from asyncdist.kernel.tracing.hooks import GroupHooks, Hook, HookFunction
+from asyncdist.kernel.transport import registry
+from asyncdist.kernel.transport.native import preceded, raising
+from asyncdist.kernel.transport.wire_format import channel_of, generation_of
 
 if TYPE_CHECKING:
-    from asyncdist.devices.group import DeviceGroup
+    from asyncdist.kernel.devices.group import DeviceGroup
 
 # Two threads may issue the first operations on a device at the same time.
 _first_use_lock = threading.Lock()
@@ -224,7 +230,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
             carried.timeout = self.timeout
 
     def _make_device_group(self, device: torch.device) -> DeviceGroup:
-        from asyncdist.devices.group import DeviceGroup
+        from asyncdist.kernel.devices.group import DeviceGroup
 
         nonce = self.channel.number + len(self._devices)
         host = self._companion(f"its {device.type} tensors", nonce)

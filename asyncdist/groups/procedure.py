@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout, seconds
-from asyncdist.engine import trio_tasks
-from asyncdist.engine.work import Work
 from asyncdist.errors import LoopThreadError, WaitTimeoutError
+from asyncdist.kernel.engine import trio_tasks
+from asyncdist.kernel.engine.work import Work
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncdist.collectives.operations import CollectiveOps
 from asyncdist.errors import UsageError
+from asyncdist.kernel.collectives.operations import CollectiveOps
 
 _ADVICE = (
     "use asyncdist.DistributedDataParallel, which takes the same arguments; or keep torch's, import "

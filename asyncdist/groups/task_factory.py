@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncdist.base import lifecycle
-from asyncdist.engine.work import Work
 from asyncdist.groups.dropped_works import TrackedWork
+from asyncdist.kernel.engine.work import Work
 
 _lock = threading.Lock()
 lifecycle.renew_in_children(globals(), "_lock", threading.Lock)

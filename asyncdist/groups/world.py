@@ -15,28 +15,28 @@ from typing import Any
 
 import msgpack
 
-from asyncdist.algorithms.selection import forced_by
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.descriptors import naming_exhaustion
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.base.version import VERSION
-from asyncdist.collectives.arguments import checked_text, list_of, whole_number_of
 from asyncdist.config import Config, shared_settings
-from asyncdist.engine.endpoint import LAST_WORDS, Endpoint
 from asyncdist.environment import Launch
 from asyncdist.errors import AsyncdistError, NotInitializedError, RendezvousError, UsageError
 from asyncdist.groups import task_factory
 from asyncdist.groups.calibration import measurement, profile
 from asyncdist.groups.dropped_works import DebugGroup
 from asyncdist.groups.group import Group
+from asyncdist.kernel.algorithms.selection import forced_by
+from asyncdist.kernel.collectives.arguments import checked_text, list_of, whole_number_of
+from asyncdist.kernel.engine.endpoint import LAST_WORDS, Endpoint
+from asyncdist.kernel.tracing import dump_signal
+from asyncdist.kernel.tracing.metrics import serve_configured_metrics
+from asyncdist.kernel.tracing.stacks import watch_tasks
+from asyncdist.kernel.transport import registry
+from asyncdist.kernel.transport.process_identity import process_identity
 from asyncdist.rendezvous import RendezvousSession, meet
 from asyncdist.status.port import StatusPort
-from asyncdist.tracing import dump_signal
-from asyncdist.tracing.metrics import serve_configured_metrics
-from asyncdist.tracing.stacks import watch_tasks
-from asyncdist.transport import registry
-from asyncdist.transport.process_identity import process_identity
 
 log = logging.getLogger("asyncdist")
 

@@ -14,14 +14,25 @@ from typing import Any
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.config import Config
 from asyncdist.environment import Launch
-from asyncdist.rendezvous.addresses import own_host, to_listen_on
+from asyncdist.rendezvous.addresses import outward, own_host, probe, to_listen_on
 from asyncdist.rendezvous.host_store import ServerHandle
-from asyncdist.rendezvous.init_method import InitMethod, url_of
+from asyncdist.rendezvous.init_method import InitMethod, daemon_address, url_of
 from asyncdist.rendezvous.join import WorldSpec, by_address, by_record, host_world, join_world
 from asyncdist.rendezvous.session import RendezvousSession, TimeLimit
 from asyncdist.rendezvous.sources import check_token, host_of, open_record_store, torch_store_at
 
-__all__ = ["OwnStore", "RendezvousSession", "meet", "serve_own_store"]
+__all__ = [
+    "InitMethod",
+    "OwnStore",
+    "RendezvousSession",
+    "TimeLimit",
+    "daemon_address",
+    "meet",
+    "outward",
+    "probe",
+    "serve_own_store",
+    "url_of",
+]
 
 
 async def meet(

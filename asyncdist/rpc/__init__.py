@@ -37,7 +37,7 @@ from asyncdist.rpc.remote import RemoteObject, RemoteObjects
 from asyncdist.rpc.session import RpcSession, current_session
 from asyncdist.rpc.streams import CallStream
 from asyncdist.rpc.training import RemoteModule, RemoteOptimizer, ServedModule, backward
-from asyncdist.store.base import AsyncStoreBase
+from asyncdist.store import AsyncStoreBase
 
 __all__ = [
     "CallError",

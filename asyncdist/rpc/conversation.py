@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
-from asyncdist.channels.channel import PeerChannel
-from asyncdist.channels.messages import IncomingMessage
+from asyncdist.channels import IncomingMessage, PeerChannel
 from asyncdist.errors import PeerLostError, ProtocolError
 from asyncdist.rpc.calls import Caller
 from asyncdist.rpc.execution import CallBudget, Callee, Execution

@@ -20,10 +20,9 @@ from typing import Any, Protocol
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.timers import DeadlineTimer
-from asyncdist.channels.channel import PeerChannel
-from asyncdist.channels.messages import OutgoingMessage
-from asyncdist.devices.lending import DeviceLending
+from asyncdist.channels import OutgoingMessage, PeerChannel
 from asyncdist.errors import PeerLostError, ProtocolError, UsageError
+from asyncdist.kernel import DeviceLending
 from asyncdist.rpc.calls import current_deadline
 from asyncdist.rpc.failures import describe
 from asyncdist.rpc.loans import ChannelLoans, MessageLoan

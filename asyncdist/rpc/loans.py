@@ -21,14 +21,19 @@ import msgpack
 import torch
 
 from asyncdist.base.error_text import describe_error
-from asyncdist.channels.channel import PeerChannel
-from asyncdist.devices.lending import DeviceLending, OwnerHasEnded
+from asyncdist.channels import PeerChannel
 from asyncdist.errors import PeerLostError, ProtocolError
-from asyncdist.memory.buffers import input_memory, tensor_of
+from asyncdist.kernel import (
+    DeviceEvent,
+    DeviceLending,
+    DeviceLoan,
+    DeviceLoans,
+    OwnerHasEnded,
+    TransferRefused,
+    input_memory,
+    tensor_of,
+)
 from asyncdist.rpc.wire import ANSWER, DECLINED, LENT_BYTES, OFFER, RETURNED, pack_plain
-from asyncdist.transport.device_loans import DeviceLoan, DeviceLoans
-from asyncdist.transport.device_p2p import TransferRefused
-from asyncdist.transport.device_streams import DeviceEvent
 
 log = logging.getLogger("asyncdist")
 

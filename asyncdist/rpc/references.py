@@ -25,9 +25,7 @@ import torch
 
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.channels.channel import PeerChannel
-from asyncdist.channels.handshake import ChannelAddress
-from asyncdist.channels.port import ChannelPort
+from asyncdist.channels import ChannelAddress, ChannelPort, PeerChannel
 from asyncdist.errors import AsyncdistError, PeerLostError, UsageError
 from asyncdist.rpc.calls import Caller
 from asyncdist.rpc.errors import CalleeLostError

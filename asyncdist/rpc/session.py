@@ -15,14 +15,11 @@ from asyncdist.base.background_loop import running_loop
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.channels.channel import PeerChannel
-from asyncdist.channels.directory import JobDirectory, PeerRecord, RecordChange
-from asyncdist.channels.port import ChannelPort
-from asyncdist.channels.search import JobSearch
+from asyncdist.channels import ChannelPort, JobDirectory, JobSearch, PeerChannel, PeerRecord, RecordChange
 from asyncdist.config import Config
-from asyncdist.devices.lending import DeviceLending
 from asyncdist.environment import Launch
 from asyncdist.errors import AsyncdistError, UsageError
+from asyncdist.kernel import DeviceLending
 from asyncdist.rpc.calls import current_deadline
 from asyncdist.rpc.conversation import CREDITS, WINDOW_NBYTES, Conversation, ConversationHandler
 from asyncdist.rpc.errors import NameNotFoundError
@@ -31,7 +28,7 @@ from asyncdist.rpc.references import REFERENCES, ReferenceService, ReferenceTabl
 from asyncdist.rpc.remote import RemoteObject, RemoteObjects
 from asyncdist.rpc.values import Carrier
 from asyncdist.rpc.wire import VERSION
-from asyncdist.store.base import AsyncStoreBase
+from asyncdist.store import AsyncStoreBase
 
 SERVICE = "rpc"
 _IDLE_THREAD = 5.0

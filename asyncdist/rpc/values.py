@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
-from asyncdist.channels.frames import SHORT_NBYTES
+from asyncdist.channels import SHORT_NBYTES
 from asyncdist.errors import ProtocolError
-from asyncdist.memory.buffers import DTYPE_NUMBERS, DTYPES, input_memory
-from asyncdist.memory.serialization import (
+from asyncdist.kernel import DTYPE_NUMBERS, DTYPES, input_memory
+from asyncdist.kernel.memory.serialization import (
     EXTENDED,
     LONG_BYTES_MARK,
     LONG_NBYTES,

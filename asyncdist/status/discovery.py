@@ -20,11 +20,10 @@ from asyncdist.base.error_text import first_line
 from asyncdist.config import Config
 from asyncdist.environment import Launch
 from asyncdist.errors import AddressError, RendezvousError, StoreError, UsageError
-from asyncdist.rendezvous.init_method import InitMethod
+from asyncdist.rendezvous import InitMethod, TimeLimit
 from asyncdist.rendezvous.record_store import AddressRecord, read_record_file
-from asyncdist.rendezvous.session import TimeLimit
 from asyncdist.rendezvous.sources import connect_natively, torch_client
-from asyncdist.store.client.aio import AsyncStore
+from asyncdist.store import AsyncStore
 
 _PARTS = ("asyncdist/", "world-of/", "/member/")
 """One of them is in each key that may hold a record."""

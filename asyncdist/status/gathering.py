@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asyncdist.base.error_text import describe_error
-from asyncdist.engine.endpoint import Endpoint
 from asyncdist.errors import AsyncdistError
+from asyncdist.kernel import Endpoint
 from asyncdist.status.connection import StatusConnection, connect
 
 _PATIENCE = 30.0

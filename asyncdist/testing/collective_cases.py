@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import torch
 
 from asyncdist.base.ops import ReduceOp, Reduction
-from asyncdist.engine.work import Work
 from asyncdist.groups.group import Group
+from asyncdist.kernel.engine.work import Work
 from asyncdist.testing.arithmetic import UNREDUCED, noise, numbers, reduced, same
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Conformance tests for transports: the guarantees of `asyncdist.transport.base` beyond the results of collectives.
+"""Conformance tests for transports: the guarantees of `asyncdist.kernel.transport.base` beyond the results of collectives.
 
 `collective_cases` checks that bytes arrive. These tests check that messages arrive in order, that a transport reads no
 memory after its send has completed and writes no memory after its receive has ended, and that a waiting rank learns that a
@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from asyncdist.engine.work import Work
 from asyncdist.errors import GroupError, PeerLostError
 from asyncdist.groups.group import Group
+from asyncdist.kernel.engine.work import Work
 from asyncdist.testing.cluster import world_of
 
 # Elements of 4 bytes. A message of so many does not fit into the buffers between two ranks.

@@ -28,10 +28,10 @@ from typing import Any, Self, TypeVar
 
 from asyncdist.base.auth import Handshake, HandshakeDriver, dial
 from asyncdist.config import Config
-from asyncdist.engine.endpoint import Endpoint
 from asyncdist.groups.group import Group
+from asyncdist.kernel.engine.endpoint import Endpoint
+from asyncdist.kernel.transport import registry
 from asyncdist.testing.stopwatch import Stopwatch
-from asyncdist.transport import registry
 
 T = TypeVar("T")
 

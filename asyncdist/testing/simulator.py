@@ -5,7 +5,7 @@ completes there needs no buffering, and its cost can be compared with the docume
 lets ranks run ahead of or behind each other, overwrites memory that waits for a message, and swaps the operands of
 `Reduce`. A schedule with the same result there relies only on what the rules guarantee.
 
-Both check the rules of `asyncdist.algorithms.schedule` and describe a violation::
+Both check the rules of `asyncdist.kernel.algorithms.schedule` and describe a violation::
 
     tensors = [numpy.full(10, rank) for rank in range(3)]
     trace = lock_step([ring.all_reduce(rank, 3, ArrayBlocks(tensors[rank], 3)) for rank in range(3)])
@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncdist.algorithms.cost import Cost
-from asyncdist.algorithms.schedule import Action, Combine, Recv, Reduce, Schedule, Send, Step
+from asyncdist.kernel.algorithms.cost import Cost
+from asyncdist.kernel.algorithms.schedule import Action, Combine, Recv, Reduce, Schedule, Send, Step
 
 Array = NDArray[Any]
 Fold = Callable[[Array, Array], Array]

@@ -15,11 +15,10 @@ import torch
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout
-from asyncdist.engine import work as started
 from asyncdist.errors import UnsupportedError
-from asyncdist.groups.group import Group
-from asyncdist.groups.world import World, open_world
-from asyncdist.memory.torch_compile import excluded_from_compile
+from asyncdist.groups import Group, World, open_world
+from asyncdist.kernel import excluded_from_compile
+from asyncdist.kernel.engine import work as started
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
 from asyncdist.torch_backend.torch_group import NAME, TorchGroup
 from asyncdist.torch_backend.torch_work import Work

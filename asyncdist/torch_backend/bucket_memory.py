@@ -17,7 +17,7 @@ import torch.distributed as torch_distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncdist.errors import SharedMemoryError
-from asyncdist.memory import registered
+from asyncdist.kernel.memory import registered
 from asyncdist.torch_backend.process_group import group_of
 
 LEAST_NBYTES = 32 << 10

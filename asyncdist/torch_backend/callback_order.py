@@ -20,9 +20,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from asyncdist.engine.work import call_in_thread
 from asyncdist.errors import UsageError
-from asyncdist.groups.group import Group
+from asyncdist.groups import Group
+from asyncdist.kernel import call_in_thread
 
 Future = torch.futures.Future
 

@@ -18,10 +18,10 @@ from typing import Any
 from torch.distributed.debug._debug_handlers import default_handlers
 from torch.distributed.debug._frontend import DebugHandler, NavLink, Route, fetch_all
 
+from asyncdist.kernel.tracing.desync_report import ranks_in_words, tell
+from asyncdist.kernel.tracing.rank_status import RankStatus, quantity, statuses, wait_edges
+from asyncdist.kernel.tracing.trace_record import TraceRecord, parse
 from asyncdist.torch_backend.torch_group import NAME
-from asyncdist.tracing.desync_report import ranks_in_words, tell
-from asyncdist.tracing.rank_status import RankStatus, quantity, statuses, wait_edges
-from asyncdist.tracing.trace_record import TraceRecord, parse
 
 _CALLS = 400
 """The number of completed calls that each rank sends."""

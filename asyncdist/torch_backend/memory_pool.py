@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from asyncdist.memory import registered
+from asyncdist.kernel.memory import registered
 
 _REST_NBYTES = 16 << 20
 """Bytes lent between the return of large memory and its reuse."""

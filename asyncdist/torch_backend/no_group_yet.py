@@ -6,7 +6,7 @@ from typing import Any
 
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.errors import NotInitializedError
-from asyncdist.tracing.hooks import Hook
+from asyncdist.kernel import Hook
 
 
 class NoGroupYet:

@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as torch_distributed
 
-from asyncdist.groups.group import Group
-from asyncdist.groups.world import World
-from asyncdist.memory.torch_compile import excluded_from_compile
+from asyncdist.groups import Group, World
+from asyncdist.kernel import OperationRecord, excluded_from_compile
 from asyncdist.torch_backend.backend import Backend
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
 from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, TorchGroup
-from asyncdist.tracing.hooks import OperationRecord
 
 _torch: Any = torch_distributed.ProcessGroup
 _bindings: Any = torch._C._distributed_c10d

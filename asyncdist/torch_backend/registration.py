@@ -19,13 +19,12 @@ from torch.distributed import distributed_c10d
 
 from asyncdist.base.deadline import seconds
 from asyncdist.environment import TorchHooks
-from asyncdist.groups.group import Group
-from asyncdist.groups.world import World
+from asyncdist.groups import Group, World
+from asyncdist.kernel.tracing.recorder import recorders
 from asyncdist.torch_backend.backend import Backend, open_through
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
 from asyncdist.torch_backend.process_group import ObservedProcessGroup, ProcessGroup, group_of
 from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, NAME, TorchGroup
-from asyncdist.tracing.recorder import recorders
 
 c10d: Any = distributed_c10d
 _bindings: Any = torch._C._distributed_c10d

@@ -19,9 +19,7 @@ from asyncdist.base.background_loop import background_loop
 from asyncdist.base.cores import has_free_cores
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.devices.work import DeviceWork
 from asyncdist.elastic.reconfiguration import Reconfiguration, completed_group
-from asyncdist.engine import work as started
 from asyncdist.errors import (
     GroupAbortedError,
     GroupError,
@@ -30,17 +28,15 @@ from asyncdist.errors import (
     SharedMemoryError,
     UnsupportedError,
 )
-from asyncdist.groups.group import Group
-from asyncdist.groups.procedure import BackgroundCall
-from asyncdist.groups.world import World
-from asyncdist.memory.torch_compile import excluded_from_compile
+from asyncdist.groups import BackgroundCall, Group, World
+from asyncdist.kernel import DeviceWork, Hook, excluded_from_compile
+from asyncdist.kernel.engine import work as started
 from asyncdist.torch_backend import gloo_words
 from asyncdist.torch_backend.call_forms import any_form, reduction_of
 from asyncdist.torch_backend.callback_order import CallbackOrder, order_of, running
 from asyncdist.torch_backend.memory_pool import MemoryPool
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
 from asyncdist.torch_backend.torch_work import DONE, Work
-from asyncdist.tracing.hooks import Hook
 
 _bindings: Any = torch._C._distributed_c10d
 

@@ -15,11 +15,9 @@ import torch
 import torch.distributed as torch_distributed
 
 from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.devices.work import DeviceWork
-from asyncdist.engine import work as started
-from asyncdist.engine.work import call_in_thread
 from asyncdist.errors import OperationTimeoutError
-from asyncdist.memory.torch_compile import excluded_from_compile
+from asyncdist.kernel import DeviceWork, call_in_thread, excluded_from_compile
+from asyncdist.kernel.engine import work as started
 from asyncdist.torch_backend import gloo_words
 from asyncdist.torch_backend.callback_order import CallbackOrder
 

@@ -152,11 +152,11 @@ def test_after_fork_calls_run_in_order_in_the_child_only():
 
 HELD_DURING_FORK = """
 import os, signal, threading
-import asyncdist.devices.work, asyncdist.groups.group, asyncdist.tracing.hooks
+import asyncdist.kernel.devices.work, asyncdist.groups.group, asyncdist.kernel.tracing.hooks
 from asyncdist.base import lifecycle
 from asyncdist.base.background_loop import background_loop
-from asyncdist.engine.work import Work
-from asyncdist.memory.shared_arena import arena
+from asyncdist.kernel.engine.work import Work
+from asyncdist.kernel.memory.shared_arena import arena
 
 held, forked = threading.Event(), threading.Event()
 locks = [namespace[name] for namespace, name, _ in lifecycle._locks]
@@ -187,7 +187,7 @@ if not child:
     signal.alarm(20)
     arena()
     print(background_loop().call(lambda: "runs"), flush=True)
-    asyncdist.tracing.hooks.register_hook().remove()
+    asyncdist.kernel.tracing.hooks.register_hook().remove()
     os._exit(0)
 forked.set()
 holder.join()

@@ -18,8 +18,8 @@ import torch
 
 from asyncdist.base.tls import TlsSocket, client_context, rank_contexts, server_context
 from asyncdist.config import Config
-from asyncdist.engine.work import Work
 from asyncdist.errors import AuthenticationError, CertificateError, PeerLostError, ProtocolError, StoreError, UsageError
+from asyncdist.kernel.engine.work import Work
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.protocol.c10d import Code
 from asyncdist.testing.cluster import world_of

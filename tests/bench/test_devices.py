@@ -61,7 +61,7 @@ def test_page_has_a_table_for_each_collective(report):
 
 def test_command_measures_shows_and_writes(report, monkeypatch, tmp_path):
     plans = []
-    monkeypatch.setattr("asyncdist.transport.device_streams.cuda_missing", lambda: None)
+    monkeypatch.setattr("asyncdist.kernel.transport.device_streams.cuda_missing", lambda: None)
     monkeypatch.setattr("asyncdist.bench.launch.run", lambda plan, progress: plans.append(plan) or report)
     run = CliRunner().invoke(
         main, ["bench", "--device", "cuda", "--ranks", "1", "--output", str(tmp_path), "--repeat", "3"]

@@ -25,9 +25,9 @@ import asyncdist
 from asyncdist import sync
 from asyncdist.base.background_loop import background_loop, observing_loop
 from asyncdist.elastic.job import Job
-from asyncdist.engine.endpoint import Endpoint
 from asyncdist.errors import ExcludedError, GroupError, NoQuorumError
-from asyncdist.memory.shared_arena import arena
+from asyncdist.kernel.engine.endpoint import Endpoint
+from asyncdist.kernel.memory.shared_arena import arena
 from asyncdist.store import StoreServer
 from asyncdist.store.persistence.group_commit import Fsync
 from asyncdist.testing.hosts import enter

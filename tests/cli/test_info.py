@@ -13,14 +13,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from asyncdist.algorithms.selection import Model, explain
 from asyncdist.cli import main
 from asyncdist.config import Config
-from asyncdist.engine.drivers import waiting
-from asyncdist.engine.drivers.wait_policy import WaitMode
 from asyncdist.errors import TransportUnavailableError
 from asyncdist.groups.calibration.profile import FEW_LANES, MANY_LANES, MANY_LANES_WITH_THREADS, write_profile
-from asyncdist.transport import registry
+from asyncdist.kernel.algorithms.selection import Model, explain
+from asyncdist.kernel.engine.drivers import waiting
+from asyncdist.kernel.engine.drivers.wait_policy import WaitMode
+from asyncdist.kernel.transport import registry
 from asyncdist_transports.staged import Staged
 
 DEVICES = torch.cuda.is_available()

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from asyncdist.cli import main
 from asyncdist.cli.top_view import picture
-from asyncdist.tracing.job_status import JobStatus, RankRow
-from asyncdist.tracing.trace_record import TracedCall
+from asyncdist.kernel.tracing.job_status import JobStatus, RankRow
+from asyncdist.kernel.tracing.trace_record import TracedCall
 from tests.support.ports import free_port
 
 CALL = TracedCall("world", "all_reduce", 412, None, "all_reduce(262144 x float32, SUM)", 1 << 20, 0.0, None, None, 1)

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from asyncdist.cli import main, timeline
 from asyncdist.config import Config
 from asyncdist.errors import GroupError
+from asyncdist.kernel.tracing import desync_report
 from asyncdist.testing.cluster import world_of
-from asyncdist.tracing import desync_report
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import nn
 
 from asyncdist.ddp import DistributedDataParallel, direct_gradients
 from asyncdist.ddp.backward import bucket_memory
-from asyncdist.memory.shared_arena import arena, unavailable
+from asyncdist.kernel.memory.shared_arena import arena, unavailable
 
 without_memory = pytest.mark.skipif(unavailable() is not None, reason=f"no shared memory: {unavailable()}")
 

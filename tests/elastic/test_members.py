@@ -10,10 +10,10 @@ import pytest
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.config import Config
+from asyncdist.kernel.tracing.job_status import JobStatus, job_status
 from asyncdist.status.viewer import JobViewer
 from asyncdist.store import StoreServer
 from asyncdist.testing.processes import Nursery, RankProcess
-from asyncdist.tracing.job_status import JobStatus, job_status
 
 pytestmark = pytest.mark.processes
 

@@ -52,7 +52,7 @@ async def test_opening_cancelled_at_any_step_leaks_nothing_and_can_be_retried(
     # Works of other tests log their errors now.
     gc.collect()
     caplog.clear()
-    monkeypatch.setattr("asyncdist.engine.group_failures.GRACE", 0.05)
+    monkeypatch.setattr("asyncdist.kernel.engine.group_failures.GRACE", 0.05)
     outcomes = set()
     for number in itertools.count():
         if way == "file":

@@ -9,8 +9,8 @@ import weakref
 import pytest
 import torch
 
-from asyncdist.engine.machine import Until
 from asyncdist.errors import GroupAbortedError, PeerLostError
+from asyncdist.kernel.engine.machine import Until
 from asyncdist.testing.cluster import world_of
 
 pytestmark = pytest.mark.each_loop

@@ -132,7 +132,7 @@ def test_exception_in_the_driver_fails_the_rank_and_is_reported(threads, monkeyp
 )
 def test_random_cuts_end_operations_with_correct_value_or_error(threads, monkeypatch, seed):
     """Random collectives of three blocking ranks, a random connection cut at a random byte."""
-    monkeypatch.setattr("asyncdist.engine.group_failures.GRACE", 0.05)
+    monkeypatch.setattr("asyncdist.kernel.engine.group_failures.GRACE", 0.05)
     chance = random.Random(seed)
     with proxied_world(3, timeout=30) as world:
         calls = [chance.choice(["all_reduce", "barrier", "broadcast", "all_gather"]) for _ in range(40)]

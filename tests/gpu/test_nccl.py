@@ -1,4 +1,4 @@
-"""The real NCCL with one rank, because it takes one rank per device. tests/devices has several ranks."""
+"""The real NCCL with one rank, because it takes one rank per device. tests/kernel/devices has several ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch.cuda import _sleep as keep_busy
 
 from asyncdist.base.ops import PremulSum
-from asyncdist.devices.group import DeviceGroup
 from asyncdist.errors import GroupAbortedError
-from asyncdist.memory.reduce_kernels import arithmetic
+from asyncdist.kernel.devices.group import DeviceGroup
+from asyncdist.kernel.memory.reduce_kernels import arithmetic
 from asyncdist.testing.arithmetic import numbers, reduced, reductions, same
 from asyncdist.testing.cluster import run_ranks
 from asyncdist_transports.nccl import Nccl, collectives

@@ -11,7 +11,6 @@ import time
 import pytest
 import torch
 
-from asyncdist.algorithms.selection import Model, choose
 from asyncdist.config import DEFAULT_LANES, Config
 from asyncdist.errors import UsageError
 from asyncdist.groups.calibration import measurement
@@ -27,6 +26,7 @@ from asyncdist.groups.calibration.profile import (
     read_profile,
     write_profile,
 )
+from asyncdist.kernel.algorithms.selection import Model, choose
 from asyncdist.testing.cluster import world_of
 from asyncdist_transports.tcp import sockets
 from asyncdist_transports.tcp.transport import TcpTransport

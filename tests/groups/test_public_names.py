@@ -83,7 +83,7 @@ async def test_new_group_sorts_ranks_unless_sort_ranks_is_false(monkeypatch):
 
 
 def test_submodules_do_not_hide_public_names():
-    for name in ("asyncdist.groups.group", "asyncdist.memory.reduce_kernels", "asyncdist.store"):
+    for name in ("asyncdist.groups.group", "asyncdist.kernel.memory.reduce_kernels", "asyncdist.store"):
         assert isinstance(importlib.import_module(name), ModuleType)
     hidden = [name for name in asyncdist.__all__ if isinstance(getattr(asyncdist, name), ModuleType)]
     assert hidden == []

@@ -12,7 +12,6 @@ import torch
 
 import asyncdist
 from asyncdist import Agreed
-from asyncdist.engine.control_messages import MAX_CLOSING_FAILURES
 from asyncdist.errors import (
     ExcludedError,
     GroupAbortedError,
@@ -22,10 +21,11 @@ from asyncdist.errors import (
     PeerLostError,
     SharedMemoryError,
 )
+from asyncdist.kernel.engine.control_messages import MAX_CLOSING_FAILURES
+from asyncdist.kernel.transport.base import Outgoing
+from asyncdist.kernel.transport.wire_format import DATA, pack_key
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.faults import cancelled_at
-from asyncdist.transport.base import Outgoing
-from asyncdist.transport.wire_format import DATA, pack_key
 
 transports = pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
 

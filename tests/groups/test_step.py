@@ -9,8 +9,8 @@ import pytest
 import torch
 import trio
 
-from asyncdist.engine.work import Work, completed
 from asyncdist.errors import ExcludedError, GroupError
+from asyncdist.kernel.engine.work import Work, completed
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.faults import cancelled_at
 

@@ -18,9 +18,9 @@ import trio.testing
 
 import asyncdist
 from asyncdist import rpc
-from asyncdist.engine.trio_tasks import run_on_background_loop
-from asyncdist.engine.work import completed, joined
 from asyncdist.errors import GroupAbortedError, MismatchError, NotInitializedError, OperationTimeoutError, UsageError
+from asyncdist.kernel.engine.trio_tasks import run_on_background_loop
+from asyncdist.kernel.engine.work import completed, joined
 from asyncdist.store import AsyncStore, HashStore
 from asyncdist.testing.cluster import world_of
 from asyncdist.weights import Publisher, Subscriber

@@ -14,8 +14,6 @@ import torch
 import asyncdist
 import asyncdist.sync
 from asyncdist.config import Config
-from asyncdist.devices import group as device_groups
-from asyncdist.engine.work import Work
 from asyncdist.errors import (
     LoopThreadError,
     OperationTimeoutError,
@@ -24,6 +22,8 @@ from asyncdist.errors import (
     UsageError,
 )
 from asyncdist.groups.world import open_world
+from asyncdist.kernel.devices import group as device_groups
+from asyncdist.kernel.engine.work import Work
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
 from asyncdist.torch_backend.callback_order import order_of

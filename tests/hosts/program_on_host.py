@@ -12,7 +12,7 @@ import time
 import torch
 
 from asyncdist import sync
-from asyncdist.engine.executor import Executor
+from asyncdist.kernel.engine.executor import Executor
 from asyncdist.testing.hosts import enter
 
 torch.set_num_threads(1)

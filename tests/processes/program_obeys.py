@@ -22,10 +22,10 @@ import trio
 
 import asyncdist
 from asyncdist import sync
-from asyncdist.engine.direct_calls import DirectCalls
-from asyncdist.engine.executor import Executor
 from asyncdist.errors import GroupAbortedError, PeerLostError
-from asyncdist.membership.agreement import AgreementMessage
+from asyncdist.kernel.engine.direct_calls import DirectCalls
+from asyncdist.kernel.engine.executor import Executor
+from asyncdist.kernel.membership.agreement import AgreementMessage
 
 torch.set_num_threads(1)
 

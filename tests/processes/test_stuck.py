@@ -14,7 +14,7 @@ import pytest
 
 from asyncdist.cli.trace import trace
 from asyncdist.errors import UsageError
-from asyncdist.tracing import desync_report
+from asyncdist.kernel.tracing import desync_report
 
 pytestmark = pytest.mark.processes
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from asyncdist.cli import main
-from asyncdist.tracing import desync_report
+from asyncdist.kernel.tracing import desync_report
 
 pytestmark = [
     pytest.mark.processes,

@@ -14,11 +14,11 @@ from asyncdist.base.background_loop import observing_loop
 from asyncdist.channels.acceptor import Acceptor
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError
+from asyncdist.kernel.tracing.job_status import job_status
 from asyncdist.status import port as port_module
 from asyncdist.status.connection import MAX_QUESTION, StatusConnection, connect
 from asyncdist.status.port import StatusPort
 from asyncdist.testing.cluster import world_of
-from asyncdist.tracing.job_status import job_status
 
 TOKEN = "the token of several jobs"
 QUESTION = {"gather": True, "calls": 64, "window": 10.0, "stacks": [], "limit": 20.0}

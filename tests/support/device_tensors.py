@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from asyncdist.devices.lending import DeviceLending
-from asyncdist.memory.serialization import PLAIN_TENSORS
-from asyncdist.transport.device_collectives import DeviceCollectives
+from asyncdist.kernel.devices.lending import DeviceLending
+from asyncdist.kernel.memory.serialization import PLAIN_TENSORS
+from asyncdist.kernel.transport.device_collectives import DeviceCollectives
 from tests.support.cuda import PretendDriver, cuda_ipc_over
 from tests.support.devices import PretendStaged, PretendStreams
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from asyncdist.config import Config
-from asyncdist.devices.group import DeviceGroup
 from asyncdist.groups.group import Group
-from asyncdist.memory.buffers import Memory
-from asyncdist.memory.reduce_kernels import Arithmetic
+from asyncdist.kernel.devices.group import DeviceGroup
+from asyncdist.kernel.memory.buffers import Memory
+from asyncdist.kernel.memory.reduce_kernels import Arithmetic
+from asyncdist.kernel.transport.device_collectives import DeviceCollectives
+from asyncdist.kernel.transport.device_streams import DeviceEvent, Streams
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.collective_cases import CollectiveCase, collective_cases
-from asyncdist.transport.device_collectives import DeviceCollectives
-from asyncdist.transport.device_streams import DeviceEvent, Streams
 from asyncdist_transports.staged import Staged
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from asyncdist.errors import PeerLostError
+from asyncdist.kernel.transport import registry
+from asyncdist.kernel.transport.wire_format import HEADER_NBYTES
 from asyncdist.testing import conformance
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import between_two
 from asyncdist.testing.conformance import PROMISES
-from asyncdist.transport import registry
-from asyncdist.transport.wire_format import HEADER_NBYTES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "writing-a-transport.md"
 

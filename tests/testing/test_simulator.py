@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from asyncdist.algorithms.cost import Cost
-from asyncdist.algorithms.schedule import Action, Combine, Recv, Reduce, Schedule, Send
+from asyncdist.kernel.algorithms.cost import Cost
+from asyncdist.kernel.algorithms.schedule import Action, Combine, Recv, Reduce, Schedule, Send
 from asyncdist.testing.simulator import (
     ArrayBlocks,
     DeadlockError,

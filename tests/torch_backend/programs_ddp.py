@@ -311,7 +311,7 @@ def zero_redundancy_joined(rank, world):
 
 def where_buckets_lie(rank, world):
     """Large buckets lie in registered memory if the ranks share memory, also after the first step."""
-    from asyncdist.memory.shared_arena import arena
+    from asyncdist.kernel.memory.shared_arena import arena
 
     def noting(found, bucket):
         buffer = bucket.buffer()

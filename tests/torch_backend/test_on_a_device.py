@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncdist.engine.work import joined
 from asyncdist.errors import GroupAbortedError
+from asyncdist.kernel.engine.work import joined
 from asyncdist.torch_backend import ProcessGroup
 from asyncdist.torch_backend.torch_work import Work
 from tests.support.devices import PretendStreams, Queued, device_group

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import asyncdist.torch_backend  # noqa: F401 - registers the back end "asyncdist"
 from asyncdist.errors import SharedMemoryError
 from asyncdist.groups.group import Group
-from asyncdist.memory import registered
-from asyncdist.memory.shared_arena import arena
+from asyncdist.kernel.memory import registered
+from asyncdist.kernel.memory.shared_arena import arena
 from asyncdist.torch_backend.memory_pool import MemoryPool
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from asyncdist.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from asyncdist.memory import shared_segment
+from asyncdist.kernel.memory import shared_segment
 from asyncdist.store import StoreServer
 from asyncdist.sync import weights as blocking
 from asyncdist.weights import Publisher, Subscriber

@@ -2,7 +2,7 @@
 
 `Writer` sends the messages of a queue. `Reader` receives messages into the receives that a `MatchingQueue` chooses.
 Used by `tcp.connection` and `shm.local_peer`. On the stream a message is a frame: a header of `HEADER_NBYTES` bytes and
-a body (see `asyncdist.transport.wire_format`). No call blocks.
+a body (see `asyncdist.kernel.transport.wire_format`). No call blocks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError
-from asyncdist.transport.base import DiscardReceive, Host, MatchingQueue, Outgoing, Receive, Wait
-from asyncdist.transport.wire_format import BEAT, DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, pack_key, unpack_tail
+from asyncdist.kernel.transport.base import DiscardReceive, Host, MatchingQueue, Outgoing, Receive, Wait
+from asyncdist.kernel.transport.wire_format import BEAT, DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, pack_key, unpack_tail
 
 # About the most bytes that one call moves in one direction, so that the other direction gets its turn.
 QUANTUM = 1 << 20

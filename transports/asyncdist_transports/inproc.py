@@ -1,6 +1,6 @@
 """Messages between ranks of one process: the reference transport. Read this one first.
 
-The engine calls it through `asyncdist.transport.base`, and it imports only the contract. Every rank of the process
+The engine calls it through `asyncdist.kernel.transport.base`, and it imports only the contract. Every rank of the process
 publishes a *mailbox*, a number in a table of this module. The sender posts an action to the receiver's host. Under the
 receiver's lock the action matches the message with the receiver's inbox, and copies the bytes from the sender's memory
 straight into the receiver's. Without a posted receive the bytes stay in the sender's memory, which is back-pressure
@@ -15,8 +15,8 @@ import os
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from asyncdist.transport.base import Address, Host, Link, Outgoing, Receive, Transport, Wait, copy_into
-from asyncdist.transport.wire_format import DATA, GOODBYE, KEY_NBYTES, pack_key, unpack_tail
+from asyncdist.kernel.transport.base import Address, Host, Link, Outgoing, Receive, Transport, Wait, copy_into
+from asyncdist.kernel.transport.wire_format import DATA, GOODBYE, KEY_NBYTES, pack_key, unpack_tail
 
 _mailboxes: dict[int, InprocTransport] = {}
 _numbers = itertools.count(1)

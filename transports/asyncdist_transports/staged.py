@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from asyncdist.memory.buffers import Memory
-from asyncdist.memory.reduce_kernels import Arithmetic
-from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
-from asyncdist.transport.device_streams import DeviceEvent, completes_soon, cuda_missing
-from asyncdist.transport.host_group import HostWork
+from asyncdist.kernel.memory.buffers import Memory
+from asyncdist.kernel.memory.reduce_kernels import Arithmetic
+from asyncdist.kernel.transport.device_collectives import DeviceCollectives, DeviceContext
+from asyncdist.kernel.transport.device_streams import DeviceEvent, completes_soon, cuda_missing
+from asyncdist.kernel.transport.host_group import HostWork
 
 # Pieces in flight: one is copied to the host, one is with the peers, one is copied back.
 _PIPELINE_DEPTH = 3

@@ -34,7 +34,7 @@ from asyncdist.bench.pace import StartPacer
 from asyncdist.bench.plan import BenchPlan
 from asyncdist.bench.workloads.collectives import Empty, SendTraffic, Traffic
 from asyncdist.errors import GroupError, TransportUnavailableError
-from asyncdist.transport import registry
+from asyncdist.kernel.transport import registry
 
 _TICK = 0.5e-3
 """Seconds between two runs of the periodic task."""

@@ -16,7 +16,7 @@ from asyncdist.ddp import buckets
 from asyncdist.ddp.backward.bucket_set import BucketSet, ReducerOptions
 from asyncdist.ddp.backward.bucket_tuning import BucketTuning
 from asyncdist.ddp.backward.step_times import StepTimes
-from asyncdist.groups.group import Group
+from asyncdist.groups import Group
 
 log = logging.getLogger("asyncdist")
 

@@ -22,8 +22,8 @@ from asyncdist.ddp.hooks.bucket import GradientBucket
 from asyncdist.ddp.hooks.running import HookCaller, HookResult
 from asyncdist.ddp.model_sync import Verification
 from asyncdist.ddp.uneven_inputs import Joining
-from asyncdist.engine.work import Work
-from asyncdist.groups.group import Group
+from asyncdist.groups import Group
+from asyncdist.kernel import Work
 
 
 class BucketExchange:

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from asyncdist.errors import SharedMemoryError
-from asyncdist.memory.registered import empty
+from asyncdist.kernel import empty
 
 LINE_NBYTES = 64
 """Alignment of gradients: a matrix product that is written across cache lines takes half as long again."""

@@ -8,7 +8,7 @@ from enum import IntEnum
 import torch
 
 from asyncdist.errors import GradientError
-from asyncdist.groups.group import Group
+from asyncdist.groups import Group
 
 
 class Fault(IntEnum):

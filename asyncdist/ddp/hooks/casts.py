@@ -9,7 +9,7 @@ import torch
 
 from asyncdist.base.ops import ReduceOp
 from asyncdist.ddp.hooks.bucket import GradientBucket
-from asyncdist.groups.group import Group
+from asyncdist.groups import Group
 
 
 async def average(bucket: GradientBucket, group: Group) -> torch.Tensor:

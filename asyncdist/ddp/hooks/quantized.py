@@ -12,7 +12,7 @@ from asyncdist.ddp.averaging import average_of
 from asyncdist.ddp.compression import Compress, ErrorFeedback, codec_of
 from asyncdist.ddp.hooks.bucket import GradientBucket
 from asyncdist.errors import UsageError
-from asyncdist.groups.group import Group
+from asyncdist.groups import Group
 
 
 class Quantized:

@@ -17,7 +17,7 @@ from asyncdist.base.background_loop import new_loop
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.ddp.hooks.bucket import GradientBucket
 from asyncdist.errors import UsageError
-from asyncdist.groups.group import Group
+from asyncdist.groups import Group
 
 AwaitedHook = Callable[[GradientBucket, Group], Awaitable[torch.Tensor]]
 TorchHook = Callable[[Any, GradientBucket], torch.futures.Future[torch.Tensor]]

@@ -12,7 +12,7 @@ import torch
 from asyncdist.ddp.compression import ErrorFeedback
 from asyncdist.ddp.hooks.bucket import GradientBucket
 from asyncdist.errors import UsageError
-from asyncdist.groups.group import Group
+from asyncdist.groups import Group
 
 
 class TopK:

@@ -29,16 +29,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from asyncdist.base.background_loop import background_loop
-from asyncdist.collectives.arguments import whole_number_of
 from asyncdist.ddp.averaging import Average, average_of
 from asyncdist.ddp.compression import Compress, VectorCodec, codec_of
 from asyncdist.ddp.low_communication.fragments import Fragment, fragments_of
 from asyncdist.ddp.model_watch import ModelWatch
 from asyncdist.errors import ExcludedError, GroupError, MismatchError, NoQuorumError, UsageError
-from asyncdist.groups.default_world import AnyGroup, resolve_group
-from asyncdist.groups.group import Group
-from asyncdist.groups.members.training_state import State
-from asyncdist.groups.procedure import Procedure
+from asyncdist.groups import AnyGroup, Group, Procedure, State, resolve_group
+from asyncdist.kernel import whole_number_of
 
 log = logging.getLogger("asyncdist")
 

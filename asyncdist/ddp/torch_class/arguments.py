@@ -11,8 +11,7 @@ from torch import nn
 
 from asyncdist.ddp import buckets
 from asyncdist.errors import UnsupportedError, UsageError
-from asyncdist.groups.default_world import is_initialized, resolve_group
-from asyncdist.groups.group import Group
+from asyncdist.groups import Group, is_initialized, resolve_group
 
 WITH_TORCH = (
     'torch\'s DistributedDataParallel on the back end of asyncdist.torch_backend (init_process_group("asyncdist"))'

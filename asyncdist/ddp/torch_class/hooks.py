@@ -11,7 +11,7 @@ from asyncdist.ddp.hooks import casts
 from asyncdist.ddp.hooks.bucket import GradientBucket
 from asyncdist.ddp.hooks.running import AwaitedHook
 from asyncdist.errors import UsageError
-from asyncdist.groups.group import Group
+from asyncdist.groups import Group
 
 
 class BufferHook:

@@ -15,9 +15,9 @@ import torch
 
 from asyncdist.base.ops import ReduceOp
 from asyncdist.config import DEFAULT_LANES
-from asyncdist.engine.endpoint import Endpoint
 from asyncdist.groups.calibration.profile import FEW_LANES, LANES, MANY_LANES, MANY_LANES_WITH_THREADS, Values
 from asyncdist.groups.group import Group
+from asyncdist.kernel.engine.endpoint import Endpoint
 
 CANDIDATES: dict[str, dict[str, Any]] = {
     FEW_LANES: {"lanes": DEFAULT_LANES, "tcp_threads": "never"},

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from asyncdist.base.cores import allowed_cores
-from asyncdist.engine.endpoint import Endpoint
 from asyncdist.errors import GroupError, TransportUnavailableError
 from asyncdist.groups.calibration.lanes import measure_lanes
 from asyncdist.groups.calibration.profile import Values
 from asyncdist.groups.group import Group
+from asyncdist.kernel.engine.endpoint import Endpoint
 
 LIMIT = 0.1
 """Seconds that the measurement at the start of a world takes at most, once the hosts are connected."""

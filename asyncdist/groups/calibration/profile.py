@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from asyncdist.algorithms.selection import Model
 from asyncdist.base.version import VERSION
 from asyncdist.errors import UsageError
+from asyncdist.kernel.algorithms.selection import Model
 
 _FIELDS = ("alpha", "beta", "overhead")
 FEW_LANES, MANY_LANES, MANY_LANES_WITH_THREADS = "few lanes", "many lanes", "many lanes with threads"

@@ -12,17 +12,17 @@ from typing import Self
 
 from asyncdist.base import lifecycle
 from asyncdist.base.deadline import Timeout
-from asyncdist.collectives.arguments import whole_number_of
-from asyncdist.engine.agreements import REGROUP
-from asyncdist.engine.endpoint import Endpoint
-from asyncdist.engine.operation import Channel
-from asyncdist.engine.work import Work, completed
 from asyncdist.groups.members.member_watch import MemberWatch, MemberWatches
 from asyncdist.groups.members.regrouping import Agreed, MemberAgreement, agreed, survivors
 from asyncdist.groups.members.step import GroupStep
 from asyncdist.groups.members.training_state import State, adopt
 from asyncdist.groups.procedure import Procedure
-from asyncdist.memory.torch_compile import excluded_from_compile
+from asyncdist.kernel.collectives.arguments import whole_number_of
+from asyncdist.kernel.engine.agreements import REGROUP
+from asyncdist.kernel.engine.endpoint import Endpoint
+from asyncdist.kernel.engine.operation import Channel
+from asyncdist.kernel.engine.work import Work, completed
+from asyncdist.kernel.memory.torch_compile import excluded_from_compile
 
 # Two threads may call `regroup` at the same time.
 _regrouping_lock = threading.Lock()

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from asyncdist.engine.endpoint import Endpoint
-from asyncdist.engine.work import Work
-from asyncdist.membership.detector import Liveness
+from asyncdist.kernel.engine.endpoint import Endpoint
+from asyncdist.kernel.engine.work import Work
+from asyncdist.kernel.membership.detector import Liveness
 
 
 class MemberChange(NamedTuple):

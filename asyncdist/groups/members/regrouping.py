@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from asyncdist.engine.agreements import REGROUP
-from asyncdist.engine.endpoint import Endpoint
-from asyncdist.engine.operation import Channel, local_failure
-from asyncdist.engine.work import Work
 from asyncdist.errors import GroupAbortedError, GroupError, NoQuorumError
-from asyncdist.membership.agreement import Decision
-from asyncdist.transport.wire_format import generation_of
+from asyncdist.kernel.engine.agreements import REGROUP
+from asyncdist.kernel.engine.endpoint import Endpoint
+from asyncdist.kernel.engine.operation import Channel, local_failure
+from asyncdist.kernel.engine.work import Work
+from asyncdist.kernel.membership.agreement import Decision
+from asyncdist.kernel.transport.wire_format import generation_of
 
 
 class Agreed(NamedTuple):

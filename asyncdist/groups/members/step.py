@@ -10,11 +10,11 @@ from typing import Any, Protocol, TypeVar
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.error_text import describe_error
-from asyncdist.engine.trio_tasks import run_on_background_loop
-from asyncdist.engine.work import Work
 from asyncdist.errors import ExcludedError, GroupError, NoQuorumError
 from asyncdist.groups.members.member_watch import MemberWatches
 from asyncdist.groups.members.regrouping import Agreed
+from asyncdist.kernel.engine.trio_tasks import run_on_background_loop
+from asyncdist.kernel.engine.work import Work
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from asyncdist.base.background_loop import background_loop
-from asyncdist.engine.work import call_in_thread
 from asyncdist.errors import NotInitializedError
+from asyncdist.kernel import call_in_thread
 from asyncdist.rpc.blocking.agent import UNSET_TIMEOUT, WorkerInfo, current_agent
 from asyncdist.rpc.blocking.stand_ins import arrived, ready
 from asyncdist.rpc.references import RemoteReference

@@ -45,7 +45,7 @@ from asyncdist.base.background_loop import background_loop
 from asyncdist.channels import ChannelAddress
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
-from asyncdist.rendezvous.addresses import outward
+from asyncdist.rendezvous import outward
 from asyncdist.weights.content.layout import layout_of
 from asyncdist.weights.content.manifest import Manifest
 from asyncdist.weights.content.selection import whole_selection

@@ -17,8 +17,7 @@ import msgpack
 import torch
 
 from asyncdist.errors import ProtocolError, UnsupportedError
-from asyncdist.memory.buffers import DTYPE_NUMBERS, DTYPES
-from asyncdist.memory.shared_arena import ALIGNMENT
+from asyncdist.kernel import ALIGNMENT, DTYPE_NUMBERS, DTYPES
 
 BLOCK_NBYTES = 1 << 20
 """The most bytes of a block. A host passes a block on as soon as it has it."""

@@ -16,7 +16,7 @@ from asyncdist.base.error_text import describe_error
 from asyncdist.channels import ChannelAddress, JobDirectory
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreError
-from asyncdist.memory.shared_segment import can_share_segments
+from asyncdist.kernel import can_share_segments
 from asyncdist.weights.content.manifest import Manifest
 from asyncdist.weights.content.selection import Selection
 from asyncdist.weights.errors import DigestError, WeightsError

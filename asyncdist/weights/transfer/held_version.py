@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from asyncdist.errors import ProtocolError
-from asyncdist.memory.shared_segment import ReadMapping
+from asyncdist.kernel import ReadMapping
 from asyncdist.weights.content.digest import digest
 from asyncdist.weights.content.layout import Block, TensorPlace
 from asyncdist.weights.content.selection import Selection, flat_range

@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncdist.channels import IncomingMessage, PeerChannel
 from asyncdist.errors import AsyncdistError, ProtocolError
-from asyncdist.memory.shared_segment import ReadMapping
+from asyncdist.kernel import ReadMapping
 from asyncdist.weights.content.digest import DIGEST_NBYTES
 from asyncdist.weights.errors import DigestError, WeightsError
 from asyncdist.weights.transfer.held_version import HeldVersion

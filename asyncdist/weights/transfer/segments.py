@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import torch
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
-from asyncdist.memory.shared_segment import SharedSegment, can_share_segments
+from asyncdist.kernel import SharedSegment, can_share_segments
 
 
 class PrivateSegment:

@@ -25,8 +25,8 @@ from typing import Self
 from urllib.parse import quote
 
 from asyncdist.errors import ProtocolError, StoreConnectionError
-from asyncdist.store.base import AsyncPrefixWatch, AsyncStoreBase
-from asyncdist.store.prefix import AsyncPrefixStore
+from asyncdist.store import AsyncPrefixStore, AsyncStoreBase
+from asyncdist.store.base import AsyncPrefixWatch
 from asyncdist.store.protocol import operations
 from asyncdist.weights.errors import PublisherReplacedError
 from asyncdist.weights.transfer.fan_out import HolderRecord

@@ -14,7 +14,7 @@ import torch
 import asyncdist
 from asyncdist import sync
 from asyncdist.errors import AsyncdistError
-from asyncdist.memory import shared_arena
+from asyncdist.kernel.memory import shared_arena
 from asyncdist_transports.shm import local_listener
 
 torch.set_num_threads(1)

@@ -15,10 +15,10 @@ import torch
 
 import asyncdist
 from asyncdist import sync
-from asyncdist.engine.drivers import waiting
-from asyncdist.engine.operation import Plan
 from asyncdist.errors import AsyncdistError
-from asyncdist.memory import shared_arena
+from asyncdist.kernel.engine.drivers import waiting
+from asyncdist.kernel.engine.operation import Plan
+from asyncdist.kernel.memory import shared_arena
 
 torch.set_num_threads(1)
 NOBODY = 65534

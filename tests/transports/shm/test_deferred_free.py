@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from asyncdist.memory.shared_arena import ArenaBlock, arena
+from asyncdist.kernel.memory.shared_arena import ArenaBlock, arena
 from asyncdist_transports.shm import deferred_free
 from asyncdist_transports.shm.collectives.slot_table import SlotTable
 from asyncdist_transports.shm.control_block import OwnControlBlock

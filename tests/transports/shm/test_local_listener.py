@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from asyncdist.groups.world import open_world
-from asyncdist.memory.shared_arena import arena
+from asyncdist.kernel.memory.shared_arena import arena
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import cancelled_at

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncdist.errors import AsyncdistError, GroupAbortedError, SharedMemoryError
-from asyncdist.memory.shared_arena import arena
+from asyncdist.kernel.memory.shared_arena import arena
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist_transports.shm import control_block
 

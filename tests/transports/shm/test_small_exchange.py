@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from asyncdist.base.ops import premul_sum
 from asyncdist.errors import MismatchError
-from asyncdist.memory.reduce_kernels import Arithmetic
+from asyncdist.kernel.memory.reduce_kernels import Arithmetic
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.collective_cases import moving, reducing
 from asyncdist_transports.shm.collectives.slot_table import SLOTS

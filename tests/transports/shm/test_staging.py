@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from asyncdist.algorithms.schedule import Schedule
 from asyncdist.config import Config
-from asyncdist.engine.operation import Channel, Plan
-from asyncdist.engine.work import Work
 from asyncdist.groups.group import Group
+from asyncdist.kernel.algorithms.schedule import Schedule
+from asyncdist.kernel.engine.operation import Channel, Plan
+from asyncdist.kernel.engine.work import Work
+from asyncdist.kernel.tracing.recorder import Entry
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import CollectiveCase, moving, reducing
-from asyncdist.tracing.recorder import Entry
 from asyncdist_transports.shm.collectives.slot_table import SLOTS
 
 SMALL = Config().with_(shm_area_nbytes=4096)

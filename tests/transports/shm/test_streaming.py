@@ -12,7 +12,7 @@ import torch
 from asyncdist.base.ops import ReduceOp
 from asyncdist.config import Config
 from asyncdist.errors import SharedMemoryError
-from asyncdist.memory.shared_arena import Arena
+from asyncdist.kernel.memory.shared_arena import Arena
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import moving, reducing
 from asyncdist_transports.shm.collectives import streaming

@@ -25,13 +25,13 @@ import torch
 
 from asyncdist.base.ops import Collective
 from asyncdist.errors import MismatchError, TransportUnavailableError
-from asyncdist.memory.buffers import Memory, TensorBlocks
-from asyncdist.memory.reduce_kernels import Arithmetic
-from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
-from asyncdist.transport.device_loans import DeviceLoans
-from asyncdist.transport.device_p2p import DeviceP2P
-from asyncdist.transport.device_streams import DeviceEvent, Streams, passes
-from asyncdist.transport.native import CallSignature
+from asyncdist.kernel.memory.buffers import Memory, TensorBlocks
+from asyncdist.kernel.memory.reduce_kernels import Arithmetic
+from asyncdist.kernel.transport.device_collectives import DeviceCollectives, DeviceContext
+from asyncdist.kernel.transport.device_loans import DeviceLoans
+from asyncdist.kernel.transport.device_p2p import DeviceP2P
+from asyncdist.kernel.transport.device_streams import DeviceEvent, Streams, passes
+from asyncdist.kernel.transport.native import CallSignature
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory
 from asyncdist_transports.cuda_ipc.loans import CudaIpcLoans

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncdist.errors import TransportUnavailableError
-from asyncdist.transport.device_streams import cuda_missing
+from asyncdist.kernel.transport.device_streams import cuda_missing
 
 HANDLE_NBYTES = 64
 _GRANULARITY = 2 << 20

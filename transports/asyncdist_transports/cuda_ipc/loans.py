@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 
 from asyncdist.errors import TransportUnavailableError
-from asyncdist.transport.device_loans import DeviceLoan, DeviceLoans
-from asyncdist.transport.device_p2p import TransferRefused
-from asyncdist.transport.device_streams import DeviceEvent, Streams, becomes_idle
+from asyncdist.kernel.transport.device_loans import DeviceLoan, DeviceLoans
+from asyncdist.kernel.transport.device_p2p import TransferRefused
+from asyncdist.kernel.transport.device_streams import DeviceEvent, Streams, becomes_idle
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Driver
 from asyncdist_transports.cuda_ipc.events import EventPool
 from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory

@@ -22,9 +22,15 @@ from typing import ClassVar
 
 import torch
 
-from asyncdist.transport.device_collectives import DeviceContext
-from asyncdist.transport.device_p2p import MAX_PAYLOAD_NBYTES, ControlChannel, DeviceP2P, Transfer, TransferRefused
-from asyncdist.transport.device_streams import DeviceEvent
+from asyncdist.kernel.transport.device_collectives import DeviceContext
+from asyncdist.kernel.transport.device_p2p import (
+    MAX_PAYLOAD_NBYTES,
+    ControlChannel,
+    DeviceP2P,
+    Transfer,
+    TransferRefused,
+)
+from asyncdist.kernel.transport.device_streams import DeviceEvent
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Driver
 from asyncdist_transports.cuda_ipc.events import Event, EventPool
 from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from asyncdist.errors import TransportUnavailableError
-from asyncdist.transport.device_p2p import TransferRefused
-from asyncdist.transport.device_streams import Streams, becomes_idle
+from asyncdist.kernel.transport.device_p2p import TransferRefused
+from asyncdist.kernel.transport.device_streams import Streams, becomes_idle
 from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import EXPORTED_NBYTES, ExportedMemory, Exports, Imports, Peer
 

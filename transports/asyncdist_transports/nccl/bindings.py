@@ -14,7 +14,7 @@ import torch
 from asyncdist.base.ops import ReduceOp
 from asyncdist.environment import NcclSettings
 from asyncdist.errors import TransportUnavailableError
-from asyncdist.transport.device_streams import cuda_missing
+from asyncdist.kernel.transport.device_streams import cuda_missing
 
 UNIQUE_ID_NBYTES = 128
 

@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 import torch
 
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
-from asyncdist.memory.buffers import Memory
-from asyncdist.memory.reduce_kernels import Arithmetic, divide
-from asyncdist.transport.device_collectives import DeviceCollectives, DeviceContext
-from asyncdist.transport.device_p2p import DeviceP2P
-from asyncdist.transport.device_streams import becomes_idle
+from asyncdist.kernel.memory.buffers import Memory
+from asyncdist.kernel.memory.reduce_kernels import Arithmetic, divide
+from asyncdist.kernel.transport.device_collectives import DeviceCollectives, DeviceContext
+from asyncdist.kernel.transport.device_p2p import DeviceP2P
+from asyncdist.kernel.transport.device_streams import becomes_idle
 from asyncdist_transports.nccl.bindings import BYTES, SUM, UNIQUE_ID_NBYTES, Bindings, load, numbers_of, version_text
 from asyncdist_transports.nccl.communicator import Call, Communicator
 from asyncdist_transports.nccl.p2p import NcclP2P
@@ -37,7 +37,7 @@ class Nccl(DeviceCollectives):
     """Collectives of ranks with a device each. The calls only enqueue work.
 
     The first call of a kind between two ranks is an exception: NCCL may block until the peer has made it too.
-    NCCL does not compare calls: mismatched calls hang, see `asyncdist.devices.desync_detector`.
+    NCCL does not compare calls: mismatched calls hang, see `asyncdist.kernel.devices.desync_detector`.
     """
 
     name: ClassVar[str] = "nccl"

@@ -17,9 +17,9 @@ from typing import Any
 from asyncdist.base import lifecycle
 from asyncdist.base.daemon_threads import start_daemon_thread
 from asyncdist.base.weak_registry import WeakRegistry
-from asyncdist.engine.work import Work
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
-from asyncdist.transport.device_streams import Streams, becomes_idle
+from asyncdist.kernel.engine.work import Work
+from asyncdist.kernel.transport.device_streams import Streams, becomes_idle
 from asyncdist_transports.nccl.bindings import Bindings
 
 log = logging.getLogger("asyncdist")

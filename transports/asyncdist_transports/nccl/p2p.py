@@ -23,10 +23,10 @@ from typing import ClassVar
 
 import torch
 
-from asyncdist.engine.work import Work
-from asyncdist.transport.device_collectives import DeviceContext
-from asyncdist.transport.device_p2p import ControlChannel, DeviceP2P, Transfer, TransferRefused
-from asyncdist.transport.device_streams import DeviceEvent
+from asyncdist.kernel.engine.work import Work
+from asyncdist.kernel.transport.device_collectives import DeviceContext
+from asyncdist.kernel.transport.device_p2p import ControlChannel, DeviceP2P, Transfer, TransferRefused
+from asyncdist.kernel.transport.device_streams import DeviceEvent
 from asyncdist_transports.nccl.bindings import BYTES, UNIQUE_ID_NBYTES, Bindings, version_text
 from asyncdist_transports.nccl.communicator import Call, Communicator
 

@@ -1,7 +1,8 @@
 """Shared memory between the ranks of one host: whole collectives over mapped memory, and point-to-point messages.
 
 `ShmTransport` is the entry point, registered in ``pyproject.toml``. A transport imports of `asyncdist` only the contract
-(`asyncdist.transport`), `base`, `memory`, `algorithms.schedule`, `config` and `errors`. Read the modules in this order:
+(`asyncdist.kernel.transport`), `base`, `memory`, `algorithms.schedule`, `config` and `errors`. Read the modules in this
+order:
 
 `memory_order`     how a process reads data that another process has written
 `control_block`    the words of a rank that its peers read: whether it sleeps, where its slot tables and rings are

@@ -19,7 +19,7 @@ The owner writes the offset before the number, so that no peer finds an entry wi
 from __future__ import annotations
 
 from asyncdist.errors import SharedMemoryError
-from asyncdist.memory.shared_arena import Arena, ArenaBlock, ArenaMapping
+from asyncdist.kernel.memory.shared_arena import Arena, ArenaBlock, ArenaMapping
 from asyncdist_transports.shm.memory_order import Fence
 
 WORDS_PER_LINE = 8

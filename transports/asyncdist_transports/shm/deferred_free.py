@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from asyncdist.base import lifecycle
 from asyncdist.base.daemon_threads import start_daemon_thread
-from asyncdist.memory.shared_arena import ArenaMapping
+from asyncdist.kernel.memory.shared_arena import ArenaMapping
 from asyncdist_transports.shm.collectives.slot_table import SlotTable
 from asyncdist_transports.shm.control_block import OwnControlBlock
 from asyncdist_transports.shm.local_peer import READABLE, LocalPeer

@@ -34,8 +34,8 @@ from asyncdist.base.auth import Handshake, accept, dial
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.network import machine_name
 from asyncdist.errors import AsyncdistError, ProtocolError
-from asyncdist.memory.shared_arena import Arena, ArenaMapping
-from asyncdist.transport.base import Host
+from asyncdist.kernel.memory.shared_arena import Arena, ArenaMapping
+from asyncdist.kernel.transport.base import Host
 from asyncdist_transports.shm.control_block import ControlBlock
 
 # Rank, bytes of the arena, offset of the control block.

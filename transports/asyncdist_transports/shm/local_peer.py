@@ -14,9 +14,9 @@ from collections import deque
 
 from asyncdist.base import lifecycle
 from asyncdist.errors import ProtocolError
-from asyncdist.memory.shared_arena import Arena, ArenaBlock, ArenaMapping
-from asyncdist.transport.base import Host, Outgoing
-from asyncdist.transport.wire_format import DATA, HEADER_NBYTES, KEY_NBYTES, unpack_tail
+from asyncdist.kernel.memory.shared_arena import Arena, ArenaBlock, ArenaMapping
+from asyncdist.kernel.transport.base import Host, Outgoing
+from asyncdist.kernel.transport.wire_format import DATA, HEADER_NBYTES, KEY_NBYTES, unpack_tail
 from asyncdist_transports.byte_stream import PACKET_NBYTES, Reader, Writer
 from asyncdist_transports.shm.byte_ring import NBYTES, RingReader, RingWriter
 from asyncdist_transports.shm.control_block import RING, ControlBlock, OwnControlBlock

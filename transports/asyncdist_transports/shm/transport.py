@@ -1,6 +1,7 @@
 """The shared-memory transport of one rank: its local peers, its control block, and the slot tables of its groups.
 
-`asyncdist.transport.registry` loads `ShmTransport`; the engine's endpoint drives it through the `Transport` contract.
+`asyncdist.kernel.transport.registry` loads `ShmTransport`; the engine's endpoint drives it through the `Transport`
+contract.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any, ClassVar
 from asyncdist.base.descriptors import is_transient
 from asyncdist.base.net.admission import EvictingQueue
 from asyncdist.errors import AsyncdistError, PeerLostError, SharedMemoryError, ranks
-from asyncdist.memory import shared_arena as shared
-from asyncdist.memory.shared_arena import Arena
-from asyncdist.transport.base import Address, Host, Link, Outgoing, Sleep, Transport, Wait
-from asyncdist.transport.native import Native
+from asyncdist.kernel.memory import shared_arena as shared
+from asyncdist.kernel.memory.shared_arena import Arena
+from asyncdist.kernel.transport.base import Address, Host, Link, Outgoing, Sleep, Transport, Wait
+from asyncdist.kernel.transport.native import Native
 from asyncdist_transports.shm import deferred_free
 from asyncdist_transports.shm.byte_ring import NBYTES as RING_NBYTES
 from asyncdist_transports.shm.collectives.native import ShmNative

@@ -13,7 +13,7 @@ from time import monotonic
 from asyncdist.base import lifecycle
 from asyncdist.base.descriptors import is_exhausted, is_transient
 from asyncdist.errors import AddressError
-from asyncdist.transport.base import Host
+from asyncdist.kernel.transport.base import Host
 
 log = logging.getLogger("asyncdist.tcp")
 

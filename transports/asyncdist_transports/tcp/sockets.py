@@ -12,7 +12,7 @@ from typing import cast
 from asyncdist.base import lifecycle
 from asyncdist.base.auth import HandshakeDriver
 from asyncdist.base.tls import TlsSocket
-from asyncdist.transport.base import Host
+from asyncdist.kernel.transport.base import Host
 from asyncdist_transports.byte_stream import Ended, Reader
 
 Connected = socket.socket | TlsSocket

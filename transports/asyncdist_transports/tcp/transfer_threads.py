@@ -21,8 +21,8 @@ import threading
 from collections.abc import Callable
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
-from asyncdist.transport.base import Host, Outgoing, Receive
-from asyncdist.transport.wire_format import HEADER_NBYTES
+from asyncdist.kernel.transport.base import Host, Outgoing, Receive
+from asyncdist.kernel.transport.wire_format import HEADER_NBYTES
 from asyncdist_transports.byte_stream import LENT_NBYTES, Ended, Reader, Writer
 
 _MOST_THREADS = 16

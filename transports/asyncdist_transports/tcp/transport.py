@@ -1,6 +1,7 @@
 """The TCP transport of one rank: its listener, and every connection that it has opened or accepted.
 
-`asyncdist.transport.registry` loads `TcpTransport`; the engine's endpoint drives it through the `Transport` contract.
+`asyncdist.kernel.transport.registry` loads `TcpTransport`; the engine's endpoint drives it through the `Transport`
+contract.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any, ClassVar
 from asyncdist.base import tls
 from asyncdist.base.net.refusals import RefusalLog
 from asyncdist.errors import AsyncdistError, PeerLostError
-from asyncdist.transport.base import Address, Host, Link, Outgoing, Transport, Wait
-from asyncdist.transport.wire_format import KEY
+from asyncdist.kernel.transport.base import Address, Host, Link, Outgoing, Transport, Wait
+from asyncdist.kernel.transport.wire_format import KEY
 from asyncdist_transports.byte_stream import LENT_NBYTES, Ended
 from asyncdist_transports.tcp.connection import Inbound, Outbound, Unreached
 from asyncdist_transports.tcp.listener import Listener

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective
 from asyncdist.errors import MismatchError
-from asyncdist.memory.buffers import Memory, TensorBlocks, block_memories, copy_overlapping_inputs, flat_memory
-from asyncdist.memory.reduce_kernels import Arithmetic
-from asyncdist.transport.native import CallSignature, PreparedCall, all_gather_rows
+from asyncdist.kernel.algorithms.schedule import Schedule
+from asyncdist.kernel.memory.buffers import Memory, TensorBlocks, block_memories, copy_overlapping_inputs, flat_memory
+from asyncdist.kernel.memory.reduce_kernels import Arithmetic
+from asyncdist.kernel.transport.native import CallSignature, PreparedCall, all_gather_rows
 from asyncdist_transports.shm.collectives import zero_copy
 from asyncdist_transports.shm.collectives.piece_layout import Pieces, head_nbytes
 from asyncdist_transports.shm.collectives.slot_table import DONE, SlotMember, SlotTable

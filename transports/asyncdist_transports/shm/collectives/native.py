@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective
 from asyncdist.errors import GroupError
-from asyncdist.memory.buffers import Memory
-from asyncdist.transport.native import CallSignature, Native, PreparedCall
+from asyncdist.kernel.algorithms.schedule import Schedule
+from asyncdist.kernel.memory.buffers import Memory
+from asyncdist.kernel.transport.native import CallSignature, Native, PreparedCall
 from asyncdist_transports.shm.collectives import zero_copy
 from asyncdist_transports.shm.collectives.large import Large
 from asyncdist_transports.shm.collectives.slot_table import DONE, SlotTable

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from asyncdist.memory.buffers import Memory
-from asyncdist.memory.shared_arena import ALIGNMENT
+from asyncdist.kernel.memory.buffers import Memory
+from asyncdist.kernel.memory.shared_arena import ALIGNMENT
 from asyncdist_transports.shm.collectives.staging import CollectiveState
 
 

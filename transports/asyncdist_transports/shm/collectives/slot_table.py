@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from asyncdist.algorithms.schedule import Schedule, Wait
 from asyncdist.errors import SharedMemoryError
-from asyncdist.memory.bounded_cache import BoundedCache
-from asyncdist.memory.shared_arena import PAGE_NBYTES, Arena, ArenaMapping
+from asyncdist.kernel.algorithms.schedule import Schedule, Wait
+from asyncdist.kernel.memory.bounded_cache import BoundedCache
+from asyncdist.kernel.memory.shared_arena import PAGE_NBYTES, Arena, ArenaMapping
 from asyncdist_transports.shm.local_peer import LocalPeer
 from asyncdist_transports.shm.memory_order import Fence
 

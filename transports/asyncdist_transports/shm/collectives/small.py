@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from asyncdist.algorithms.schedule import Schedule
 from asyncdist.base.ops import Collective
-from asyncdist.memory.shared_arena import ALIGNMENT
-from asyncdist.transport.native import CallSignature, PreparedCall
+from asyncdist.kernel.algorithms.schedule import Schedule
+from asyncdist.kernel.memory.shared_arena import ALIGNMENT
+from asyncdist.kernel.transport.native import CallSignature, PreparedCall
 from asyncdist_transports.shm.collectives.piece_layout import head_nbytes
 from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, LOCATION, RESULT, SLOTS, SlotTable
 from asyncdist_transports.shm.collectives.small_exchange import Moves, NonUniformBlocks, SmallExchange

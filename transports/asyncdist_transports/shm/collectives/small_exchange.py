@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from asyncdist.algorithms.schedule import Schedule
-from asyncdist.transport.native import PreparedCall
+from asyncdist.kernel.algorithms.schedule import Schedule
+from asyncdist.kernel.transport.native import PreparedCall
 from asyncdist_transports.shm.collectives.slot_table import (
     AWAITS_SLOT,
     CALL,

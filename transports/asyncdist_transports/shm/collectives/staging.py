@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from asyncdist.algorithms.schedule import Schedule
+from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist_transports.shm.collectives.slot_table import DONE, FINISHED, SlotMember, SlotTable
 
 POSTED, STAGED = 1, 2

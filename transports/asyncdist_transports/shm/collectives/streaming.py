@@ -17,8 +17,8 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from time import perf_counter
 
-from asyncdist.algorithms.schedule import Schedule
 from asyncdist.errors import SharedMemoryError
+from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist_transports.shm.collectives.slot_table import STREAM_PIECES, SlotMember
 from asyncdist_transports.shm.collectives.staging import CollectiveState, PieceAction
 

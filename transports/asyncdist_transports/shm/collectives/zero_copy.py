@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from asyncdist.algorithms.schedule import Schedule
-from asyncdist.memory.bounded_cache import BoundedCache
-from asyncdist.memory.shared_arena import ALIGNMENT, ArenaMapping
-from asyncdist.transport.native import CallSignature
+from asyncdist.kernel.algorithms.schedule import Schedule
+from asyncdist.kernel.memory.bounded_cache import BoundedCache
+from asyncdist.kernel.memory.shared_arena import ALIGNMENT, ArenaMapping
+from asyncdist.kernel.transport.native import CallSignature
 from asyncdist_transports.shm.collectives.slot_table import (
     CALL,
     DONE,

@@ -1,0 +1,200 @@
+"""Select the schedule of a collective by size: the cheapest one in a small performance model.
+
+The model (Hockney's latency and bandwidth, with Thakur, Rabenseifner and Gropp's term for reduction and LogP's overhead
+per message) predicts the time of a schedule from its `Cost`:
+
+    seconds = alpha * rounds + overhead * messages + beta * nbytes + gamma * reduced
+
+Each rank chooses for itself and all ranks must agree, so the inputs are equal on all ranks. ``nbytes`` is the size of all
+blocks of a rank together: of the tensor in all_reduce, reduce and broadcast, of the gathered or scattered tensors, of
+one side of an all_to_all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from asyncdist.config import Config
+from asyncdist.errors import UsageError
+from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring, tree
+from asyncdist.kernel.algorithms.cost import Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Seconds per round (alpha), byte moved (beta), byte reduced (gamma) and message; bytes of a segment of a chain.
+
+    The defaults were fitted to two processes and non-blocking sockets over loopback TCP: k messages each way in a round
+    take 4 + 6 k microseconds (plus the framing of asyncdist), a byte each way 0.3 to 0.4 ns, a byte of float32 added
+    in cache 0.02 to 0.05 ns. The choice depends on the ratios of these values, which vary less between machines. Between
+    hosts, measured values replace them (`asyncdist.groups.calibration`); ``source`` says where the values are from.
+    """
+
+    alpha: float = 5e-6
+    beta: float = 0.35e-9
+    gamma: float = 0.04e-9
+    overhead: float = 7e-6
+    segment_nbytes: int = 1 << 20
+    source: str = "the defaults, which were fitted to TCP within one machine"
+
+    def seconds(self, cost: Cost) -> float:
+        """Return the predicted time of a schedule."""
+        return (
+            self.alpha * cost.rounds
+            + self.overhead * cost.messages
+            + self.beta * cost.nbytes
+            + self.gamma * cost.reduced
+        )
+
+
+DEFAULT = Model()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One schedule for a collective, with its cost for a size, a number of bytes and a model, and its requirements.
+
+    ``contiguous`` says that it uses runs of blocks as one place, so the blocks must be contiguous in memory. ``sends_sums``
+    says that it sends partial sums, whose dtype may be wider than that of the tensor.
+    """
+
+    name: str
+    cost: Callable[[int, int, Model], Cost]
+    contiguous: bool = False
+    power_of_two: bool = False
+    sends_sums: bool = False
+
+    def applies(self, size: int, contiguous: bool) -> bool:
+        """Return whether the schedule can run among ``size`` ranks, over contiguous or separate blocks."""
+        if self.contiguous and not contiguous:
+            return False
+        return not self.power_of_two or size == recursive_doubling.floor_power_of_two(size)
+
+
+def _without_model(cost: Callable[[int, int], Cost]) -> Callable[[int, int, Model], Cost]:
+    return lambda size, nbytes, model: cost(size, nbytes)
+
+
+def _chain_cost(size: int, nbytes: int, model: Model) -> Cost:
+    return tree.chain_broadcast_cost(size, nbytes, tree.segment_count(nbytes, model.segment_nbytes))
+
+
+# Among equal costs the first is chosen. The first schedule of each collective always applies.
+CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
+    "all_reduce": (
+        Candidate("doubling", _without_model(recursive_doubling.all_reduce_cost), sends_sums=True),
+        Candidate("ring", _without_model(ring.all_reduce_cost)),
+        Candidate("halving", _without_model(recursive_doubling.halving_all_reduce_cost), contiguous=True),
+    ),
+    "broadcast": (Candidate("tree", _without_model(tree.broadcast_cost)), Candidate("chain", _chain_cost)),
+    "reduce": (
+        Candidate("tree", _without_model(tree.reduce_cost)),
+        Candidate("pairwise", _without_model(pairwise.reduce_cost)),
+    ),
+    "all_gather": (
+        Candidate("direct", _without_model(pairwise.all_gather_cost)),
+        Candidate("ring", _without_model(ring.all_gather_cost)),
+        Candidate("doubling", _without_model(recursive_doubling.all_gather_cost), contiguous=True, power_of_two=True),
+    ),
+    "reduce_scatter": (Candidate("pairwise", _without_model(pairwise.reduce_scatter_cost)),),
+    "all_to_all": (Candidate("pairwise", _without_model(pairwise.all_to_all_cost)),),
+    "gather": (Candidate("star", _without_model(pairwise.gather_cost)),),
+    "scatter": (Candidate("star", _without_model(pairwise.scatter_cost)),),
+    "barrier": (Candidate("dissemination", _without_model(recursive_doubling.barrier_cost)),),
+}
+
+
+def choose(
+    collective: str,
+    nbytes: int,
+    size: int,
+    *,
+    model: Model = DEFAULT,
+    forced: Mapping[str, str] | None = None,
+    contiguous: bool = True,
+    widening: int = 1,
+) -> str:
+    """Return the name of the schedule to run.
+
+    A forced schedule (`forced_by`) is used if its `Candidate` applies; otherwise the model chooses. ``widening`` is the
+    size of partial sums divided by that of the tensor. Raises ValueError for a collective that is not in `CANDIDATES`.
+    Arguments must be equal on all ranks.
+    """
+    name = forced.get(collective) if forced else None
+    if name is not None and _candidate(collective, name).applies(size, contiguous):
+        return name
+    applicable = [candidate for candidate in candidates(collective) if candidate.applies(size, contiguous)]
+
+    def seconds(candidate: Candidate) -> float:
+        return model.seconds(candidate.cost(size, nbytes * widening if candidate.sends_sums else nbytes, model))
+
+    return min(applicable, key=seconds).name
+
+
+def candidates(collective: str) -> tuple[Candidate, ...]:
+    """Return the schedules for a collective. Raises ValueError, which lists the collectives, for an unknown one."""
+    try:
+        return CANDIDATES[collective]
+    except KeyError:
+        raise ValueError(f"there is no collective {collective!r}; there are {', '.join(CANDIDATES)}") from None
+
+
+def _candidate(collective: str, name: str) -> Candidate:
+    for candidate in candidates(collective):
+        if candidate.name == name:
+            return candidate
+    names = ", ".join(candidate.name for candidate in candidates(collective))
+    raise ValueError(f"there is no schedule {name!r} for {collective}; there are {names}")
+
+
+def forced_by(config: Config) -> dict[str, str]:
+    """Return the schedules that ASYNCDIST_ALGORITHM forces, as in ``all_reduce=ring,broadcast=tree``, by collective.
+
+    Raises UsageError, which names the possible values, for an unknown collective or schedule.
+    """
+    forced: dict[str, str] = {}
+    try:
+        for entry in filter(None, (part.strip() for part in config.algorithm.split(","))):
+            collective, equals, name = (part.strip() for part in entry.partition("="))
+            if not equals:
+                raise ValueError(f"{entry!r} is not of the form collective=schedule, as in all_reduce=ring")
+            if collective in forced:
+                raise ValueError(f"{collective} is given twice, as {forced[collective]} and as {name}")
+            forced[collective] = _candidate(collective, name).name
+    except ValueError as error:
+        raise UsageError(f"ASYNCDIST_ALGORITHM={config.algorithm!r}: {error}") from None
+    return forced
+
+
+class SelectionRow(NamedTuple):
+    """The model's prediction for one size: ``microseconds`` by schedule, None for a schedule that cannot run."""
+
+    nbytes: int
+    chosen: str
+    microseconds: dict[str, float | None]
+
+
+def explain(
+    collective: str,
+    size: int,
+    sizes: Iterable[int],
+    *,
+    model: Model = DEFAULT,
+    forced: Mapping[str, str] | None = None,
+) -> list[SelectionRow]:
+    """Return the choice of `choose`, and the predictions behind it, for each of ``sizes`` in bytes."""
+    return [
+        SelectionRow(
+            nbytes,
+            choose(collective, nbytes, size, model=model, forced=forced),
+            {
+                candidate.name: model.seconds(candidate.cost(size, nbytes, model)) * 1e6
+                if candidate.applies(size, contiguous=True)
+                else None
+                for candidate in candidates(collective)
+            },
+        )
+        for nbytes in sizes
+    ]

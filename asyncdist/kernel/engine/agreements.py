@@ -1,0 +1,320 @@
+"""The agreements of one rank: gives the state machines of `membership.agreement` messages, losses and time.
+
+An agreement belongs to a group and has a number. It goes on after the group has failed, which is when it is needed. The
+messages of an agreement that this rank has not begun are kept until it begins it. A rank that has regrouped or destroyed
+the group quits the agreements that it has not begun, when it is asked for them.
+
+The `Endpoint` owns one `Agreements` and calls it under the lock of its `Progress`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from time import monotonic
+
+from asyncdist.base.timers import TimerTable
+from asyncdist.errors import ExcludedError, GroupAbortedError, GroupError, NoQuorumError, OperationTimeoutError, ranks
+from asyncdist.kernel.engine.operation import Channel
+from asyncdist.kernel.membership.agreement import Agreement, AgreementKind, AgreementMessage, Decision
+from asyncdist.kernel.transport.wire_format import AGREE, pack_key
+
+REGROUP = 0xFFFFFFFF
+"""The number of the agreement on a group's successor. It is the group's last one."""
+_FIRST_LOOK, _LONGEST_LOOK = 2e-3, 0.5
+"""Seconds between two looks at the members that an agreement waits for; the pause doubles."""
+_ASK_AFTER = 0.25
+"""The pause from which on members repeat their messages, of which one may have found no descriptor for a connection.
+
+In a failed group they also tell each other from then on whom they have lost, and watch each other.
+"""
+_QUORUM_GRACE = 1.0
+"""Seconds for which a coordinator without a quorum waits for the proof that lost members have ended."""
+_ACCUSED_GRACE = 0.03
+"""Seconds for which a member that others have lost, and that this rank does not hear, may still answer."""
+_FOLLOWERS_GRACE = 0.5
+"""Seconds by which a member waits longer than its coordinator, whose reason to give up is the better one."""
+_MAX_KEPT = 4096
+"""The number of agreements that are kept: those that are over, for members that ask, and those not begun."""
+
+Finish = Callable[[Decision | None, GroupError | None], None]
+"""Receives the outcome of an agreement: the decision that this rank is part of, or the error."""
+
+
+class _Running:
+    """An agreement of this rank: the state machine, and what the rank waits for."""
+
+    def __init__(self, key: bytes, agreement: Agreement, channel: Channel) -> None:
+        self.key = key
+        self.agreement = agreement
+        self.channel = channel
+        self.finish: Finish | None = None
+        self.what = ""
+        self.timeout = self.deadline = 0.0
+        self.pause = _FIRST_LOOK
+        self.hopeless_since: float | None = None
+        self.accused_since: float | None = None
+
+
+class Agreements:
+    """The agreements of one rank.
+
+    Args:
+        rank: This rank.
+        channels: The open groups, by the first 8 bytes of their messages' keys.
+        lost_peers: The errors of lost peers, by rank.
+        timers: The timers of the endpoint.
+        send: Sends a control message: peer, kind, key, body.
+        has_ended: Returns whether a peer is known to take part in nothing any more: its process has ended, or it has left.
+        watch: Opens a link to a peer, so that its loss is noticed.
+        lose: Declares a peer lost, with the reason.
+        hears: Returns whether this rank hears the heartbeats of a peer.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        channels: dict[bytes, Channel],
+        lost_peers: dict[int, GroupError],
+        timers: TimerTable,
+        send: Callable[[int, int, bytes, bytes], None],
+        has_ended: Callable[[int], bool],
+        watch: Callable[[int], None],
+        lose: Callable[[int, str], None],
+        hears: Callable[[int], bool],
+    ) -> None:
+        self._rank, self._channels, self._lost_peers, self._timers = rank, channels, lost_peers, timers
+        self._send, self._has_ended, self._watch, self._lose, self._hears = send, has_ended, watch, lose, hears
+        self._running: dict[bytes, _Running] = {}
+        self._early: dict[bytes, list[tuple[int, AgreementMessage]]] = {}
+        """Messages for groups that this rank has not made yet."""
+        self._left: dict[bytes, str] = {}
+        """By the first 8 bytes of their keys, the groups in which this rank begins no agreement any more, and why."""
+
+    @property
+    def taken_part(self) -> bool:
+        """Whether this rank has decided anything, so that its last messages matter to others. Any thread may ask."""
+        return any(running.agreement.decision is not None for running in list(self._running.values()))
+
+    def begin(self, channel: Channel, number: int, what: str, vote: bytes, timeout: float, finish: Finish) -> None:
+        """Vote in an agreement of a group. ``finish`` is called once, under the lock; ``what`` names the call."""
+        if self._rank in self._lost_peers:  # interrupted in the middle of a transfer, or a forked child
+            finish(None, self._lost_peers[self._rank])
+            return
+        running = self._find(channel, number)
+        if running.agreement.has_quit:
+            finish(None, GroupAbortedError(self._left.get(channel.prefix, "this rank has quit"), peer=self._rank))
+            return
+        running.finish, running.what = finish, what
+        running.timeout, running.deadline = timeout, monotonic() + timeout
+        for peer in channel.members:
+            if peer in self._lost_peers:
+                self._report_loss(running, peer)
+        running.agreement.vote(vote)
+        if number == REGROUP:
+            self.leave(channel, f"rank {self._rank} had called regroup()")
+        self._advance(running)
+
+    def leave(self, channel: Channel, reason: str, *, entirely: bool = False) -> None:
+        """Quit the agreements of a group that this rank has not begun; ``entirely`` includes that on its successor."""
+        self._left[channel.prefix] = reason
+        self._drop_oldest()
+        for running in list(self._running.values()):
+            is_last = running.key[8:] == REGROUP.to_bytes(4, "little")
+            if running.channel is channel and (entirely or (running.finish is None and not is_last)):
+                running.agreement.quit(reason)
+                self._advance(running)
+                if running.agreement.has_quit:
+                    self._finish(running, None, GroupAbortedError(reason, peer=self._rank))
+        self._drop_oldest()
+
+    def on_message(self, peer: int, key: bytes, body: bytes) -> None:
+        """Handle a message of a peer."""
+        try:
+            message = AgreementMessage.unpack(body)
+        except ValueError:
+            return
+        running = self._running.get(key[:12])
+        if running is None:
+            channel = self._channels.get(key[:8])
+            if channel is not None and self._rank in channel.members:
+                running = self._find(channel, int.from_bytes(key[8:12], "little"))
+            elif key[:8] in self._left:
+                if message.kind in (AgreementKind.PROMISE, AgreementKind.PREPARE):
+                    answer = AgreementMessage(AgreementKind.QUIT, reason=self._left[key[:8]])
+                    self._send(peer, AGREE, key[:12], answer.pack())
+                return
+            else:
+                self._early.setdefault(key[:12], []).append((peer, message))
+                self._drop_oldest()
+                return
+        running.agreement.receive(peer, message)
+        self._advance(running)
+
+    def on_loss(self, peer: int) -> None:
+        """Handle the loss of a peer."""
+        for running in list(self._running.values()):
+            if peer in running.channel.members:
+                running.pause = _FIRST_LOOK
+                self._timers.cancel(running)
+                self._report_loss(running, peer)
+                self._advance(running)
+
+    def end_all(self, error: GroupError) -> None:
+        """Fail the pending agreements of this rank, which leaves its world or can send nothing any more."""
+        for running in list(self._running.values()):
+            self._finish(running, None, error)
+
+    # -- one agreement -------------------------------------------------------------------------
+
+    def _find(self, channel: Channel, number: int) -> _Running:
+        """Return an agreement of an open group, with the messages that have arrived before."""
+        key = pack_key(channel.number, number, 0)[:12]
+        running = self._running.get(key)
+        if running is None:
+            agreement = Agreement(self._rank, channel.members, settles_disputes=number == REGROUP)
+            running = self._running[key] = _Running(key, agreement, channel)
+            if key[:8] in self._left and (number != REGROUP or channel.prefix not in self._channels):
+                running.agreement.quit(self._left[key[:8]])
+            for peer, message in self._early.pop(key, ()):
+                running.agreement.receive(peer, message)
+            self._drop_oldest()
+        return running
+
+    def _drop_oldest(self) -> None:
+        for table in (self._early, self._left):
+            if len(table) > _MAX_KEPT:
+                del table[next(iter(table))]
+        if len(self._running) > _MAX_KEPT:
+            over = (key for key, running in self._running.items() if running.finish is None)
+            if (key := next(over, None)) is not None:
+                del self._running[key]
+
+    def _report_loss(self, running: _Running, peer: int) -> None:
+        error = self._lost_peers[peer]
+        why = error.reason.removeprefix(f"rank {peer} was lost ")
+        reason = why[1:-1] if why.startswith("(") and why.endswith(")") else why
+        if not reason.startswith("rank "):
+            reason = f"rank {self._rank} had lost it ({reason})"
+        if self._has_ended(peer):
+            running.agreement.end(peer, reason)
+        else:
+            running.agreement.lose(peer, reason)
+
+    def _advance(self, running: _Running) -> None:
+        """Send what an agreement has to say, and end it or look at it again later."""
+        agreement = running.agreement
+        for peer, message in agreement.take_outbox():
+            self._send(peer, AGREE, running.key, message.pack())
+        decision = agreement.decision
+        if decision is not None:
+            error = None
+            if self._rank not in decision.votes:
+                reason = decision.excluded.get(self._rank, "unknown")
+                error = ExcludedError(f"the other members go on without rank {self._rank}: {reason}")
+            self._finish(running, decision if error is None else None, error)
+        elif running.finish is not None and not agreement.has_quit:
+            self._timers.schedule(running, self._next_look(running), functools.partial(self._look, running))
+
+    def _next_look(self, running: _Running) -> float:
+        """Return when to look at an agreement again: after its pause, or once others have had their time."""
+        now, accused = monotonic(), self._accused(running)
+        due = now + running.pause
+        if running.accused_since is not None:
+            due = min(due, running.accused_since + _grace_of(running, accused))
+        if running.hopeless_since is not None and running.agreement.coordinates:
+            due = min(due, running.hopeless_since + _QUORUM_GRACE)
+        return max(due, now + _FIRST_LOOK)
+
+    def _finish(self, running: _Running, decision: Decision | None, error: GroupError | None) -> None:
+        self._timers.cancel(running)
+        finish, running.finish = running.finish, None
+        if finish is not None:
+            finish(decision, error)
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def _look(self, running: _Running) -> None:
+        """Find members that have ended unnoticed, ask those that have not voted, and give up in time."""
+        agreement, now = running.agreement, monotonic()
+        for peer in list(agreement.excluded):
+            if self._has_ended(peer) and peer in self._lost_peers:
+                self._report_loss(running, peer)
+        for peer in agreement.awaited:
+            if peer == self._rank:
+                continue
+            if self._has_ended(peer):
+                self._lose(peer, "its process has ended")
+                if peer not in self._lost_peers:  # it has left, and its last data may still arrive
+                    agreement.end(peer, f"rank {peer} has left")
+            else:
+                self._watch(peer)
+        self._lose_accused(running, now)
+        has_failed, waits_long = running.channel.error is not None, running.pause >= _ASK_AFTER
+        if waits_long:
+            agreement.repeat(to_all=has_failed)
+        elif has_failed:
+            agreement.ask()
+        if has_failed and waits_long:
+            # Others may be the next coordinators, and lost too.
+            for peer in agreement.members:
+                if peer != self._rank and not self._hears(peer):
+                    self._watch(peer)
+        running.pause = min(2 * running.pause, _LONGEST_LOOK)
+        if agreement.has_quorum_without(self._accused(running)):
+            running.hopeless_since = None
+        else:
+            running.hopeless_since = running.hopeless_since or now
+        is_hopeless = running.hopeless_since is not None and now >= running.hopeless_since + _QUORUM_GRACE
+        if is_hopeless and agreement.coordinates and not agreement.has_quorum:
+            self._give_up(running, self._no_quorum(agreement))
+        elif now >= running.deadline + (0.0 if agreement.coordinates else _FOLLOWERS_GRACE):
+            self._give_up(running, self._timeout(running))
+        else:
+            self._advance(running)
+
+    def _accused(self, running: _Running) -> dict[int, str]:
+        """Return the awaited members that others have lost, and that this rank does not hear, and note since when.
+
+        Its own detector would take another timeout, or never know a member to which this rank had no connection.
+        """
+        accused = {peer: why for peer, why in running.agreement.accused.items() if not self._hears(peer)}
+        running.accused_since = (running.accused_since or monotonic()) if accused else None
+        return accused
+
+    def _lose_accused(self, running: _Running, now: float) -> None:
+        accused = self._accused(running)
+        if running.accused_since is not None and now >= running.accused_since + _grace_of(running, accused):
+            running.accused_since = None
+            for peer, why in accused.items():
+                self._lose(peer, why)
+
+    def _give_up(self, running: _Running, error: GroupError) -> None:
+        running.agreement.quit(f"rank {self._rank} gave up: {error.reason}")
+        self._advance(running)
+        self._finish(running, None, error)
+
+    def _no_quorum(self, agreement: Agreement) -> GroupError:
+        excluded = agreement.excluded
+        present = [member for member in agreement.members if member not in excluded]
+        reasons = "; ".join(f"rank {member}: {reason}" for member, reason in list(excluded.items())[:4])
+        return NoQuorumError(
+            f"rank{'s' * (len(present) > 1)} {ranks(present)} of {len(agreement.members)} members cannot go on, because "
+            f"the others may be alive ({reasons})",
+            present=present,
+        )
+
+    def _timeout(self, running: _Running) -> GroupError:
+        awaited = running.agreement.awaited
+        reason = f"timed out after {running.timeout:g} s, waiting for rank{'s' * (len(awaited) > 1)} {ranks(awaited)}"
+        quitters = "; ".join(text for text in running.agreement.excluded.values() if "gave up" in text)
+        return OperationTimeoutError(
+            f"{reason} to call {running.what}{f' ({quitters})' if quitters else ''}",
+            peers=awaited,
+            timeout=running.timeout,
+        )
+
+
+def _grace_of(running: _Running, accused: Collection[int]) -> float:
+    """Return the seconds for which accused members may still answer."""
+    return _ACCUSED_GRACE if running.agreement.has_quorum_without(accused) else _QUORUM_GRACE

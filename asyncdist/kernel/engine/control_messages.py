@@ -1,0 +1,96 @@
+"""Control messages about a group: its failure, the call of a rank that waits, and the goodbye of a rank that leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgpack
+
+from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, OperationTimeoutError, PeerLostError
+from asyncdist.kernel.transport.matching import Outgoing
+from asyncdist.kernel.transport.wire_format import ABORT, CALLED, GOODBYE, pack_header, pack_key
+
+LEFT = "it has destroyed its process group"
+ENDED = "its process has ended"
+EXCLUDES = "it has declared this rank lost"
+"""The goodbye to a peer that is lost here, and may be alive. The sender has not left."""
+MAX_CLOSING_FAILURES = 64
+"""The number of failures in the closing frames of a rank."""
+_LONGEST_REASON = 1024
+"""The characters of a reason that a message contains: a transport limits the bytes of all closing frames."""
+
+
+def encode_abort(error: GroupError, rank: int) -> bytes:
+    """Return a failure as the body of a notice from ``rank``."""
+    packed: bytes = msgpack.packb(
+        {
+            "kind": type(error).__name__,
+            "reason": error.reason[:_LONGEST_REASON],
+            "peer": getattr(error, "peer", None),
+            "by": rank if error.by is None else error.by,
+            "noticed": getattr(error, "noticed", None),
+            "last_heard": getattr(error, "last_heard", None),
+        }
+    )
+    return packed
+
+
+def abort_notice(peer: int, number: int, error: GroupError, rank: int) -> Outgoing:
+    """Return the notice from ``rank`` to ``peer`` that the group with a channel number has failed."""
+    return Outgoing(peer, pack_key(number, 0, 0), 0, memoryview(encode_abort(error, rank)), None, ABORT)
+
+
+def call_notice(peer: int, operation: bytes, fingerprint: int) -> Outgoing:
+    """Return the notice to ``peer`` of this rank's call, by the first 12 bytes of the keys of the operation."""
+    return Outgoing(peer, operation + bytes(4), 0, memoryview(fingerprint.to_bytes(8, "little")), None, CALLED)
+
+
+def decode_abort(body: bytes, peer: int, rank: int, problem: Callable[[Sequence[int]], str]) -> GroupError:
+    """Return the error for ``rank`` of a notice from ``peer``; ``problem`` describes why ranks cannot be reached."""
+    try:
+        notice = msgpack.unpackb(body)
+        kind, reason, by = str(notice["kind"]), str(notice["reason"]), int(notice["by"])
+        about, noticed, last_heard = notice["peer"], notice["noticed"], notice["last_heard"]
+    except (ValueError, KeyError, TypeError, msgpack.UnpackException):
+        return GroupAbortedError(f"rank {peer} aborted the group without a legible reason", peer=peer)
+    error: GroupError
+    if kind == PeerLostError.__name__ and about == rank:
+        error = PeerLostError(by, f"it found that {reason}")
+    elif kind == PeerLostError.__name__ and isinstance(about, int):
+        error = PeerLostError(about, "")
+        error.reason = reason if "noticed by" in reason else f"{reason}, noticed by rank {by}"
+    elif kind == MismatchError.__name__ and isinstance(about, int):
+        error = MismatchError(by, f"rank {by} found that {reason}" if "found that" not in reason else reason)
+    elif kind == OperationTimeoutError.__name__:
+        error = GroupAbortedError(f"rank {by} {reason}", peer=by)
+        error.explain(problem([by]))
+    else:
+        error = GroupAbortedError(reason if reason.startswith("rank") else f"rank {by}: {reason}", peer=by)
+    if isinstance(error, PeerLostError):
+        error.noticed = str(noticed or error.noticed)
+        error.last_heard = last_heard if isinstance(last_heard, float) else None
+    error.by = by
+    return error
+
+
+def ranks_to_notify(members: Sequence[int], rank: int, notified_by: int | None) -> list[int]:
+    """Return the ranks that ``rank`` notifies: all members if it detected the failure, else distances 1, 2, 4, …"""
+    if notified_by is None:
+        others = list(members)
+    else:
+        size, own = len(members), members.index(rank)
+        others = [members[(own + (1 << k)) % size] for k in range(max(1, (size - 1).bit_length()))]
+    return [member for member in others if member not in (rank, notified_by)]
+
+
+def closing_frames(failures: Mapping[int, GroupError], rank: int, reason: str) -> bytes:
+    """Return the last bytes of ``rank`` on a connection: the failures of groups, by channel number, then goodbye.
+
+    The failures come first: if a rank leaves because of a failure, its peers must not see its departure as the cause.
+    """
+    frames = []
+    for number, error in failures.items():
+        body = encode_abort(error, rank)
+        frames.append(pack_header(pack_key(number, 0, 0), 0, len(body), ABORT) + body)
+    goodbye = reason[:_LONGEST_REASON].encode()
+    return b"".join(frames) + pack_header(pack_key(0, 0, 0), 0, len(goodbye), GOODBYE) + goodbye

@@ -1,0 +1,232 @@
+"""Runs a collective over links in the calling thread, without an operation.
+
+`DirectCalls.run` turns a schedule over links into one that runs as a native schedule does
+(`asyncdist.kernel.transport.native`): it sends the messages of a step itself, reads those that the step receives straight
+from the peers' connections, and yields only to wait. So `Progress.attempt` runs it like a call in shared memory. If the
+attempt ends before the call is complete, an operation continues the same generator, which then yields the rest of its step
+to the executor, and every later step as it is.
+
+The attempt ends at anything unusual: a peer without a link, a message that does not leave at once, bytes that are not the
+expected message, the end of a connection, a failed group, another thread that needs the lock, or time. Nothing is lost
+then: bytes that were read are read again, and a message that has left in part is completed by its link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from asyncdist.kernel.algorithms.schedule import END_ATTEMPT, Action, Combine, Recv, Reduce, Schedule, Send, Step
+from asyncdist.kernel.engine.call_checker import CollectiveChecker
+from asyncdist.kernel.engine.operation import Begun, Channel, Operation
+from asyncdist.kernel.memory.buffers import NOTHING, Memory, Scratch
+from asyncdist.kernel.memory.reduce_kernels import Fold
+from asyncdist.kernel.transport.base import Link, MatchingQueue
+from asyncdist.kernel.transport.wire_format import DATA, pack_tail
+
+MAX_DIRECT_NBYTES = 64 << 10
+"""Bytes of the largest call that is worth an attempt which does not wait for peers, and of scratch that a step keeps."""
+MAX_WAITING_NBYTES = 1 << 20
+"""Bytes of the largest call that is worth an attempt which does: its messages often fit into the buffers of a link."""
+LINK_POLLS = 2
+"""Polls of links after which a waiting thread looks at the clock and offers its core; each makes `_TRIES` system calls."""
+_TRIES = 4
+_NUMBERS = 0xFFFFFFFF
+_FIRST_PART = bytes(4)
+
+
+class _Message:
+    """A message of a step: its action, its peer in the world, its memory, and its header after the operation's key.
+
+    A message that is reduced arrives in scratch first; ``place`` is then the scratch.
+    """
+
+    __slots__ = ("action", "fingerprint", "is_reduced", "peer", "place", "tail")
+
+    def __init__(self, action: Send | Recv | Reduce, peer: int, place: Memory, fingerprint: int) -> None:
+        self.action, self.peer, self.place, self.fingerprint = action, peer, place, fingerprint
+        self.is_reduced = isinstance(action, Reduce)
+        self.tail = _FIRST_PART + pack_tail(fingerprint, place.nbytes, DATA)
+
+
+class DirectStep:
+    """A step in the form in which `DirectCalls` performs it.
+
+    Attributes:
+        combines: Its local actions.
+        sends: Its outgoing messages.
+        receives: Its incoming messages.
+        borrows: Whether it takes scratch in each use, and not once.
+    """
+
+    __slots__ = ("_reduced", "borrows", "combines", "receives", "sends")
+
+    def __init__(self, step: Step, members: Sequence[int], fingerprint: int, scratch: Scratch) -> None:
+        self.combines: list[Combine] = []
+        self.sends: list[_Message] = []
+        self.receives: list[_Message] = []
+        self._reduced: list[_Message] = []
+        for action in step:
+            if isinstance(action, Combine):
+                self.combines.append(action)
+                continue
+            place: Memory = action.place
+            if isinstance(action, Reduce):
+                place = scratch.take(place.count, place.wire or place.dtype)
+            message = _Message(action, members[action.peer], place, fingerprint)
+            (self.sends if isinstance(action, Send) else self.receives).append(message)
+            if message.is_reduced:
+                self._reduced.append(message)
+        nbytes = sum(message.place.nbytes for message in self._reduced)
+        self.borrows = type(step) is not RecordedStep or nbytes > MAX_DIRECT_NBYTES
+
+    def take_scratch(self, scratch: Scratch) -> None:
+        """Take scratch for another use."""
+        for message in self._reduced:
+            place = message.action.place
+            message.place = scratch.take(place.count, place.wire or place.dtype)
+
+    def give_scratch(self, scratch: Scratch) -> None:
+        """Return the scratch of a step that is complete."""
+        for message in self._reduced:
+            scratch.give(message.place)
+            message.place = NOTHING
+
+
+class RecordedStep(tuple[Action, ...]):
+    """A step that is yielded in many calls, in turn. Its direct form is made once, and keeps small scratch."""
+
+    direct: DirectStep | None = None
+
+
+class DirectCalls:
+    """The direct calls of one rank. Called under the lock of the world's `Progress`.
+
+    Args:
+        links: The links that have been made, by peer.
+        inboxes: The matching queues that have been made, by peer.
+        operations: The pending operations, by the first 12 bytes of the keys of their messages.
+        checker: Compares calls with those that peers have made before this rank.
+        scratch: Memory for what is received and then reduced.
+    """
+
+    def __init__(
+        self,
+        links: Mapping[int, Link],
+        inboxes: Mapping[int, MatchingQueue],
+        operations: Mapping[bytes, Operation],
+        checker: CollectiveChecker,
+        scratch: Scratch,
+    ) -> None:
+        self._links, self._inboxes, self._operations = links, inboxes, operations
+        self._checker, self._scratch = checker, scratch
+
+    def run(
+        self, schedule: Schedule, channel: Channel, number: int, fingerprint: int, fold: Fold | None, *, spins: bool
+    ) -> Schedule:
+        """Return the schedule that runs the only part of a collective directly, or in an operation.
+
+        Args:
+            schedule: The part.
+            channel: The channel of the group.
+            number: The number of the collective.
+            fingerprint: Fingerprint of the call.
+            fold: Does the arithmetic of Reduce and Combine.
+            spins: Whether the attempt waits for peers without sleeping.
+        """
+        operations, early_calls, scratch = self._operations, self._checker.early_calls, self._scratch
+        # The first 12 bytes of the keys of the messages.
+        key = channel.prefix + (number & _NUMBERS).to_bytes(4, "little")
+        tries = _TRIES if spins else 1
+        if early_calls and self._differs(channel, key, fingerprint):
+            yield END_ATTEMPT
+        for step in schedule:
+            if key in operations or isinstance(step, int) or not step:
+                yield step
+                continue
+            recorded = step if type(step) is RecordedStep else None
+            direct = None if recorded is None else recorded.direct
+            if direct is None:
+                direct = DirectStep(step, channel.members, fingerprint, scratch)
+                if recorded is not None:
+                    recorded.direct = direct
+            elif direct.borrows:
+                direct.take_scratch(scratch)
+            rest = self._begin(direct, key, fold)
+            waiting = self._receive(direct.receives, rest, key, fold, tries) if direct.receives else ()
+            if waiting or rest:
+                yield from self._wait(waiting, rest, key, fold, tries)
+            if direct.borrows:
+                direct.give_scratch(scratch)
+        # A peer whose message no step has received may have made another call.
+        if early_calls and key not in operations and self._differs(channel, key, fingerprint):
+            yield END_ATTEMPT
+
+    def _differs(self, channel: Channel, key: bytes, fingerprint: int) -> bool:
+        """Compare a call with those that peers have made before; return whether the group has failed."""
+        self._checker.compare(channel, key, fingerprint)
+        return channel.error is not None
+
+    def _begin(self, step: DirectStep, key: bytes, fold: Fold | None) -> list[Any]:
+        """Send the messages of a step and do its arithmetic; return the actions that only an operation can complete."""
+        rest: list[Any] = []
+        for message in step.sends:
+            link = self._links.get(message.peer)
+            if link is None or not link.is_direct:
+                rest.append(message.action)
+            elif (unsent := link.send_now(key + message.tail, message.place.view)) is not None:
+                rest.append(Begun(unsent))
+        for action in step.combines:
+            assert fold is not None
+            fold(action.place.tensor, action.other.tensor, action.swapped)
+        return rest
+
+    def _receive(
+        self, messages: Sequence[_Message], rest: list[Any], key: bytes, fold: Fold | None, tries: int
+    ) -> list[_Message]:
+        """Read the messages that have arrived; return the others. A receive that needs an operation goes to ``rest``."""
+        waiting: list[_Message] = []
+        for message in messages:
+            # Messages of one peer keep their order.
+            if rest or (waiting and any(message.peer == other.peer for other in waiting)):
+                waiting.append(message)
+                continue
+            inbox, room = self._inboxes.get(message.peer), message.place.view
+            if inbox is None or inbox.source is None:
+                taken: bool | None = False
+            elif inbox.aside and (early := key + _FIRST_PART) in inbox.aside:
+                taken = inbox.claim(early, message.fingerprint, room)
+            else:
+                taken = inbox.source.take(key + message.tail, room, tries)
+            if taken is None:
+                waiting.append(message)
+            elif not taken:
+                rest.append(message.action)
+            elif message.is_reduced:
+                assert fold is not None
+                fold(message.action.place.tensor, message.place.tensor, False)
+        return waiting
+
+    def _wait(
+        self, waiting: Sequence[_Message], rest: list[Any], key: bytes, fold: Fold | None, tries: int
+    ) -> Iterator[Any]:
+        """Complete a step: yield to wait for its messages; in an operation, yield what is left of it."""
+        is_long = bool(waiting) and waiting[0].place.nbytes > MAX_DIRECT_NBYTES // 2
+        # A rank that gets more of a long message goes on waiting for the rest.
+        moved, before = False, self._taken(waiting) if is_long else 0
+        while waiting and not rest:
+            yield () if moved else waiting[0].action.peer
+            if key in self._operations:
+                break
+            waiting = self._receive(waiting, rest, key, fold, tries)
+            if is_long:
+                moved, before = (after := self._taken(waiting)) != before, after
+        if waiting or rest:
+            if key not in self._operations:
+                yield END_ATTEMPT
+            yield (*rest, *[message.action for message in waiting])
+
+    def _taken(self, messages: Sequence[_Message]) -> int:
+        """Return how many bytes of messages that are incomplete have arrived."""
+        sources = [inbox.source for each in messages if (inbox := self._inboxes.get(each.peer)) is not None]
+        return sum(source.taken for source in sources if source is not None)

@@ -1,0 +1,155 @@
+"""Runs short collectives inline, in the calling thread and without an operation object."""
+
+from __future__ import annotations
+
+from asyncio import _get_running_loop
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic
+
+from asyncdist.kernel.algorithms.schedule import END_ATTEMPT, Schedule
+from asyncdist.kernel.engine.drivers.loop_driver import LoopDriver, LoopState
+from asyncdist.kernel.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns
+from asyncdist.kernel.engine.drivers.waiting import MOST_POLLS
+from asyncdist.kernel.engine.machine import Calls
+from asyncdist.kernel.transport.base import Advance, Sleep
+
+_TURN_EVERY = 0.5e-3
+"""Seconds after which a program whose calls are all complete at once drives its pending receives."""
+
+
+class Attempts:
+    """The attempts of one rank to complete a collective at once.
+
+    Args:
+        turns: The turns of the rank's machine.
+        loop_driver: The loop driver of the machine.
+        hand_over: Lets other drivers continue what is pending.
+    """
+
+    def __init__(self, turns: Turns, loop_driver: LoopDriver, hand_over: Callable[[], None]) -> None:
+        self._turns, self._machine, self._waiting = turns, turns.machine, turns.waiting
+        self._loop_driver, self._hand_over = loop_driver, hand_over
+        self._turn_at = 0.0
+
+    def run(
+        self, schedule: Schedule, group: Calls, number: int, wait: bool, polls: int = MOST_POLLS, block: bool = False
+    ) -> bool:
+        """Run a native schedule, or a direct one over links, inline and without an operation object.
+
+        The schedule is not started if its group has failed: the memory of a destroyed group may belong to another group.
+        It is not started either if an operation is pending that does more than receive a message, because peers may wait
+        for the progress of that operation.
+
+        Args:
+            schedule: The schedule to run.
+            group: The channel of the group.
+            number: The number of the collective in the group.
+            wait: Whether to wait for peers for as long as an inline driver polls.
+            polls: Polls after which a waiting thread looks at the clock and offers its core, at most.
+            block: Whether to sleep for peers for a while where an inline driver sleeps at once.
+
+        Returns:
+            Whether the schedule is complete. If not, an operation continues it from where it stopped.
+        """
+        turns, machine = self._turns, self._machine
+        if machine.acting or not turns.driver_lock.acquire(False):
+            return False
+        turns.attempting = get_ident()
+        asleep_until, ready = 0.0, None
+        advance: Advance | None = None
+        drives = has_driven = bool(machine.operations) and monotonic() >= self._turn_at
+        try:
+            while turns.lock.acquire(False):
+                try:
+                    if drives:
+                        turns.turn(ready)
+                        self._turn_at = turns.expire() + _TURN_EVERY
+                    elif advance is not None:
+                        turns.turn(ready, advance)
+                    outcome = self._run(schedule, group, wait, polls, block)
+                    if outcome is True:
+                        group.started += 1
+                        group.highest = number if number > group.highest else group.highest
+                        return True
+                except BaseException as cause:
+                    if not isinstance(cause, Exception):
+                        turns.interrupt(cause)
+                    raise
+                finally:
+                    turns.lock.release()
+                if outcome is False:
+                    return False
+                asleep_until = asleep_until or monotonic() + LONGEST_ATTEMPT
+                if monotonic() >= asleep_until:
+                    return False
+                ready, advance = turns.sleep(outcome.waits, asleep_until), outcome.advance
+                drives = ready is None or advance == machine.advance
+                has_driven = has_driven or advance is not None
+            return False
+        finally:
+            turns.sleeping, turns.attempting = False, 0
+            turns.driver_lock.release()
+            if machine.finished:
+                turns.deliver()
+            if turns.standby or turns.inbox:
+                self._hand_over()
+            # Peers no longer signal to the loop, another thread has begun an operation, or the loop has met this thread.
+            elif machine.operations and (has_driven or machine.acting or self._loop_driver.state is LoopState.IDLE):
+                self._loop_driver.resume()
+
+    def _run(self, schedule: Schedule, group: Calls, wait: bool, most: int, block: bool) -> Sleep | bool:
+        """Run a schedule; return whether it is complete or an operation continues it, or how to sleep for its peers."""
+        turns, waiting = self._turns, self._waiting
+        inbox = turns.inbox
+        if group.error is not None or inbox or self._machine.acting:
+            return False
+        until, polls, allowed = 0.0, 0, waiting.polls if wait else waiting.attempts
+        enough = most if most < allowed else allowed
+        # In an event loop the loop's other callbacks must run after each time slice.
+        end = 0.0 if wait or not (_get_running_loop() or turns.in_trio) else monotonic() + TIME_SLICE
+        sleep: Sleep | None = None
+        awaited = -1
+        for step in schedule:
+            if inbox or step is END_ATTEMPT:  # another thread needs the lock, or the schedule an operation
+                return False
+            if type(step) is not int:
+                polls, until = 0, 0.0
+                if end and monotonic() >= end:
+                    turns.slice_exhausted = True
+                    return False
+                continue
+            polls += 1
+            if polls < enough:
+                continue
+            if sleep is not None and step == awaited:
+                return sleep
+            polls, now = 0, monotonic()
+            if now >= waiting.look_at:
+                waiting.look(now)
+            if block and not waiting.spin:
+                sleep, awaited = self._prepare_sleep(group.members[step]), step
+                if sleep is None or sleep.advance is None:
+                    return sleep or False
+                # The schedule is polled once more before the sleep: a peer that has moved before does not signal.
+                polls = enough - 1
+                continue
+            until = until or (now + waiting.spin if wait else now)
+            if now >= until:
+                return False
+            waiting.offer_core(now)
+        if sleep is not None and sleep.advance is not None:
+            # Peers need not signal any more, which would cost them a system call.
+            sleep.advance(())
+        return True
+
+    def _prepare_sleep(self, peer: int) -> Sleep | None:
+        """Return how a schedule sleeps for a peer; None to continue it in an operation."""
+        turns, machine = self._turns, self._machine
+        if turns.waker is not None and not machine.operations:
+            sleep = machine.sleep(peer)
+            if sleep is not None:
+                turns.sleeping = True
+                return sleep
+        waits = turns.prepare_sleep()
+        return None if waits is None else Sleep(waits, machine.advance)

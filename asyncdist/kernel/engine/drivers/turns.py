@@ -1,0 +1,159 @@
+"""The turns of one machine: who may drive it at the moment, and what every driver does under the lock."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from threading import get_ident
+from time import monotonic
+
+from asyncdist.base.descriptors import is_exhausted
+from asyncdist.kernel.engine.drivers.waiting import Waiting
+from asyncdist.kernel.engine.drivers.waker import Waker
+from asyncdist.kernel.engine.machine import Machine
+from asyncdist.kernel.memory.user_modes import leave_user_modes
+from asyncdist.kernel.transport.base import Advance, Wait
+
+LONGEST_ATTEMPT = 10e-3
+"""Seconds for which a call sleeps for its peers before it becomes an operation, which others can see."""
+TIME_SLICE = 1e-3
+"""Seconds for which the machine continues in an event loop before the loop's other callbacks run."""
+
+
+class Turns:
+    """The state that the drivers of one machine share; see `asyncdist.kernel.engine.progress` for its rules.
+
+    Args:
+        machine: The machine to drive.
+        schedule_loop: Schedules the loop driver, if it is not scheduled.
+
+    Attributes:
+        waiting: How the drivers wait for peers.
+        lock: The lock under which a thread touches the machine.
+        driver_lock: The lock that an inline driver holds while it drives.
+        inbox: Actions that the thread which holds the lock runs.
+        standby: The events of blocked threads that stand by while another thread drives.
+        sleeping: Whether the inline driver sleeps in ``poll``, or is about to.
+        waker: Wakes the inline driver; None until a driver first sleeps.
+        driving: The thread that holds ``driver_lock`` for `Progress.drive`; 0 for none.
+        turning: The thread that is in a turn; 0 for none. Code that interrupts it there must not wait for the lock.
+        attempting: The thread that makes an attempt; 0 for none.
+        slice_exhausted: Whether this turn of the loop has used up its time slice.
+        in_trio: Whether trio tasks issue operations.
+    """
+
+    def __init__(self, machine: Machine, schedule_loop: Callable[[], None]) -> None:
+        self.machine = machine
+        self.waiting = Waiting()
+        self.lock = threading.Lock()
+        self.driver_lock = threading.Lock()
+        self.inbox: deque[Callable[[], object]] = deque()
+        self.standby: deque[threading.Event] = deque()
+        self.sleeping = False
+        self.waker: Waker | None = None
+        self.driving = self.turning = self.attempting = 0
+        self.slice_exhausted = False
+        self.in_trio = False
+        self._schedule_loop = schedule_loop
+
+    # -- under the lock ------------------------------------------------------------------------
+
+    def turn(self, ready: Iterable[int] | None, advance: Advance | None = None) -> bool:
+        """Run the actions that other threads have added, and drive the machine once; return whether anything moved.
+
+        Args:
+            ready: The descriptors that are ready; None if they are unknown.
+            advance: Drives a part of the machine; None for all of it.
+        """
+        inbox, moved = self.inbox, False
+        left = leave_user_modes()
+        try:
+            # Other threads may add actions faster than this one runs them.
+            for _ in range(len(inbox)):
+                inbox.popleft()()
+                moved = True
+            return (advance or self.machine.advance)(ready) or moved
+        except BaseException as cause:
+            self.interrupt(cause)
+            if not is_exhausted(cause):
+                raise
+            return True
+        finally:
+            if left is not None:
+                left.close()
+
+    def expire(self) -> float:
+        """Run what is due, and return the monotonic time."""
+        if (now := monotonic()) >= self.machine.next_deadline():
+            self.machine.expire(now)
+        return now
+
+    def prepare_sleep(self) -> list[Wait] | None:
+        """Return the descriptors on which an inline driver sleeps; None to continue driving."""
+        waits = self.machine.waits()
+        try:  # before `sleeping` is set, because a thread that reads `sleeping` rings the waker
+            self.waker = self.waker or Waker()
+        except OSError as cause:
+            self.interrupt(cause)
+            if not is_exhausted(cause):
+                raise
+            return None
+        self.sleeping = waits is not None
+        return waits
+
+    def interrupt(self, cause: BaseException) -> None:
+        """Fail everything: ``cause`` has interrupted a turn."""
+        self.machine.interrupted(cause)
+        # This driver ends. Another driver must complete the failed operations for the threads that wait for them.
+        self._schedule_loop()
+        self.wake()
+
+    # -- without the lock ----------------------------------------------------------------------
+
+    def take(self) -> bool:
+        """Drive the machine once and release the lock, which the caller has acquired; return whether anything moved."""
+        self.turning = get_ident()
+        try:
+            moved = self.turn(None)
+        finally:
+            self.turning = 0
+            self.lock.release()
+        self.deliver()
+        return moved
+
+    def deliver(self) -> None:
+        """Run the callbacks of completed operations, each one even if others raise."""
+        if self.machine.finished:
+            self._run_each(iter(self.machine.take_finished()))
+
+    def _run_each(self, callbacks: Iterator[Callable[[], None]]) -> None:
+        try:
+            for callback in callbacks:
+                callback()
+        except BaseException:
+            # This driver ends. The threads and tasks that wait need the other callbacks, and another driver.
+            self._schedule_loop()
+            self.wake()
+            self._run_each(callbacks)
+            raise
+
+    def sleep(self, waits: Sequence[Wait], until: float) -> list[int] | None:
+        """Sleep until a descriptor is ready, the waker rings or a deadline passes; return the ready descriptors, or
+        None if they are unknown or a deadline has passed before."""
+        try:
+            waker = self.waker
+            if waker is None or self.inbox:  # a thread added an action after this driver's last turn
+                return None
+            seconds = min(until, self.machine.next_deadline()) - monotonic()
+            if seconds <= 0:
+                return None
+            return self.waiting.sleep(functools.partial(waker.sleep, waits, seconds))
+        finally:
+            self.sleeping = False
+
+    def wake(self) -> None:
+        """Wake an inline driver that has been asleep since before this turn: the turn may have completed its work."""
+        if self.sleeping and (waker := self.waker) is not None:
+            waker.ring()

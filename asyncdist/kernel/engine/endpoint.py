@@ -1,0 +1,505 @@
+"""One rank's view of its world: its peers, the links and the matching queues to them, and its operations.
+
+An `Endpoint` is the `Host` that transports report to, the `Peers` of the executor, and the `Machine` that `Progress`
+drives. `GroupFailures` holds the groups and handles failures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from time import monotonic
+from typing import Any
+
+from asyncdist.base import lifecycle
+from asyncdist.base.error_text import describe_error
+from asyncdist.base.timers import TimerTable
+from asyncdist.config import DEFAULT_LANES, Config
+from asyncdist.errors import GroupAbortedError, GroupError, MismatchError, TransportUnavailableError
+from asyncdist.kernel.algorithms.selection import Model
+from asyncdist.kernel.engine.agreements import Agreements
+from asyncdist.kernel.engine.call_checker import CollectiveChecker
+from asyncdist.kernel.engine.control_messages import call_notice
+from asyncdist.kernel.engine.direct_calls import DirectCalls
+from asyncdist.kernel.engine.drivers.core_use import CoreUse
+from asyncdist.kernel.engine.executor import Executor
+from asyncdist.kernel.engine.group_failures import GroupFailures
+from asyncdist.kernel.engine.heartbeat import Heartbeat
+from asyncdist.kernel.engine.machine import Until
+from asyncdist.kernel.engine.operation import Channel, Operation, Plan, awaited
+from asyncdist.kernel.engine.progress import Progress
+from asyncdist.kernel.engine.routing import Addresses, TransportSelector
+from asyncdist.kernel.engine.wait_probes import WaitProbes, timeout_error
+from asyncdist.kernel.engine.work import Work
+from asyncdist.kernel.membership.detector import Liveness
+from asyncdist.kernel.memory.buffers import Scratch
+from asyncdist.kernel.tracing.recorder import Entry, Recorder
+from asyncdist.kernel.transport.base import (
+    DiscardReceive,
+    Link,
+    MatchingQueue,
+    Outgoing,
+    Receive,
+    Sleep,
+    Transport,
+    Wait,
+)
+from asyncdist.kernel.transport.process_identity import ProcessState, has_ended, pids_of_machine, process_state
+from asyncdist.kernel.transport.wire_format import ABORT, AGREE, CALLED, GOODBYE, HEARD, PROBE, SUSPECT, WAITING
+
+LAST_WORDS = 1.0
+"""Seconds for which a rank that leaves may wait until its failure notices and last bytes have been sent."""
+_MOST_PROBLEMS = 4
+"""The number of connectivity problems that an error message lists."""
+_MANY_RECEIVES = 64
+"""The number of pending receives from which on each call no longer asks whether nothing else is pending."""
+
+
+class Endpoint:
+    """The peers of one rank in one world.
+
+    To connect the ranks, call `listen`, gather its results from all ranks, and pass them to `probe_peers`. Gather the
+    results of `probe_peers` in the same way, and pass them to `finalize`. Links are made when they are first used.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        world_id: Identifies the world in traces.
+        config: The settings of the world.
+        kinds: The transports to use, the preferred first.
+        home: The event loop that drives while no thread blocks; None for the background loop.
+        backend: The argument of `init_process_group`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        world_id: str,
+        config: Config,
+        kinds: Sequence[type[Transport]],
+        home: asyncio.AbstractEventLoop | None,
+        backend: str = "auto",
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.world_id = world_id
+        self.config = config if config.lanes else config.with_(lanes=DEFAULT_LANES)
+        """The settings of groups and connections that are made from now on."""
+        kept = config.flight_recorder_size
+        self.recorder = Recorder(rank, world_size, kept, world_id, config.dump_format, config.dump_dir)
+        self.progress = Progress(self, home)
+        self.transport_selector = TransportSelector(rank, [kind(self) for kind in kinds])
+        self.of_parent: tuple[object, ...] = ()
+        """In a forked child: the objects that only the parent may use, kept so that they are not collected."""
+        scratch = Scratch()
+        self._executor = Executor(self, scratch, config.piece_nbytes)
+        self.operations, self.acting = self._executor.operations, self._executor.acting
+        self.recorder.pending.append(self._executor.pending)
+        self.links: dict[int, Link] = {}
+        self.inboxes: dict[int, MatchingQueue] = {}
+        self.timers = TimerTable()
+        self.failures = failures = GroupFailures(
+            config, self.recorder, self._executor, self.transport_selector, self.timers, self.link, self._discard,
+            self._read_arrived,
+        )  # fmt: skip
+        self.lost_peers = failures.lost_peers
+        # Bound here, because a forwarding method would cost each call a Python frame.
+        self.fail, self.gone, self.lost, self.suspect = failures.fail, failures.gone, failures.lost, failures.suspect
+        self.open, self.end = failures.open, failures.end
+        self._checker = CollectiveChecker(self.recorder, failures.channels, self.operations, failures.fail)
+        self.difference = self._checker.difference
+        self.direct_calls = DirectCalls(self.links, self.inboxes, self.operations, self._checker, scratch)
+        send = self._send_unordered
+        self._probes = WaitProbes(rank, self.operations, self._pending_for, send, self.timers, monotonic)
+        self.processes: Sequence[dict[str, Any] | None] = ()
+        """The identities of all ranks' processes, by rank. Without them no process of a peer is known to have ended."""
+        self.agreements = Agreements(
+            rank, failures.channels, failures.lost_peers, self.timers, self._send_unordered, self.has_ended, self._watch,
+            failures.lose_after_reading, self._hears,
+        )  # fmt: skip
+        failures.observers.append(self._on_change)
+        self._heartbeat = Heartbeat(
+            rank, config.heartbeat, self.transport_selector, failures, self._send_unordered, self._read_arrived,
+            self._state_of, self.call_later,
+        )  # fmt: skip
+        failures.silence_of = self._heartbeat.silence_of
+        self.model = Model(segment_nbytes=config.segment_nbytes)
+        """Selects the schedules of groups that are made from now on; equal on all ranks."""
+        self.finished: list[Callable[[], None]] = []
+        self.backend = backend
+        self.core_use = CoreUse(self._pids)
+        self.others_compete = self.core_use.others_compete
+        lifecycle.register_hooks(self)
+
+    # -- coming and going ----------------------------------------------------------------------
+
+    def listen(self, where: str) -> dict[str, Any]:
+        """Start every transport's listener at this machine's address; return the addresses by transport."""
+        addresses = {transport.name: transport.listen(where) for transport in self.transport_selector.transports}
+        # A peer that opens its world earlier may connect from now on, and expects an answer.
+        self._heartbeat.start(self.progress.look)
+        return addresses
+
+    async def probe_peers(self, addresses: Sequence[Addresses], timeout: float) -> dict[str, list[int]]:
+        """Probe the peers with the results of every rank's `listen`, by rank; return the peers reached, by transport."""
+        self.transport_selector.set_addresses(addresses)
+        return await self.transport_selector.probe_peers(timeout)
+
+    def finalize(self, reached: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Select transports from the results of every rank's `probe_peers`, by rank. Groups may be made afterwards."""
+        self.transport_selector.finalize(reached, self.processes)
+        self.recorder.progress.append(self._executor.progress)
+        self.recorder.details.append(self._state)
+        spin, crowded = self.transport_selector.spin_policy()
+        placement = self.transport_selector.placement if self.transport_selector.local_size > 1 else None
+        await_spin = min(spin, self.config.await_spin_us * 1e-6)
+        self.progress.waiting.configure(spin, await_spin, placement, crowded=crowded)
+        self.progress.loop_driver.idle_watch.last_call = lambda: self.recorder.last
+        self.progress.ensure_driven()
+
+    def notices_flushed(self) -> Until:
+        """Return a condition that holds once every failure notice has been sent, also over connections opened for it.
+
+        Nor does a transport then hold bytes of a message that is complete.
+        """
+        begun: list[bool] = []
+        self.progress.submit(lambda: begun.append(True))  # after the failures that other threads have submitted
+        selector = self.transport_selector
+        return Until(
+            lambda: bool(begun) and not (selector.holds_bytes() or (self._has_last_words() and selector.busy()))
+        )
+
+    def _has_last_words(self) -> bool:
+        return bool(self.failures.failed) or self.agreements.taken_part
+
+    def close(self) -> None:
+        """Fail what is pending, say goodbye to every peer, and close every connection. Idempotent."""
+        lifecycle.unregister_hooks(self)
+        self._flush_notices()
+        self._heartbeat.stop()
+        self.progress.submit(self._close)
+        self.progress.close()
+
+    def end_with_process(self) -> None:
+        """Say goodbye for a program that ends without destroying the world."""
+        self.failures.end_with_process()
+        for operation in list(self._executor.operations.values()):
+            operation.work.exception()  # the program ends: do not log the error as never retrieved
+        self._flush_notices()
+        self._heartbeat.stop()
+        self.progress.submit(self._close)
+
+    def _flush_notices(self) -> None:
+        if asyncio._get_running_loop() is None:  # in an event loop, `World.close` waits
+            self.progress.drive(self.notices_flushed(), monotonic() + LAST_WORDS)
+
+    def after_fork_in_child(self) -> None:
+        """Fail everything in a forked child, which must neither use nor collect the parent's objects."""
+        self.of_parent = (self.progress, self.transport_selector.transports)
+        self.progress, self.transport_selector.transports = Progress(self), []
+        # The timers of the transports use sockets of the parent.
+        self.timers.clear()
+        self._heartbeat.after_fork_in_child()
+        self.failures.forked()
+        self.agreements.end_all(self.lost_peers[self.rank])
+
+    def _close(self) -> None:
+        self.agreements.end_all(GroupAbortedError("the world was closed while this call was pending", peer=self.rank))
+        self.failures.end_all()
+        for transport in self.transport_selector.transports:
+            transport.close()
+
+    # -- groups --------------------------------------------------------------------------------
+
+    def refuse(self, channel: Channel, cause: Exception) -> None:
+        """Fail a group for all its members because this rank cannot be in it."""
+
+        def fail() -> None:
+            self.open(channel)
+            reason = f"rank {self.rank} cannot be in the group: {describe_error(cause)}"
+            self.fail(channel, GroupAbortedError(reason, peer=self.rank))
+            # The others regroup without this rank.
+            self.agreements.leave(channel, reason, entirely=True)
+            self.end(channel)
+
+        self.progress.submit(fail)
+
+    def start(self, operation: Operation) -> None:
+        """Begin an operation. The caller holds the lock."""
+        channel = operation.channel
+        if self._checker.early_calls:
+            self._checker.compare(channel, operation.key, operation.plan.fingerprint)
+        channel.started += 1
+        channel.highest = max(channel.highest, operation.sequence)
+        self._executor.start(operation)
+
+    def _discard(self, prefix: bytes) -> None:
+        self._checker.forget(prefix)
+        for inbox in self.inboxes.values():
+            inbox.purge(prefix)
+
+    def _read_arrived(self, peer: int) -> None:
+        self.transport_selector.read_arrived(self.inbox(peer))
+
+    # -- what the executor needs: Peers --------------------------------------------------------
+
+    def link(self, peer: int) -> Link:
+        """Return the link to a peer, made on first use; raise the peer's error if the peer is lost."""
+        if peer in self.lost_peers:
+            raise self.lost_peers[peer]
+        link = self.links.get(peer)
+        if link is None:
+            link = self.links[peer] = self.transport_selector.link(peer)
+        return link
+
+    def inbox(self, peer: int) -> MatchingQueue:
+        inbox = self.inboxes.get(peer)
+        if inbox is None:
+            inbox = self.inboxes[peer] = MatchingQueue(peer, self)
+        return inbox
+
+    def connectivity_problem(self, peers: Iterable[int]) -> str:
+        said = (self.links[peer].connectivity_problem() for peer in peers if peer in self.links)
+        return ", ".join(itertools.islice(filter(None, said), _MOST_PROBLEMS))
+
+    def query_peers(self, operation: Operation, peers: Iterable[int]) -> None:
+        self.failures.notify(peers, lambda peer: call_notice(peer, operation.key, operation.plan.fingerprint))
+
+    def probe_waits(self, operation: Operation) -> None:
+        self._probes.begin(operation, operation.deadline - monotonic())
+
+    def timeout_error(self, operation: Operation) -> GroupError:
+        """Return the error of an operation whose deadline has passed."""
+        trouble = self.connectivity_problem(awaited(operation))
+        return timeout_error(operation, self._probes.findings(operation), trouble)
+
+    def _pending_for(self, key: bytes) -> tuple[Operation | None, bool]:
+        """Return the operation with which to answer a probe about ``key``, and whether that collective is complete.
+
+        It is the same collective if it is pending, else the oldest operation of the group, else the oldest of all.
+        """
+        channel, operation = self.failures.channels.get(key[:8]), self.operations.get(key[:12])
+        if operation is None and channel is not None:
+            if channel.has_ended(key):
+                return None, True
+            both = (channel, channel.sibling)
+            operation = next((one for one in self.operations.values() if one.channel in both), None)
+        return operation or next(iter(self.operations.values()), None), False
+
+    def _send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
+        if self.failures.accepts_notices(peer):
+            with contextlib.suppress(TransportUnavailableError, OSError):
+                self.link(peer).send_unordered(Outgoing(peer, key[:12] + bytes(4), 0, memoryview(body), None, kind))
+
+    # -- who is there --------------------------------------------------------------------------
+
+    def has_ended(self, peer: int) -> bool:
+        """Return whether a peer takes part in nothing any more: it has said goodbye, or its process has ended here."""
+        if peer in self.failures.left:
+            return True
+        return bool(self.processes) and has_ended(self.processes[peer], self.processes[self.rank])
+
+    def _state_of(self, peer: int) -> ProcessState | None:
+        return process_state(self.processes[peer], self.processes[self.rank]) if self.processes else None
+
+    def _hears(self, peer: int) -> bool:
+        return self._heartbeat.hears(peer)
+
+    def _state(self) -> dict[str, Any]:
+        """Return which peers are lost or have left, when the others were last heard, and how this rank waits.
+
+        Any thread may call it.
+        """
+        gone = {peer: error.reason for peer, error in list(self.lost_peers.items())} | dict(self.failures.left)
+        heard = sorted(self._heartbeat.silences().items())
+        return {
+            "lost": sorted(gone.items()),
+            "heard": heard,
+            "waiting": self.progress.waiting.mode.value,
+            "model": asdict(self.model),
+            "tcp": {
+                "lanes": self.config.lanes,
+                "threads": self.config.tcp_threads,
+                "others_compete": self.core_use.compete,
+            },
+        }
+
+    def look_at(self, peer: int) -> str:
+        """Return what a peer's process does, as a clause; empty if this rank cannot see it. Any thread may call it."""
+        if bool(self.processes) and has_ended(self.processes[peer], self.processes[self.rank]):
+            return "its process has ended"
+        state = self._state_of(peer)
+        return "" if state is None else state.text
+
+    def pid_of(self, peer: int) -> int | None:
+        """Return the process id of a rank on its host; None if it is not known."""
+        identity = self.processes[peer] if self.processes else None
+        return None if identity is None else identity["pid"]
+
+    def _pids(self) -> list[int] | None:
+        return pids_of_machine(self.processes, self.rank) if self.processes else [os.getpid()]
+
+    def _watch(self, peer: int) -> None:
+        if self.failures.accepts_notices(peer):
+            with contextlib.suppress(TransportUnavailableError, OSError):
+                self.link(peer).open()
+
+    def _on_change(self, peer: int, liveness: Liveness, reason: str) -> None:
+        if liveness is Liveness.LOST:
+            # The link may keep the memory of a dead peer mapped.
+            self.links.pop(peer, None)
+            self.agreements.on_loss(peer)
+
+    def call_later(self, callback: Callable[[], None]) -> None:
+        """Call a function of the program's after the lock is released."""
+        self.finished.append(callback)
+
+    # -- what transports report to: Host -------------------------------------------------------
+
+    @property
+    def expects_anybody(self) -> bool:
+        return bool(self._executor.any_source)
+
+    def unclaimed(self, peer: int, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
+        if self.failures.drops(key):
+            return DiscardReceive(peer, key, nbytes)
+        if waiting := self._executor.any_source.get(key):
+            receive = waiting.popleft()
+            if not waiting:
+                del self._executor.any_source[key]
+            receive.peer = peer
+            if receive.nbytes == nbytes and receive.fingerprint == fingerprint:
+                return receive
+            self.mismatch(peer, receive, fingerprint, nbytes)
+            return DiscardReceive(peer, key, nbytes)
+        if key[:8] in self.failures.ended or self._checker.refuses(peer, key, fingerprint):
+            return DiscardReceive(peer, key, nbytes)
+        return None
+
+    def mismatch(self, peer: int, receive: Receive, fingerprint: int, nbytes: int) -> None:
+        channel = self.failures.channels.get(receive.key[:8])
+        if channel is None:
+            return
+        if receive.fingerprint != fingerprint:
+            self.fail(channel, self.difference(peer, receive.fingerprint, fingerprint))
+        else:
+            self.fail(
+                channel, MismatchError(peer, f"rank {peer} sent {nbytes} bytes where {receive.nbytes} were expected")
+            )
+
+    def no_room(self, peer: int, key: bytes, nbytes: int, stored: int) -> None:
+        self.failures.no_room(peer, key, nbytes, stored)
+
+    def control(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
+        if kind == GOODBYE:
+            self.failures.on_goodbye(peer, body.decode(errors="replace"))
+        elif kind == AGREE:
+            self.agreements.on_message(peer, key, body)
+        elif self.failures.drops(key):
+            return
+        elif kind == ABORT:
+            error = self.failures.on_abort(peer, key, body, self.connectivity_problem)
+            # Later, because a look reads from connections, and this message is being read from one.
+            self.post(functools.partial(self._heartbeat.on_loss_elsewhere, error))
+        elif kind == CALLED and key[:8] not in self.failures.ended:
+            self._checker.answer(peer, key, int.from_bytes(body, "little"))
+        elif kind == PROBE:
+            self._probes.on_probe(peer, key, body)
+        elif kind == WAITING:
+            self._probes.on_answer(peer, body)
+        elif kind == SUSPECT:
+            self._heartbeat.on_question(peer, body)
+        elif kind == HEARD:
+            self._heartbeat.on_answer(peer, body)
+
+    def post(self, action: Callable[[], None]) -> None:
+        self.progress.post(action)
+
+    def closing_frames(self, peer: int) -> bytes:
+        return self.failures.closing_frames(peer)
+
+    def retire(self, sock: Any) -> None:
+        self.progress.retire(sock)
+
+    # -- what is driven: Machine ---------------------------------------------------------------
+
+    def advance(self, ready: Iterable[int] | None) -> bool:
+        moved = False
+        for transport in self.transport_selector.transports:
+            moved = transport.advance(ready) or moved
+        return self._executor.run() or moved
+
+    def waits(self) -> list[Wait] | None:
+        waits: list[Wait] = []
+        for transport in self.transport_selector.transports:
+            wanted = transport.waits()
+            if wanted is None:
+                return None
+            waits += wanted
+        # Peers signal from now on. A peer that moved data just before did not signal, so check once more.
+        return None if self._executor.run() else waits
+
+    def sleep(self, peer: int) -> Sleep | None:
+        inbox = self.inboxes.get(peer)
+        if inbox is not None and inbox.source is not None:
+            return Sleep(inbox.source.arrivals, None)
+        for transport in self.transport_selector.transports:
+            sleep = transport.sleep(peer)
+            if sleep is not None:
+                return sleep
+        return None
+
+    def interrupted(self, cause: BaseException) -> None:
+        self.failures.interrupted(cause)
+        if self.rank in self.lost_peers:
+            self.agreements.end_all(self.lost_peers[self.rank])
+
+    def busy(self) -> bool:
+        # After a failure this rank stays reachable: a peer that connects later must learn of the failure too.
+        return bool(self._executor.operations or self.failures.failing or self.timers) or self.transport_selector.busy()
+
+    def only_receives(self) -> bool:
+        if self.acting or self.failures.failing or self.timers or self.transport_selector.busy():
+            return False
+        if len(self.operations) > _MANY_RECEIVES:
+            return False
+        return not any(operation.work.has_callbacks for operation in list(self.operations.values()))
+
+    def next_deadline(self) -> float:
+        if self.timers:
+            return min(self._executor.next_deadline, self.timers.next_due())
+        return self._executor.next_deadline
+
+    def expire(self, now: float) -> None:
+        self.timers.run_due(now)
+        self._executor.expire(now)
+
+    def take_finished(self) -> list[Callable[[], None]]:
+        finished, self.finished = self.finished, []
+        return finished
+
+    # -- for groups ----------------------------------------------------------------------------
+
+    def issue(self, channel: Channel, plan: Plan, entry: Entry, timeout: float, *, background: bool) -> Work:
+        """Start a plan; drive it to its end in this thread, or with ``background`` let a driver continue it."""
+        progress = self.progress
+        work = Work(progress)
+        start = functools.partial(self.start, Operation(channel, plan, work, timeout, entry))
+        if background:
+            progress.submit(start)
+            if not work.is_completed() or channel.error is not None:
+                progress.ensure_driven()
+        else:
+            try:
+                progress.drive(work, math.inf, start)
+            except BaseException:
+                work.exception()  # the interrupted caller has no work from which to retrieve the error
+                raise
+        return work
