@@ -1,7 +1,7 @@
 """Prints the rooms of the house: each folder of `asyncdist` and each transport, with the rooms that it imports.
 
-Run it with ``python -m tests.support.house``. The floor of a room is 1 more than the highest floor below it. An arrow stands
-for all imports of one room by another. The flat modules of `asyncdist`, its surface and foundation, are no rooms.
+Run it with ``python -m tests.support.house``. The floor of a room is 1 more than the highest floor below it. An arrow
+stands for all imports of one room by another. The flat modules of `asyncdist`, its surface and foundation, are no rooms.
 """
 
 from __future__ import annotations
