@@ -1,4 +1,4 @@
-"""Measures communication hooks on two small models, and writes the tables of hooks in docs/ddp.md.
+"""Measures communication hooks on two small models, and writes the tables of hooks in docs/ddp-compared.md.
 
     python tests/ddp/hook_tables.py             # bytes and accuracy: half an hour; any machine
     python tests/ddp/hook_tables.py --cost      # time and processor time: two minutes; an idle machine with two cores

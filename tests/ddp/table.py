@@ -1,4 +1,4 @@
-"""Compares three contenders on the cases of program_table.py, and writes the table of docs/ddp.md.
+"""Compares three contenders on the cases of program_table.py, and writes the table of docs/ddp-compared.md.
 
     python tests/ddp/table.py     # rewrites the tables of the installed torch: five minutes
 
@@ -20,7 +20,7 @@ import torch
 from asyncdist.testing.processes import Nursery
 
 PROGRAM = Path(__file__).parent / "program_table.py"
-PAGE = Path(__file__).parents[2] / "docs" / "ddp.md"
+PAGE = Path(__file__).parents[2] / "docs" / "ddp-compared.md"
 CONTENDERS = ("gloo", "backend", "asyncdist")
 PRELOAD = ("asyncdist.sync", "asyncdist.ddp", "asyncdist_transports.shm", "torch.nn.parallel", "torch._dynamo",
            "torch.distributed.optim", "torch.distributed.algorithms.ddp_comm_hooks", "asyncdist.torch_backend",
@@ -130,7 +130,7 @@ def table(found: dict[str, dict[str, list]]) -> str:
 
 
 def write_into_page(name: str, made: str) -> None:
-    """Replace what is between two comments of docs/ddp.md by a table."""
+    """Replace what is between two comments of docs/ddp-compared.md by a table."""
     begin, end = f"<!-- begin of the table: {name} -->\n", f"<!-- end of the table: {name} -->\n"
     before, rest = PAGE.read_text(encoding="utf-8").split(begin)
     PAGE.write_text(before + begin + "\n" + made + "\n" + end + rest.split(end)[1], encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The guarantees of docs/membership.md that concern one process: time, memory, connections and other groups."""
+"""The guarantees of docs/membership-reference.md that concern one process: time, memory, connections and other groups."""
 
 from __future__ import annotations
 
