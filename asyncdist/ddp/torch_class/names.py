@@ -235,6 +235,6 @@ def explain_missing(name: str) -> str | None:
     if name.startswith("__") or not hasattr(TorchDistributedDataParallel, name):
         return None
     return (
-        f"asyncdist's DistributedDataParallel has no {name!r}, only torch's has: docs/ddp-compared.md lists what both have; "
-        f"a program that needs it uses {WITH_TORCH}"
+        f"asyncdist's DistributedDataParallel has no {name!r}, only torch's has: docs/ddp-compared.md lists what both have;"
+        f" a program that needs it uses {WITH_TORCH}"
     )
