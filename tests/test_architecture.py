@@ -17,9 +17,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = (
-    "base", "store", "kernel.algorithms", "kernel.memory", "kernel.transport", "kernel.tracing", "kernel.membership",
-    "kernel.engine", "kernel.collectives", "kernel.devices", "kernel", "rendezvous", "channels", "weights", "status",
-    "groups", "elastic", "ddp", "rpc", "torch_backend", "bench", "cli",
+    "base", "net", "store", "kernel.algorithms", "kernel.memory", "kernel.transport", "kernel.tracing",
+    "kernel.membership", "kernel.engine", "kernel.collectives", "kernel.devices", "kernel", "rendezvous", "weights",
+    "status", "groups", "elastic", "ddp", "rpc", "torch_backend", "bench", "cli",
 )  # fmt: skip
 """The folders of `asyncdist`; each imports only itself, the folders before it, and the modules of `FOUNDATION`."""
 
@@ -30,22 +30,25 @@ SURFACE = {"asyncdist", "asyncdist.sync", "asyncdist.torchrun"}
 """The public surface: flat modules that lazily import from any layer. Only `bench` and `cli` may import them."""
 
 PURE_FOLDERS = (
-    "asyncdist.kernel.algorithms", "asyncdist.kernel.membership", "asyncdist.store.protocol", "asyncdist.store.state",
+    "asyncdist.net.detector", "asyncdist.net.connection.frames", "asyncdist.kernel.algorithms",
+    "asyncdist.kernel.membership", "asyncdist.store.protocol", "asyncdist.store.state",
 )  # fmt: skip
-"""Folders without I/O, clocks, threads and tensors: their modules import none of `IMPURE`."""
+"""Folders and modules without I/O, clocks, threads and tensors: their modules import none of `IMPURE`."""
 
 IMPURE = {"asyncio", "socket", "threading", "os", "select", "subprocess", "torch", "numpy", "multiprocessing"}
 
 TRANSPORTS_MAY_IMPORT = (
-    "base", "kernel.memory", "kernel.transport", "kernel.algorithms.schedule", "kernel.engine.work", "config",
+    "base", "net", "kernel.memory", "kernel.transport", "kernel.algorithms.schedule", "kernel.engine.work", "config",
     "environment", "errors",
 )  # fmt: skip
 """What a transport sees of `asyncdist`: the contract, and what the contract speaks about."""
 
+NO_TORCH = ("asyncdist.base", "asyncdist.net", "asyncdist.store")
+
 LIBRARIES = ("weights", "status", "elastic", "ddp", "rpc", "torch_backend")
 """Folders that see of those in `CONTRACTS` what their ``__init__`` exports."""
 
-CONTRACTS = ("kernel", "store", "rendezvous", "channels", "groups")
+CONTRACTS = ("kernel", "net", "store", "rendezvous", "groups")
 
 DEEPER: set[str] = {
     "asyncdist.kernel.engine.work",
@@ -143,8 +146,8 @@ def test_pure_module_imports_nothing_impure(name: str) -> None:
     assert not wrong, f"{name} has to stay without I/O, and imports {wrong}"
 
 
-@pytest.mark.parametrize("name", [name for name in LIBRARY if name.startswith(("asyncdist.base", "asyncdist.store"))])
-def test_base_and_store_run_without_torch(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in LIBRARY if name.startswith(NO_TORCH)])
+def test_folders_below_the_kernel_run_without_torch(name: str) -> None:
     assert "torch" not in {imported.split(".")[0] for imported in imports(LIBRARY[name])}
 
 

@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from asyncdist.base.network import interface_addresses
 from asyncdist.bench.machine import machine
 from asyncdist.bench.report.page import size
 from asyncdist.config import DEFAULT_LANES, Config, settings
 from asyncdist.errors import AddressError, TransportUnavailableError, UsageError
 from asyncdist.kernel.algorithms import selection
 from asyncdist.kernel.transport import registry
+from asyncdist.net.network import interface_addresses
 from asyncdist.rendezvous.addresses import outward
 
 _LOOK_SECONDS = 0.05

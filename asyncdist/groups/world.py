@@ -34,7 +34,7 @@ from asyncdist.kernel.tracing import dump_signal
 from asyncdist.kernel.tracing.metrics import serve_configured_metrics
 from asyncdist.kernel.tracing.stacks import watch_tasks
 from asyncdist.kernel.transport import registry
-from asyncdist.kernel.transport.process_identity import process_identity
+from asyncdist.net.process_identity import process_identity
 from asyncdist.rendezvous import RendezvousSession, meet
 from asyncdist.status.port import StatusPort
 

@@ -6,7 +6,7 @@ algorithms     schedules: collective algorithms as generators without I/O, and t
 memory         tensors as memory, reduction kernels, serialization, shared memory
 transport      the contract of transports and device back ends, message matching, the wire format
 tracing        the flight recorder, hooks, metrics, spans
-membership     which peers are alive: state machines without I/O
+membership     which peers go on after a loss: a state machine without I/O
 engine         progress, executor, endpoint, works, comparison of calls
 collectives    from a call to a plan: checks, memory, choice of the schedule
 devices        tensors on CUDA devices

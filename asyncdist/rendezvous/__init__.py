@@ -2,6 +2,7 @@
 
 Read the modules in this order: `init_method` (parses the arguments), `record_store` and `sources` (where rank 0 publishes
 an address), `addresses` (which address), `host_store` (rank 0's store), `join` (how a rank joins), `session` (the result).
+Processes in no common group find each other by names: `directory` and `search`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.config import Config
 from asyncdist.environment import Launch
 from asyncdist.rendezvous.addresses import outward, own_host, probe, to_listen_on
+from asyncdist.rendezvous.directory import JobDirectory, PeerRecord, RecordChange
 from asyncdist.rendezvous.host_store import ServerHandle
 from asyncdist.rendezvous.init_method import InitMethod, daemon_address, url_of
 from asyncdist.rendezvous.join import WorldSpec, by_address, by_record, host_world, join_world
+from asyncdist.rendezvous.search import JobSearch
 from asyncdist.rendezvous.session import RendezvousSession, TimeLimit
 from asyncdist.rendezvous.sources import check_token, host_of, open_record_store, torch_store_at
 
 __all__ = [
     "InitMethod",
+    "JobDirectory",
+    "JobSearch",
     "OwnStore",
+    "PeerRecord",
+    "RecordChange",
     "RendezvousSession",
     "TimeLimit",
     "daemon_address",

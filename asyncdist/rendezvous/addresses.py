@@ -12,7 +12,9 @@ import contextlib
 import socket
 
 from asyncdist.base.deadline import Deadline
-from asyncdist.base.network import (
+from asyncdist.config import Config
+from asyncdist.errors import AddressError
+from asyncdist.net.network import (
     address_towards,
     addresses_of_interface,
     choose_address,
@@ -22,8 +24,6 @@ from asyncdist.base.network import (
     is_loopback,
     look_up,
 )
-from asyncdist.config import Config
-from asyncdist.errors import AddressError
 from asyncdist.store.client.connect import ConnectRetry, look_up_overdue, resolution_error, unresolved
 
 _OUTSIDE = ("198.51.100.1", "2001:db8::1")

@@ -16,9 +16,9 @@ from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.base.timers import DeadlineTimer
-from asyncdist.channels import IncomingMessage, OutgoingMessage, PeerChannel
 from asyncdist.errors import AsyncdistError, PeerLostError, ProtocolError, UsageError
 from asyncdist.kernel import input_memory
+from asyncdist.net import IncomingMessage, OutgoingMessage, PeerChannel
 from asyncdist.rpc.errors import CalleeLostError, CallError, CallTimeoutError, OverloadedError, ResultError
 from asyncdist.rpc.failures import failure_of
 from asyncdist.rpc.loans import ChannelLoans, MessageLoan

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import msgpack
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
-from asyncdist.channels import IncomingMessage, PeerChannel
 from asyncdist.errors import PeerLostError, ProtocolError
+from asyncdist.net import IncomingMessage, PeerChannel
 from asyncdist.rpc.calls import Caller
 from asyncdist.rpc.execution import CallBudget, Callee, Execution
 from asyncdist.rpc.loans import Buffer, ChannelLoans

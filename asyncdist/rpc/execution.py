@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.timers import DeadlineTimer
-from asyncdist.channels import OutgoingMessage, PeerChannel
 from asyncdist.errors import PeerLostError, ProtocolError, UsageError
 from asyncdist.kernel import DeviceLending
+from asyncdist.net import OutgoingMessage, PeerChannel
 from asyncdist.rpc.calls import current_deadline
 from asyncdist.rpc.failures import describe
 from asyncdist.rpc.loans import ChannelLoans, MessageLoan

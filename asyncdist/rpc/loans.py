@@ -21,7 +21,6 @@ import msgpack
 import torch
 
 from asyncdist.base.error_text import describe_error
-from asyncdist.channels import PeerChannel
 from asyncdist.errors import PeerLostError, ProtocolError
 from asyncdist.kernel import (
     DeviceEvent,
@@ -33,6 +32,7 @@ from asyncdist.kernel import (
     input_memory,
     tensor_of,
 )
+from asyncdist.net import PeerChannel
 from asyncdist.rpc.wire import ANSWER, DECLINED, LENT_BYTES, OFFER, RETURNED, pack_plain
 
 log = logging.getLogger("asyncdist")

@@ -25,8 +25,8 @@ import torch
 
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.channels import ChannelAddress, ChannelPort, PeerChannel
 from asyncdist.errors import AsyncdistError, PeerLostError, UsageError
+from asyncdist.net import ChannelAddress, ChannelPort, PeerChannel
 from asyncdist.rpc.calls import Caller
 from asyncdist.rpc.errors import CalleeLostError
 from asyncdist.rpc.objects import ServedObjects

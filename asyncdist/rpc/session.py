@@ -15,11 +15,12 @@ from asyncdist.base.background_loop import running_loop
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.channels import ChannelPort, JobDirectory, JobSearch, PeerChannel, PeerRecord, RecordChange
 from asyncdist.config import Config
 from asyncdist.environment import Launch
 from asyncdist.errors import AsyncdistError, UsageError
 from asyncdist.kernel import DeviceLending
+from asyncdist.net import ChannelPort, PeerChannel
+from asyncdist.rendezvous import JobDirectory, JobSearch, PeerRecord, RecordChange
 from asyncdist.rpc.calls import current_deadline
 from asyncdist.rpc.conversation import CREDITS, WINDOW_NBYTES, Conversation, ConversationHandler
 from asyncdist.rpc.errors import NameNotFoundError

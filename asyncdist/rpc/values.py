@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
-from asyncdist.channels import SHORT_NBYTES
 from asyncdist.errors import ProtocolError
 from asyncdist.kernel import DTYPE_NUMBERS, DTYPES, input_memory
 from asyncdist.kernel.memory.serialization import (
@@ -37,6 +36,7 @@ from asyncdist.kernel.memory.serialization import (
     unpack,
     with_flags,
 )
+from asyncdist.net import SHORT_NBYTES
 from asyncdist.rpc.loans import Buffer, DevicePart, TensorLender, mark_ready
 from asyncdist.rpc.wire import HasExtensions, refuse_extension
 

@@ -3,7 +3,8 @@
 The proof of the token is bound to the world of the rank: with one token for several jobs, a viewer that has found one of
 them cannot ask another.
 
-After the handshake of `base.auth` each side sends messages: their length as four bytes, little-endian, and a msgpack value.
+After the handshake of `net.security.auth` each side sends messages: their length as four bytes, little-endian, and a
+msgpack value.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 
 import msgpack
 
-from asyncdist.base import auth, lifecycle
+from asyncdist.base import lifecycle
 from asyncdist.errors import ProtocolError
+from asyncdist.net import auth
 
 PURPOSE = "status port"
 MAX_QUESTION = 1 << 16

@@ -21,12 +21,10 @@ from typing import Any
 from asyncdist.base import lifecycle
 from asyncdist.base.background_loop import observing_loop, on_loop
 from asyncdist.base.error_text import describe_error
-from asyncdist.base.net.admission import EvictingQueue
-from asyncdist.base.tls import rank_contexts
-from asyncdist.channels import Acceptor
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, ProtocolError
 from asyncdist.kernel import Endpoint
+from asyncdist.net import Acceptor, EvictingQueue, rank_contexts
 from asyncdist.status.connection import MAX_QUESTION, StatusConnection, accept
 from asyncdist.status.gathering import Address, StatusGathering
 

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from asyncdist.base.tls import rank_contexts
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, AuthenticationError, RendezvousError
+from asyncdist.net import rank_contexts
 from asyncdist.status.connection import StatusConnection, connect
 from asyncdist.status.discovery import PublishedWorld, described, meeting_point, wait_for_worlds
 

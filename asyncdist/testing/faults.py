@@ -26,11 +26,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from asyncdist.base.auth import Handshake, HandshakeDriver, dial
 from asyncdist.config import Config
 from asyncdist.groups.group import Group
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.kernel.transport import registry
+from asyncdist.net.security.auth import Handshake, HandshakeDriver, dial
 from asyncdist.testing.stopwatch import Stopwatch
 
 T = TypeVar("T")

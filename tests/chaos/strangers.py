@@ -11,7 +11,7 @@ import re
 import socket
 from pathlib import Path
 
-from asyncdist.base.auth import MAGIC, NONCE_NBYTES
+from asyncdist.net.security.auth import MAGIC, NONCE_NBYTES
 
 _SAY = (b"", MAGIC[:5], MAGIC + bytes(NONCE_NBYTES))
 _EACH = 2

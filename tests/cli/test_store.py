@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.base.network import is_loopback
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, StoreConnectionError
+from asyncdist.net.network import is_loopback
 from asyncdist.rendezvous.addresses import outward
 from asyncdist.store.client.c10d_probe import accepts_c10d_clients
 from asyncdist.store.protocol import operations

@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncdist.base.auth import MAGIC, NONCE_NBYTES, dial
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, PeerLostError
 from asyncdist.kernel.transport.wire_format import DATA, HEADER_NBYTES, pack_header, pack_key
+from asyncdist.net.security.auth import MAGIC, NONCE_NBYTES, dial
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.faults import greet, impostor, proxied_world
 

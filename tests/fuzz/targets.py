@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 from msgpack import ExtType, packb
 
-from asyncdist.base.auth import MAGIC, HandshakeDriver, accept, dial
 from asyncdist.errors import AuthenticationError, ProtocolError
+from asyncdist.net.security.auth import MAGIC, HandshakeDriver, accept, dial
 from asyncdist.store.persistence import log_format
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.chunking import Reassembler

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from asyncdist.base.deadline import Deadline
-from asyncdist.base.network import InterfaceAddress, is_loopback
 from asyncdist.config import Config
 from asyncdist.environment import Launch
 from asyncdist.errors import AddressError, LookUpTimeoutError, RendezvousTimeoutError
+from asyncdist.net.network import InterfaceAddress, is_loopback
 from asyncdist.rendezvous import addresses
 from tests.support.ports import free_port
 

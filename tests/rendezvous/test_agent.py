@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from asyncdist.base.deadline import Deadline
-from asyncdist.base.network import is_loopback
 from asyncdist.config import Config
 from asyncdist.environment import Launch
 from asyncdist.errors import AuthenticationError, RendezvousError, RendezvousTimeoutError
+from asyncdist.net.network import is_loopback
 from asyncdist.rendezvous import sources
 from asyncdist.rendezvous.addresses import outward
 from asyncdist.store import StoreServer

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from asyncdist import rpc
-from asyncdist.channels.directory import JobDirectory, PeerRecord
-from asyncdist.channels.handshake import ChannelAddress
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, PeerLostError, UsageError
+from asyncdist.net.connection.handshake import ChannelAddress
+from asyncdist.rendezvous.directory import JobDirectory, PeerRecord
 from asyncdist.rpc.values import Carrier
 from asyncdist.rpc.wire import VERSION
 from asyncdist.store import StoreServer
@@ -241,7 +241,7 @@ async def test_process_that_refuses_the_first_connections_is_tried_again(job, mo
         raise EOFError
 
     async with rpc.serve({"it": Member(3)}, job, config=QUICK), rpc.connect(job, config=QUICK) as session:
-        monkeypatch.setattr("asyncdist.channels.port.accept", refuse)
+        monkeypatch.setattr("asyncdist.net.connection.port.accept", refuse)
         found = await getattr(session, find)("it")
         assert await found.who() == (3 if find == "find" else [3])
         assert len(refused) == 3

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from asyncdist.base.background_loop import observing_loop
-from asyncdist.channels.acceptor import Acceptor
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError
 from asyncdist.kernel.tracing.job_status import job_status
+from asyncdist.net.acceptor import Acceptor
 from asyncdist.status import port as port_module
 from asyncdist.status.connection import MAX_QUESTION, StatusConnection, connect
 from asyncdist.status.port import StatusPort

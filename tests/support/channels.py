@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
-from asyncdist.channels import ChannelPort, IncomingMessage, PeerChannel
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
+from asyncdist.net import ChannelPort, IncomingMessage, PeerChannel
 
 TOKEN = "the token of the test"
 

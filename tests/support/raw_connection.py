@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator
 from typing import Any
 
-from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
+from asyncdist.net.security.auth import NONCE_NBYTES, HandshakeDriver, dial
 from asyncdist.store.protocol.chunking import FRAME_NBYTES, Reassembler
 from asyncdist.store.protocol.codec import FrameParser
 from asyncdist.store.protocol.operations import OperationKind

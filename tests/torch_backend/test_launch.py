@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
-from asyncdist.base.network import is_loopback
 from asyncdist.config import Config
+from asyncdist.net.network import is_loopback
 from asyncdist.rendezvous.addresses import outward
 from asyncdist.torchrun import handler
 from tests.support.daemon import started

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from asyncdist.base.background_loop import run_in_background
-from asyncdist.channels import ChannelAddress, ChannelPort
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError, PeerLostError
+from asyncdist.net import ChannelAddress, ChannelPort
 from asyncdist.weights import Publisher, Subscriber
 from asyncdist.weights.content.manifest import Manifest
 from asyncdist.weights.content.selection import whole_selection

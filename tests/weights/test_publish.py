@@ -11,7 +11,6 @@ from typing import TypeVar
 import pytest
 import torch
 
-from asyncdist.channels import JobDirectory
 from asyncdist.config import Config
 from asyncdist.errors import (
     ProtocolError,
@@ -23,6 +22,7 @@ from asyncdist.errors import (
     WaitTimeoutError,
 )
 from asyncdist.kernel.memory import shared_segment
+from asyncdist.rendezvous import JobDirectory
 from asyncdist.store import StoreServer
 from asyncdist.sync import weights as blocking
 from asyncdist.weights import Publisher, Subscriber

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.kernel.engine.work import Work
-from asyncdist.kernel.membership.detector import Liveness
+from asyncdist.net.detector import Liveness
 
 
 class MemberChange(NamedTuple):

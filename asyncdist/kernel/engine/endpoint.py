@@ -37,7 +37,6 @@ from asyncdist.kernel.engine.progress import Progress
 from asyncdist.kernel.engine.routing import Addresses, TransportSelector
 from asyncdist.kernel.engine.wait_probes import WaitProbes, timeout_error
 from asyncdist.kernel.engine.work import Work
-from asyncdist.kernel.membership.detector import Liveness
 from asyncdist.kernel.memory.buffers import Scratch
 from asyncdist.kernel.tracing.recorder import Entry, Recorder
 from asyncdist.kernel.transport.base import (
@@ -50,8 +49,9 @@ from asyncdist.kernel.transport.base import (
     Transport,
     Wait,
 )
-from asyncdist.kernel.transport.process_identity import ProcessState, has_ended, pids_of_machine, process_state
 from asyncdist.kernel.transport.wire_format import ABORT, AGREE, CALLED, GOODBYE, HEARD, PROBE, SUSPECT, WAITING
+from asyncdist.net.detector import Liveness
+from asyncdist.net.process_identity import ProcessState, has_ended, pids_of_machine, process_state
 
 LAST_WORDS = 1.0
 """Seconds for which a rank that leaves may wait until its failure notices and last bytes have been sent."""

@@ -32,10 +32,10 @@ from asyncdist.kernel.engine.control_messages import (
 from asyncdist.kernel.engine.executor import Executor
 from asyncdist.kernel.engine.operation import Channel, local_failure
 from asyncdist.kernel.engine.routing import TransportSelector
-from asyncdist.kernel.membership.detector import Liveness
 from asyncdist.kernel.tracing.recorder import Recorder
 from asyncdist.kernel.transport.base import Link, Outgoing
 from asyncdist.kernel.transport.wire_format import generation_of, is_earlier, name_of
+from asyncdist.net.detector import Liveness
 
 log = logging.getLogger("asyncdist")
 

@@ -2,7 +2,7 @@
 
 A broken connection reports most failures at once. It does not report a process that is stopped or whose interpreter is
 held by a call, nor a network that drops packets. So each rank beats over its transports, on a thread that runs whatever
-its event loops do, and `asyncdist.kernel.membership.detector` looks for the beats of its peers.
+its event loops do, and `asyncdist.net.detector` looks for the beats of its peers.
 
 Before this rank declares a suspect lost it looks at the suspect's process, or asks other ranks: those that share the
 suspect's host can look at its process, and the others say whether they hear it. A process that works is only late.
@@ -22,10 +22,10 @@ from asyncdist.base.daemon_threads import periodic_calls
 from asyncdist.errors import GroupError, PeerLostError, ranks
 from asyncdist.kernel.engine.group_failures import GroupFailures
 from asyncdist.kernel.engine.routing import TransportSelector
-from asyncdist.kernel.membership.detector import BEATS, SUSPECTED_AFTER, Detector, Liveness, Verdict
 from asyncdist.kernel.transport.base import Transport
-from asyncdist.kernel.transport.process_identity import ProcessState
 from asyncdist.kernel.transport.wire_format import HEARD, SUSPECT
+from asyncdist.net.detector import BEATS, SUSPECTED_AFTER, Detector, Liveness, Verdict
+from asyncdist.net.process_identity import ProcessState
 
 log = logging.getLogger("asyncdist")
 

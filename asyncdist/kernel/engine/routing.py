@@ -20,7 +20,7 @@ from asyncdist.kernel.engine.drivers.core_placement import CorePlacement
 from asyncdist.kernel.engine.operation import Channel
 from asyncdist.kernel.transport.base import Link, MatchingQueue, Transport
 from asyncdist.kernel.transport.native import Native
-from asyncdist.kernel.transport.process_identity import is_visible, last_core
+from asyncdist.net.process_identity import is_visible, last_core
 
 _CORES_EVERY, _MOST_CORES = 0.01, 16
 """Seconds between two questions to the system on which cores peers are, and the most peers about which it is asked."""

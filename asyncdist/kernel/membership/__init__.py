@@ -1,5 +1,5 @@
-"""The state machines of membership, without I/O, clocks, threads and tensors.
+"""The state machine of membership, without I/O, clocks, threads and tensors.
 
-`detector` decides which peers are suspected and which are lost. `agreement` lets the members of a group decide once who
-goes on. `engine` gives them time and messages.
+`agreement` lets the members of a group decide once who goes on. `engine` gives it time and messages, and
+`asyncdist.net.detector` tells it which peers are lost.
 """

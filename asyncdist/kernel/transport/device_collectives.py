@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from asyncdist.base.network import machine_name
 from asyncdist.base.ops import Collective
 from asyncdist.kernel.memory.buffers import Memory, block_memories, copy_overlapping_inputs, flat_memory
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic
 from asyncdist.kernel.transport.device_streams import DeviceEvent, Streams
 from asyncdist.kernel.transport.host_group import HostGroup, HostWork
 from asyncdist.kernel.transport.native import CallSignature, all_gather_rows
+from asyncdist.net.network import machine_name
 
 if TYPE_CHECKING:
     from asyncdist.kernel.transport.device_loans import DeviceLoans

@@ -13,9 +13,9 @@ from asyncdist.base.background_loop import running_loop
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.timers import DeadlineTimer
-from asyncdist.base.tls import client_context
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreConnectionError, UsageError
+from asyncdist.net.security.tls import client_context
 from asyncdist.store.base import AsyncStoreBase, AsyncStream
 from asyncdist.store.client.connect import FIRST_PAUSE, ConnectRetry, ReconnectPolicy, closed
 from asyncdist.store.client.link import StoreConnection, open_connection

@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.error_text import describe_error
-from asyncdist.base.tls import client_context
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError, UsageError
+from asyncdist.net.security.tls import client_context
 from asyncdist.store.client.blocking_socket import BlockingSocket, open_blocking_socket, shake_hands
 from asyncdist.store.client.connect import ConnectRetry, ReconnectPolicy, broken, closed
 from asyncdist.store.client.pending import BlockingClient, PendingRequest, acquire

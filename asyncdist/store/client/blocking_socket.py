@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
 from asyncdist.base.deadline import LONGEST_POLL, Deadline
-from asyncdist.base.tls import TlsSocket
+from asyncdist.net.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
+from asyncdist.net.security.auth import NONCE_NBYTES, HandshakeDriver, dial
+from asyncdist.net.security.tls import TlsSocket
 from asyncdist.store.client.connect import connect, hung_up, resolution_error
-from asyncdist.store.client.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
 from asyncdist.store.client.pending import PendingRequest
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import ChunkedMessage

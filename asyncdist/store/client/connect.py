@@ -16,9 +16,9 @@ from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.error_text import describe_error
-from asyncdist.base.network import begin_look_up, is_address
-from asyncdist.base.tls import handshake_error
 from asyncdist.errors import AddressError, AsyncdistError, CertificateError, LookUpTimeoutError, StoreConnectionError
+from asyncdist.net.network import begin_look_up, is_address
+from asyncdist.net.security.tls import handshake_error
 from asyncdist.store.protocol.client_protocol import ClientProtocol
 
 log = logging.getLogger("asyncdist")

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import cast
 
 from asyncdist.base import lifecycle
-from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, dial
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
-from asyncdist.base.network import is_address, look_up
-from asyncdist.base.tls import handshake_error
 from asyncdist.errors import AuthenticationError, ProtocolError
+from asyncdist.net.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
+from asyncdist.net.network import is_address, look_up
+from asyncdist.net.security.auth import NONCE_NBYTES, HandshakeDriver, dial
+from asyncdist.net.security.tls import handshake_error
 from asyncdist.store.client.connect import ConnectRetry, hung_up, look_up_overdue, resolution_error
-from asyncdist.store.client.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.client_protocol import ClientProtocol

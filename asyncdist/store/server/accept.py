@@ -1,8 +1,8 @@
 """Admission of new connections, and the phase before a connection's protocol and authentication are known.
 
-Clients of this package begin with the handshake of `base.auth`, and prove that they hold the token. Torch's clients begin
-with a zero byte and a magic number. Torch's format has no authentication, so `c10d_policy` defines from which addresses
-the server accepts torch's clients. A `PendingConnection` then passes its transport to a session. Called by
+Clients of this package begin with the handshake of `net.security.auth`, and prove that they hold the token. Torch's clients
+begin with a zero byte and a magic number. Torch's format has no authentication, so `c10d_policy` defines from which
+addresses the server accepts torch's clients. A `PendingConnection` then passes its transport to a session. Called by
 `asyncdist.store.server.server`, which this module does not import.
 """
 
@@ -16,13 +16,13 @@ import ssl
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from asyncdist.base.auth import NONCE_NBYTES, WANTS_TLS, HandshakeDriver, accept
-from asyncdist.base.net.admission import EvictingQueue
-from asyncdist.base.net.refusals import RefusalLog
-from asyncdist.base.network import is_loopback
 from asyncdist.errors import ProtocolError
+from asyncdist.net.admission import EvictingQueue
+from asyncdist.net.host_watch import SERVER_LOOKS, look_interval, tune
+from asyncdist.net.network import is_loopback
+from asyncdist.net.refusals import RefusalLog
+from asyncdist.net.security.auth import NONCE_NBYTES, WANTS_TLS, HandshakeDriver, accept
 from asyncdist.store.c10d_policy import C10d
-from asyncdist.store.client.host_watch import SERVER_LOOKS, look_interval, tune
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.codec import hello
 from asyncdist.store.protocol.operations import Reply

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError
-from asyncdist.store.client.host_watch import tune_strict
+from asyncdist.net.host_watch import tune_strict
 from asyncdist.store.protocol import c10d
 from asyncdist.store.protocol.c10d import I64, U32, U64, Answer, Code, Decoder, Request, vector
 from asyncdist.store.protocol.operations import Reply

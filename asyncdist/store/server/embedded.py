@@ -11,9 +11,9 @@ import weakref
 
 from asyncdist.base import lifecycle
 from asyncdist.base.background_loop import BackgroundLoop, background_loop
-from asyncdist.base.network import is_loopback
 from asyncdist.base.weak_registry import WeakRegistry
 from asyncdist.config import Config
+from asyncdist.net.network import is_loopback
 from asyncdist.store.c10d_policy import for_ranks
 from asyncdist.store.server import listener
 from asyncdist.store.server.server import StoreServer

@@ -11,9 +11,9 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from asyncdist.base.network import is_loopback
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, UsageError
+from asyncdist.net.network import is_loopback
 from asyncdist.store.client.connect import unresolved
 
 BACKLOG = 4096

@@ -22,9 +22,10 @@ from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.daemon_threads import run_in_daemon_thread
-from asyncdist.base.network import is_address
-from asyncdist.base.tls import server_context
 from asyncdist.config import Config
+from asyncdist.net.busy_poll import AdaptiveBusyPoll
+from asyncdist.net.network import is_address
+from asyncdist.net.security.tls import server_context
 from asyncdist.store.c10d_policy import policy
 from asyncdist.store.persistence.group_commit import Fsync, GroupCommit
 from asyncdist.store.protocol.c10d import RequestCache
@@ -32,7 +33,6 @@ from asyncdist.store.protocol.codec import Encoder, message_limit
 from asyncdist.store.protocol.operations import Reply
 from asyncdist.store.server import listener, status
 from asyncdist.store.server.accept import Admission, PendingConnection
-from asyncdist.store.server.busy_poll import AdaptiveBusyPoll
 from asyncdist.store.server.c10d_session import cached_answers, handlers_of
 from asyncdist.store.server.connection import ServerConnection
 from asyncdist.store.server.fast_path import EpollFastPath

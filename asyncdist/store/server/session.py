@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError
-from asyncdist.store.client.host_watch import HostWatch
+from asyncdist.net.host_watch import HostWatch
 from asyncdist.store.protocol.chunk_sender import ChunkSender
 from asyncdist.store.protocol.chunking import (
     FRAME_NBYTES,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from asyncdist.base import lifecycle
 from asyncdist.base.descriptors import is_transient
-from asyncdist.base.tls import handshake_error
+from asyncdist.net.security.tls import handshake_error
 from asyncdist.store.server.accept import Admission
 from asyncdist.store.server.connection import peer_name
 

@@ -42,9 +42,9 @@ from ray import experimental
 from ray.experimental import CommunicatorMetadata, TensorTransportManager, TensorTransportMetadata
 
 from asyncdist.base.background_loop import background_loop
-from asyncdist.channels import ChannelAddress
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
+from asyncdist.net import ChannelAddress
 from asyncdist.rendezvous import outward
 from asyncdist.weights.content.layout import layout_of
 from asyncdist.weights.content.manifest import Manifest

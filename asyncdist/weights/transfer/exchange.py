@@ -13,10 +13,11 @@ from typing import Self
 
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.error_text import describe_error
-from asyncdist.channels import ChannelAddress, JobDirectory
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreError
 from asyncdist.kernel import can_share_segments
+from asyncdist.net import ChannelAddress
+from asyncdist.rendezvous import JobDirectory
 from asyncdist.weights.content.manifest import Manifest
 from asyncdist.weights.content.selection import Selection
 from asyncdist.weights.errors import DigestError, WeightsError

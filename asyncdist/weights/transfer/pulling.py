@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from asyncdist.channels import IncomingMessage, PeerChannel
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.kernel import ReadMapping
+from asyncdist.net import IncomingMessage, PeerChannel
 from asyncdist.weights.content.digest import DIGEST_NBYTES
 from asyncdist.weights.errors import DigestError, WeightsError
 from asyncdist.weights.transfer.held_version import HeldVersion

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
-from asyncdist.channels import PeerChannel
 from asyncdist.errors import AsyncdistError, PeerLostError, ProtocolError, UnsupportedError
+from asyncdist.net import PeerChannel
 from asyncdist.weights.content.digest import digest
 from asyncdist.weights.content.layout import Block
 from asyncdist.weights.content.selection import Selection

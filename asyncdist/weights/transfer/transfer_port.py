@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
-from asyncdist.channels import ChannelAddress, ChannelPort, IncomingMessage, PeerChannel
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError, ProtocolError, SharedMemoryError
 from asyncdist.kernel import can_share_segments
+from asyncdist.net import ChannelAddress, ChannelPort, IncomingMessage, PeerChannel
 from asyncdist.weights.content.manifest import Manifest
 from asyncdist.weights.content.selection import Selection, whole_selection
 from asyncdist.weights.transfer.held_version import HeldVersion

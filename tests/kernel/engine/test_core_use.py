@@ -11,7 +11,7 @@ import pytest
 
 from asyncdist.kernel.engine.drivers import core_use
 from asyncdist.kernel.engine.drivers.core_use import CoreUse, _Ticks
-from asyncdist.kernel.transport.process_identity import pids_of_machine
+from asyncdist.net.process_identity import pids_of_machine
 
 CORES, PIDS = frozenset({0, 1}), frozenset({7})
 

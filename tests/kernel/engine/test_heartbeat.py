@@ -11,9 +11,9 @@ import pytest
 
 from asyncdist.kernel.engine import heartbeat
 from asyncdist.kernel.engine.heartbeat import Heartbeat
-from asyncdist.kernel.membership.detector import BEATS, Liveness
-from asyncdist.kernel.transport.process_identity import ProcessState
 from asyncdist.kernel.transport.wire_format import HEARD, SUSPECT
+from asyncdist.net.detector import BEATS, Liveness
+from asyncdist.net.process_identity import ProcessState
 
 TIMEOUT = 10.0
 PERIOD = TIMEOUT / BEATS

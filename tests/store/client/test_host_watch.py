@@ -13,9 +13,9 @@ import torch.distributed
 
 from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError
+from asyncdist.net import host_watch
+from asyncdist.net.host_watch import HostWatch, keepalive, tune
 from asyncdist.store import AsyncStore, TCPStore
-from asyncdist.store.client import host_watch
-from asyncdist.store.client.host_watch import HostWatch, keepalive, tune
 from asyncdist.store.protocol.codec import Encoder
 from asyncdist.store.protocol.operations import Op
 from tests.support.packets import deafen, needs_packet_filters

@@ -10,10 +10,10 @@ import threading
 
 import pytest
 
-from asyncdist.base.auth import MAGIC, NONCE_NBYTES, PROOF_NBYTES
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, StoreConnectionError, UsageError
+from asyncdist.net.security.auth import MAGIC, NONCE_NBYTES, PROOF_NBYTES
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client.connect import ConnectRetry
 from asyncdist.store.protocol.chunking import LONG_NBYTES
@@ -174,7 +174,7 @@ async def test_connections_beyond_the_limit_are_refused(caplog, monkeypatch, eve
 @needs_packet_filters
 async def test_client_of_a_lost_host_is_detected_while_others_are_served(server, store, monkeypatch, eventually, raw):
     at_once = (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 1))
-    monkeypatch.setattr("asyncdist.store.client.host_watch.keepalive", lambda limit: at_once)
+    monkeypatch.setattr("asyncdist.net.host_watch.keepalive", lambda limit: at_once)
     gone = await raw(server, proven=True)
     encoder = Encoder()
     introduction = encoder.frame(3, Op.RESUME, bytes(16), 0)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.base.auth import MAGIC
 from asyncdist.config import Config
+from asyncdist.net.security.auth import MAGIC
 from asyncdist.store import AsyncStore, StoreServer
 
 TOKEN = "a token for tests"

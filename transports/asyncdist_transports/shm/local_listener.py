@@ -30,12 +30,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from asyncdist.base import lifecycle
-from asyncdist.base.auth import Handshake, accept, dial
 from asyncdist.base.backoff import Backoff
-from asyncdist.base.network import machine_name
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.kernel.memory.shared_arena import Arena, ArenaMapping
 from asyncdist.kernel.transport.base import Host
+from asyncdist.net.network import machine_name
+from asyncdist.net.security.auth import Handshake, accept, dial
 from asyncdist_transports.shm.control_block import ControlBlock
 
 # Rank, bytes of the arena, offset of the control block.

@@ -18,12 +18,12 @@ from time import monotonic
 from typing import Any, ClassVar
 
 from asyncdist.base.descriptors import is_transient
-from asyncdist.base.net.admission import EvictingQueue
 from asyncdist.errors import AsyncdistError, PeerLostError, SharedMemoryError, ranks
 from asyncdist.kernel.memory import shared_arena as shared
 from asyncdist.kernel.memory.shared_arena import Arena
 from asyncdist.kernel.transport.base import Address, Host, Link, Outgoing, Sleep, Transport, Wait
 from asyncdist.kernel.transport.native import Native
+from asyncdist.net.admission import EvictingQueue
 from asyncdist_transports.shm import deferred_free
 from asyncdist_transports.shm.byte_ring import NBYTES as RING_NBYTES
 from asyncdist_transports.shm.collectives.native import ShmNative

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from time import monotonic
 from typing import cast
 
-from asyncdist.base.auth import NONCE_NBYTES, HandshakeDriver, accept, dial
-from asyncdist.base.tls import TlsSocket
 from asyncdist.errors import UNREACHED, ProtocolError
 from asyncdist.kernel.transport.base import Host, Outgoing
 from asyncdist.kernel.transport.wire_format import HEADER_NBYTES
+from asyncdist.net.security.auth import NONCE_NBYTES, HandshakeDriver, accept, dial
+from asyncdist.net.security.tls import TlsSocket
 from asyncdist_transports.byte_stream import Ended, Reader, Writer
 from asyncdist_transports.tcp.sockets import (
     READ,

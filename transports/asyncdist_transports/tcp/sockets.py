@@ -10,9 +10,9 @@ import sys
 from typing import cast
 
 from asyncdist.base import lifecycle
-from asyncdist.base.auth import HandshakeDriver
-from asyncdist.base.tls import TlsSocket
 from asyncdist.kernel.transport.base import Host
+from asyncdist.net.security.auth import HandshakeDriver
+from asyncdist.net.security.tls import TlsSocket
 from asyncdist_transports.byte_stream import Ended, Reader
 
 Connected = socket.socket | TlsSocket

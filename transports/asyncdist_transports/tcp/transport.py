@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, ClassVar
 
-from asyncdist.base import tls
-from asyncdist.base.net.refusals import RefusalLog
 from asyncdist.errors import AsyncdistError, PeerLostError
 from asyncdist.kernel.transport.base import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist.kernel.transport.wire_format import KEY
+from asyncdist.net.refusals import RefusalLog
+from asyncdist.net.security import tls
 from asyncdist_transports.byte_stream import LENT_NBYTES, Ended
 from asyncdist_transports.tcp.connection import Inbound, Outbound, Unreached
 from asyncdist_transports.tcp.listener import Listener

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import NamedTuple
 
-from asyncdist.kernel.transport.process_identity import processor_ticks
+from asyncdist.net.process_identity import processor_ticks
 
 _LOOK_EVERY = 0.3
 """Seconds between two readings, at least."""

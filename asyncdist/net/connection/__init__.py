@@ -1,0 +1,1 @@
+"""Channels: messages over one authenticated connection."""

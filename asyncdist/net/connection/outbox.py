@@ -1,0 +1,393 @@
+"""The sending half of a channel: frames that wait, and long messages that are sent in parts between them.
+
+The loop's thread adds messages and flushes. Another thread may call `pulse` at any time, so that the peer hears this
+process while a callback or a call of the program holds up its loop. The lock is held for system calls that do not block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from asyncdist.errors import AsyncdistError, SharedMemoryError, UsageError
+from asyncdist.net.connection.frames import (
+    BEAT_FRAME,
+    CHUNK,
+    CHUNK_NBYTES,
+    HEADER,
+    HEADER_NBYTES,
+    MOST_BUFFERS,
+    MOST_DESCRIPTORS,
+    NUMBER,
+    PIECE,
+    PIECE_BODY,
+    SHORT,
+    SHORT_NBYTES,
+    STAGING,
+    STAGING_BODY,
+    WITHDRAWN,
+    frame,
+    pack_opening,
+    pack_short,
+)
+from asyncdist.net.connection.messages import OutgoingMessage
+from asyncdist.net.connection.staging import NUM_SLOTS, SLOT_NBYTES, StagingArea
+from asyncdist.net.security.tls import TlsSocket
+
+_QUANTUM = 4 << 20
+"""About the most bytes of long messages that one flush sends, so that other callbacks of the loop get their turn."""
+_BATCH = 512
+"""The most frames that one system call sends."""
+_MOST_VIEWS = 64
+"""The most buffers of which one chunk has bytes."""
+
+
+class Flushed(enum.Enum):
+    """What a flush has left."""
+
+    ALL = "nothing can be sent at present"
+    BLOCKED = "the socket is full"
+    MORE = "more can be sent after other callbacks"
+
+
+class _DescriptorFrame(NamedTuple):
+    """A frame with descriptors, which are closed when it has been sent."""
+
+    whole: bytes
+    descriptors: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+
+class Outbox:
+    """The sending side of one channel in one process.
+
+    Args:
+        sock: A non-blocking socket.
+        stages: Whether long messages may pass through shared memory.
+        most_nbytes: The most bytes of a message.
+    """
+
+    def __init__(self, sock: socket.socket | TlsSocket, *, stages: bool, most_nbytes: int) -> None:
+        self._sock = sock
+        self._stages, self._most_nbytes = stages, most_nbytes
+        self._lock = threading.Lock()
+        self._frames: deque[bytes | _DescriptorFrame] = deque()
+        self._frames_nbytes = 0
+        self._partial: list[memoryview] = []
+        """The rest of what a system call has sent in part."""
+        self._long: deque[OutgoingMessage] = deque()
+        self._leaving: OutgoingMessage | None = None
+        """The message whose last part is in `_partial`."""
+        self._finished: list[OutgoingMessage] = []
+        """The messages that have left, and whose senders `flush` tells."""
+        self._number = 0
+        self._staging: StagingArea | None = None
+        self._staging_is_ready = False
+        self._is_closed = False
+        """Whether nothing can be sent any more."""
+
+    @property
+    def unsent_nbytes(self) -> int:
+        """The bytes of frames that wait, without the long messages."""
+        return self._frames_nbytes + sum(view.nbytes for view in self._partial)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all has been sent."""
+        return not (self._frames or self._partial or self._long or self._is_tls_pending)
+
+    @property
+    def _is_tls_pending(self) -> bool:
+        return isinstance(self._sock, TlsSocket) and self._sock.unsent
+
+    # -- adding ------------------------------------------------------------------------------------
+
+    def add(
+        self, head: bytes, buffers: Sequence[memoryview] = (), descriptors: Sequence[int] = ()
+    ) -> OutgoingMessage | None:
+        """Add a message after those added before; return it if it is long, None if it is short.
+
+        Raises:
+            UsageError: It is too long, or has too many buffers or descriptors.
+        """
+        nbytes = len(head)
+        for buffer in buffers:
+            nbytes += buffer.nbytes
+        if len(descriptors) > MOST_DESCRIPTORS:
+            raise UsageError(f"a message carries at most {MOST_DESCRIPTORS} descriptors, not {len(descriptors)}")
+        if nbytes <= SHORT_NBYTES and len(buffers) < MOST_BUFFERS:
+            if not buffers and not descriptors:
+                self._frames.append(HEADER.pack(nbytes, SHORT, 0, 0) + head)
+                self._frames_nbytes += HEADER_NBYTES + nbytes
+            else:
+                self._add_frame(pack_short(head, buffers, len(descriptors)), descriptors)
+            return None
+        if len(head) > SHORT_NBYTES or len(buffers) > MOST_BUFFERS or nbytes > self._most_nbytes:
+            raise UsageError(
+                f"a message has a head of at most {SHORT_NBYTES} bytes, at most {MOST_BUFFERS} buffers and at most "
+                f"{self._most_nbytes} bytes (ASYNCDIST_MAX_MESSAGE_NBYTES); this one has {len(head)}, {len(buffers)} and "
+                f"{nbytes}"
+            )
+        self._number = self._number + 1 & 0xFFFFFFFF
+        message = OutgoingMessage(self._number, [each if each.format == "B" else each.cast("B") for each in buffers])
+        sizes = [buffer.nbytes for buffer in buffers]
+        self._add_frame(pack_opening(message.number, head, sizes, len(descriptors)), descriptors)
+        if not message.cursor.left:
+            message.finish()
+            return message
+        self._long.append(message)
+        if self._stages and self._staging is None:
+            self._make_staging()
+        return message
+
+    def add_frame(self, kind: int, body: bytes = b"") -> None:
+        """Add another frame."""
+        self._add_frame(frame(kind, body))
+
+    def _add_frame(self, whole: bytes, descriptors: Sequence[int] = ()) -> None:
+        self._frames.append(_DescriptorFrame(whole, _duplicates(descriptors)) if descriptors else whole)
+        self._frames_nbytes += len(whole)
+
+    def withdraw(self, message: OutgoingMessage, error: AsyncdistError | None = None) -> None:
+        """Send no further part of a long message, and read its memory no more. Idempotent."""
+        if message.done:
+            return
+        with self._lock:
+            # A part that is sent in part is completed from a copy.
+            self._partial = [memoryview(bytes(view)) for view in self._partial]
+            if message is self._leaving:
+                self._leaving = None
+            # Else all of it has left, and `flush` has not told its sender yet.
+            elif message in self._long:
+                self._long.remove(message)
+                self._add_frame(frame(WITHDRAWN, NUMBER.pack(message.number)))
+        message.finish(error)
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def flush(self) -> Flushed:
+        """Send what can be sent now. The receiving half reports a broken connection, after what the peer has sent."""
+        left = Flushed.ALL
+        finished: list[OutgoingMessage] = []
+        try:
+            with self._lock:
+                try:
+                    self._send_all()
+                    if self._can_send_part:
+                        left = Flushed.MORE
+                    elif self._is_tls_pending:
+                        left = Flushed.BLOCKED
+                except BlockingIOError:
+                    left = Flushed.BLOCKED
+                except OSError:
+                    self._break_off()
+                finished, self._finished = self._finished, []
+            for message in finished:
+                message.finish()
+        except BaseException:
+            # After an interrupt, `close` finishes those that are left.
+            self._finished += finished
+            raise
+        return left
+
+    def pulse(self) -> None:
+        """Send a heartbeat, after the rest of a frame that has been sent in part. Any thread may call it."""
+        if not self._lock.acquire(blocking=False):
+            # The thread that holds it is sending.
+            return
+        try:
+            if not self._is_closed:
+                self._send_partial()
+                self._send_bytes(BEAT_FRAME)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._break_off()
+        finally:
+            self._lock.release()
+
+    def _send_all(self) -> None:
+        """Send frames, and parts between them. Raises BlockingIOError when the socket is full, and OSError."""
+        if self._is_closed:
+            return
+        budget = _QUANTUM
+        self._send_partial()
+        while True:
+            if self._frames:
+                self._send_frames()
+            elif self._can_send_part and budget > 0:
+                budget -= self._send_part()
+            else:
+                return
+
+    def _send_partial(self) -> None:
+        if isinstance(self._sock, TlsSocket):
+            self._sock.flush()
+        while self._partial:
+            self._sent(self._partial, self._sock.sendmsg(self._partial[:_MOST_VIEWS]))
+        if self._leaving is not None:
+            self._finished.append(self._leaving)
+            self._leaving = None
+
+    def _send_bytes(self, data: bytes) -> None:
+        try:
+            count = self._sock.send(data)
+        except BlockingIOError:
+            count = 0
+        if count < len(data):
+            self._partial = [memoryview(data)[count:]]
+            self._send_partial()
+
+    def _send_frames(self) -> None:
+        frames = self._frames
+        first = frames[0]
+        if isinstance(first, _DescriptorFrame):
+            frames.popleft()
+            self._frames_nbytes -= len(first)
+            self._send_descriptors(first)
+            return
+        batch: list[bytes] = []
+        while frames and len(batch) < _BATCH and not isinstance(first := frames[0], _DescriptorFrame):
+            batch.append(first)
+            frames.popleft()
+        data = batch[0] if len(batch) == 1 else b"".join(batch)
+        self._frames_nbytes -= len(data)
+        self._send_bytes(data)
+
+    def _send_descriptors(self, message: _DescriptorFrame) -> None:
+        assert isinstance(self._sock, socket.socket)
+        try:
+            count = socket.send_fds(self._sock, [message.whole], message.descriptors)
+        except BlockingIOError:
+            self._frames.appendleft(message)
+            self._frames_nbytes += len(message)
+            raise
+        _close_all(message.descriptors)
+        self._partial = [memoryview(message.whole)[count:]] if count < len(message) else []
+        self._send_partial()
+
+    # -- the parts of long messages ----------------------------------------------------------------
+
+    @property
+    def _can_send_part(self) -> bool:
+        return (
+            bool(self._long)
+            and not self._is_closed
+            and (not self._staging_is_ready or bool(self._staging and self._staging.free))
+        )
+
+    def _send_part(self) -> int:
+        """Send a part of the first long message, and return its bytes. The next part is that of the next message."""
+        message = self._long[0]
+        self._long.rotate(-1)
+        before = message.cursor.left
+        is_staged = self._staging_is_ready and self._staging is not None
+        if is_staged:
+            assert self._staging is not None
+            slot = self._staging.put(message.cursor.take(SLOT_NBYTES, SLOT_NBYTES))
+        else:
+            views = message.cursor.take(CHUNK_NBYTES, _MOST_VIEWS)
+        nbytes = before - message.cursor.left
+        if not message.cursor.left:
+            self._long.pop()
+        if is_staged:
+            if not message.cursor.left:
+                self._finished.append(message)
+            self._send_bytes(frame(PIECE, PIECE_BODY.pack(message.number, slot, nbytes)))
+            return nbytes
+        if not message.cursor.left:
+            self._leaving = message
+        head = HEADER.pack(NUMBER.size + nbytes, CHUNK, 0, 0) + NUMBER.pack(message.number)
+        self._partial = [memoryview(head), *views]
+        self._send_partial()
+        return nbytes
+
+    def _make_staging(self) -> None:
+        try:
+            staging = self._staging = StagingArea()
+        except SharedMemoryError:
+            self._stages = False
+            return
+        self._add_frame(frame(STAGING, STAGING_BODY.pack(NUM_SLOTS, SLOT_NBYTES), 1), [staging.descriptor])
+        staging.forget_descriptor()
+
+    def staging_answered(self, *, is_ready: bool) -> None:
+        """Note whether the receiver has mapped the staging area."""
+        self._staging_is_ready = is_ready and self._staging is not None
+        if not self._staging_is_ready:
+            self._stages = False
+            staging, self._staging = self._staging, None
+            if staging is not None:
+                staging.close()
+
+    def slots_returned(self, slots: bytes) -> None:
+        """Note that the receiver has returned slots. Raises ProtocolError."""
+        if self._staging is not None:
+            self._staging.take_back(slots)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def close(self, error: AsyncdistError) -> None:
+        """Send nothing more. The long messages fail."""
+        with self._lock:
+            self._is_closed = True
+            self._drop_frames()
+            failed = [*self._long, *([self._leaving] if self._leaving is not None else ())]
+            finished, self._finished, self._leaving = self._finished, [], None
+            self._long.clear()
+            if self._staging is not None:
+                self._staging.close()
+        for message in finished:
+            message.finish()
+        for message in failed:
+            message.finish(error)
+
+    def _break_off(self) -> None:
+        """Send nothing more after an error: a later frame would follow a part of another one."""
+        self._is_closed = True
+        self._drop_frames()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _drop_frames(self) -> None:
+        for each in self._frames:
+            if isinstance(each, _DescriptorFrame):
+                _close_all(each.descriptors)
+        self._frames.clear()
+        self._partial = []
+        self._frames_nbytes = 0
+
+    def _sent(self, views: list[memoryview], count: int) -> None:
+        """Remove the bytes that have been sent from the views."""
+        while count:
+            first = views[0]
+            if first.nbytes > count:
+                views[0] = first[count:]
+                return
+            count -= first.nbytes
+            del views[0]
+
+
+def _duplicates(descriptors: Sequence[int]) -> list[int]:
+    """Return duplicates of all descriptors. Raises OSError, and leaves none."""
+    found: list[int] = []
+    try:
+        for each in descriptors:
+            found.append(os.dup(each))  # noqa: PERF401 - those before a failure are closed
+    except OSError:
+        _close_all(found)
+        raise
+    return found
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for each in descriptors:
+        os.close(each)

@@ -1,0 +1,1 @@
+"""How the two ends of a connection prove who they are."""

@@ -1,0 +1,105 @@
+"""Who is accepted while strangers hold connections, and after errors of ``accept``."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+
+import pytest
+
+from asyncdist.net import acceptor as acceptor_module
+from asyncdist.net.acceptor import Acceptor
+from asyncdist.net.connection import port as port_module
+from asyncdist.net.security.auth import MAGIC, NONCE_NBYTES
+from tests.support.channels import Recorder, port_of
+
+
+@contextlib.contextmanager
+def strangers_at(where, count, says=b""):
+    """Hold connections that have said ``says``."""
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.create_connection(where)) for _ in range(count)]
+        for each in held:
+            # It may have been closed.
+            with contextlib.suppress(OSError):
+                each.sendall(says)
+        yield held
+
+
+@pytest.mark.each_loop
+@pytest.mark.parametrize("says", [b"", MAGIC[:5], MAGIC + bytes(NONCE_NBYTES)], ids=["nothing", "half", "a hello"])
+async def test_strangers_that_hold_connections_give_way_to_a_peer(monkeypatch, caplog, says):
+    monkeypatch.setattr(port_module, "_MOST_HANDSHAKES", 8)
+    async with port_of(Recorder(), host="here") as accepting, port_of(Recorder(), host="there") as dialling:
+        with strangers_at(accepting.address.tcp, 40, says):
+            assert (await dialling.connect(accepting.address)).is_open
+    refused = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+    assert len(refused) == 2
+    assert "it had not proven the token, and too many connections had not (" in refused[1]
+
+
+async def test_peer_whose_handshake_was_evicted_connects_again(monkeypatch):
+    monkeypatch.setattr(port_module, "_MOST_HANDSHAKES", 1)
+    async with port_of(Recorder(), host="here") as accepting, port_of(Recorder(), host="there") as dialling:
+        prove, strangers = Acceptor._handle, contextlib.ExitStack()
+
+        async def interrupted(self, sock):
+            """Let a stranger come in the middle of the first handshake."""
+            monkeypatch.setattr(Acceptor, "_handle", prove)
+            strangers.enter_context(socket.create_connection(accepting.address.tcp))
+            await prove(self, sock)
+
+        monkeypatch.setattr(Acceptor, "_handle", interrupted)
+        with strangers:
+            assert (await dialling.connect(accepting.address)).is_open
+
+
+class Failing:
+    """A listening socket whose ``accept`` fails with some errors before it succeeds."""
+
+    def __init__(self, sock, *codes):
+        self._sock, self.codes = sock, list(codes)
+
+    def accept(self):
+        if self.codes:
+            code = self.codes.pop(0)
+            raise OSError(code, os.strerror(code))
+        return self._sock.accept()
+
+    def __getattr__(self, name):
+        return getattr(self._sock, name)
+
+
+def fail(monkeypatch, port, *codes):
+    failing = [Failing(acceptor._listening, *codes) for acceptor in port._acceptors]
+    for acceptor, each in zip(port._acceptors, failing, strict=True):
+        monkeypatch.setattr(acceptor, "_listening", each)
+
+
+async def test_aborted_connection_delays_no_other(monkeypatch, caplog):
+    monkeypatch.setattr(acceptor_module, "_ACCEPT_AGAIN", 1000.0)
+    async with port_of(Recorder(), host="here") as accepting, port_of(Recorder(), host="there") as dialling:
+        fail(monkeypatch, accepting, errno.ECONNABORTED, errno.ECONNABORTED)
+        assert (await dialling.connect(accepting.address)).is_open
+    assert "cannot accept" not in caplog.text
+
+
+async def test_port_without_descriptors_tries_again_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(acceptor_module, "_ACCEPT_AGAIN", 0.01)
+    async with port_of(Recorder(), host="here") as accepting, port_of(Recorder(), host="there") as dialling:
+        fail(monkeypatch, accepting, *[errno.EMFILE] * 5)
+        assert (await dialling.connect(accepting.address)).is_open
+    assert caplog.text.count("cannot accept connections") == 1
+
+
+async def test_port_without_descriptors_closes_connections_of_strangers(monkeypatch, caplog, eventually):
+    monkeypatch.setattr(acceptor_module, "_ACCEPT_AGAIN", 0.0)
+    async with port_of(Recorder(), host="here") as accepting, port_of(Recorder(), host="there") as dialling:
+        with strangers_at(accepting.address.tcp, 2) as held:
+            await eventually(lambda: sum(len(each._unproven) for each in accepting._acceptors) == 2)
+            fail(monkeypatch, accepting, errno.EMFILE)
+            assert (await dialling.connect(accepting.address)).is_open
+            assert held[0].recv(1) == b""
+    assert "cannot accept" not in caplog.text
