@@ -75,7 +75,7 @@ chaos: $(READY)  ## run random worlds of processes with random faults for SECOND
 	$(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 lint: $(READY)
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python .ci/blocking_api.py --check
 
 types: $(READY)
 	$(BIN)/mypy

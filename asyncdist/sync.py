@@ -7,17 +7,17 @@ operation continues in the background. The calling thread drives the progress of
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import asyncdist
 from asyncdist.base.background_loop import background_loop, result_on
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.elastic.session import JobSession, join
-from asyncdist.groups import default_world
+from asyncdist.groups import aio, default_world
 from asyncdist.groups.blocking_api import BlockingApi
 from asyncdist.groups.collectives_api import P2POp
 from asyncdist.groups.default_world import (
@@ -67,7 +67,21 @@ if TYPE_CHECKING:
     from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from asyncdist.ddp.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
 
+F = TypeVar("F", bound=Callable[..., Any])
 
+
+def _documented_as(awaited: Callable[..., Any]) -> Callable[[F], F]:
+    """Return a decorator that adds the arguments, errors and example of the awaited API to a docstring."""
+
+    def extend(function: F) -> F:
+        _, heading, details = (awaited.__doc__ or "").partition("    Args:")
+        function.__doc__ = f"{function.__doc__ or ''}\n\n{heading}{details.replace('>>> await ', '>>> ')}"
+        return function
+
+    return extend
+
+
+@_documented_as(aio.init_process_group)
 def init_process_group(
     backend: str | None = None,
     init_method: str | None = None,
@@ -80,33 +94,7 @@ def init_process_group(
     device_id: object = None,
     enable_reconfigure: bool = False,
 ) -> None:
-    """Join the other ranks and create the default process group. Call `destroy_process_group` at the end.
-
-    Args:
-        backend: None or ``"auto"`` selects the transports. A list such as ``"shm,tcp"`` names them. The name of a back
-            end of torch means "auto".
-        init_method: ``env://`` (the default), ``tcp://host:port`` of rank 0, ``asyncdist://host:port/job`` of a running
-            store, or ``file:///path``.
-        timeout: Limit of the rendezvous and default limit of every operation, in seconds or as a timedelta.
-        world_size: Number of ranks; -1 takes it from ``init_method``.
-        rank: Rank of this process; -1 takes it from ``init_method``.
-        store: Store to join through instead of ``init_method``; needs ``rank`` and ``world_size``.
-        group_name: Name of the default group in error messages and traces.
-        pg_options: Accepted for compatibility with torch; has no effect.
-        device_id: Accepted for compatibility with torch; has no effect.
-        enable_reconfigure: Must be False: `regroup` and `join` change the members. torch.distributed supports it.
-
-    Raises:
-        AlreadyInitializedError: There is a default process group, or another call is creating one.
-        RendezvousTimeoutError: Some ranks did not arrive in time. The message names them.
-        AddressError: The port is in use, the host does not resolve, or the interface does not exist.
-        AuthenticationError: A rank does not hold the token of the job.
-        TransportUnavailableError: A transport in ``backend`` does not work on this machine.
-        UsageError: ``enable_reconfigure`` is True.
-
-    Example:
-        >>> dist.init_process_group(init_method="tcp://10.0.0.1:29500", rank=0, world_size=4)
-    """
+    """Join the other ranks and create the default process group. Call `destroy_process_group` at the end."""
     default_world.begin_initialization(enable_reconfigure)
     world: World | None = None
     try:

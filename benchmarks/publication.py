@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 
 import click
 
-from asyncdist.bench.report.page import Page
 from asyncdist.cli.console import print_page, screen, write_page
 from asyncdist.cli.option_types import NewFolder
+from asyncdist.cli.page import Page
 from asyncdist.testing.hosts import Hosts, HostsUnavailableError
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     "base", "net", "store", "kernel.algorithms", "kernel.memory", "kernel.transport", "kernel.tracing",
     "kernel.membership", "kernel.engine", "kernel.collectives", "kernel.devices", "kernel", "rendezvous", "weights",
-    "status", "groups", "elastic", "ddp", "rpc", "torch_backend", "bench", "cli",
+    "status", "groups", "elastic", "ddp", "rpc", "torch_backend", "cli",
 )  # fmt: skip
 """The folders of `asyncdist`; each imports only itself, the folders before it, and the modules of `FOUNDATION`."""
 
@@ -27,7 +27,7 @@ FOUNDATION = {"asyncdist.config", "asyncdist.environment", "asyncdist.errors"}
 """Flat modules that every folder may import; they import no folder but `base`."""
 
 SURFACE = {"asyncdist", "asyncdist.sync", "asyncdist.torchrun"}
-"""The public surface: flat modules that lazily import from any layer. Only `bench` and `cli` may import them."""
+"""The public surface: flat modules that lazily import from any layer. Only `cli` may import them."""
 
 PURE_FOLDERS = (
     "asyncdist.net.detector", "asyncdist.net.connection.frames", "asyncdist.kernel.algorithms",
@@ -135,7 +135,7 @@ def test_module_imports_only_layers_above_it(name: str) -> None:
         if is_below(imported, "asyncdist") and imported not in FOUNDATION:
             other = layer_of(imported)
             if other is None:
-                assert LAYERS[layer] in ("bench", "cli"), f"{name} imports {imported}, which is the public surface"
+                assert LAYERS[layer] == "cli", f"{name} imports {imported}, which is the public surface"
             else:
                 assert other <= layer, f"{name} imports {imported}, which stands below it in LAYERS"
 
@@ -270,7 +270,7 @@ def test_locks_of_modules_are_new_in_forked_children() -> None:
 
 def test_library_neither_prints_nor_exits() -> None:
     for name, path in LIBRARY.items():
-        if name.startswith(("asyncdist.cli", "asyncdist.bench")):
+        if name.startswith("asyncdist.cli"):
             continue
         for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

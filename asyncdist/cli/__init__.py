@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from asyncdist import __version__
-from asyncdist.cli.bench import bench
+from asyncdist.cli.bench import command as _bench
 from asyncdist.cli.info import info
 from asyncdist.cli.store import store
 from asyncdist.cli.top import top
@@ -69,5 +69,5 @@ def main() -> None:
     """
 
 
-for _command in (store, info, bench, trace, top):
+for _command in (store, info, _bench.bench, trace, top):
     main.add_command(_command)

@@ -14,7 +14,7 @@ from asyncdist.cli.option_types import reporting_write_errors
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from asyncdist.bench.report.page import Page
+    from asyncdist.cli.page import Page
     from asyncdist.kernel.tracing.stacks import Stack
 
 _WIDTH = 150

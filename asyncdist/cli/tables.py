@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from asyncdist.bench.machine import machine
-from asyncdist.bench.report.page import size
+from asyncdist.cli.machine import machine
+from asyncdist.cli.page import size
 from asyncdist.config import DEFAULT_LANES, Config, settings
 from asyncdist.errors import AddressError, TransportUnavailableError, UsageError
 from asyncdist.kernel.algorithms import selection

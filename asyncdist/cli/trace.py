@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from asyncdist.bench.report.page import duration
 from asyncdist.cli.console import print_stacks, screen
 from asyncdist.cli.option_types import NewFile, NewFolder, Seconds, reporting_write_errors
+from asyncdist.cli.page import duration
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,7 +1,7 @@
 """Registration with ``torch.distributed.Backend.register_backend``, and the factory that torch then calls.
 
 The package registers the back end when it is imported. torch calls `make_backend` in ``init_process_group`` and
-``new_group``. `asyncdist.bench.contenders.null_backend` registers a second back end here.
+``new_group``. `asyncdist.cli.bench.contenders.null_backend` registers a second back end here.
 """
 
 from __future__ import annotations

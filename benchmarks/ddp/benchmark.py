@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from asyncdist.bench.machine import machine
+from asyncdist.cli.machine import machine
 from asyncdist.errors import BenchmarkError
 from asyncdist.testing.hosts import LINK, Hosts
 from asyncdist.testing.processes import Nursery, RankEndedError, RankProcess

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from asyncdist.bench.workloads.models import Batch, Transformer, perceptron, sentences
+from asyncdist.cli.bench.workloads.models import Batch, Transformer, perceptron, sentences
 from benchmarks.ddp.plan import MODELS
 
 _CLASSES = 10

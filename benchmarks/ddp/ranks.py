@@ -20,8 +20,8 @@ from torch import nn
 
 import asyncdist.torch_backend  # noqa: F401 - registers the back end
 from asyncdist import sync
-from asyncdist.bench.plan import in_turns
-from asyncdist.bench.workloads.training import Trainer, compare_weights
+from asyncdist.cli.bench.plan import in_turns
+from asyncdist.cli.bench.workloads.training import Trainer, compare_weights
 from asyncdist.ddp import DistributedDataParallel, hooks
 from asyncdist.testing.hosts import LINK, enter
 from benchmarks.ddp.models import WORKLOADS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from asyncdist.bench.report.page import Grid, Page, about_machine, duration, times
+from asyncdist.cli.page import Grid, Page, about_machine, duration, times
 from benchmarks.ddp.plan import ALONE, CONTENDERS, MODELS, DdpPlan
 from benchmarks.ddp.result import DdpReport, MemoryCase, StepCase, TrainingCase
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from asyncdist.bench.report.page import Grid, Page, about_machine, duration
+from asyncdist.cli.page import Grid, Page, about_machine, duration
 from benchmarks.faults.benchmark import FaultCase, FaultsReport, JobCase
 from benchmarks.faults.plan import FAULTS, ON_TWO_HOSTS, FaultsPlan
 

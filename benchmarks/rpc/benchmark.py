@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from asyncdist.bench.machine import installed, machine
-from asyncdist.bench.programs import Program, Programs
+from asyncdist.cli.bench.programs import Program, Programs
+from asyncdist.cli.machine import installed, machine
 from asyncdist.errors import BenchmarkError
 from benchmarks.publication import python
 

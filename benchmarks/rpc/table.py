@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncdist.bench.report.page import Grid, Page, about_machine, duration, times
+from asyncdist.cli.page import Grid, Page, about_machine, duration, times
 from benchmarks.rpc.benchmark import CONTENDERS, RpcCase, RpcReport
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from asyncdist.bench.machine import machine
-from asyncdist.bench.programs import Program, Programs
+from asyncdist.cli.bench.programs import Program, Programs
+from asyncdist.cli.machine import machine
 from asyncdist.config import Config
 from asyncdist.errors import BenchmarkError
 from asyncdist.store import TCPStore

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncdist.bench.report.page import Grid, Page, about_machine
+from asyncdist.cli.page import Grid, Page, about_machine
 from benchmarks.store.benchmark import Case, StoreReport
 
 _COLUMNS = ("case", "asyncdist", "torch", "unit", "better by", "bar", "reached")

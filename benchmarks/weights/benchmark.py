@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from asyncdist.base.background_loop import background_loop
-from asyncdist.bench.machine import machine
+from asyncdist.cli.machine import machine
 from asyncdist.errors import BenchmarkError
 from asyncdist.store.server.server import StoreServer
 from asyncdist.testing.hosts import Hosts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from asyncdist.bench.report.page import Grid, Page, about_machine, duration, size, times
+from asyncdist.cli.page import Grid, Page, about_machine, duration, size, times
 from benchmarks.weights.benchmark import WeightsCase, WeightsReport
 
 _HOST_COLUMNS = (

@@ -16,6 +16,7 @@ import asyncdist
 
 API = "asyncdist.groups.collectives_api.CollectivesApi"
 
+_REFERENCE = "Arguments, errors and an example: [`asyncdist.{name}`][asyncdist.{name}]."
 NAME = re.compile(r"(?<![`\[])`(?:asyncdist\.)?(sync\.)?(\w+)`(?!`)")
 
 
@@ -33,6 +34,8 @@ class PublicNames(griffe.Extension):
             if not name.startswith("_"):
                 results = blocking.overloads.get(name) or [blocking.members.get(name, function)]
                 pkg["sync"].set_member(name, _blocking(function, results))
+        entry = pkg["sync.init_process_group"]
+        entry.docstring.value += f"\n\n{_REFERENCE.format(name=entry.name)}"
         for each in _objects(pkg):
             if each.docstring is not None:
                 # Two colons before code are reStructuredText's.
@@ -49,8 +52,7 @@ def _blocking(function: griffe.Function, results: list[griffe.Function]) -> grif
     blocking.overloads = signatures if len(signatures) > 1 else None
     assert function.docstring is not None
     summary = function.docstring.value.partition("\n")[0]
-    text = f"{summary}\n\nArguments, errors and an example: [`asyncdist.{function.name}`][asyncdist.{function.name}]."
-    blocking.docstring = griffe.Docstring(text, parent=blocking)
+    blocking.docstring = griffe.Docstring(f"{summary}\n\n{_REFERENCE.format(name=function.name)}", parent=blocking)
     return blocking
 
 

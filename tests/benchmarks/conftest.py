@@ -1,3 +1,3 @@
 """Fixtures of the tests of the benchmarks."""
 
-from tests.bench.conftest import unknown_machine as unknown_machine
+from tests.cli.bench.conftest import unknown_machine as unknown_machine

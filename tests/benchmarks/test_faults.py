@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.bench.machine import machine
+from asyncdist.cli.machine import machine
 from asyncdist.testing.hosts import HostsUnavailableError
 from benchmarks.faults import benchmark
 from benchmarks.faults.benchmark import FaultCase, FaultsReport, JobCase, run_faults_benchmark

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.bench.machine import machine
+from asyncdist.cli.machine import machine
 from asyncdist.errors import BenchmarkError
 from benchmarks.rpc import benchmark
 from benchmarks.rpc.benchmark import RpcCase, RpcPlan, RpcReport, run_rpc_benchmark

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.bench.machine import machine
+from asyncdist.cli.machine import machine
 from asyncdist.testing.hosts import HostsUnavailableError
 from benchmarks.weights.benchmark import WeightsCase, WeightsReport, run_weights_benchmark
 from benchmarks.weights.plan import WeightsPlan

@@ -17,7 +17,7 @@ import torch.distributed._functional_collectives as functions
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncdist.bench.contenders import null_backend
+from asyncdist.cli.bench.contenders import null_backend
 from asyncdist.torch_backend import Backend, ProcessGroup, Work
 
 _bindings = torch._C._distributed_c10d

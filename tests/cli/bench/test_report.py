@@ -1,0 +1,178 @@
+"""The benchmark's plan, ratios, tables, page and plot."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncdist.cli.bench.plan import COLLECTIVES, CONTENDERS, RIVALS, STEPS, THROUGH, BenchPlan
+from asyncdist.cli.bench.report.plot import benchmark_figure
+from asyncdist.cli.bench.report.tables import bench_page, digest, sections
+from asyncdist.cli.bench.result import Report, ResultRow, Timing
+from asyncdist.cli.page import bandwidth, duration, size
+
+EVERYTHING = BenchPlan(
+    ("all_reduce",), (4_000_000,), 4, RIVALS, awaited=True, registered=True, through=THROUGH, transports=("auto", "tcp")
+)
+
+
+@pytest.fixture
+def timings(timing):
+    """A timing of each contender of `EVERYTHING`."""
+    milliseconds = {"asyncdist": 1, "gloo": 4, "raw": 0.9, "awaited": 1.02, "tcp": 3}
+    milliseconds |= {"mpi": 2, "registered": 0.5, "torch": 1.25, "idle": 0.2, "copy": 0.4}
+    return {name: timing(value) for name, value in milliseconds.items()}
+
+
+def shown(plan, row):
+    return [(caption, {name: text(row) for name, text in columns}) for caption, columns in sections(plan)]
+
+
+def test_equal_sizes_are_measured_once():
+    plan = BenchPlan(("gather", "barrier", "all_reduce"), (0, 1, 7, 1000), ranks=3)
+    assert plan.cases == [("gather", 12), ("gather", 1008), ("barrier", 0), ("all_reduce", 4), ("all_reduce", 1000)]
+
+
+def test_plan_lists_its_contenders():
+    assert set(EVERYTHING.contenders) == {*CONTENDERS, "tcp"}
+    assert BenchPlan().contenders == ("asyncdist", "copy")
+
+
+def test_timing_summarizes_calls():
+    timing = Timing.of([(float(second) / 2, float(second)) for second in range(200, 0, -1)])
+    assert timing == Timing(100.5, 199.0, 1.0, 200, 50.25)
+    assert Timing.of([(3.0, 3.0), (1.0, 1.0)]).p99 == 3.0
+
+
+def test_ratios_and_bandwidths_of_a_collective(timings):
+    row = ResultRow("all_reduce", 4_000_000, 4, timings)
+    assert row.algorithm_bandwidth == pytest.approx(4e9)
+    assert row.bus_bandwidth == pytest.approx(6e9)
+    factors = {"reduce_scatter": 0.75, "all_gather": 0.75, "all_to_all": 0.75, "broadcast": 1, "reduce": 1}
+    for collective, factor in factors.items():
+        assert ResultRow(collective, 4_000_000, 4, timings).bus_bandwidth == pytest.approx(4e9 * factor)
+    assert row.ratio("gloo", "registered") == pytest.approx(8)
+    assert row.above_blocking("awaited") == pytest.approx(2e-5)
+    assert row.above_blocking("pigeon") is row.ratio("pigeon", "gloo") is None
+    (medians, median_texts), (ratios, ratio_texts) = shown(EVERYTHING, row)
+    assert (medians, ratios) == ("median time of a call", "ratios and bandwidth")
+    assert median_texts == {
+        "size": "4000000 B",
+        "asyncdist": "1.00 ms",
+        "p99": "2.00 ms",
+        "registered": "500 µs",
+        "through torch": "1.25 ms",
+        "tcp": "3.00 ms",
+        "awaited": "1.02 ms",
+        "gloo": "4.00 ms",
+        "Open MPI": "2.00 ms",
+        "raw sockets": "900 µs",
+        "memory copy": "400 µs",
+    }
+    assert ratio_texts == {
+        "size": "4000000 B",
+        "vs gloo": "4.00×",
+        "vs mpi": "2.00×",
+        "vs raw": "0.90×",
+        "× copy": "2.50×",
+        "registered\nvs gloo": "8.00×",
+        "registered\nvs mpi": "4.00×",
+        "registered\nvs raw": "1.80×",
+        "registered\n× copy": "1.25×",
+        "through torch\nvs gloo": "3.20×",
+        "through torch\nvs mpi": "1.60×",
+        "through torch\nvs raw": "0.72×",
+        "through torch\n× copy": "3.12×",
+        "through torch\n− direct": "+250.0 µs",
+        "torch, idle": "200 µs",
+        "await − block": "+20.0 µs",
+        "algbw": "4.00 GB/s",
+        "busbw": "6.00 GB/s",
+    }
+
+
+def test_few_contenders_share_one_table(timing):
+    ((caption, texts),) = shown(BenchPlan(), ResultRow("barrier", 0, 2, {"asyncdist": timing(1)}))
+    assert caption == ""
+    assert list(texts.values()) == ["—", "1.00 ms", "2.00 ms", "—", "—", "—", "—"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_training_step_is_compared_with_gloo_and_with_the_model_alone(step, timing, unknown_machine):
+    row = ResultRow(step, 12_800_000, 2, {"torch": timing(3), "gloo": timing(6), "alone": timing(2)})
+    report = Report(BenchPlan(), unknown_machine, [row])
+    page = bench_page(report).markdown()
+    assert "3.2 M parameters" in page
+    for line in ("| 3.00 ms | 6.00 ms | 2.00× | 1.50× |", "| 6.00 ms | 12.0 ms | 1.00× | 3.00× |"):
+        assert line in page
+    assert page.count(" on asyncdist |") == page.count(" on gloo |") == 1
+    (found,) = report.as_json()["training"]
+    assert (found["step"], found["parameters"]) == (step, 3_200_000)
+    assert found["contenders"]["torch"]["times_alone"] == pytest.approx(1.5)
+    assert found["contenders"]["torch"]["times_faster_than_gloo"] == pytest.approx(2)
+
+
+def test_training_step_without_gloo_has_a_dash(timing, unknown_machine):
+    row = ResultRow("ddp", 4, 2, {"asyncdist": timing(3), "alone": timing(2)})
+    assert "| — | 1.50× |" in bench_page(Report(BenchPlan(), unknown_machine, [row])).markdown()
+
+
+@pytest.mark.parametrize("collectives", [COLLECTIVES[:1], COLLECTIVES])
+def test_plot_draws_every_contender_and_explains_it_once(collectives, timings, unknown_machine):
+    rows = [
+        ResultRow(name, nbytes, 4, timings)
+        for name in collectives
+        for nbytes in ((0,) if name == "barrier" else (4, 8))
+    ]
+    figure = benchmark_figure(Report(EVERYTHING, {**unknown_machine, "processor": "an abacus"}, rows))
+    panels = [panel for panel in figure.axes if panel.lines]
+    assert len(panels) == len(set(collectives) - {"barrier"})
+    for panel in panels:
+        assert len(panel.lines) == len(EVERYTHING.contenders)
+        assert panel.get_xscale() == panel.get_yscale() == "log"
+    (legend,) = [*figure.legends, *(panel.get_legend() for panel in figure.axes if panel.get_legend())]
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert len(set(labels)) == len(EVERYTHING.contenders)
+    assert "asyncdist over tcp" in labels
+    assert "an abacus" in figure.get_supxlabel()
+
+
+def test_page_begins_with_a_digest(timing, timings, unknown_machine):
+    rows = [
+        ResultRow(name, nbytes, 4, timings) for name in ("all_reduce", "broadcast") for nbytes in (4, 65_536, 1 << 20)
+    ]
+    rows.append(ResultRow("ddp", 4, 4, {"torch": timing(3), "gloo": timing(6), "alone": timing(2)}))
+    _, first, _, others, steps = digest(Report(EVERYTHING, unknown_machine, rows))
+    assert first.splitlines()[0].startswith(
+        "| size | asyncdist | awaited | registered | through torch | gloo | Open MPI |"
+    )
+    assert first.splitlines()[2] == (
+        "| 4 B | 1.00 ms | 1.02 ms | 500 µs | 1.25 ms | 4.00 ms | 2.00 ms | 400 µs | 4.00× | 8.00× | 4.00× | 3.20× |"
+    )
+    assert others.splitlines()[2:] == ["| `broadcast` | 4.00× (8.00×) | 4.00× (8.00×) | 4.00× (8.00×) | — |"]
+    assert steps.splitlines()[2].endswith("| 3.00 ms | 6.00 ms | 2.00 ms |")
+    few = Report(BenchPlan(), unknown_machine, [ResultRow("all_reduce", 4, 2, {"asyncdist": timing(1)})])
+    assert len(digest(few)) == 2
+
+
+def test_page_without_sizes_has_no_picture(timing, unknown_machine):
+    page = bench_page(Report(BenchPlan(), unknown_machine, [ResultRow("barrier", 0, 2, {"asyncdist": timing(0.01)})]))
+    assert "bench.png" not in page.markdown()
+    assert "| — | 10.0 µs |" in page.markdown()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (duration(14.24e-6), "14.2 µs"),
+        (duration(999.97e-6), "1000 µs"),
+        (duration(0.0421), "42.1 ms"),
+        (duration(2.5), "2.50 s"),
+        (bandwidth(15e6), "15.0 MB/s"),
+        (bandwidth(3.39e9), "3.39 GB/s"),
+        (size(4), "4 B"),
+        (size(300 << 10), "300 KiB"),
+        (size(1536 << 10), "1.5 MiB"),
+    ],
+)
+def test_figures_are_written_with_three_digits(text, expected):
+    assert text == expected
