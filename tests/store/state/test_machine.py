@@ -315,7 +315,9 @@ class Compared(str):
 
 def test_change_is_not_compared_with_every_watched_prefix(a, b, c):
     others = [a.ask(Op.WATCH_KEYS, f"job{number:04}/") for number in range(1000)]
-    watching = [(each, each.ask(Op.WATCH_KEYS, prefix)) for each in (a, b) for prefix in ("", "job0042/k", "job0042/key/")]
+    watching = [
+        (each, each.ask(Op.WATCH_KEYS, prefix)) for each in (a, b) for prefix in ("", "job0042/k", "job0042/key/")
+    ]
     Compared.count = 0
     c.do(Op.SET, Compared("job0042/key"), b"v")
     c.do(Op.DELETE_KEY, Compared("job0042/key"))
