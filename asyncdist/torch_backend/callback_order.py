@@ -5,8 +5,8 @@ complete operations at different times, so the callbacks of one group run one at
 has attached them, which is the same on every rank. Their collectives run on a sibling of the group: no order exists
 between them and what the program's own threads call at the same time.
 
-`patches` replaces the methods of torch's class of futures by `then` and its like here. torch's code in C++ does not call
-them; its callbacks do not communicate.
+`patches` replaces the methods of torch's class of futures by `then` and its like here, and `collect_all`. torch's code in
+C++ does not call them; its callbacks do not communicate.
 """
 
 from __future__ import annotations
@@ -152,6 +152,18 @@ def attach(original: Callable[..., Any], future: Any, callback: Callable[[Any], 
     """Attach a callback, as ``then`` and ``add_done_callback`` do."""
     order = _orders.get(future)
     return original(future, callback) if order is None else order[0].attach(original, future, callback)
+
+
+def collect_all(original: Callable[..., Any], futures: Any) -> Any:
+    """Return a future of all futures. Its callbacks have an order if these have one: that of the same group."""
+    collected = original(futures)
+    found = [_orders.get(each) for each in futures]
+    orders = {None if each is None else each[0] for each in found}
+    if len(orders) == 1 and (order := orders.pop()) is not None:
+        # Before it has an order: torch completes it in C++, maybe after the works' threads have called `proceed`.
+        collected.add_done_callback(lambda _: order.proceed_in_thread())
+        _orders[collected] = order, any(each is not None and each[1] for each in found)
+    return collected
 
 
 def wait(original: Callable[..., Any], future: Any) -> Any:

@@ -92,6 +92,8 @@ _REPLACEMENTS: list[tuple[Any, str, Replacement]] = [
     # Run a callback in the thread that completes the future, or that attaches it, at any time.
     (torch._C.Future, "then", callback_order.attach),
     (torch._C.Future, "add_done_callback", callback_order.attach),
+    # The same for works together.
+    (torch.futures, "collect_all", callback_order.collect_all),
     # Has no limit, also in a callback for which that what it waits for waits.
     (torch._C.Future, "wait", callback_order.wait),
     # Makes a process group in C++ around a back end in C++.

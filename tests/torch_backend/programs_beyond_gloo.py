@@ -132,6 +132,30 @@ def callbacks_within_callbacks(rank, world):
     return [(future.wait(), due) for future in futures]
 
 
+def callbacks_of_collected_futures(rank, world):
+    """Callbacks of two works together call collectives; some ranks complete the works before, in another order."""
+
+    def reduces_both(number):
+        def callback(both):
+            tensor = torch.cat([each.value()[0] for each in both.value()] + [torch.full((number,), 1.0)])
+            return dist.all_reduce(tensor, async_op=True).get_future().wait()[0]
+
+        return callback
+
+    numbered, results = range(12), []
+    for number in numbered:
+        works = [dist.all_reduce(numbers(rank + number), async_op=True) for _ in range(2)]
+        if (rank + number) % 2:
+            works[1].wait()
+        both = torch.futures.collect_all([work.get_future() for work in works])
+        results.append(both.then(reduces_both(number)))
+    due = [sum(numbers(peer + number) for peer in range(world)) * world for number in numbered]
+    due = [
+        torch.cat([each, each, torch.full((number,), float(world))]) for number, each in zip(numbered, due, strict=True)
+    ]
+    return list(zip([each.wait() for each in results], due, strict=True))
+
+
 def more_callbacks_than_threads(rank, world):
     """Sixty callbacks are due at the same time, and each blocks on a collective."""
     if rank == 1:

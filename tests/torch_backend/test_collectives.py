@@ -62,6 +62,7 @@ def test_groups(same_over_gloo, program):
 @pytest.mark.parametrize(
     "program", ["stacked_outputs", "scaled_sums", "after_a_group_made_locally", "together_with_gloo",
                 "callbacks_that_block", "callbacks_in_order", "callbacks_within_callbacks", "more_callbacks_than_threads",
+                "callbacks_of_collected_futures",
                 "callback_that_waits_for_a_later_one", "future_of_a_completed_work", "second_interface",
                 "methods_of_the_group", "awaited"],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from asyncdist.base.background_loop import background_loop
+from asyncdist.errors import StoreConnectionError
 from asyncdist.store import StoreServer, TCPStore
 from asyncdist.store.protocol import operations
 from asyncdist.testing.faults import Proxy
@@ -120,3 +122,27 @@ def test_keys_of_a_job_survive_while_it_reconnects(stay, monkeypatch, until):
         leave()
     until(lambda: not len(server.state.keys))
     background_loop().run(server.close())
+
+
+@pytest.mark.parametrize("stay", [as_a_rank, as_an_agent])
+def test_lost_store_is_told_once(stay, monkeypatch, until, caplog):
+    monkeypatch.setenv("ASYNCDIST_STORE_RECONNECT", "0.1")
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
+    store, leave = stay(f"127.0.0.1:{server.port}")
+    background_loop().run(server.close())
+    until(lambda: "start the job again" in caplog.text)
+    assert "torchrun/job/" in caplog.text or "'job/" in caplog.text
+    with pytest.raises(StoreConnectionError):
+        store.set("step", "41")
+    leave()
+    assert caplog.text.count("start the job again") == 1
+
+
+def test_store_that_its_rank_closes_is_not_told(until, caplog):
+    server = background_loop().run(StoreServer.start("127.0.0.1", 0))
+    _, leave = as_a_rank(f"127.0.0.1:{server.port}")
+    (keeper,) = (thread for thread in threading.enumerate() if thread.name == "asyncdist-lease")
+    leave()
+    keeper.join()
+    background_loop().run(server.close())
+    assert not caplog.text

@@ -67,6 +67,11 @@ class BlockingConnection(BlockingClient):
         self._others: weakref.WeakSet[BlockingConnection] = weakref.WeakSet()
         self._threads = DaemonThreadPool("asyncdist-store", max_threads=4, idle_timeout=0.0)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this process has closed the connection, and not an error."""
+        return self._closing.is_set()
+
     def connect(self, timeout: Timeout) -> None:
         """Connect, with retries for ``timeout`` seconds. Raises the errors of `AsyncStore.connect`."""
         self._tls = client_context(self._config)
@@ -417,8 +422,9 @@ class BlockingConnection(BlockingClient):
                     self._flush(sock, deadline)
                 finally:
                     self.send_lock.release()
-        self._break(closed(self.where))
-        self._closing.set()
+        with self.lock:
+            self._closing.set()
+            self._end(closed(self.where))
         with self.send_lock, self.lock:
             if self._leader is None:
                 self._close_unused()

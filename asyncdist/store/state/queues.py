@@ -15,10 +15,14 @@ from typing import Any
 
 from asyncdist.store.protocol.operations import Client, Reason
 from asyncdist.store.state.change_log import Change, ChangeLog
+from asyncdist.store.state.key_index import KeyIndex
 from asyncdist.store.state.limits import MemoryQuota, SizeLimits
 from asyncdist.store.state.model import ENTRY_NBYTES, NO_REPLY, Item, Place, RequestRefused, drop_from, named
 from asyncdist.store.state.requests import OpenRequests
 from asyncdist.store.state.waiters import Waiters
+
+_MOST_EMPTIED = 64
+"""Queues without items whose place in the index is kept."""
 
 
 class Queues:
@@ -38,6 +42,9 @@ class Queues:
         self._waiters = waiters
         self.last_serial = 0
         self._queues: dict[str, deque[Item]] = {}
+        # Also of those that were emptied last: most are filled again.
+        self._index = KeyIndex()
+        self._emptied: dict[str, None] = {}
         self._unconfirmed: dict[Place, tuple[str, Item]] = {}
         # A dict serves as an ordered set, because a request in the middle may be cancelled.
         self._pops: dict[str, dict[Place, None]] = {}
@@ -67,7 +74,7 @@ class Queues:
         self.last_serial += 1
         if self._log.recording:
             self._log.record(Change.PUSH, key, self.last_serial, item)
-        self._queues.setdefault(key, deque()).append((self.last_serial, item))
+        (self._queues.get(key) or self._add_queue(key)).append((self.last_serial, item))
         self._serve(key)
 
     def pop(self, place: Place, key: str, block: bool) -> Any:
@@ -116,16 +123,18 @@ class Queues:
         keys = []
         for place in reversed(places):
             key, item = self._unconfirmed.pop(place)
-            self._queues.setdefault(key, deque()).appendleft(item)
+            (self._queues.get(key) or self._add_queue(key)).appendleft(item)
             keys.append(key)
         for key in reversed(keys):
             self._serve(key)
 
     def clear(self, prefix: str) -> None:
         """Delete all queues under a prefix, but no item that a client has popped and not confirmed."""
-        for key in [key for key in self._queues if key.startswith(prefix)]:
+        for key in self._index.under(prefix):
             while key in self._queues:
                 self.take(None, key)
+            if key in self._emptied:
+                self._forget_emptied(key)
 
     # -- wake-ups ---------------------------------------------------------------------------------
 
@@ -160,12 +169,27 @@ class Queues:
         self._unconfirmed[place] = key, item
         return item[1]
 
+    def _add_queue(self, key: str) -> deque[Item]:
+        if key in self._emptied:
+            del self._emptied[key]
+        else:
+            self._index.add(key)
+        queue = self._queues[key] = deque()
+        return queue
+
     def _remove_first(self, key: str) -> Item:
         queue = self._queues[key]
         item = queue.popleft()
         if not queue:
             del self._queues[key]
+            self._emptied[key] = None
+            if len(self._emptied) > _MOST_EMPTIED:
+                self._forget_emptied(next(iter(self._emptied)))
         return item
+
+    def _forget_emptied(self, key: str) -> None:
+        del self._emptied[key]
+        self._index.remove(key)
 
     def _account_removal(self, key: str, serial: int, item: bytes) -> None:
         """Return the bytes of a removed item to the quota, and record the removal."""
@@ -203,5 +227,6 @@ class Queues:
     def restore(self, queues: dict[str, dict[int, bytes]], last_serial: int) -> None:
         """Take over the items that an earlier server left."""
         self._queues = {key: deque(items.items()) for key, items in queues.items() if items}
+        self._index, self._emptied = KeyIndex(self._queues), {}
         self._quota.nbytes += sum(len(item) + ENTRY_NBYTES for items in queues.values() for item in items.values())
         self.last_serial = last_serial

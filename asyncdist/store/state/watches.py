@@ -18,6 +18,8 @@ class Watches:
         self._requests = requests
         self.of_keys: dict[str, dict[Place, None]] = {}
         self.of_prefixes: dict[str, dict[Place, None]] = {}
+        self._num_prefixes: dict[int, int] = {}
+        """By length, how many prefixes are watched."""
 
     def watch(self, place: Place, key: str) -> None:
         """Watch a key."""
@@ -36,7 +38,10 @@ class Watches:
             )
             raise RequestRefused(Reason.TOO_LARGE, text)
         self._requests.open(place, self._unwatch_prefix, prefix)
-        self.of_prefixes.setdefault(prefix, {})[place] = None
+        if prefix not in self.of_prefixes:
+            self.of_prefixes[prefix] = {}
+            self._num_prefixes[len(prefix)] = self._num_prefixes.get(len(prefix), 0) + 1
+        self.of_prefixes[prefix][place] = None
         return list(itertools.chain.from_iterable(values.items()))
 
     def changed(self, key: str, value: bytes | None) -> None:
@@ -44,7 +49,11 @@ class Watches:
         kind, content = (GONE, b"") if value is None else (CHANGED, value)
         if places := self.of_keys.get(key):
             self._requests.publish(places, kind + content)
-        matching = [place for prefix, places in self.of_prefixes.items() if key.startswith(prefix) for place in places]
+        # Not for each prefix that is watched, of which there may be one for each client.
+        matching: list[Place] = []
+        for length in self._num_prefixes:
+            if length <= len(key) and (places := self.of_prefixes.get(key[:length])):
+                matching += places
         if matching:
             name = key.encode()
             self._requests.publish(matching, b"".join((kind, len(name).to_bytes(4, "little"), name, content)))
@@ -54,3 +63,7 @@ class Watches:
 
     def _unwatch_prefix(self, place: Place, prefix: str) -> None:
         drop_from(self.of_prefixes, prefix, place)
+        if prefix not in self.of_prefixes:
+            self._num_prefixes[len(prefix)] -= 1
+            if not self._num_prefixes[len(prefix)]:
+                del self._num_prefixes[len(prefix)]

@@ -5,15 +5,18 @@ Called by `url_handler` and `rendezvous_handler`.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import math
 import threading
 
 from asyncdist.base.deadline import Timeout
+from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError
 from asyncdist.store import TCPStore
 from asyncdist.store.protocol import operations
+
+log = logging.getLogger("asyncdist")
 
 
 def connect_with_long_lease(host: str, port: int, timeout: Timeout) -> TCPStore:
@@ -35,7 +38,8 @@ class LeaseKeepAlive(threading.Thread):
     """Keeps the lease on ``prefix`` while ``daemon`` is open, with the other processes of a job.
 
     A blocking client notices a broken connection only in its next call, which may come after its lease has expired.
-    This thread therefore always has a call pending at the daemon, so that the client reconnects at once.
+    This thread therefore always has a call pending at the daemon, so that the client reconnects at once. If the store is
+    lost for good, it says so in the log: nothing else does, until a rank next needs the store and gets the error.
 
     If the lease has only disconnected clients, as after a crash of the job, the constructor waits until one of them
     reconnects, or until the lease ends and the keys of the earlier job are deleted.
@@ -44,11 +48,20 @@ class LeaseKeepAlive(threading.Thread):
     def __init__(self, daemon: TCPStore, prefix: str) -> None:
         super().__init__(name="asyncdist-lease", daemon=True)
         self._daemon = daemon
+        self._prefix = prefix
         self._never = f"{prefix}\0never"
         daemon.request(operations.acquire_lease(prefix), math.inf)
         self.start()
 
     def run(self) -> None:
-        # The client was closed or has failed: its next caller gets that error.
-        with contextlib.suppress(AsyncdistError):
+        try:
             self._daemon.wait([self._never], math.inf)
+        except AsyncdistError as error:
+            if not self._daemon.connection.is_closed:
+                log.error(
+                    "this process has lost its job's keys under %r for good: its groups go on, and calls that need the "
+                    "store, as new_group and a new rendezvous, raise; save a checkpoint and start the job again at a "
+                    "running store: %s",
+                    self._prefix,
+                    describe_error(error),
+                )

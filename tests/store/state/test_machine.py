@@ -302,6 +302,53 @@ def test_watches_share_one_message(a, b, c):
     assert none == []
 
 
+class Compared(str):
+    """A key that counts how often it is compared with a prefix."""
+
+    __slots__ = ()
+    count = 0
+
+    def startswith(self, *args):
+        Compared.count += 1
+        return super().startswith(*args)
+
+
+def test_change_is_not_compared_with_every_watched_prefix(a, b, c):
+    others = [a.ask(Op.WATCH_KEYS, f"job{number:04}/") for number in range(1000)]
+    watching = [
+        (each, each.ask(Op.WATCH_KEYS, prefix)) for each in (a, b) for prefix in ("", "job0042/k", "job0042/key/")
+    ]
+    Compared.count = 0
+    c.do(Op.SET, Compared("job0042/key"), b"v")
+    c.do(Op.DELETE_KEY, Compared("job0042/key"))
+    assert Compared.count < 10
+    assert [len(a.published(each)) for each in others] == [2 if number == 42 else 0 for number in range(1000)]
+    assert [len(each.published(number)) for each, number in watching] == [2, 2, 0] * 2
+    for number in [*others, *(number for each, number in watching if each is a)]:
+        a.cancel(number)
+    b.leave()
+    _assert_nothing_waits(a.state)
+    c.do(Op.SET, "job0042/key", b"again")
+    assert len(a.published(others[42])) == 2
+
+
+def test_end_of_a_lease_does_not_look_at_every_queue(a, b):
+    a.ask(Op.ACQUIRE_LEASE, "job/")
+    mine, others = [f"job/{number}" for number in range(100)], [f"other/{number}" for number in range(1000)]
+    for key in mine + others:
+        b.do(Op.QUEUE_PUSH, Compared(key), b"item")
+    for key in mine[:99] + others[:99]:  # these are empty once, and some filled again
+        b.confirm(b.ask(Op.QUEUE_POP, Compared(key), True))
+    b.do(Op.QUEUE_PUSH, mine[0], b"item")
+    b.do(Op.QUEUE_PUSH, mine[98], b"item")
+    b.do(Op.QUEUE_PUSH, others[98], b"item")
+    Compared.count = 0
+    a.ask(Op.RELEASE_LEASE, "job/")
+    assert Compared.count < 200
+    assert [b.do(Op.QUEUE_LEN, key) for key in mine] == [0] * 100
+    assert [b.do(Op.QUEUE_LEN, key) for key in others] == [0] * 98 + [1] * 902
+
+
 # -- cancelled requests -------------------------------------------------------------------------------------
 
 
