@@ -25,7 +25,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "test_c10d_nan_check.py": _ALL_BACK_ENDS,
     "test_c10d_object_collectives.py": (),
     "test_collective_utils.py": (),
-    "kernel/algorithms/test_join.py": (),
+    "algorithms/test_join.py": (),
     "_composable/test_replicate.py": (),
     "tensor/test_init.py": (),
 }

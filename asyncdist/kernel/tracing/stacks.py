@@ -22,7 +22,7 @@ from asyncdist.base.weak_registry import WeakRegistry
 _MOST_FRAMES = 64
 """The frames of one stack, the innermost ones."""
 _MOST_TASKS = 256
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[2])
 _STANDARD = (threading.__file__, str(Path(asyncio.__file__).parent))
 _WRAPPERS = ("coroutine_wrapper", "async_generator_asend", "async_generator_athrow")
 """Types of the interpreter that await a coroutine or generator without naming it."""

@@ -29,7 +29,7 @@ _KINDS = {TRANSPORTS: "transport", DEVICE_BACKENDS: "device back end"}
 _STAGED = "staged"
 """The device back end that all ranks can use."""
 
-_CHECKOUT = Path(__file__).resolve().parents[2]
+_CHECKOUT = Path(__file__).resolve().parents[3]
 
 # Scripts written for torch.distributed pass its back-end names; each of them selects automatically.
 _AUTO = frozenset(("auto", "gloo", "mpi", "nccl", "ucc", "xccl", "undefined", "asyncdist"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PROVE = Path(__file__).parents[1] / "gpu" / "prove.py"
+PROVE = Path(__file__).parents[2] / "gpu" / "prove.py"
 pytestmark = pytest.mark.processes
 
 

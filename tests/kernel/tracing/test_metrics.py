@@ -19,7 +19,7 @@ from asyncdist.errors import AddressError, GroupError, UsageError
 from asyncdist.kernel.tracing.metrics import GroupMetrics, serve_configured_metrics, serve_metrics
 from asyncdist.testing.cluster import world_of
 
-DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "asyncdist-groups.json"
+DASHBOARD = Path(__file__).resolve().parents[3] / "docs" / "grafana" / "asyncdist-groups.json"
 
 
 @pytest.fixture
