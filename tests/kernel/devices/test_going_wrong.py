@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import weakref
 
 import pytest
 import torch
@@ -14,18 +13,9 @@ from asyncdist.kernel.transport.device_streams import CudaStreams
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist_transports.cuda_ipc import peer_memory
 from tests.support.cuda import cuda_ipc_over
-from tests.support.devices import PretendStreams, device_group, devices_of
+from tests.support.devices import PretendStreams, device_group, devices_of, weakly_held
 
 LARGE = 100_000
-
-
-class Room(bytearray):
-    """Memory that can be referenced weakly."""
-
-
-def in_room():
-    room = Room(4 * LARGE)
-    return weakref.ref(room), torch.frombuffer(room, dtype=torch.float32)
 
 
 # -- abort -------------------------------------------------------------------------------------------
@@ -162,7 +152,7 @@ def test_dropped_tensors_live_until_the_device_is_done(kinds, background, until)
         rank = group.rank()
         device = device_group(group, kinds, streams[rank])
         device.barrier().wait()
-        seen, tensor = in_room()
+        seen, tensor = weakly_held(LARGE)
         # The staged backend waits for the device in the call.
         if kinds:
             streams[rank].hold()
