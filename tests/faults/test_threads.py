@@ -1,7 +1,5 @@
 """Failures while threads block: cuts, a close or an abort by another thread, exceptions in the driver."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

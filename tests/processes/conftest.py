@@ -1,7 +1,5 @@
 """Fixtures that start real processes as ranks and send them commands."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from pathlib import Path
@@ -70,7 +68,21 @@ class Job:
 
 
 _ESSENTIAL = [("shm", "blocking"), ("tcp", "awaiting")]
+_IN_TURN = {"test_launchers.py", "test_metrics_port.py", "test_signals.py", "test_stopped.py"}
+"""Modules in which `make test` runs each test with one of these pairs, because they matter little there."""
 _EXHAUSTIVE = [("shm", "awaiting"), ("tcp", "blocking"), ("shm", "in_trio"), ("tcp", "in_trio")]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    seen = {}
+    for item in items:
+        if item.path.parent == PROGRAM.parent and item.path.name in _IN_TURN and "combination" in item.fixturenames:
+            given = dict(item.callspec.params)
+            pair = given.pop("combination")
+            number = seen.setdefault((item.originalname, str(given)), len(seen))
+            if pair != _ESSENTIAL[number % 2]:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(

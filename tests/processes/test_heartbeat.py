@@ -1,7 +1,5 @@
 """A rank that is silent while its connections stay open: the others lose it by its missing heartbeats, and only then."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

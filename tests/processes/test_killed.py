@@ -1,7 +1,5 @@
 """A killed rank: ranks that share a group with it get an error that names it; other groups continue."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Ranks that leave: orderly, during an operation, without notice, twice, and with a later return."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.processes

@@ -1,7 +1,5 @@
 """Ctrl-C, forks, and idle processes."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time

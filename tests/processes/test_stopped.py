@@ -3,8 +3,6 @@
 The ranks do not beat: `test_heartbeat` has the cases in which a stopped rank is lost before a timeout.
 """
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.processes
@@ -68,20 +66,20 @@ def test_rank_continued_before_the_timeout_causes_no_failure(job, all_do, face):
 
 
 def test_all_ranks_name_the_stopped_rank_instead_of_their_neighbours(job, all_do, face):
-    ranks = job.world(4, face, timeout=5.0, ASYNCDIST_HEARTBEAT="0")
+    ranks = job.world(4, face, timeout=3.0, ASYNCDIST_HEARTBEAT="0")
     all_do(ranks, "all_reduce", "world", 100_000)
     ranks[2].process.stop()
     others = [ranks[0], ranks[1], ranks[3]]
     failures = all_do(others, "all_reduce", "world", 100_000)
     assert "OperationTimeoutError" in [failed.kind for failed in failures]
     for failed in failures:
-        assert "timed out after 5 s, waiting for" in failed.text
+        assert "timed out after 3 s, waiting for" in failed.text
         assert "(rank 2 does not answer)" in failed.text
         assert failed.kind == "GroupAbortedError" or failed.peers == (2,)
 
 
 def test_timeout_names_the_rank_without_a_pending_call(job, all_do, face):
-    ranks = job.world(3, face, timeout=5.0)
+    ranks = job.world(3, face, timeout=3.0)
     all_do(ranks, "all_reduce", "world", 100_000)
     for failed in all_do(ranks[:2], "all_reduce", "world", 100_000):
         assert "(rank 2 has no pending call)" in failed.text

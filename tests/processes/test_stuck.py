@@ -1,7 +1,5 @@
 """Ranks that hang dump their flight recorders on a signal, or when one of them is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The operations of all blocking stores, and that `Store`, `AsyncStoreBase` and torch's stores have the same methods."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 from asyncio import Future

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from asyncdist import sync
 from asyncdist.config import Config
 from asyncdist.groups.group import Group
 from asyncdist.kernel.devices.group import DeviceGroup
@@ -23,6 +24,7 @@ from asyncdist.kernel.memory.buffers import Memory
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic
 from asyncdist.kernel.transport.device_collectives import DeviceCollectives
 from asyncdist.kernel.transport.device_streams import DeviceEvent, Streams
+from asyncdist.store import HashStore
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.collective_cases import CollectiveCase, collective_cases
 from asyncdist_transports.staged import Staged
@@ -168,6 +170,18 @@ def device_group(
     """Return the ranks of a group as if their CPU tensors lay on a device; call it on all of them."""
     host = group.world.new_group(group.ranks, name)
     return DeviceGroup(host, torch.device("cpu"), [*kinds, PretendStaged], streams or PretendStreams(), group)
+
+
+@contextlib.contextmanager
+def one_device(streams: PretendStreams, kinds: Sequence[type[DeviceCollectives]] = ()) -> Iterator[DeviceGroup]:
+    """Open a world of this rank alone, and yield its group on a pretended device."""
+    with sync.process_group("inproc", store=HashStore(), rank=0, world_size=1) as group:
+        device = device_group(group, kinds, streams)
+        try:
+            yield device
+        finally:
+            streams.release()
+            device.close()
 
 
 def run_on_devices(

@@ -3,8 +3,6 @@
 Ranks are threads, so that mapping another rank's memory only needs its address.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

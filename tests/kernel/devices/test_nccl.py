@@ -3,8 +3,6 @@
 tests/gpu tests the real NCCL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -3,8 +3,6 @@
 They run over pretended devices. The drivers of these keep CUDA's rules for shared memory and interprocess events.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc
