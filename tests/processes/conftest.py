@@ -36,6 +36,13 @@ class Told:
         return answer
 
 
+def all_do(ranks, order, *arguments):
+    """Send the same command to several ranks at once, and return the outcome of each rank."""
+    for told in ranks:
+        told.tell(order, *arguments)
+    return [told.hear() for told in ranks]
+
+
 class Job:
     """The ranks of a test. The same processes may join several worlds, one after the other."""
 
@@ -64,6 +71,12 @@ class Job:
         """Start processes and make them join one world."""
         ranks = self.start(count, face, **environment)
         self.meet(ranks, timeout)
+        return ranks
+
+    def met(self, *args, **options):
+        """Do the same, and open connections by a barrier."""
+        ranks = self.world(*args, **options)
+        all_do(ranks, "barrier", "world")
         return ranks
 
 
@@ -104,13 +117,7 @@ def job(combination, nursery, tmp_path):
     return Job(nursery, tmp_path, combination[0])
 
 
-@pytest.fixture
-def all_do():
-    """Send the same command to several ranks at once, and return the outcome of each rank."""
-
-    def all_do(ranks, order, *arguments):
-        for told in ranks:
-            told.tell(order, *arguments)
-        return [told.hear() for told in ranks]
-
+@pytest.fixture(name="all_do")
+def _all_do():
+    """Return `all_do`."""
     return all_do
