@@ -44,7 +44,7 @@ torch.set_num_threads(1)
 
 # The time of an example depends on the load of the machine.
 hypothesis.settings.register_profile(
-    "asyncdist", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "asyncdist", max_examples=30, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("asyncdist")
 

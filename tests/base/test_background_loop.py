@@ -1,7 +1,5 @@
 """The process's background loop: how it closes, and tasks that delay its end."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging

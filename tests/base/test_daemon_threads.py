@@ -1,7 +1,5 @@
 """Daemon threads for calls that may block: the pool, and the executor that keeps order."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import multiprocessing
@@ -25,9 +23,6 @@ def pool():
 
 def threads_named(name):
     return [each for each in threading.enumerate() if each.name.startswith(name)]
-
-
-# -- DaemonThreadPool --------------------------------------------------------------------------------
 
 
 def test_pool_call_returns_its_value_or_raises(pool):
@@ -133,9 +128,6 @@ def test_forked_child_drops_the_parents_calls_and_runs_its_own(pool):
     release.set()
     assert pending.result(LONG)
     answers.close()
-
-
-# -- SerialExecutor ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Times that users pass, in the forms that system calls take."""
 
-from __future__ import annotations
-
 import math
 import select
 

@@ -1,7 +1,5 @@
 """The exit and the fork of a process: the order of the registered calls, also after failures."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

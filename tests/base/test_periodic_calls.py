@@ -1,7 +1,5 @@
 """The thread of periodic calls: it starts with the first function, ends after the last, and survives an exception."""
 
-from __future__ import annotations
-
 import os
 import threading
 

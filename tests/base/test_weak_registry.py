@@ -1,7 +1,5 @@
 """The registry of living objects: who is in it, and what threads may do to it."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

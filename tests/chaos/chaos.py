@@ -4,8 +4,6 @@ The worlds have the seeds N, N + 1, …; at least one runs. A failure prints the
 leaves the story of the world and the output, stacks and flight recorder dumps of its processes in a folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import secrets

@@ -1,7 +1,5 @@
 """One program for both APIs: the awaited one on an event loop, and the blocking one, whose coroutines never suspend."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -28,8 +28,6 @@ What must hold:
   and those that read the weights get new versions.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from tests.chaos.plan import HARMLESS, HEARTBEAT, OF_A_HOST, Fault, WorldPlan

@@ -1,7 +1,5 @@
 """What connects the processes of a world, and how a fault disturbs it."""
 
-from __future__ import annotations
-
 import contextlib
 
 from asyncdist.testing.faults import Proxy

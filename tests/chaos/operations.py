@@ -1,7 +1,5 @@
 """The operations of a round: each member starts them, and checks every element of their results."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 Equal seeds give equal plans. When a fault hits an operation still differs from run to run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random

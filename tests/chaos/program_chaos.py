@@ -4,8 +4,6 @@ The reports are ``(kind, ...)``; see `tests/chaos/judge.py`. The commands are ``
 ``("end",)``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import faulthandler

@@ -10,8 +10,6 @@ the others read them. The rules are:
 - After the last fault, every process calls every other one with success, and every reader gets a new version.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -9,8 +9,6 @@ connections find a host again. The rules are:
   has something to tell it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from random import Random

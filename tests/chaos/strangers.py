@@ -3,8 +3,6 @@
 They say nothing, half of a greeting, or a greeting and no proof. The world must go on as without them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

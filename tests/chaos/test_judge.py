@@ -1,7 +1,5 @@
 """The judge of random worlds finds what must not happen, and the plans follow from their seeds."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.chaos.judge import MEETING, PATIENCE, Judge, ViolationError
@@ -162,11 +160,7 @@ def test_members_of_a_job_have_settled_once_all_are_in_one_generation():
     assert judge.has_settled
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [("called", [100, 102], 1), ("read", 100_001)],
-    ids=["a call", "a version"],
-)
+@pytest.mark.parametrize("missing", [("called", [100, 102], 1), ("read", 100_001)], ids=["a call", "a version"])
 def test_members_of_a_job_have_not_settled_without_calls_and_versions(missing):
     judge, witnesses = judged(joins=True)
     judge.settle()

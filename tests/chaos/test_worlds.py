@@ -1,7 +1,5 @@
 """A few random worlds; `make chaos` runs as many as there is time for."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 
@@ -61,11 +59,7 @@ _CASES = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "joins"),
-    [
-        ("cut", False),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in _CASES),
-    ],
+    ("kind", "joins"), [("cut", False), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in _CASES)]
 )
 def test_world_with_a_fault(kind, joins, run):
     world = run(seed_of(kind, joins=joins))

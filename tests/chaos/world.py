@@ -1,7 +1,5 @@
 """Runs one random world: starts its processes, injects the faults of its plan, and passes what happens to the judge."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -6,8 +6,6 @@ dropped; nothing else differs. Each rank hands its results to `report` in progra
 program that passes on gloo fails on asyncdist, or if its results differ.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """The runner of `make test-ecosystem`, with programs that need no library."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tasks cancelled at every step: while a world opens, while it closes, while works are awaited."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Deadlines do not depend on the wall clock, which jumps when a machine wakes or its time is set."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

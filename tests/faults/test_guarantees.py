@@ -1,7 +1,5 @@
 """The guarantees of docs/membership-reference.md that concern one process: time, memory, connections and other groups."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path
@@ -32,9 +30,6 @@ async def connect_all(groups):
         for peer in set(range(group.size())) - {group.rank()}:
             works += [group.recv(torch.zeros(1), peer, tag=99), group.send(torch.ones(1), peer, tag=99)]
     await asyncio.gather(*works)
-
-
-# -- time ---------------------------------------------------------------------------------------------
 
 
 def drop_all(world, rank):
@@ -75,9 +70,6 @@ async def test_no_operation_outlives_the_heartbeat_limit_and_a_second(fault):
         assert since.seconds() < HEARTBEAT + 1.0
         assert all(isinstance(error, PeerLostError) for error in results), results
         assert all(isinstance(error, PeerLostError | None) for error in sent), sent
-
-
-# -- memory -------------------------------------------------------------------------------------------
 
 
 async def test_rest_of_a_message_does_not_reach_the_memory_of_its_failed_receive(eventually):
@@ -147,9 +139,6 @@ async def test_memory_of_failed_collectives_stays_as_the_caller_has_left_it(tran
         assert all(bool((tensor == SCRIBBLE).all()) for tensor in tensors)
 
 
-# -- connections --------------------------------------------------------------------------------------
-
-
 def sockets():
     """The sockets and mapped segments of this process."""
     found = set()
@@ -177,9 +166,6 @@ async def test_regroup_opens_no_connection_and_maps_no_memory(transport):
         new = await asyncio.gather(*(group.regroup() for group in rest))
         await connect_all(new)
         assert sockets() <= before
-
-
-# -- other groups -------------------------------------------------------------------------------------
 
 
 @transports

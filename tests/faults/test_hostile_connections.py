@@ -1,7 +1,5 @@
 """Connections of other programs to a rank, and authenticated peers that send damaged data."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -214,6 +212,13 @@ class Failing:
         return getattr(self._sock, name)
 
 
+def failing_listener(world, monkeypatch, code, times):
+    listener = tcp_of(world.meshes[0])._listener
+    failing = Failing(listener.sock, code, times)
+    monkeypatch.setattr(listener, "sock", failing)
+    return listener, failing
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -223,14 +228,11 @@ class Failing:
 )
 async def test_listener_pauses_after_an_accept_error_and_reports_it(caplog, eventually, monkeypatch, code):
     async with connected_pair() as world:
-        tcp = tcp_of(world.meshes[0])
-        listener = tcp._listener
-        failing = Failing(listener.sock, code, math.inf)
-        monkeypatch.setattr(listener, "sock", failing)
+        listener, failing = failing_listener(world, monkeypatch, code, math.inf)
         with connect(address(world, 0)):
             await eventually(lambda: failing.calls)
             assert listener.paused
-            assert listener.fileno() not in [descriptor for descriptor, _ in tcp.waits()]
+            assert listener.fileno() not in [descriptor for descriptor, _ in tcp_of(world.meshes[0]).waits()]
             assert await sums(world) == [3.0, 3.0]
             assert caplog.text.count(f"cannot accept connections at port {listener.port}: [Errno {code}]") == 1
             failing.left = 0
@@ -242,9 +244,7 @@ async def test_listener_pauses_after_an_accept_error_and_reports_it(caplog, even
 
 async def test_listener_accepts_the_next_connection_at_once_after_an_aborted_one(eventually, monkeypatch):
     async with connected_pair() as world:
-        listener = tcp_of(world.meshes[0])._listener
-        failing = Failing(listener.sock, errno.ECONNABORTED, 3)
-        monkeypatch.setattr(listener, "sock", failing)
+        listener, failing = failing_listener(world, monkeypatch, errno.ECONNABORTED, 3)
         before = num_connections(world)[0]
         with connect(address(world, 0)):
             await eventually(lambda: num_connections(world)[0] == before + 1)

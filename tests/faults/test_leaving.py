@@ -1,7 +1,5 @@
 """Ranks that leave, or abort and leave: waiting ranks learn of it, also those without a connection to them."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Event loops that end, or are blocked, while operations are pending that they drive."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 

@@ -6,8 +6,6 @@ crash a target are written to the current folder. Move them to tests/fuzz/seeds/
 `tests/fuzz/test_seeds.py` keeps testing them.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import subprocess

@@ -3,8 +3,6 @@
 ``SEEDS`` are the initial inputs of each target. Further inputs that a fuzzer found are in tests/fuzz/seeds.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Tests that the seeds of the fuzzers, and the inputs that once crashed a parser, are handled. `make fuzz` fuzzes."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fixtures of the GPU tests: they are skipped without a GPU, and run ranks as processes on one GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs of the ranks in the GPU tests. ``test`` is the pipe to the test, ``where`` the arguments of the world."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import faulthandler

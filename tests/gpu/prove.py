@@ -9,8 +9,6 @@ The runner imports only the standard library and needs Linux. ``--device cpu`` r
 check the runner itself where there is no GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

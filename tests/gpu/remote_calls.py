@@ -6,8 +6,6 @@ Started by `prove.py`. Rank 0 calls rank 1; both use the same device if there is
 with medians in microseconds, and exits with 1 if a tensor arrives wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

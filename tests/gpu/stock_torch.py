@@ -6,8 +6,6 @@ Started by `prove.py`. All ranks use the same device if there is only one. Rank 
 exits with 1 if any weight differs by more than `TOLERANCE` from the weights of one process.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

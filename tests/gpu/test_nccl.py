@@ -1,7 +1,5 @@
 """The real NCCL with one rank, because it takes one rank per device. tests/kernel/devices has several ranks."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """One and two ranks on one GPU, over the negotiated backend and over the staged one."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncdist_transports.cuda_ipc import CudaIpc

@@ -1,7 +1,5 @@
 """Which connection gives way at a full port, and the log lines of refused ones."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

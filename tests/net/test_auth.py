@@ -1,7 +1,5 @@
 """The authentication handshake, run without sockets."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncdist.errors import AuthenticationError, ProtocolError

@@ -1,7 +1,5 @@
 """Adaptive busy polling, on a loop and a clock that the test advances."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncdist.config import Config

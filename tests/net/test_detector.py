@@ -1,7 +1,5 @@
 """The failure detector: single cases, and thousands of simulated jobs with pauses, delays, cuts and deaths."""
 
-from __future__ import annotations
-
 import heapq
 import random
 
@@ -55,9 +53,7 @@ def test_peer_is_watched_from_the_first_look_that_names_it_and_forgotten_without
 
 
 @pytest.mark.parametrize(
-    ("later", "lost_at"),
-    [(1, {1: 10, 2: 10}), (2, {1: 10, 2: 12})],
-    ids=["a period later", "two periods later"],
+    ("later", "lost_at"), [(1, {1: 10, 2: 10}), (2, {1: 10, 2: 12})], ids=["a period later", "two periods later"]
 )
 def test_ranks_of_a_silent_host_are_lost_together(later, lost_at):
     """Rank 2 is last heard some periods after rank 1, which is on the same host."""

@@ -68,9 +68,6 @@ def test_loopback_is_chosen_last_and_link_local_never():
     assert choose_address([]) is None
 
 
-# -- this host ------------------------------------------------------------------------------------
-
-
 def test_interfaces_include_loopback():
     listed = network.interface_addresses()
     assert "127.0.0.1" in {each.host for each in listed}

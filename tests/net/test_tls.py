@@ -3,8 +3,6 @@
 The certificates in tests/tls are for tests only and valid for a hundred years. The authorities' keys were deleted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

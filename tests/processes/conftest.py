@@ -1,7 +1,5 @@
 """Fixtures that start real processes as ranks and send them commands."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from pathlib import Path
@@ -38,6 +36,13 @@ class Told:
         return answer
 
 
+def all_do(ranks, order, *arguments):
+    """Send the same command to several ranks at once, and return the outcome of each rank."""
+    for told in ranks:
+        told.tell(order, *arguments)
+    return [told.hear() for told in ranks]
+
+
 class Job:
     """The ranks of a test. The same processes may join several worlds, one after the other."""
 
@@ -68,9 +73,29 @@ class Job:
         self.meet(ranks, timeout)
         return ranks
 
+    def met(self, *args, **options):
+        """Do the same, and open connections by a barrier."""
+        ranks = self.world(*args, **options)
+        all_do(ranks, "barrier", "world")
+        return ranks
+
 
 _ESSENTIAL = [("shm", "blocking"), ("tcp", "awaiting")]
+_IN_TURN = {"test_launchers.py", "test_metrics_port.py", "test_signals.py", "test_stopped.py"}
+"""Modules in which `make test` runs each test with one of these pairs, because they matter little there."""
 _EXHAUSTIVE = [("shm", "awaiting"), ("tcp", "blocking"), ("shm", "in_trio"), ("tcp", "in_trio")]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    seen = {}
+    for item in items:
+        if item.path.parent == PROGRAM.parent and item.path.name in _IN_TURN and "combination" in item.fixturenames:
+            given = dict(item.callspec.params)
+            pair = given.pop("combination")
+            number = seen.setdefault((item.originalname, str(given)), len(seen))
+            if pair != _ESSENTIAL[number % 2]:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(
@@ -92,13 +117,7 @@ def job(combination, nursery, tmp_path):
     return Job(nursery, tmp_path, combination[0])
 
 
-@pytest.fixture
-def all_do():
-    """Send the same command to several ranks at once, and return the outcome of each rank."""
-
-    def all_do(ranks, order, *arguments):
-        for told in ranks:
-            told.tell(order, *arguments)
-        return [told.hear() for told in ranks]
-
+@pytest.fixture(name="all_do")
+def _all_do():
+    """Return `all_do`."""
     return all_do

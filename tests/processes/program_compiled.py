@@ -1,7 +1,5 @@
 """A rank that runs functions and a model under torch.compile, including blocking asyncdist calls."""
 
-from __future__ import annotations
-
 import torch
 
 import asyncdist.sync as dist

@@ -1,7 +1,5 @@
 """The program that torchrun starts. Each rank writes its results into its own file in the given folder."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -3,8 +3,6 @@
 `blocking` uses the blocking API, `awaiting` the awaited API on an asyncio loop, `in_trio` the awaited API in trio.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Ranks that ``asyncdist top`` looks at: one holds up the others until the test lets it go on."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

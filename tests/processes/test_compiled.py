@@ -1,7 +1,5 @@
 """torch.compile breaks the graph at asyncdist calls and does not trace into them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

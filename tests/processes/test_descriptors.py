@@ -1,7 +1,5 @@
 """A rank without free file descriptors: its rendezvous or its collective fails with an error that names the limit."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.processes

@@ -1,7 +1,5 @@
 """A rank that is silent while its connections stay open: the others lose it by its missing heartbeats, and only then."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -21,8 +19,7 @@ def check_silent(failures, rank):
 
 
 def test_stopped_rank_is_lost_and_learns_why_when_it_continues(job, all_do, face, until):
-    ranks = job.world(3, face, **SHORT)
-    all_do(ranks, "barrier", "world")
+    ranks = job.met(3, face, **SHORT)
     ranks[1].process.stop()
     others = [ranks[0], ranks[2]]
     failures = all_do(others, "all_reduce", "world", 1000)
@@ -40,8 +37,7 @@ def test_stopped_rank_is_lost_and_learns_why_when_it_continues(job, all_do, face
 
 def test_rank_whose_interpreter_is_held_is_lost(job, all_do, face, until):
     """The others make no calls: they learn it too."""
-    ranks = job.world(3, face, **SHORT)
-    all_do(ranks, "barrier", "world")
+    ranks = job.met(3, face, **SHORT)
     ranks[2].tell("hold_interpreter", 60_000)
     for told in ranks[:2]:
         until(lambda told=told: told.do("error_of", "world") is not None)
@@ -64,8 +60,7 @@ def test_rank_that_continues_in_time_recovers(job, all_do, face, until):
 def test_rank_that_computes_with_the_interpreter_is_not_lost_on_its_host(job, all_do, face):
     if job.transport != "shm":
         pytest.skip("ranks that share no memory do not look at each other's processes")
-    ranks = job.world(2, face, ASYNCDIST_HEARTBEAT="1")
-    all_do(ranks, "barrier", "world")
+    ranks = job.met(2, face, ASYNCDIST_HEARTBEAT="1")
     ranks[1].tell("compute_with_interpreter")
     time.sleep(3.0)  # three times the limit
     os.kill(ranks[1].process.pid, signal.SIGUSR1)
@@ -104,8 +99,7 @@ def test_idle_ranks_that_leave_one_by_one_are_not_lost(job, all_do, face):
 
 @pytest.mark.exhaustive
 def test_idle_rank_uses_little_time(job, all_do, face):
-    ranks = job.world(2, face)
-    all_do(ranks, "barrier", "world")
+    ranks = job.met(2, face)
     for used, wake_ups in all_do(ranks, "rest", 10.0):
         assert used < 0.1
         assert wake_ups < 400
@@ -113,8 +107,7 @@ def test_idle_rank_uses_little_time(job, all_do, face):
 
 @pytest.mark.exhaustive
 def test_busy_machine_loses_nobody(job, all_do, face, nursery):
-    ranks = job.world(4, face)
-    all_do(ranks, "barrier", "world")
+    ranks = job.met(4, face)
     for _ in range(16):
         nursery.start(__file__, "burn")
     until = time.monotonic() + 20.0

@@ -1,7 +1,5 @@
 """A killed rank: ranks that share a group with it get an error that names it; other groups continue."""
 
-from __future__ import annotations
-
 import os
 import signal
 
@@ -43,8 +41,7 @@ def test_death_in_the_middle_of_a_collective_reaches_every_rank(job, all_do, fac
 
 def test_death_while_survivors_wait_in_different_ways(job, all_do, face):
     """One waits for a call, one has works in the background, and one calls only after the death."""
-    waiting, background, later, victim = ranks = job.world(4, face)
-    all_do(ranks, "barrier", "world")
+    waiting, background, later, victim = job.met(4, face)
     background.do("pend", "world", 10)
     background.do("pend", "world", 1_000_000)
     waiting.tell("all_reduce", "world", 10)
@@ -68,8 +65,7 @@ def test_death_between_operations_fails_the_next_operation(job, all_do, face):
 
 @pytest.mark.parametrize("dead", [0, 3])
 def test_survivors_continue_in_a_new_group_as_the_error_advises(job, all_do, face, dead):
-    ranks = job.world(4, face)
-    all_do(ranks, "barrier", "world")
+    ranks = job.met(4, face)
     survivors = [rank for number, rank in enumerate(ranks) if number != dead]
     ranks[dead].process.kill()
     for answer in all_do(survivors, "all_reduce", "world", 10):

@@ -1,7 +1,5 @@
 """Worlds as users start them: by torchrun, by hand with variables, at an address, in a file."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

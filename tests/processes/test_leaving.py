@@ -1,7 +1,5 @@
 """Ranks that leave: orderly, during an operation, without notice, twice, and with a later return."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.processes
@@ -17,14 +15,13 @@ pytestmark = pytest.mark.processes
         (("leave_suddenly", 9), 9, "onnection"),
     ],
 )
-def test_rank_that_waits_for_a_leaving_rank_gets_an_error(job, all_do, face, order, status, reason):
+def test_rank_that_waits_for_a_leaving_rank_gets_an_error(job, face, order, status, reason):
     """Any rank may leave, also rank 0, which serves the store; its exit status is kept.
 
     The connection of a rank that leaves suddenly is closed, or reset if it had not read all messages.
     """
     for leaver in (0, 1):
-        ranks = job.world(3, face)
-        all_do(ranks, "barrier", "world")
+        ranks = job.met(3, face)
         others = [told for told in ranks if told is not ranks[leaver]]
         for told in others:
             told.tell("all_reduce", "world", 10)
@@ -38,10 +35,9 @@ def test_rank_that_waits_for_a_leaving_rank_gets_an_error(job, all_do, face, ord
             assert ("RuntimeError: on purpose" in ranks[leaver].process.output()) == (order[0] == "fail")
 
 
-def test_messages_sent_before_leaving_arrive(job, all_do, face):
+def test_messages_sent_before_leaving_arrive(job, face):
     for count in (10, 20_000, 100_000):
-        receiver, leaver = ranks = job.world(2, face)
-        all_do(ranks, "barrier", "world")
+        receiver, leaver = job.met(2, face)
         leaver.tell("send_and_destroy", count, 0)
         # Messages that fit into the kernel's buffers are sent before anyone receives: the leaver exits first.
         if count < 100_000:
@@ -52,7 +48,7 @@ def test_messages_sent_before_leaving_arrive(job, all_do, face):
         assert (late.kind, late.peer) == ("PeerLostError", 1)
 
 
-def test_leaving_right_after_the_last_collective_is_clean(job, all_do, face):
+def test_leaving_right_after_the_last_collective_is_clean(job, face):
     ranks = job.start(4, face)
     for count in (1, 1000, 300_000, 5, 70_000):
         job.meet(ranks)

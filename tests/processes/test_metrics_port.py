@@ -1,7 +1,5 @@
 """``ASYNCDIST_METRICS_PORT``: every rank of a host serves its own metrics."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import urllib.request

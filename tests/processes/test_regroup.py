@@ -1,7 +1,5 @@
 """Survivors of killed ranks agree on who is left, and go on in a new group over the connections that they have."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Ctrl-C, forks, and idle processes."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time
@@ -17,10 +15,9 @@ def check_interrupted(told):
     assert "KeyboardInterrupt" in told.process.output().splitlines()
 
 
-def test_interrupt_ends_a_blocked_rank_and_notifies_the_others(job, all_do, face):
+def test_interrupt_ends_a_blocked_rank_and_notifies_the_others(job, face):
     """The tensor is large: of a small one the other ranks may already have received the blocked rank's part."""
-    ranks = job.world(3, face)
-    all_do(ranks, "barrier", "world")
+    ranks = job.met(3, face)
     ranks[0].tell("all_reduce", "world", 300_000)
     ranks[1].tell("all_reduce", "world", 300_000)
     ranks[1].process.interrupt()

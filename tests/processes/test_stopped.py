@@ -3,16 +3,13 @@
 The ranks do not beat: `test_heartbeat` has the cases in which a stopped rank is lost before a timeout.
 """
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.processes
 
 
 def test_stopped_rank_is_named_at_the_timeout_and_fails_when_continued(job, all_do, face):
-    patient, frozen, brief = ranks = job.world(3, face, ASYNCDIST_HEARTBEAT="0")
-    all_do(ranks, "barrier", "world")
+    patient, frozen, brief = ranks = job.met(3, face, ASYNCDIST_HEARTBEAT="0")
     for told, timeout in ((patient, 60.0), (frozen, 60.0), (brief, 0.5)):
         told.do("new_group", "all", [0, 1, 2], timeout)
     frozen.process.stop()
@@ -39,9 +36,8 @@ def test_stopped_rank_is_named_at_the_timeout_and_fails_when_continued(job, all_
     assert all_do(ranks, "all_reduce", "world", 10) == [3.0, 3.0, 3.0]
 
 
-def test_rank_stopped_during_an_operation_fails_too(job, all_do, face):
-    ranks = job.world(2, face, ASYNCDIST_HEARTBEAT="0")
-    all_do(ranks, "barrier", "world")
+def test_rank_stopped_during_an_operation_fails_too(job, face):
+    ranks = job.met(2, face, ASYNCDIST_HEARTBEAT="0")
     for told, timeout in zip(ranks, (0.5, 60.0), strict=True):
         told.do("new_group", "both", [0, 1], timeout)
     ranks[1].tell("all_reduce", "both", 3_000_000)
@@ -55,9 +51,8 @@ def test_rank_stopped_during_an_operation_fails_too(job, all_do, face):
     assert "rank 0 timed out" in aborted.text
 
 
-def test_rank_continued_before_the_timeout_causes_no_failure(job, all_do, face):
-    ranks = job.world(3, face, ASYNCDIST_HEARTBEAT="0")
-    all_do(ranks, "barrier", "world")
+def test_rank_continued_before_the_timeout_causes_no_failure(job, face):
+    ranks = job.met(3, face, ASYNCDIST_HEARTBEAT="0")
     for told in ranks:
         told.tell("all_reduce", "world", 300_000, 10)
     ranks[2].process.stop()
@@ -68,29 +63,28 @@ def test_rank_continued_before_the_timeout_causes_no_failure(job, all_do, face):
 
 
 def test_all_ranks_name_the_stopped_rank_instead_of_their_neighbours(job, all_do, face):
-    ranks = job.world(4, face, timeout=5.0, ASYNCDIST_HEARTBEAT="0")
+    ranks = job.world(4, face, timeout=3.0, ASYNCDIST_HEARTBEAT="0")
     all_do(ranks, "all_reduce", "world", 100_000)
     ranks[2].process.stop()
     others = [ranks[0], ranks[1], ranks[3]]
     failures = all_do(others, "all_reduce", "world", 100_000)
     assert "OperationTimeoutError" in [failed.kind for failed in failures]
     for failed in failures:
-        assert "timed out after 5 s, waiting for" in failed.text
+        assert "timed out after 3 s, waiting for" in failed.text
         assert "(rank 2 does not answer)" in failed.text
         assert failed.kind == "GroupAbortedError" or failed.peers == (2,)
 
 
 def test_timeout_names_the_rank_without_a_pending_call(job, all_do, face):
-    ranks = job.world(3, face, timeout=5.0)
+    ranks = job.world(3, face, timeout=3.0)
     all_do(ranks, "all_reduce", "world", 100_000)
     for failed in all_do(ranks[:2], "all_reduce", "world", 100_000):
         assert "(rank 2 has no pending call)" in failed.text
         assert failed.kind == "GroupAbortedError" or failed.peers == (2,)
 
 
-def test_collective_and_receive_that_wait_for_each_other_are_a_mismatch(job, all_do, face):
-    ranks = job.world(3, face, timeout=3.0)
-    all_do(ranks, "barrier", "world")
+def test_collective_and_receive_that_wait_for_each_other_are_a_mismatch(job, face):
+    ranks = job.met(3, face, timeout=3.0)
     for told in (ranks[0], ranks[2]):
         told.tell("all_reduce", "world", 100_000)
     ranks[1].tell("receive", "world", 0)

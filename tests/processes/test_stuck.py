@@ -1,7 +1,5 @@
 """Ranks that hang dump their flight recorders on a signal, or when one of them is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -39,9 +37,8 @@ def test_signal_dump_names_ranks_missing_from_the_call(job, until, tmp_path, fac
         assert told.hear() is None
 
 
-def test_killed_rank_is_the_one_without_a_dump(job, all_do, tmp_path):
-    ranks = job.world(3, ASYNCDIST_DUMP_DIR=str(tmp_path / "dumps"))
-    all_do(ranks, "barrier", "world")
+def test_killed_rank_is_the_one_without_a_dump(job, tmp_path):
+    ranks = job.met(3, ASYNCDIST_DUMP_DIR=str(tmp_path / "dumps"))
     for told in (ranks[0], ranks[2]):
         told.tell("all_reduce", "world", 300_000)
     ranks[1].process.kill()

@@ -1,7 +1,5 @@
 """``asyncdist top`` on real processes: late, stopped, killed or busy; with and without the token."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -54,6 +52,14 @@ class Watched:
 
         until(shown)
         return found[0]
+
+    def end(self, late):
+        """Let the late rank go on, and the ranks end."""
+        self.ranks[late].say("go on")
+        for rank in self.ranks:
+            assert rank.hear() == "done"
+            rank.say("end")
+        assert [rank.wait() for rank in self.ranks] == [0] * len(self.ranks)
 
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.exhaustive)])
@@ -122,11 +128,7 @@ def test_only_holders_of_the_token_see_the_job(nursery):
         assert "token" in output
         assert "test.recv()" not in output
     assert "test.recv()" in world.top("--stacks", "all", code=0, ASYNCDIST_TOKEN="secret")
-    world.ranks[0].say("go on")
-    for rank in world.ranks:
-        assert rank.hear() == "done"
-        rank.say("end")
-        assert rank.wait() == 0
+    world.end(0)
 
 
 @pytest.mark.exhaustive
@@ -149,11 +151,7 @@ def test_live_view_refreshes_in_a_terminal_until_it_is_interrupted(nursery, tmp_
         os.close(ours)
         assert viewer.wait() == 0
     assert b"Traceback" not in shown
-    world.ranks[1].say("go on")
-    for rank in world.ranks:
-        assert rank.hear() == "done"
-        rank.say("end")
-        assert rank.wait() == 0
+    world.end(1)
 
 
 @pytest.mark.exhaustive
@@ -172,11 +170,7 @@ def test_ranks_with_certificates_answer_only_inside_tls(nursery, tmp_path):
     ):
         assert "no rank of the job" in world.top(code=2, **settings)
     assert "answered by rank" in world.top(code=0, **certificates)
-    world.ranks[0].say("go on")
-    for rank in world.ranks:
-        assert rank.hear() == "done"
-        rank.say("end")
-        assert rank.wait() == 0
+    world.end(0)
 
 
 @pytest.mark.exhaustive

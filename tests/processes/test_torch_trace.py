@@ -1,7 +1,5 @@
 """torch's analyser of flight recorder files, ``torchfrtrace``, on the dumps of real ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Servers and clients for the tests of this folder; each ends with nothing left at the server."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The operations of all blocking stores, and that `Store`, `AsyncStoreBase` and torch's stores have the same methods."""
 
-from __future__ import annotations
-
 import inspect
 import threading
 from asyncio import Future
@@ -71,20 +69,19 @@ def iter_and_publish(store):
 
 
 def test_key_operations(any_store):
-    store = any_store
-    assert store.set("k", "text") is None
-    assert store.get("k") == b"text"
-    assert store.add("n", 2) == 2
-    store.wait(["k", "n"])
-    store.wait(["k", "n"], timedelta(seconds=1))
-    assert store.check(["k", "missing"]) is False
-    assert store.compare_set("k", "text", "other") == b"other"
-    store.append("k", "!")
-    assert store.multi_get(["k", "n"]) == [b"other!", b"2"]
-    store.multi_set(["x", "y"], ["1", b"2"])
-    assert store.list_keys() == ["k", "n", "x", "y"]
-    assert store.delete_key("x") is True
-    assert store.num_keys() == 3
+    assert any_store.set("k", "text") is None
+    assert any_store.get("k") == b"text"
+    assert any_store.add("n", 2) == 2
+    any_store.wait(["k", "n"])
+    any_store.wait(["k", "n"], timedelta(seconds=1))
+    assert any_store.check(["k", "missing"]) is False
+    assert any_store.compare_set("k", "text", "other") == b"other"
+    any_store.append("k", "!")
+    assert any_store.multi_get(["k", "n"]) == [b"other!", b"2"]
+    any_store.multi_set(["x", "y"], ["1", b"2"])
+    assert any_store.list_keys() == ["k", "n", "x", "y"]
+    assert any_store.delete_key("x") is True
+    assert any_store.num_keys() == 3
 
 
 def test_keys_may_be_bytes_as_in_torch(any_store):
@@ -126,29 +123,27 @@ def test_queue_barrier_and_channel_operations(store):
 
 
 def test_wrong_arguments_are_refused(any_store):
-    store = any_store
-    store.set("k", "no number")
+    any_store.set("k", "no number")
     with pytest.raises(StoreError, match="not an integer"):
-        store.add("k", 1)
+        any_store.add("k", 1)
     with pytest.raises(UsageError, match="bytes or str"):
-        store.set("k", 1)
+        any_store.set("k", 1)
     with pytest.raises(UsageError):
-        store.set("\udc80", "")
-    assert store.get("k") == b"no number"
+        any_store.set("\udc80", "")
+    assert any_store.get("k") == b"no number"
 
 
 def test_wait_and_get_time_out(any_store):
-    store = any_store
     with pytest.raises(StoreTimeoutError, match=r"timed out after 0.05 s") as caught:
-        store.wait(["k", "l"], timedelta(seconds=UNIT))
+        any_store.wait(["k", "l"], timedelta(seconds=UNIT))
     assert [key.removeprefix("part/") for key in caught.value.keys] == ["k", "l"]
-    store.set_timeout(timedelta(seconds=UNIT))
-    assert store.timeout == timedelta(seconds=UNIT)
+    any_store.set_timeout(timedelta(seconds=UNIT))
+    assert any_store.timeout == timedelta(seconds=UNIT)
     with pytest.raises(StoreTimeoutError):
-        store.get("k")
-    store.set_timeout(LONG)
-    store.set("k", "still good")
-    assert store.get("k") == b"still good"
+        any_store.get("k")
+    any_store.set_timeout(LONG)
+    any_store.set("k", "still good")
+    assert any_store.get("k") == b"still good"
 
 
 def test_pop_and_barrier_that_time_out_leave_nothing_at_the_store(store):
@@ -163,29 +158,27 @@ def test_pop_and_barrier_that_time_out_leave_nothing_at_the_store(store):
 
 
 def test_waiting_threads_do_not_block_others(any_store, threads):
-    store = any_store
-    waiting = [threads.submit(store.get, f"k{number}") for number in range(16)]
+    waiting = [threads.submit(any_store.get, f"k{number}") for number in range(16)]
     for number in range(16):
-        assert store.add("n", 1) == number + 1
+        assert any_store.add("n", 1) == number + 1
     assert not any(future.done() for future in waiting)
     for number in reversed(range(16)):
-        store.set(f"k{number}", str(number))
+        any_store.set(f"k{number}", str(number))
     assert [future.result(LONG) for future in waiting] == [str(number).encode() for number in range(16)]
 
 
 def test_requests_of_many_threads(any_store, threads):
-    store = any_store
-    rounds = 20 if isinstance(store, FileStore) else 100
+    rounds = 20 if isinstance(any_store, FileStore) else 100
 
     def work(number: int) -> None:
         for step in range(rounds):
-            store.set(f"{number}/{step}", f"{number}.{step}")
-            assert store.get(f"{number}/{step}") == f"{number}.{step}".encode()
-            store.add("sum", 1)
+            any_store.set(f"{number}/{step}", f"{number}.{step}")
+            assert any_store.get(f"{number}/{step}") == f"{number}.{step}".encode()
+            any_store.add("sum", 1)
 
     for future in [threads.submit(work, number) for number in range(16)]:
         future.result(LONG * 3)
-    assert store.add("sum", 0) == 16 * rounds
+    assert any_store.add("sum", 0) == 16 * rounds
 
 
 def test_each_item_is_popped_once(store, threads):

@@ -1,7 +1,5 @@
 """A page in a headless Chromium, driven over the DevTools protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

@@ -7,8 +7,6 @@ with Peer(port) as peer:
     peer.settle()                           # 1: it has released the wait
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

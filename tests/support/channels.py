@@ -1,7 +1,5 @@
 """Channels for tests: a handler that records what it is told, and pairs of ports in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence

@@ -27,11 +27,11 @@ class PretendEvent:
 
     def __init__(self, driver: PretendDriver) -> None:
         self.records = self.passed = 0
-        self._driver = driver
+        self.driver = driver
 
     def record(self) -> None:
         self.records += 1
-        if not self._driver.holds:
+        if not self.driver.holds:
             self.passed = self.records
 
 
@@ -106,19 +106,23 @@ class PretendDriver:
     def go_on(self) -> None:
         """Let the device pass the events that it has held."""
         self.holds = False
-        for event in list(self.events.values()):
-            if event._driver is self:
-                event.passed = event.records
+        for event in self.held_events():
+            event.passed = event.records
+
+    def held_events(self) -> list[PretendEvent]:
+        return [event for event in list(self.events.values()) if event.driver is self and event.records > event.passed]
 
     def event_of(self, handle: bytes) -> TheirEvent:
         return TheirEvent(self.events[HANDLE.unpack(handle)[0]])
 
 
-def cuda_ipc_over(made: list[PretendDriver] | None = None, **keywords: Any) -> type[CudaIpc]:
+def cuda_ipc_over(
+    made: list[PretendDriver] | None = None, *, kind: type[PretendDriver] = PretendDriver, **keywords: Any
+) -> type[CudaIpc]:
     """Return CudaIpc over pretended drivers, which are put into ``made``."""
 
     def make(device: torch.device) -> PretendDriver:
-        driver = PretendDriver(**keywords)
+        driver = kind(**keywords)
         if made is not None:
             made.append(driver)
         return driver

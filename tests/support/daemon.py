@@ -8,8 +8,6 @@
 The process inherits none of asyncdist's settings. It fails if it imports torch or numpy.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -6,20 +6,25 @@ For tests of the device layer: the choice of a backend, the order of calls, and 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from asyncdist import sync
 from asyncdist.config import Config
 from asyncdist.groups.group import Group
 from asyncdist.kernel.devices.group import DeviceGroup
+from asyncdist.kernel.engine.work import joined
 from asyncdist.kernel.memory.buffers import Memory
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic
 from asyncdist.kernel.transport.device_collectives import DeviceCollectives
 from asyncdist.kernel.transport.device_streams import DeviceEvent, Streams
+from asyncdist.store import HashStore
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist.testing.collective_cases import CollectiveCase, collective_cases
 from asyncdist_transports.staged import Staged
@@ -167,6 +172,18 @@ def device_group(
     return DeviceGroup(host, torch.device("cpu"), [*kinds, PretendStaged], streams or PretendStreams(), group)
 
 
+@contextlib.contextmanager
+def one_device(streams: PretendStreams, kinds: Sequence[type[DeviceCollectives]] = ()) -> Iterator[DeviceGroup]:
+    """Open a world of this rank alone, and yield its group on a pretended device."""
+    with sync.process_group("inproc", store=HashStore(), rank=0, world_size=1) as group:
+        device = device_group(group, kinds, streams)
+        try:
+            yield device
+        finally:
+            streams.release()
+            device.close()
+
+
 def run_on_devices(
     size: int,
     program: Callable[[DeviceGroup], Any],
@@ -188,10 +205,48 @@ def run_on_devices(
     return run_ranks(size, rank, **options)
 
 
+class _Room(bytearray):
+    """Memory that can be referenced weakly."""
+
+
+def weakly_held(count: int) -> tuple[weakref.ref[Any], torch.Tensor]:
+    """Return a tensor of ``count`` floats, and a weak reference to its memory."""
+    room = _Room(4 * count)
+    return weakref.ref(room), torch.frombuffer(room, dtype=torch.float32)
+
+
 def device_cases(size: int, counts: Sequence[int], dtype: torch.dtype) -> list[CollectiveCase]:
     """Return the collective cases of all operations that device groups have: all but `monitored_barrier`."""
     cases = [case for count in counts for case in collective_cases(size, count, dtype)]
     return [case for case in cases if not case.name.startswith("monitored_barrier")]
+
+
+def run_cases(run: Callable[..., list[Any]], size: int, cases: Sequence[CollectiveCase], **options: Any) -> list[Any]:
+    """Run cases on every rank by ``run(size, program)``, one after the other, and check them; return the back ends."""
+
+    def program(device: DeviceGroup) -> str | None:
+        for case in cases:
+            joined(case.start(device)).wait()
+        return device.backend
+
+    backends = run(size, program, **options)
+    for case in cases:
+        case.check()
+    return backends
+
+
+def run_cases_in_flight(
+    run: Callable[..., list[Any]], size: int, cases: Sequence[CollectiveCase], **options: Any
+) -> None:
+    """Start cases on every rank by ``run(size, program)``, some of them by blocking calls, and check them."""
+
+    def program(device: DeviceGroup) -> None:
+        starts = [case.start(device, background=(n + device.rank()) % 3 != 0) for n, case in enumerate(cases)]
+        joined(list(itertools.chain(*starts))).wait()
+
+    run(size, program, **options)
+    for case in cases:
+        case.check()
 
 
 class Queued(PretendStaged):

@@ -1,7 +1,5 @@
 """Count the Python functions that a call enters in the calling thread."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A host that vanishes, for tests on one machine without privileges."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

@@ -1,7 +1,5 @@
 """Groups that move the tensors of each call to memory of the test's choice, such as registered memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

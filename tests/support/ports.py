@@ -1,7 +1,5 @@
 """Ports for programs that need a port number before they listen."""
 
-from __future__ import annotations
-
 import random
 import socket
 from pathlib import Path

@@ -5,8 +5,6 @@ distribution that is not installed there ends `pip` with the status `NOT_HERE`. 
 by its own build back end.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

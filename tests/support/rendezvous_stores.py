@@ -1,7 +1,5 @@
 """Blocking stores in which ranks may meet, by name: each is made from the path of a file that some of them use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

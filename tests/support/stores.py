@@ -1,7 +1,5 @@
 """Clients of a store for tests that run once with each kind of client."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ classes of the engines, the two factories, and the two functions that prepare an
 which only note their calls.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from abc import ABC, abstractmethod

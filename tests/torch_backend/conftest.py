@@ -5,8 +5,6 @@ the ranks must return the same results. Ranks are forked from a process that has
 many tests; a team that fails a program is replaced, so that one failure fails one test only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import pickle
@@ -25,7 +23,7 @@ PRELOAD = (
     "torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm", "asyncdist_transports.tcp",
     "torch.distributed.algorithms.join", "torch.distributed.checkpoint", "torch.distributed.fsdp",
     "torch.distributed.nn.functional", "torch.distributed.optim", "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel", "torch._inductor.compile_fx",
+    "torch.distributed.tensor.parallel",
 )  # fmt: skip
 LIGHT_PRELOAD = (
     "asyncdist.torch_backend.rendezvous.rendezvous_handler", "asyncdist_transports.shm", "asyncdist_transports.tcp",
@@ -40,13 +38,24 @@ CLOSE = 2e-5
 
 
 BROAD = {"test_checkpoint.py", "test_ddp.py", "test_functional.py", "test_pipeline.py", "test_sharded.py"}
-"""Modules of which `make test` runs only the tests with two ranks."""
+"""Modules above the collectives: `make test` runs each of their tests with one pair of transport and ranks."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    """Leave pairs of transport and ranks to the exhaustive tests."""
+    seen = {}
     for item in items:
-        if item.path.parent == HERE and item.path.name in BROAD and "4 ranks" in item.name:
+        given = dict(item.callspec.params) if item.path.parent == HERE and hasattr(item, "callspec") else {}
+        pair = given.pop("transport", None), given.pop("world", None)
+        if None in pair:
+            continue
+        essential = [("shm", 2), ("tcp", 4)]
+        if item.path.name in BROAD:
+            # The modules' tests take turns.
+            number = seen.setdefault((item.path, item.originalname, str(given)), len(seen))
+            essential = [("shm", 2)] if number % 2 else [("tcp", 2)]
+        if pair not in essential:
             item.add_marker(pytest.mark.exhaustive)
 
 
@@ -70,6 +79,21 @@ def ended():
 
 
 @pytest.fixture
+def start_world(nursery, tmp_path):
+    """Fork ranks that run a function of a program and meet: ``start_world(program, function, world, *arguments)``."""
+    meetings = itertools.count()
+
+    def start_world(program, function, world, *arguments, ranks=None, **environment):
+        meeting = f"file://{tmp_path}/meeting-{next(meetings)}"
+        return [
+            nursery.start(HERE / program, function, rank, world, meeting, *arguments, environment=environment)
+            for rank in range(ranks or world)
+        ]
+
+    return start_world
+
+
+@pytest.fixture
 def shut_down(ended):
     """Shut down agents of program_at_daemon.py in order."""
 
@@ -89,14 +113,8 @@ def shared_nursery():
         yield nursery
 
 
-@pytest.fixture(scope="session")
-def team_nursery():
-    with Nursery(PRELOAD) as nursery:
-        yield nursery
-
-
 class ProgramFailedError(AssertionError):
-    """A program raised, ended or hung on some rank; the text says what each rank did."""
+    """A program raised, ended or hung on some rank."""
 
 
 class Team:
@@ -163,8 +181,7 @@ class Team:
 
     def _answers(self, patience):
         """Return the answer of every rank, None for a silent one. After a failure the others have GRACE seconds."""
-        answers = [None] * self._world
-        silent = set(range(self._world))
+        answers, silent = [None] * self._world, set(range(self._world))
         until = time.monotonic() + patience + GRACE
         while silent and time.monotonic() < until:
             for rank in sorted(silent):
@@ -191,15 +208,15 @@ class Team:
 
 
 @pytest.fixture(scope="session")
-def teams(team_nursery, tmp_path_factory):
+def teams(tmp_path_factory):
     """All teams by (transport, world); gloo's transport is "gloo"."""
-    folder = tmp_path_factory.mktemp("teams")
-    teams = {}
-    for world in (2, 4):
-        teams["gloo", world] = Team(team_nursery, "gloo", "", world, folder)
-        for transport in ("shm", "tcp"):
-            teams[transport, world] = Team(team_nursery, "asyncdist", transport, world, folder)
-    return teams
+    folder, backends = tmp_path_factory.mktemp("teams"), {"gloo": "gloo", "shm": "asyncdist", "tcp": "asyncdist"}
+    with Nursery(PRELOAD) as nursery:
+        yield {
+            (name, world): Team(nursery, backend, "" if name == "gloo" else name, world, folder)
+            for world in (2, 4)
+            for name, backend in backends.items()
+        }
 
 
 @pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -210,10 +227,7 @@ def world(request):
 
 @pytest.fixture
 def same_over_gloo(teams, transport, world):
-    """Run a program over an asyncdist transport and over gloo, and compare the results of every rank.
-
-    ``close`` is the relative tolerance of floating-point results; True allows for another order of summation.
-    """
+    """Run a program over an asyncdist transport and over gloo, and compare each rank's results by `assert_alike`."""
 
     def same_over_gloo(module, name, *arguments, close=False, patience=PATIENCE):
         expected = teams["gloo", world].run(module, name, *arguments, patience=patience)
@@ -228,11 +242,11 @@ def same_over_gloo(teams, transport, world):
 def as_expected(teams, transport, world):
     """Run a program over an asyncdist transport that returns pairs of actual and expected results."""
 
-    def as_expected(module, name, *, close=False, patience=PATIENCE):
-        for pairs in teams[transport, world].run(module, name, patience=patience):
+    def as_expected(module, name):
+        for pairs in teams[transport, world].run(module, name):
             assert pairs, f"{name} returns nothing to compare"
             for actual, expected in pairs:
-                assert_alike(actual, expected, close)
+                assert_alike(actual, expected)
 
     return as_expected
 

@@ -1,7 +1,5 @@
 """A rank of a job with torch's debug server, which calls all-reduces until the test tells it to stop."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """Run under torchrun by test_failures.py: a rank that waits in a collective, or runs many, until it is interrupted."""
 
-from __future__ import annotations
-
 import atexit
 import sys
 

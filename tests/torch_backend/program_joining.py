@@ -1,7 +1,5 @@
 """A process that joins a job, and takes part in its steps until a file exists; started by torchrun in test_launch.py."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

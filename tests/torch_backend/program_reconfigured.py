@@ -4,8 +4,6 @@ The test sends the name of a command and its arguments. The process answers with
 classes of the exception and its message.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from datetime import timedelta

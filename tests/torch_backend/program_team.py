@@ -5,11 +5,8 @@ conftest.py forks the rank and sends the names of a programs_*.py in this folder
 it returns numbers, strings, tensors, and lists or mappings of them.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
-import os
 import pickle
 import random
 import sys
@@ -18,8 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._inductor.config
 import torch.distributed as dist
+from torch._inductor import config as inductor
 
 # Programs are imported by name, and import toys.py by name.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -44,9 +41,9 @@ def enter(backend):
     """Prepare the process for a backend; asyncdist is registered by its import."""
     torch.set_num_threads(1)
     # With more threads every rank starts compiler processes.
-    torch._inductor.config.compile_threads = 1
+    inductor.compile_threads = 1
     # Probing each instruction set takes seconds.
-    torch._inductor.config.cpp.vec_isa_ok = False
+    inductor.cpp.vec_isa_ok = False
     if backend == "asyncdist":
         import asyncdist.torch_backend  # noqa: F401
 
@@ -73,9 +70,3 @@ def leave_groups():
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
-
-
-def end(test, *results):
-    """Send results, then exit at once without any cleanup."""
-    test.send(results)
-    os._exit(7)

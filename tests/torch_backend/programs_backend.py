@@ -3,8 +3,6 @@
 The first argument is the rank's end of the pipe to the test. A rank sends what it observes, then exits like any program.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -19,23 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from asyncdist.cli.bench.contenders import null_backend
 from asyncdist.torch_backend import Backend, ProcessGroup, Work
+from tests.torch_backend.toys import bindings, failure_of, start
 
-_bindings = torch._C._distributed_c10d
 CPU = torch.device("cpu")
-
-
-def start(rank, world, meeting, backend="asyncdist"):
-    torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-
-
-def failure_of(call):
-    """Return the names of the classes of the exception that a call raises, and its message."""
-    try:
-        call()
-    except Exception as error:
-        return [kind.__name__ for kind in type(error).__mro__], str(error)
-    return ["nothing"], ""
 
 
 def mean(rank, world, group):
@@ -76,9 +60,6 @@ def collectives(rank, world, group=None):
         sending.wait()
         results.append((received.item(), (me - 1) % size))
     return results
-
-
-# -- process groups with several back ends -----------------------------------------------------------
 
 
 def mixed(test, rank, world, meeting, config):
@@ -122,9 +103,6 @@ def nested(test, rank, world, meeting):
     dist.destroy_process_group()
 
 
-# -- groups made of groups ---------------------------------------------------------------------------
-
-
 def splits(test, rank, world, meeting):
     """Split the ranks in reverse order, split the halves, and leave the last rank out."""
     start(rank, world, meeting)
@@ -164,9 +142,6 @@ def merges(test, rank, world, meeting, store):
     test.send((isinstance(merged, ProcessGroup), merged.size(), total.item(), merged.group_name, merged.group_desc))
     merged.shutdown()
     dist.destroy_process_group()
-
-
-# -- hooks -------------------------------------------------------------------------------------------
 
 
 def aborts(test, rank, world, meeting):
@@ -222,7 +197,7 @@ def observes(test, rank, world, meeting):
 
 
 def _recorded():
-    return json.loads(_bindings._dump_fr_trace_json(backend="asyncdist"))["entries"]
+    return json.loads(bindings._dump_fr_trace_json(backend="asyncdist"))["entries"]
 
 
 def idles(test, rank, world, meeting):

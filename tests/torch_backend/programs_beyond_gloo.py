@@ -2,14 +2,12 @@
 
 Each program returns pairs of actual and expected results."""
 
-from __future__ import annotations
-
 import asyncio
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from toys import numbers
+from toys import numbers, operators
 
 
 def stacked_outputs(rank, world):
@@ -39,7 +37,7 @@ def together_with_gloo(rank, world):
     dist.all_reduce(tensor, group=theirs)
     dist.all_gather_into_tensor(gathered, tensor, group=theirs)
     dist.monitored_barrier(theirs)
-    operators, name = torch.ops._c10d_functional, theirs.group_name
+    name = theirs.group_name
     functional = operators.wait_tensor(operators.all_gather_into_tensor(numbers(rank), world, name))
     output, received = torch.zeros(world * 5), torch.zeros(5)
     operators.wait_tensor(operators.all_gather_into_tensor_out(numbers(rank), world, name, out=output))

@@ -1,7 +1,5 @@
 """Distributed checkpoints: saved at once or in the background, loaded by another number of ranks."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint

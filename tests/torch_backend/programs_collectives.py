@@ -4,8 +4,6 @@ Values are small integers, so that results do not depend on the order of summati
 reference consists of sends and receives.
 """
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import warnings
@@ -14,9 +12,7 @@ from fractions import Fraction
 
 import torch
 import torch.distributed as dist
-from toys import numbers
-
-NanCheckHook = getattr(torch._C._distributed_c10d, "NanCheckHook", None)
+from toys import bindings, numbers
 
 Op = dist.ReduceOp
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -178,12 +174,13 @@ def all_reduce_coalesced(rank, world):
 
 def coalescing_manager(rank, world):
     tensors = [numbers(rank), numbers(rank, 3)]
-    with dist._coalescing_manager(async_ops=True) as pending:
+    together = dist._coalescing_manager
+    with together(async_ops=True) as pending:
         for tensor in tensors:
             dist.all_reduce(tensor)
     pending.wait()
     outputs = [torch.zeros(world * 5), torch.zeros(world * 3)]
-    with dist._coalescing_manager():
+    with together():
         for output, tensor in zip(outputs, tensors, strict=True):
             dist.all_gather_into_tensor(output, tensor)
     return tensors + outputs
@@ -399,7 +396,7 @@ def barriers(rank, world):
 
 def checked_for_nan(rank, world):
     group, tensor = dist.new_group(), numbers(rank)
-    hook = NanCheckHook.attach(group)
+    hook = bindings.NanCheckHook.attach(group)
     dist.all_reduce(tensor, group=group)
     tensor[0], found = float("nan"), "nothing"
     try:

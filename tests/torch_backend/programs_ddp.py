@@ -1,7 +1,5 @@
 """Data-parallel training with stock torch: each variant of DDP, its hooks, joins and optimizers."""
 
-from __future__ import annotations
-
 import gc
 
 import torch

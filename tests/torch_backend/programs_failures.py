@@ -3,8 +3,6 @@
 The first argument is the rank's end of the pipe to the test. A rank sends what it observes, then exits like any program;
 the test checks the exit status."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal
@@ -21,25 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import asyncdist.torch_backend  # noqa: F401
-
-
-def start(rank, world, meeting, timeout=60.0):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "asyncdist", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
-    )
-
-
-def failure_of(call):
-    """Return the names of the classes of the exception that a call raises, and its message."""
-    try:
-        call()
-    except Exception as error:
-        return [kind.__name__ for kind in type(error).__mro__], str(error)
-    return ["nothing"], ""
-
-
-# -- peers that die ----------------------------------------------------------------------------------
+from tests.torch_backend.toys import failure_of, start
 
 
 def dies_in_backward(test, rank, world, meeting, options):
@@ -107,9 +87,6 @@ def dies(test, rank, world, meeting):
     dist.all_reduce(total := torch.ones(1), group=survivors)
     test.send(total.item())
     dist.destroy_process_group()
-
-
-# -- peers that leave, or never come -----------------------------------------------------------------
 
 
 def leaves(test, rank, world, meeting):
@@ -184,9 +161,6 @@ def mismatched(test, rank, world, meeting):
     dist.destroy_process_group()
 
 
-# -- the end -----------------------------------------------------------------------------------------
-
-
 def ends(test, rank, world, meeting, how):
     """End the process in the way ``how``."""
     start(rank, world, meeting)
@@ -232,9 +206,6 @@ def wait_in_a_callback(rank, groups):
     dist.barrier(groups[0])
     dist.send(torch.ones(1), 1 - rank)
     begun.wait()
-
-
-# -- peers that abort --------------------------------------------------------------------------------
 
 
 def aborts(test, rank, world, meeting):

@@ -1,7 +1,5 @@
 """Functional collectives, eager and compiled, and those that autograd goes through; run by the teams of conftest.py."""
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -9,9 +7,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functions
 import torch.distributed.nn.functional as differentiable
 from torch.distributed.device_mesh import init_device_mesh
-from toys import numbers
-
-# -- eager -------------------------------------------------------------------------------------------
+from toys import numbers, operators
 
 
 def functional_reductions(rank, world):
@@ -69,7 +65,7 @@ def functional_autograd(rank, world):
 
 def operators_with_outputs(rank, world):
     """Operators that find the group's methods through the C++ dispatcher."""
-    operators, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    name = dist.group.WORLD.group_name
     output = torch.zeros(world * 5)
     gathered = operators.wait_tensor(operators.all_gather_into_tensor_out(numbers(rank), world, name, out=output))
     in_place = operators.wait_tensor(operators.all_reduce_(numbers(rank), "sum", name))
@@ -79,7 +75,7 @@ def operators_with_outputs(rank, world):
 
 def batches_of_operators(rank, world):
     """Sends and receives in one operator, as in compiled pipelines."""
-    operators, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    name = dist.group.WORLD.group_name
     right, left = (rank + 1) % world, (rank - 1) % world
     received = torch.zeros(5)
     outputs = operators.batch_p2p_ops(["isend", "irecv"], [right, left], [0, 0], [numbers(rank), received], name)
@@ -108,9 +104,6 @@ def differentiable_collectives(rank, world):
     return results
 
 
-# -- compiled ----------------------------------------------------------------------------------------
-
-
 def _all_functions(tensor, world):
     """Call every functional collective in turn, with few kernels in between, because compiling one takes seconds."""
     group = dist.group.WORLD
@@ -126,7 +119,7 @@ def _all_functions(tensor, world):
 
 
 def _compiled(function, rank, world, backend, **options):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(function, backend=backend, fullgraph=True, **options)
     results = []
     for step in range(2):
@@ -161,7 +154,7 @@ def compiled_plain_names(rank, world):
 
 def compiled_around_calls(rank, world):
     """The compiler breaks the graph at calls that it cannot rewrite, and does not trace into asyncdist."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     right, left, group = (rank + 1) % world, (rank - 1) % world, dist.new_group()
 
     @functools.partial(torch.compile, backend="aot_eager")
@@ -188,7 +181,7 @@ def compiled_around_calls(rank, world):
 
 def compiled_training(rank, world):
     """Backward of DDP, whose graph is split at its buckets, and of functional collectives."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     compiled = torch.compile(model, backend="aot_eager")

@@ -1,7 +1,5 @@
 """Device meshes, distributed tensors, tensor and loss parallelism; run by the teams of conftest.py."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch
@@ -31,9 +29,6 @@ def grid(world):
     return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("rows", "columns"))
 
 
-# -- meshes ------------------------------------------------------------------------------------------
-
-
 def mesh_of_two_dimensions(rank, world):
     """Each row and each column is a group; a slice of the mesh is a mesh."""
     mesh, results = grid(world), []
@@ -61,9 +56,6 @@ def mesh_from_a_group(rank, world):
     group = dist.new_group()
     mesh = DeviceMesh.from_group(group, "cpu")
     return distribute_tensor(torch.arange(world * 2.0), mesh, [Shard(0)]).full_tensor()
-
-
-# -- distributed tensors -----------------------------------------------------------------------------
 
 
 def _placed(mesh, placements, rank):
@@ -148,9 +140,6 @@ def module_distributed(rank, world):
     output = model(distribute_tensor(torch.ones(2, 8), line(world), [Replicate()]))
     output.full_tensor().square().sum().backward()
     return [output.full_tensor(), *[parameter.grad.full_tensor() for parameter in model.parameters()]]
-
-
-# -- tensor parallelism ------------------------------------------------------------------------------
 
 
 def _whole_gradients(model):

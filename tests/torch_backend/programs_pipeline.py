@@ -1,7 +1,5 @@
 """Pipelines of stock torch under every schedule; run by the teams of conftest.py."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

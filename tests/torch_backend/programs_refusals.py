@@ -2,13 +2,11 @@
 
 Each program returns pairs of actual and expected results."""
 
-from __future__ import annotations
-
 import re
 
 import torch
 import torch.distributed as dist
-from toys import numbers
+from toys import numbers, operators
 
 from asyncdist.errors import AsyncdistError
 
@@ -67,7 +65,7 @@ def counts(rank, world):
 
 def by_cpp(rank, world):
     """An error that is raised below C++ code passes through it unchanged."""
-    operators, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    name = dist.group.WORLD.group_name
     bits = torch.zeros(4, dtype=torch.uint8).view(torch.bits8)
     return [
         _refused("all_reduce", lambda: operators.all_reduce(torch.ones(4), "band", name), "BAND", "float32"),

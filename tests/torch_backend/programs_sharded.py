@@ -1,7 +1,5 @@
 """Sharded training: FSDP2, hybrid sharding, FSDP1, and tensors parallel below them; run by the teams of conftest.py."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 
@@ -29,8 +27,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from toys import Block, Tower, samples, state, train
-
-# -- FSDP2 -------------------------------------------------------------------------------------------
 
 
 def _sharded(model=None, **options):
@@ -139,9 +135,6 @@ def above_tensor_parallel(rank, world):
         fully_shard(block, mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"])
     return train(model, rank // 2, steps=4), state(model)
-
-
-# -- FSDP1 -------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -2,8 +2,6 @@
 
 Each program returns pairs of actual and expected results."""
 
-from __future__ import annotations
-
 import re
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint over asyncdist: saved and loaded by different numbers of ranks and by either backend."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.processes
@@ -13,11 +11,9 @@ MODULE = "programs_checkpoint"
 @pytest.mark.parametrize("reader", ["as many", "others", "gloo"])
 def test_training_resumes_from_the_checkpoint(teams, transport, world, check_alike, tmp_path, how, reader):
     saved = teams[transport, world].run(MODULE, how, str(tmp_path / "checkpoint"))
-    readers = {
-        "as many": (transport, world),
-        "others": (transport, {2: 4, 4: 2}[world]),
-        "gloo": ("gloo", world),
-    }[reader]
+    readers = {"as many": (transport, world), "others": (transport, {2: 4, 4: 2}[world]), "gloo": ("gloo", world)}[
+        reader
+    ]
     for loaded in teams[readers].run(MODULE, "load", str(tmp_path / "checkpoint")):
         check_alike(loaded, saved[0], close=True)
 

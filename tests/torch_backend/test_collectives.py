@@ -1,12 +1,11 @@
 """Every collective, point-to-point operation and group of torch.distributed, compared with the same over gloo."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest
-import torch
 import torch.distributed as dist
+
+from tests.torch_backend.toys import bindings
 
 pytestmark = pytest.mark.processes
 OBJECTS_OF_SAFE_TYPES = pytest.param(
@@ -18,9 +17,7 @@ OBJECTS_OF_SAFE_TYPES = pytest.param(
 )
 CHECKED_FOR_NAN = pytest.param(
     "checked_for_nan",
-    marks=pytest.mark.skipif(
-        not hasattr(torch._C._distributed_c10d, "NanCheckHook"), reason="torch has the hook from 2.14 on"
-    ),
+    marks=pytest.mark.skipif(not hasattr(bindings, "NanCheckHook"), reason="torch has the hook from 2.14 on"),
 )
 
 

@@ -4,8 +4,6 @@ The sum of two gradients does not depend on their order, so two ranks agree bit 
 tolerance.
 """
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.processes

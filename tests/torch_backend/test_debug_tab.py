@@ -1,7 +1,5 @@
 """asyncdist's tab of torch's debug server, on real ranks."""
 
-from __future__ import annotations
-
 import html
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The entry point by which torch 2.14 and later find the back end without an import of asyncdist."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import entry_points

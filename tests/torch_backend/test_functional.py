@@ -1,7 +1,5 @@
 """Functional and compiled collectives of torch, compared with the same over gloo."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

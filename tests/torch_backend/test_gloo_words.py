@@ -1,7 +1,5 @@
 """Gloo's words in the errors of timeouts and missing ranks: programs that match gloo's messages match asyncdist's."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys of ``asyncdist://`` worlds and torchrun agents at a daemon: deleted when the last process leaves or is killed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

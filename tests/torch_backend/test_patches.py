@@ -1,7 +1,5 @@
 """Functions of torch that are replaced: once, with name and signature kept."""
 
-from __future__ import annotations
-
 import inspect
 
 from torch.nn.parallel import DistributedDataParallel

@@ -3,8 +3,6 @@
 Ranks exchange activations and gradients without a reduction, so the results agree bit for bit.
 """
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.processes

@@ -1,10 +1,5 @@
 """asyncdist as a back end of torch in Python (torch 2.14 and later): parts of process groups, and groups made of groups."""
 
-from __future__ import annotations
-
-import itertools
-from pathlib import Path
-
 import pytest
 
 from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS
@@ -13,21 +8,14 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(not HAS_PYTHON_BACKENDS, reason="torch before 2.14 has no back ends in Python"),
 ]
-PROGRAM = Path(__file__).parent / "programs_backend.py"
-WORLD = 2
 
 
 @pytest.fixture
-def start(nursery, tmp_path):
+def start(start_world):
     """Fork the ranks of a world that run a function of the program: ``start(function, *arguments)``."""
-    meetings = itertools.count()
 
-    def start(function, *arguments, world=WORLD, **environment):
-        meeting = f"file://{tmp_path}/meeting-{next(meetings)}"
-        return [
-            nursery.start(PROGRAM, function, rank, world, meeting, *arguments, environment=environment)
-            for rank in range(world)
-        ]
+    def start(function, *arguments, world=2, **environment):
+        return start_world("programs_backend.py", function, world, *arguments, **environment)
 
     return start
 
@@ -35,9 +23,6 @@ def start(nursery, tmp_path):
 def check(results):
     for actual, expected in results:
         assert actual == expected
-
-
-# -- process groups with several back ends -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -54,7 +39,7 @@ def test_process_group_has_another_back_end_for_another_device(start, ended, con
         assert rank.hear() == ["ProcessGroup", "Backend", "ProcessGroupGloo"]
         assert rank.hear() == (True, 1, config, config)
         check(rank.hear())
-        assert rank.hear() == (True, True, WORLD, False)
+        assert rank.hear() == (True, True, 2, False)
     kinds, text = ranks[1].hear()
     assert "UnsupportedError" in kinds, text
     assert "give every rank a list" in text
@@ -66,9 +51,6 @@ def test_back_end_is_nested_in_a_process_group_of_the_program(start, ended):
     for number, rank in enumerate(ranks):
         assert rank.hear() == (number, 3, 6.0, (number - 1) % 3)
     ended(*ranks)
-
-
-# -- groups made of groups ---------------------------------------------------------------------------
 
 
 def test_groups_are_split_in_any_order_and_nested(start, ended):
@@ -94,9 +76,6 @@ def test_destroyed_groups_are_freed(start, ended):
     for rank in ranks:
         assert rank.hear() == [True] * 6
     ended(*ranks)
-
-
-# -- hooks -------------------------------------------------------------------------------------------
 
 
 def test_abort_is_seen_by_hooks_and_pending_works(start, ended):

@@ -1,7 +1,5 @@
 """torchrun agents and ``asyncdist://`` ranks reconnect after a broken connection to the store daemon or its restart."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Registered memory for torch: the pool behind ``ProcessGroup.allocate_tensor``, and buckets of torch's DDP."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -33,9 +31,6 @@ def memory_is_full(monkeypatch):
         raise SharedMemoryError("no memory is left")
 
     monkeypatch.setattr(registered, "empty", full)
-
-
-# -- memory of the pool ------------------------------------------------------------------------------
 
 
 def test_released_memory_is_allocated_again():
@@ -100,9 +95,6 @@ def test_group_allocates_registered_memory_where_ranks_share_memory(group, monke
 
 def test_full_registered_memory_allocates_ordinary_tensors(group, memory_is_full):
     assert not is_registered(group.allocate_tensor(1000, dtype=torch.float32, device=CPU))
-
-
-# -- buckets -----------------------------------------------------------------------------------------
 
 
 def gradients_of_torchs_ddp(features, dtype=torch.float32):

@@ -1,7 +1,5 @@
 """torch's DeviceMesh, DTensor, tensor parallelism and FSDP, compared with the same over gloo."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.processes

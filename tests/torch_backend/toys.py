@@ -1,10 +1,32 @@
-"""Small models, data and losses for the programs in this folder."""
+"""Small models, data and losses for the programs in this folder, and what their ranks have in common."""
 
-from __future__ import annotations
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+
+bindings = torch._C._distributed_c10d
+"""torch's bindings of what only some versions export."""
+operators = torch.ops._c10d_functional
+
+
+def start(rank, world, meeting, backend="asyncdist", timeout=60.0):
+    """Initialize the default group of a rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend, init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
+
+
+def failure_of(call):
+    """Return the names of the classes of the exception that a call raises, and its message."""
+    try:
+        call()
+    except Exception as error:
+        return [kind.__name__ for kind in type(error).__mro__], str(error)
+    return ["nothing"], ""
 
 
 def numbers(rank, count=5, dtype=torch.float32):

@@ -9,8 +9,6 @@ Torch selects tests by the name of the back end when it defines them. Here it al
 for a group of gloo by name gets one.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import unittest

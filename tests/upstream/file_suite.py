@@ -9,8 +9,6 @@ these groups: a test that creates none says nothing about the back end. The rank
 spawned, so that they inherit the replacement, and need not import torch again.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """The lines of JSON that the programs of this folder print, and that `run.py` reads."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

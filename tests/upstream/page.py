@@ -1,7 +1,5 @@
 """The text of docs/conformance.md, from the outcomes."""
 
-from __future__ import annotations
-
 import collections
 import os
 import platform

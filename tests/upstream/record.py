@@ -1,7 +1,5 @@
 """The outcomes of one version of torch, kept in a file of JSON lines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

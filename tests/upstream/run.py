@@ -7,8 +7,6 @@ fetched. Outcomes are kept in a file, so that an interrupted run continues with 
 asyncdist, and 3 if some have not run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Files of torch's tests on the asyncdist back end, with a small file of the same kind."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Where torch's test files come from: a server, the cache, or a checkout."""
 
-from __future__ import annotations
-
 import http.server
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """Which of torch's test files run on asyncdist, and where they come from: a checkout, or the network."""
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import os

@@ -1,7 +1,5 @@
 """The toy that the programs train: its data, its model, and the weights and losses of training it in one process."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

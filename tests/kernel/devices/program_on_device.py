@@ -1,7 +1,5 @@
 """A rank on a pretended device that tells how far it is, and loses a peer."""
 
-from __future__ import annotations
-
 import torch
 
 from asyncdist import sync

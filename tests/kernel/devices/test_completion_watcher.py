@@ -1,7 +1,5 @@
 """The completion watcher: what it keeps alive, which callbacks it calls, and that it survives their errors."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import threading

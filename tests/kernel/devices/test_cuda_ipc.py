@@ -3,7 +3,7 @@
 Ranks are threads, so that mapping another rank's memory only needs its address.
 """
 
-from __future__ import annotations
+import itertools
 
 import pytest
 import torch
@@ -17,41 +17,35 @@ from asyncdist_transports.cuda_ipc.driver import Driver
 from asyncdist_transports.cuda_ipc.handles import NOTHING, ExportedMemory, Exports, Imports
 from asyncdist_transports.cuda_ipc.loans import CudaIpcLoans
 from tests.support.cuda import HANDLE, PretendDriver, cuda_ipc_over
-from tests.support.devices import PretendStreams, device_cases, run_on_devices
+from tests.support.devices import PretendStreams, device_cases, run_cases, run_cases_in_flight, run_on_devices
 
 
 @pytest.fixture
 def run(until):
-    """Run ``program(device)`` on the device of each rank, and check that nothing stays mapped or allocated."""
+    """Run ``program(device)`` on the device of each rank, and check that nothing stays mapped or allocated.
 
-    def run(size, program, *, made=None, transport="inproc", **keywords):
-        made = [] if made is None else made
+    ``device.drivers`` are the drivers of the rank.
+    """
+
+    def run(size, program, *, transport="inproc", **keywords):
+        drivers = [[] for _ in range(size)]
 
         def checked(device):
+            device.drivers = drivers[device.rank()]
             result = program(device)
             assert device.backend in (None, "cuda_ipc")
             return result
 
+        def kinds(rank):
+            return [cuda_ipc_over(drivers[rank], **keywords)]
+
         try:
-            return run_on_devices(size, checked, [cuda_ipc_over(made, **keywords)], transport=transport)
+            return run_on_devices(size, checked, kinds, transport=transport)
         finally:
             # An executor's thread may still release memory.
-            until(lambda: not any(driver.mapped or driver.taken for driver in made))
+            until(lambda: not any(driver.mapped or driver.taken for driver in itertools.chain(*drivers)))
 
     return run
-
-
-def run_cases(run, size, cases, **options):
-    """Run collective cases, one after the other on every rank, and check them."""
-
-    def program(device):
-        for case in cases:
-            for work in case.start(device):
-                work.wait()
-
-    run(size, program, **options)
-    for case in cases:
-        case.check()
 
 
 @pytest.mark.exhaustive
@@ -73,29 +67,17 @@ def test_every_dtype(dtype, monkeypatch, run):
 
 def test_background_and_blocking_calls_in_flight(monkeypatch, run):
     monkeypatch.setattr(module, "_SMALL_NBYTES", 0)
-    cases = device_cases(3, [1, 300], torch.float32)
-
-    def program(device):
-        works = []
-        for number, case in enumerate(cases):
-            works += case.start(device, background=(number + device.rank()) % 3 != 0)
-        for work in works:
-            work.wait()
-
-    run(3, program, transport="shm")
-    for case in cases:
-        case.check()
+    run_cases_in_flight(run, 3, device_cases(3, [1, 300], torch.float32), transport="shm")
 
 
 @pytest.mark.parametrize(("count", "maps"), [(64, False), (16_384, False), (16_385, True)])
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
 def test_small_calls_go_through_the_host(collective, count, maps, run):
     """``count`` is the number of float32 elements of the whole call."""
-    made = []
 
     def program(device):
         device.barrier().wait()
-        before = made[0].handles
+        before = device.drivers[0].handles
         block, whole = torch.ones(count // 2 + count % 2), torch.ones(2 * (count // 2 + count % 2))
         if collective == "all_reduce":
             device.all_reduce(torch.ones(count)).wait()
@@ -103,20 +85,21 @@ def test_small_calls_go_through_the_host(collective, count, maps, run):
             device.all_gather_single(whole, block).wait()
         else:
             device.reduce_scatter_single(block, whole).wait()
-        return made[0].handles > before
+        return device.drivers[0].handles > before
 
-    assert any(run(2, program, made=made)) == maps
+    assert run(2, program) == [maps] * 2
 
 
 def test_no_rank_waits_for_ever_for_the_device_of_another(run, until):
     def program(device):
         device.barrier().wait()
+        (driver,) = device.drivers
         if device.rank() == 1:
-            device._backend._driver.holds = True
+            driver.holds = True
         work = device.all_reduce(torch.ones(40_000))
         if device.rank() == 1:
             # Rank 0 has everything that it needs from this rank but the event.
-            until(lambda: device._backend._ready.records > device._backend._ready.passed)
+            until(driver.held_events)
             device.host.abort("its process was killed")
         with pytest.raises(GroupError, match="its process was killed"):
             work.wait()
@@ -127,9 +110,8 @@ def test_no_rank_waits_for_ever_for_the_device_of_another(run, until):
 def test_mismatched_calls_raise(run):
     def program(device):
         tensor = torch.ones(100_000)
-        work = device.broadcast(tensor, 0) if device.rank() else device.all_reduce(tensor)
         with pytest.raises(GroupError) as caught:
-            work.wait()
+            (device.broadcast(tensor, 0) if device.rank() else device.all_reduce(tensor)).wait()
         return caught.value
 
     errors = run(2, program)

@@ -1,8 +1,7 @@
 """The desync detector: mismatched calls over a backend that does not compare calls and never completes them."""
 
-from __future__ import annotations
-
 import asyncio
+import contextlib
 
 import pytest
 import torch
@@ -28,31 +27,44 @@ def _impatient(monkeypatch):
     monkeypatch.setattr(desync_detector, "_MAX_INTERVAL", 0.1)
 
 
-def streams_of(size):
-    return [PretendStreams(f"GPU-{rank}") for rank in range(size)]
+class Streams(list):
+    """The streams of all ranks."""
+
+    def hold(self):
+        for each in self:
+            each.hold()
+
+    def release(self):
+        for each in self:
+            each.release()
 
 
-async def outcomes(groups, streams, works):
+@contextlib.asynccontextmanager
+async def silent_world(size, kinds=(Silent,)):
+    """Yield the groups of a world of pretended devices, which have made a call, and their streams."""
+    streams = Streams(PretendStreams(f"GPU-{rank}") for rank in range(size))
+    async with devices_of(size, kinds, streams, timeout=60) as groups:
+        await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
+        yield groups, streams
+
+
+async def outcomes(streams, works):
     try:
         return await asyncio.wait_for(asyncio.gather(*works, return_exceptions=True), 15)
     finally:
-        for each in streams:
-            each.release()
+        streams.release()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("odd", [0, 1, 3])
 async def test_rank_with_a_different_call_is_named_before_the_deadline(odd):
-    streams = streams_of(4)
-    async with devices_of(4, [Silent], streams, timeout=60) as groups:
-        await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
-        for each in streams:
-            each.hold()
+    async with silent_world(4) as (groups, streams):
+        streams.hold()
         works = [
             group.broadcast(torch.ones(4), 2) if rank == odd else group.all_reduce(torch.ones(4))
             for rank, group in enumerate(groups)
         ]
-        said = await outcomes(groups, streams, works)
+        said = await outcomes(streams, works)
         assert all(isinstance(one, GroupError) for one in said)
         assert any(isinstance(one, MismatchError) for one in said)
         for one in said:
@@ -62,70 +74,57 @@ async def test_rank_with_a_different_call_is_named_before_the_deadline(odd):
 
 
 async def test_early_report_is_compared_when_the_call_is_made(eventually):
-    streams = streams_of(2)
-    async with devices_of(2, [Silent], streams, timeout=60) as groups:
-        await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
-        for each in streams:
-            each.hold()
+    async with silent_world(2) as (groups, streams):
+        streams.hold()
         works = [groups[0].all_reduce(torch.ones(4))]
         groups[1].desync_detector.listen()
         await eventually(lambda: groups[1].desync_detector.early_reports)
         works.append(groups[1].all_reduce(torch.ones(5)))
-        assert any(isinstance(one, MismatchError) for one in await outcomes(groups, streams, works))
+        assert any(isinstance(one, MismatchError) for one in await outcomes(streams, works))
 
 
 async def test_rank_whose_call_has_completed_still_finds_the_mismatch():
     """Rank 1's broadcast completes at once; rank 1 still compares the report of rank 0."""
-    streams = streams_of(2)
-    async with devices_of(2, [Silent], streams, timeout=60) as groups:
-        await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
+    async with silent_world(2) as (groups, streams):
         groups[1].desync_detector.listen()
         await groups[1].broadcast(torch.ones(4), 1)
         streams[0].hold()
-        (said,) = await outcomes(groups, streams, [groups[0].all_reduce(torch.ones(4))])
+        (said,) = await outcomes(streams, [groups[0].all_reduce(torch.ones(4))])
         assert isinstance(said, GroupError)
         assert "broadcast" in str(said)
 
 
 async def test_slow_matching_calls_complete(eventually):
-    streams = streams_of(3)
-    async with devices_of(3, [Silent], streams, timeout=60) as groups:
+    async with silent_world(3) as (groups, streams):
         for _ in range(3):
-            for each in streams:
-                each.hold()
+            streams.hold()
             works = [group.all_reduce(torch.ones(4)) for group in groups]
             number = max(groups[0].desync_detector.calls)
             await eventually(lambda: all(group.desync_detector.last_reported == number for group in groups))  # noqa: B023
-            for each in streams:
-                each.release()
+            streams.release()
             await asyncio.gather(*works)
 
 
 async def test_call_fails_when_all_peers_have_left():
-    streams = streams_of(3)
-    async with devices_of(3, [Silent], streams, timeout=60) as groups:
-        await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
+    async with silent_world(3) as (groups, streams):
         streams[0].hold()
         work = groups[0].all_reduce(torch.ones(4))
         for group in groups[1:]:
             group.close()
             group.host.mesh.close()
-        (said,) = await outcomes(groups, streams, [work])
+        (said,) = await outcomes(streams, [work])
         assert isinstance(said, PeerLostError)
         assert "it has destroyed its process group" in str(said)
 
 
 async def test_rank_listens_only_while_a_call_is_slow_if_the_backend_compares(eventually):
-    streams = streams_of(2)
-    async with devices_of(2, (), streams, timeout=60) as groups:
+    async with silent_world(2, ()) as (groups, streams):
         for _ in range(2):
-            for each in streams:
-                each.hold()
+            streams.hold()
             works = [group.all_reduce(torch.ones(4)) for group in groups]
             await eventually(lambda: all(group.host.mesh.operations for group in groups))
             await eventually(lambda: all(group.desync_detector._posted_receive for group in groups))
-            for each in streams:
-                each.release()
+            streams.release()
             await asyncio.gather(*works)
             # Otherwise every later call on the host would be slower.
             await eventually(lambda: not any(group.host.mesh.operations for group in groups))
@@ -133,14 +132,13 @@ async def test_rank_listens_only_while_a_call_is_slow_if_the_backend_compares(ev
 
 
 async def test_refused_call_takes_no_sequence_number():
-    streams = streams_of(2)
-    async with devices_of(2, [Silent], streams) as groups:
+    async with silent_world(2) as (groups, streams):
         streams[0].captures = True
         with pytest.raises(Exception, match="captured"):
             groups[0].all_reduce(torch.ones(4))
         streams[0].captures = False
         await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
-        assert [list(group.desync_detector.calls) for group in groups] == [[1], [1]]
+        assert [list(group.desync_detector.calls) for group in groups] == [[1, 2], [1, 2]]
 
 
 async def test_only_the_last_calls_are_kept(monkeypatch):

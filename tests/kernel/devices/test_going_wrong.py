@@ -1,10 +1,7 @@
 """Failures of devices: each raises an error that names the cause, or falls back to a slower backend."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
-import weakref
 
 import pytest
 import torch
@@ -14,21 +11,9 @@ from asyncdist.kernel.transport.device_streams import CudaStreams
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist_transports.cuda_ipc import peer_memory
 from tests.support.cuda import cuda_ipc_over
-from tests.support.devices import PretendStreams, device_group, devices_of
+from tests.support.devices import PretendStreams, device_group, devices_of, weakly_held
 
 LARGE = 100_000
-
-
-class Room(bytearray):
-    """Memory that can be referenced weakly."""
-
-
-def in_room():
-    room = Room(4 * LARGE)
-    return weakref.ref(room), torch.frombuffer(room, dtype=torch.float32)
-
-
-# -- abort -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv"])
@@ -44,9 +29,6 @@ async def test_abort_reaches_device_operations_of_all_ranks(what):
         with pytest.raises(GroupAbortedError, match="rank 0 aborted: on purpose"):
             await device.send(room, 0)
         device.close()
-
-
-# -- a peer killed while its memory is mapped ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["all_reduce", "recv"])
@@ -83,9 +65,6 @@ def test_survivor_keeps_memory_mapped_that_its_device_may_use(what, monkeypatch,
     assert run_ranks(2, rank)[0] == "survived"
 
 
-# -- a lost device ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("what", ["all_reduce", "messages"])
 def test_lost_device_fails_all_ranks(what):
     streams = [PretendStreams(f"GPU-{rank}") for rank in range(2)]
@@ -111,9 +90,6 @@ def test_lost_device_fails_all_ranks(what):
         device.close()
 
     run_ranks(2, rank)
-
-
-# -- out of memory in the staging pool ----------------------------------------------------------------
 
 
 def test_without_pinned_memory_copies_use_pageable_memory(monkeypatch, caplog):
@@ -150,9 +126,6 @@ async def test_allocation_failure_reaches_all_ranks(what):
             assert outcome.peer == 1
 
 
-# -- tensors dropped in flight -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kinds", [[], [cuda_ipc_over()]], ids=["staged", "cuda_ipc"])
 @pytest.mark.parametrize("background", [True, False])
 def test_dropped_tensors_live_until_the_device_is_done(kinds, background, until):
@@ -162,7 +135,7 @@ def test_dropped_tensors_live_until_the_device_is_done(kinds, background, until)
         rank = group.rank()
         device = device_group(group, kinds, streams[rank])
         device.barrier().wait()
-        seen, tensor = in_room()
+        seen, tensor = weakly_held(LARGE)
         # The staged backend waits for the device in the call.
         if kinds:
             streams[rank].hold()
@@ -178,9 +151,6 @@ def test_dropped_tensors_live_until_the_device_is_done(kinds, background, until)
         device.close()
 
     run_ranks(2, rank)
-
-
-# -- backends that cannot be used ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

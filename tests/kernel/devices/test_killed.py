@@ -1,7 +1,5 @@
 """A rank is killed while others wait for it with tensors on a device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

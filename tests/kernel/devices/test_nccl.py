@@ -3,8 +3,6 @@
 tests/gpu tests the real NCCL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -37,7 +35,7 @@ from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.collective_cases import reducing
 from asyncdist_transports.nccl import Nccl, bindings, collectives, communicator
 from asyncdist_transports.nccl.bindings import Bindings, Numbers, numbers_of
-from tests.support.devices import PretendStreams, device_cases, device_group
+from tests.support.devices import PretendStreams, device_cases, device_group, run_cases, run_cases_in_flight
 from tests.support.nccl import PretendNccl, nccl_over
 
 REDUCED = [
@@ -68,20 +66,30 @@ class RanksStreams(PretendStreams):
 
 
 @pytest.fixture
-def run(until):
-    """Run ``program(device)`` on the device of each rank, and check how every communicator ends."""
+def nccl(request):
+    """The pretended NCCL of the ranks; a test may set its options."""
+    return PretendNccl(**getattr(request, "param", {}))
 
-    def run(size, program, *, nccl=None, streams=None, ends=("destroyed",), transport="inproc", after=lambda: None):
-        nccl = nccl or PretendNccl()
-        devices = streams or [RanksStreams(rank) for rank in range(size)]
+
+EACH_CUPY = pytest.mark.parametrize("nccl", [{}, {"signed": True}], ids=["cupy-14", "cupy-13"], indirect=True)
+
+
+@pytest.fixture
+def run(nccl, until):
+    """Run ``program(device)`` on the device of each rank, and check how every communicator ends.
+
+    The device has the ``world`` of the rank and the ``streams`` of the device.
+    """
+
+    def run(size, program, *, same_device=False, ends=("destroyed",), after=lambda: None):
         kinds = [nccl_over(nccl)]
-
         # A rank that leaves early is lost to the others.
         ended = threading.Barrier(size)
 
         def rank(group):
-            device = device_group(group, kinds, devices[group.rank()])
-            device.world = group.world
+            streams = RanksStreams(0 if same_device else group.rank())
+            device = device_group(group, kinds, streams)
+            device.world, device.streams = group.world, streams
             try:
                 result = program(device)
                 with contextlib.suppress(threading.BrokenBarrierError):
@@ -94,7 +102,7 @@ def run(until):
                 device.close()
 
         try:
-            return run_ranks(size, rank, transport=transport)
+            return run_ranks(size, rank)
         finally:
             after()
             until(lambda: all(made.ended for made in nccl.communicators))
@@ -109,53 +117,28 @@ def run(until):
     return run
 
 
-def run_cases(cases, run, size):
-    """Run collective cases, one after the other on every rank, and check them."""
-
-    def program(device):
-        for case in cases:
-            for work in case.start(device):
-                work.wait()
-        return device.backend
-
-    assert set(run(size, program)) == {"nccl"}
-    for case in cases:
-        case.check()
-
-
 # -- collectives --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_every_collective(size, run):
-    run_cases(device_cases(size, [0, 1, 300], torch.float32), run, size)
+    assert set(run_cases(run, size, device_cases(size, [0, 1, 300], torch.float32))) == {"nccl"}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("dtype", REDUCED, ids=str)
 def test_every_reduction(dtype, size, run):
-    run_cases([case for op in reductions(dtype) for case in reducing(size, 50, dtype, op)], run, size)
+    run_cases(run, size, [case for op in reductions(dtype) for case in reducing(size, 50, dtype, op)])
 
 
 def test_gathered_reductions_are_split_to_fit_the_scratch_memory(run, monkeypatch):
     monkeypatch.setattr(collectives, "_SCRATCH_NBYTES", 3 * 2 * 16)
-    run_cases([case for count in (1, 16, 17, 50) for case in reducing(3, count, torch.int16, ReduceOp.BXOR)], run, 3)
+    run_cases(run, 3, [case for count in (1, 16, 17, 50) for case in reducing(3, count, torch.int16, ReduceOp.BXOR)])
 
 
 def test_background_and_blocking_calls_in_flight(run):
-    cases = device_cases(3, [1, 300], torch.float32)
-
-    def program(device):
-        works = []
-        for number, case in enumerate(cases):
-            works += case.start(device, background=(number + device.rank()) % 3 != 0)
-        for work in works:
-            work.wait()
-
-    run(3, program)
-    for case in cases:
-        case.check()
+    run_cases_in_flight(run, 3, device_cases(3, [1, 300], torch.float32))
 
 
 @pytest.mark.parametrize("last", [0, 1])
@@ -210,8 +193,6 @@ def test_numbers_of_types_and_operations(op, dtype, size, expected):
 
 
 def test_tensors_are_recorded_on_the_communication_stream(run):
-    streams = [RanksStreams(rank) for rank in range(3)]
-
     def program(device):
         rank, size = device.rank(), device.size()
         single, own = torch.ones(4), torch.ones(4)
@@ -224,10 +205,10 @@ def test_tensors_are_recorded_on_the_communication_stream(run):
         device.gather(own, lists[4] if rank == 0 else None, 0).wait()
         device.scatter(own, lists[5] if rank == 0 else None, 0).wait()
         used = [single, own, *itertools.chain(*lists[: 6 if rank == 0 else 4])]
-        return {tensor.data_ptr() for tensor in used} - streams[rank].recorded
+        assert ("record_stream", "caller") not in device.streams.log
+        return {tensor.data_ptr() for tensor in used} - device.streams.recorded
 
-    assert run(3, program, streams=streams) == [set()] * 3
-    assert all(("record_stream", "caller") not in each.log for each in streams)
+    assert run(3, program) == [set()] * 3
 
 
 # -- negotiation --------------------------------------------------------------------------------------
@@ -270,46 +251,40 @@ def backend_of_all_reduce(device):
     return device.backend
 
 
-def test_ranks_that_share_a_device_use_another_backend(run):
-    nccl = PretendNccl()
-    streams = [RanksStreams(0), RanksStreams(0)]
-    assert run(2, backend_of_all_reduce, nccl=nccl, streams=streams) == ["staged"] * 2
+def test_ranks_that_share_a_device_use_another_backend(nccl, run):
+    assert run(2, backend_of_all_reduce, same_device=True) == ["staged"] * 2
     assert not nccl.communicators
 
 
-@pytest.mark.parametrize("signed", [False, True], ids=["cupy-14", "cupy-13"])
-def test_unique_ids_of_cupy_13_and_14_reach_all_ranks(signed, run):
-    nccl = PretendNccl(signed=signed)
+@EACH_CUPY
+def test_unique_ids_of_cupy_13_and_14_reach_all_ranks(nccl, run):
     unique_id = Bindings(nccl).unique_id()
     assert isinstance(unique_id, bytes)
     assert len(unique_id) == 128
     assert unique_id[0] > 127, "negative in cupy 13"
-    assert run(2, backend_of_all_reduce, nccl=nccl) == ["nccl"] * 2
+    assert run(2, backend_of_all_reduce) == ["nccl"] * 2
 
 
 @pytest.mark.parametrize("id_of_rank_0", [None, b"short"])
-def test_without_a_unique_id_all_ranks_use_another_backend(id_of_rank_0, run):
-    nccl = PretendNccl()
-
+def test_without_a_unique_id_all_ranks_use_another_backend(id_of_rank_0, nccl, run):
     def refuse():
         if id_of_rank_0 is None:
             raise nccl.NcclError(1)
         return id_of_rank_0
 
     nccl.get_unique_id = refuse
-    assert run(2, backend_of_all_reduce, nccl=nccl) == ["staged"] * 2
+    assert run(2, backend_of_all_reduce) == ["staged"] * 2
     assert not nccl.communicators
 
 
-def test_failed_creation_on_one_rank_makes_all_use_another_backend(run, monkeypatch):
+def test_failed_creation_on_one_rank_makes_all_use_another_backend(nccl, run, monkeypatch):
     monkeypatch.setattr(collectives, "_INIT_TIMEOUT", 0.3)
-    nccl = PretendNccl()
     nccl.fail_creation(1)
-    assert run(3, backend_of_all_reduce, nccl=nccl, ends=("aborted",), after=nccl.hang_up) == ["staged"] * 3
+    assert run(3, backend_of_all_reduce, ends=("aborted",), after=nccl.hang_up) == ["staged"] * 3
 
 
-def test_creation_is_limited_by_the_timeout_of_the_call(run):
-    nccl, gate = PretendNccl(), threading.Event()
+def test_creation_is_limited_by_the_timeout_of_the_call(nccl, run):
+    gate = threading.Event()
     nccl.fail_creation(1, after=gate.wait)
 
     def program(device):
@@ -321,35 +296,34 @@ def test_creation_is_limited_by_the_timeout_of_the_call(run):
         nccl.hang_up()
         gate.set()
 
-    errors = run(2, program, nccl=nccl, ends=("aborted",), after=after)
+    errors = run(2, program, ends=("aborted",), after=after)
     assert any(isinstance(error, OperationTimeoutError) for error in errors)
 
 
 # -- subgroups ----------------------------------------------------------------------------------------
 
 
-def part_of(whole, parts, streams, nccl):
+@pytest.fixture
+def part_of(nccl):
     """Split a device group as `asyncdist.split_group` does; return this rank's part, None without one."""
-    host, device = whole.host, whole.device
-    number = next((number for number, ranks in enumerate(parts) if whole.rank() in ranks), -1)
-    part = None if number < 0 else whole.world.new_group(parts[number], "part")
-    host._devices[device] = whole
-    if part is not None:
-        part._devices[device] = DeviceGroup(part, device, [nccl_over(nccl)], streams)
-    host.pass_on(part, number)
-    return None if part is None else part.on(device)
+
+    def part_of(whole, parts):
+        number = next((number for number, ranks in enumerate(parts) if whole.rank() in ranks), -1)
+        host = None if number < 0 else whole.world.new_group(parts[number], "part")
+        part = None if host is None else DeviceGroup(host, whole.device, [nccl_over(nccl)], whole.streams)
+        whole.split(part, number)
+        return part
+
+    return part_of
 
 
 @pytest.mark.parametrize("parts", [[[0, 1], [2, 3]], [[3, 1], [0, 2]], [[0, 2, 3]], [[1]]], ids=str)
-@pytest.mark.parametrize("signed", [False, True], ids=["cupy-14", "cupy-13"])
-def test_subgroups_split_the_communicator(parts, signed, run):
-    nccl = PretendNccl(signed=signed)
-    streams = [RanksStreams(rank) for rank in range(4)]
-
+@EACH_CUPY
+def test_subgroups_split_the_communicator(parts, nccl, run, part_of):
     def program(device):
         rank = device.rank()
         device.all_reduce(torch.ones(3)).wait()
-        part = part_of(device, parts, streams[rank], nccl)
+        part = part_of(device, parts)
         device.all_reduce(torch.ones(3))
         found = None
         if part is not None:
@@ -362,66 +336,54 @@ def test_subgroups_split_the_communicator(parts, signed, run):
             part.close()
         return found
 
-    for rank, found in enumerate(run(4, program, nccl=nccl, streams=streams)):
+    for rank, found in enumerate(run(4, program)):
         ranks = next((tuple(ranks) for ranks in parts if rank in ranks), None)
         assert found == (None if ranks is None else ("nccl", ranks))
     assert len(nccl.communicators) == 4 + sum(map(len, parts))
-    assert nccl.num_unique_ids == (1 + len(parts) if signed else 1)
+    assert nccl.num_unique_ids == (1 + len(parts) if nccl.signed else 1)
 
 
-def test_subgroups_of_an_unused_group_create_their_communicators(run):
-    nccl = PretendNccl()
-    streams = [RanksStreams(rank) for rank in range(3)]
-
+def test_subgroups_of_an_unused_group_create_their_communicators(nccl, run, part_of):
     def program(device):
-        part = part_of(device, [[0, 2]], streams[device.rank()], nccl)
+        part = part_of(device, [[0, 2]])
         if part is None:
             return None
         part.barrier().wait()
         part.close()
         return part.backend
 
-    assert run(3, program, nccl=nccl, streams=streams) == ["nccl", None, "nccl"]
+    assert run(3, program) == ["nccl", None, "nccl"]
     assert len(nccl.communicators) == 2
 
 
-def test_refused_call_does_not_count_as_a_use_before_a_split(run):
-    nccl = PretendNccl()
-    streams = [RanksStreams(rank) for rank in range(2)]
-
+def test_refused_call_does_not_count_as_a_use_before_a_split(run, part_of):
     def program(device):
-        rank = device.rank()
-        if rank == 0:
-            streams[0].captures = True
+        if device.rank() == 0:
+            device.streams.captures = True
             with pytest.raises(UnsupportedError):
                 device.barrier()
-            streams[0].captures = False
-        part = part_of(device, [[0, 1]], streams[rank], nccl)
+            device.streams.captures = False
+        part = part_of(device, [[0, 1]])
         part.barrier().wait()
         part.close()
         return part.backend, device.backend
 
-    assert run(2, program, nccl=nccl, streams=streams) == [("nccl", None)] * 2
+    assert run(2, program) == [("nccl", None)] * 2
 
 
-def test_communicator_of_an_unused_subgroup_ends(run):
-    nccl = PretendNccl()
-    streams = [RanksStreams(rank) for rank in range(2)]
-
+def test_communicator_of_an_unused_subgroup_ends(nccl, run, part_of):
     def program(device):
         device.barrier().wait()
-        part = part_of(device, [[0, 1]], streams[device.rank()], nccl)
+        part = part_of(device, [[0, 1]])
         device.barrier().wait()
         part.close()
 
-    run(2, program, nccl=nccl, streams=streams)
+    run(2, program)
     assert len(nccl.communicators) == 4
 
 
-def test_failed_split_fails_the_group(run, monkeypatch):
+def test_failed_split_fails_the_group(nccl, run, part_of, monkeypatch):
     monkeypatch.setattr(communicator, "_ABORT_TIMEOUT", 0.05)
-    nccl = PretendNccl()
-    streams = [RanksStreams(rank) for rank in range(2)]
     plain = nccl.NcclCommunicator.commSplit
 
     def split(self, colour, key):
@@ -436,63 +398,53 @@ def test_failed_split_fails_the_group(run, monkeypatch):
         device.barrier().wait()
         # The notice that rank 1 has failed may arrive before the last message of its barrier.
         both.wait()
-        part = part_of(device, [[0, 1]], streams[device.rank()], nccl)
+        part = part_of(device, [[0, 1]])
         with pytest.raises(GroupAbortedError, match=r"NCCL failed.*INTERNAL_ERROR"):
             device.barrier().wait()
         part.close()
 
-    run(2, program, nccl=nccl, streams=streams, ends=("aborted",), after=nccl.hang_up)
+    run(2, program, ends=("aborted",), after=nccl.hang_up)
 
 
 def test_split_group_splits_the_device_groups(monkeypatch):
+    monkeypatch.setattr("asyncdist.kernel.devices.group.CudaStreams", lambda device: PretendStreams())
+    device, split = torch.device("cpu"), []
     sync.init_process_group(store=HashStore(), rank=0, world_size=1)
-    try:
-        device, split = torch.device("cpu"), []
-        for group in (sync.group.WORLD, None):
-            parent = sync.group.WORLD
-            parent._devices[device] = carried = DeviceGroup(parent.sibling("device"), device, [], PretendStreams())
-            monkeypatch.setattr(carried, "split", lambda part, number: split.append((part, number)))
-            monkeypatch.setattr(Group, "on", lambda group, device: (group, device))
-            part = sync.split_group(group, [[0]])
-            assert part.ranks == (0,)
-            assert split.pop() == ((part, device), 0)
-    finally:
-        sync.destroy_process_group()
+    monkeypatch.setattr(sync.group.WORLD.on(device), "split", lambda part, number: split.append((part, number)))
+    monkeypatch.setattr(Group, "on", lambda group, device: (group, device))
+    for group in (sync.group.WORLD, None):
+        part = sync.split_group(group, [[0]])
+        assert (part.ranks, split.pop()) == ((0,), ((part, device), 0))
+    sync.destroy_process_group()
 
 
 # -- failures ----------------------------------------------------------------------------------------
 
 
-def test_asynchronous_error_reaches_every_rank(run, until, monkeypatch):
+def test_asynchronous_error_reaches_every_rank(nccl, run, until, monkeypatch):
     monkeypatch.setattr("asyncdist.kernel.devices.group._DRAIN_TIMEOUT", 0.1)
-    nccl = PretendNccl()
-    streams = [RanksStreams(rank) for rank in range(3)]
 
     def program(device):
-        rank = device.rank()
         device.all_reduce(torch.ones(3)).wait()
-        streams[rank].hold()
+        device.streams.hold()
         work = device.all_reduce(torch.ones(3))
-        if rank == 1:
+        if device.rank() == 1:
             next(made for made in nccl.communicators if made.rank == 1).broken = 6
         until(work.is_completed)
-        streams[rank].release()
+        device.streams.release()
         with pytest.raises(GroupAbortedError) as caught:
             device.all_reduce(torch.ones(3)).wait()
         return work.exception(), caught.value
 
-    outcomes = run(3, program, nccl=nccl, streams=streams, ends=("aborted",))
-    for error, later in outcomes:
-        for each in (error, later):
-            assert isinstance(each, GroupAbortedError)
-            assert "NCCL failed" in str(each)
-            assert "NCCL_ERROR_REMOTE_ERROR" in str(each)
-            assert each.peer == 1
+    for each in itertools.chain(*run(3, program, ends=("aborted",))):
+        assert isinstance(each, GroupAbortedError)
+        assert "NCCL failed" in str(each)
+        assert "NCCL_ERROR_REMOTE_ERROR" in str(each)
+        assert each.peer == 1
 
 
-def test_abort_ends_a_blocked_nccl_call(run, until, monkeypatch):
+def test_abort_ends_a_blocked_nccl_call(nccl, run, until, monkeypatch):
     monkeypatch.setattr(communicator, "_ABORT_TIMEOUT", 0.05)
-    nccl = PretendNccl()
 
     def program(device):
         device.all_reduce(torch.ones(3)).wait()
@@ -505,12 +457,10 @@ def test_abort_ends_a_blocked_nccl_call(run, until, monkeypatch):
         with pytest.raises(AsyncdistError):
             device.all_reduce(torch.ones(3), timeout=1.0, background=False).result()
 
-    run(2, program, nccl=nccl, ends=("aborted",))
+    run(2, program, ends=("aborted",))
 
 
-def test_nonblocking_nccl_is_reported(run):
-    nccl = PretendNccl()
-
+def test_nonblocking_nccl_is_reported(nccl, run):
     def program(device):
         device.all_reduce(torch.ones(3)).wait()
         for made in nccl.communicators:
@@ -519,12 +469,10 @@ def test_nonblocking_nccl_is_reported(run):
         with pytest.raises(GroupAbortedError, match="its communicators are nonblocking, which cupy does not support"):
             device.all_reduce(torch.ones(3)).wait()
 
-    run(1, program, nccl=nccl, ends=("aborted",))
+    run(1, program, ends=("aborted",))
 
 
-def test_nccl_group_is_ended_when_a_call_fails(run):
-    nccl = PretendNccl()
-
+def test_nccl_group_is_ended_when_a_call_fails(nccl, run):
     def program(device):
         device.all_reduce(torch.ones(3)).wait()
         nccl.communicators[0].ended = "broken"
@@ -532,47 +480,43 @@ def test_nccl_group_is_ended_when_a_call_fails(run):
             device.all_reduce_coalesced([torch.ones(2), torch.ones(3)]).wait()
         assert nccl.calls is None
 
-    run(1, program, nccl=nccl, ends=("broken",))
+    run(1, program, ends=("broken",))
 
 
 # -- the end ------------------------------------------------------------------------------------------
 
 
-def test_queued_work_completes_before_the_communicator_is_destroyed(run, until):
-    nccl = PretendNccl()
-    streams = [RanksStreams(0)]
-
+def test_queued_work_completes_before_the_communicator_is_destroyed(nccl, run, until):
     def program(device):
         device.all_reduce(torch.ones(3)).wait()
-        streams[0].hold()
+        device.streams.hold()
         device.all_reduce(torch.ones(3)).wait()
         device.close()
         (made,) = nccl.communicators
         assert not made.ended
-        streams[0].release()
+        device.streams.release()
         until(lambda: made.ended)
 
-    run(1, program, nccl=nccl, streams=streams)
+    run(1, program)
 
 
 @pytest.mark.parametrize("failure", ["stuck", "lost"])
 def test_close_does_not_wait_for_a_device_that_cannot_complete(failure, run, monkeypatch):
     monkeypatch.setattr(communicator, "_CLOSE_TIMEOUT", 0.1)
-    streams = [RanksStreams(0)]
 
     def program(device):
         device.all_reduce(torch.ones(3)).wait()
         if failure == "stuck":
-            streams[0].hold()
+            device.streams.hold()
         else:
-            streams[0].broken = RuntimeError("CUDA error")
+            device.streams.broken = RuntimeError("CUDA error")
 
-    run(1, program, streams=streams, ends=("aborted",))
+    run(1, program, ends=("aborted",))
 
 
-def test_failed_group_aborts_its_communicator_if_it_is_closed_at_once(run, until, monkeypatch):
+def test_failed_group_aborts_its_communicator_if_it_is_closed_at_once(nccl, run, until, monkeypatch):
     monkeypatch.setattr("asyncdist.kernel.devices.group._DRAIN_TIMEOUT", 0.0)
-    nccl, streams, proceed = PretendNccl(), [RanksStreams(0)], threading.Event()
+    proceed = threading.Event()
 
     def program(device):
         device.all_reduce(torch.ones(3)).wait()
@@ -584,20 +528,19 @@ def test_failed_group_aborts_its_communicator_if_it_is_closed_at_once(run, until
             close()
 
         monkeypatch.setattr(device.desync_detector, "close", held_close)
-        streams[0].hold()
+        device.streams.hold()
         device.all_reduce(torch.ones(3))
         nccl.communicators[0].broken = 6
         until(lambda: device.error is not None)
-        streams[0].release()
+        device.streams.release()
         device.close()
         until(lambda: nccl.communicators[0].ended)
         proceed.set()
 
-    run(1, program, nccl=nccl, streams=streams, ends=("aborted",))
+    run(1, program, ends=("aborted",))
 
 
-def test_exiting_process_aborts_open_communicators(until):
-    nccl = PretendNccl()
+def test_exiting_process_aborts_open_communicators(nccl, until):
     made = alone(Bindings(nccl))
     until(made.ready.is_completed)
     communicator.abort_all()
@@ -607,9 +550,8 @@ def test_exiting_process_aborts_open_communicators(until):
     assert made.async_error() is None
 
 
-def test_dropped_communicator_is_kept_until_it_has_ended(until):
+def test_dropped_communicator_is_kept_until_it_has_ended(nccl, until):
     """The garbage collector must not end it: that may block."""
-    nccl = PretendNccl()
     dropped = weakref.ref(alone(Bindings(nccl)))
     gc.collect()
     assert not nccl.collected

@@ -1,7 +1,5 @@
 """Negotiation of the device backend, and the registry of backends."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.metadata
 import logging
@@ -114,9 +112,6 @@ async def test_failed_negotiation_closes_the_created_backends(eventually):
             assert isinstance(outcome, OperationTimeoutError)
     await eventually(lambda: all(each.closed for each in made))  # perhaps by an executor's thread
     assert [each.closed for each in made] == [1]
-
-
-# -- the registry ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

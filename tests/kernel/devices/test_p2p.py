@@ -3,14 +3,12 @@
 They run over pretended devices. The drivers of these keep CUDA's rules for shared memory and interprocess events.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc
+import itertools
 import logging
 import threading
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -32,8 +30,16 @@ from asyncdist.kernel.engine.work import Work, joined
 from asyncdist.kernel.transport.device_p2p import MAX_PAYLOAD_NBYTES, ControlChannel, ControlMessage
 from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.collective_cases import between_two
-from tests.support.cuda import PretendDriver, cuda_ipc_over
-from tests.support.devices import PretendStreams, device_group, devices_of, run_on_devices
+from tests.support.cuda import HANDLE, PretendDriver, cuda_ipc_over
+from tests.support.devices import (
+    PretendStreams,
+    device_group,
+    devices_of,
+    run_cases,
+    run_cases_in_flight,
+    run_on_devices,
+    weakly_held,
+)  # fmt: skip
 from tests.support.nccl import PretendNccl, nccl_over
 
 BACKENDS = ["cuda_ipc", "nccl", "staged"]
@@ -41,10 +47,6 @@ BACKENDS = ["cuda_ipc", "nccl", "staged"]
 LONG = 60.0
 # Number of float32 elements of a message that goes from device to device.
 LARGE = 40_000
-
-
-class Room(bytearray):
-    """Memory that can be referenced weakly."""
 
 
 class Counting(PretendStreams):
@@ -59,23 +61,20 @@ class Counting(PretendStreams):
         return super().pinned(count, dtype)
 
 
-def by_nccl():
-    """Return the NCCL backend over a pretended NCCL, and that NCCL."""
-    nccl = PretendNccl()
-    return [nccl_over(nccl)], nccl
+def gpus(size):
+    return [Counting(f"GPU-{rank}") for rank in range(size)]
 
 
 def classes_of(backend):
     """Return the backend classes of that name, for `run`; None is cuda_ipc."""
-    return {"cuda_ipc": None, "staged": [], "nccl": by_nccl()[0]}[backend]
+    return {"cuda_ipc": None, "staged": [], "nccl": [nccl_over(PretendNccl())]}[backend]
 
 
 def from_rank_0(device, count=LARGE):
     """Send from rank 0 to each other rank; return the value that each rank holds in the end."""
     tensor = torch.full((count,), float(device.rank()))
     peers = range(1, device.size())
-    for work in [device.recv(tensor, 0)] if device.rank() else [device.send(tensor, peer) for peer in peers]:
-        work.wait()
+    joined([device.recv(tensor, 0)] if device.rank() else [device.send(tensor, peer) for peer in peers]).wait()
     return tensor[0].item()
 
 
@@ -83,16 +82,25 @@ def from_rank_0(device, count=LARGE):
 def run(until):
     """Run ``program(device)`` on each rank's device, and check that nothing stays mapped or allocated.
 
-    ``refusing`` is a rank that cannot map memory.
+    ``refusing`` is a rank that cannot map memory. By default the back end is cuda_ipc, and ``device.drivers`` are the
+    drivers of the rank.
     """
 
     def run(size, program, *, made=None, kinds=None, streams=None, transport="inproc", hosts=None, refusing=None):
         made = [] if made is None else made
-        classes = {rank: [cuda_ipc_over(made)] if kinds is None else kinds for rank in range(size)}
+        drivers = [[] for _ in range(size)]
+        classes = {rank: [cuda_ipc_over(drivers[rank])] if kinds is None else kinds for rank in range(size)}
         if refusing is not None:
             classes[refusing] = [cuda_ipc_over(made, refuses=RuntimeError("no peer access")), *(kinds or ())[1:]]
-        streams = streams or [PretendStreams(f"GPU-{rank}") for rank in range(size)]
-        results = run_on_devices(size, program, classes.get, streams, transport=transport, hosts=hosts)
+
+        def with_drivers(device):
+            device.drivers = drivers[device.rank()]
+            return program(device)
+
+        results = run_on_devices(
+            size, with_drivers, classes.get, streams or gpus(size), transport=transport, hosts=hosts
+        )
+        made += itertools.chain(*drivers)
         # An executor's thread may still release memory.
         until(lambda: not any(driver.mapped or driver.taken for driver in made))
         return results
@@ -104,15 +112,12 @@ def run(until):
 
 
 def test_large_messages_bypass_the_host_and_need_no_negotiation(run):
-    streams = [Counting() for _ in range(3)]
-    made = []
+    streams, made = [Counting() for _ in range(3)], []
 
     def program(device):
         rank = device.rank()
         out, into = torch.full((LARGE,), float(rank)), torch.empty(LARGE)
-        works = [device.send(out, (rank + 1) % 3), device.recv(into, (rank - 1) % 3)]
-        for work in works:
-            work.wait()
+        joined([device.send(out, (rank + 1) % 3), device.recv(into, (rank - 1) % 3)]).wait()
         assert device.backend is None, "messages negotiated a backend"
         return into.unique().tolist()
 
@@ -123,9 +128,7 @@ def test_large_messages_bypass_the_host_and_need_no_negotiation(run):
 
 
 def test_small_messages_are_staged(run):
-    streams = [Counting() for _ in range(2)]
-    made = []
-
+    streams, made = [Counting() for _ in range(2)], []
     assert run(2, functools.partial(from_rank_0, count=16_384), streams=streams, made=made) == [0.0, 0.0]
     assert [each.pinned_nbytes for each in streams] == [65536] * 2
     assert not any(driver.maps for driver in made)
@@ -136,14 +139,7 @@ def test_every_message_case(shareable, transport, run):
     made = []
     cases = [case for count in (0, 1, LARGE) for case in between_two(3, count, torch.float32)]
     cases += between_two(3, LARGE, torch.complex64)
-
-    def program(device):
-        for work in [work for case in cases for work in case.start(device)]:
-            work.wait()
-
-    run(3, program, made=made, kinds=[cuda_ipc_over(made, shareable=shareable)], transport=transport)
-    for case in cases:
-        case.check()
+    run_cases_in_flight(run, 3, cases, made=made, kinds=[cuda_ipc_over(made, shareable=shareable)], transport=transport)
     assert len(made) == 3
     assert all(driver.maps for driver in made)
 
@@ -167,9 +163,7 @@ def test_refused_offers_fall_back_to_the_host(caplog, run):
     def program(device):
         into = torch.zeros(LARGE)
         works = [device.send(torch.ones(LARGE), 1 - device.rank()) for _ in range(3)]
-        works += [device.recv(into, 1 - device.rank()) for _ in range(3)]
-        for work in works:
-            work.wait()
+        joined([*works, *[device.recv(into, 1 - device.rank()) for _ in range(3)]]).wait()
         return into.sum().item()
 
     assert run(2, program, refusing=1) == [LARGE] * 2
@@ -179,18 +173,16 @@ def test_refused_offers_fall_back_to_the_host(caplog, run):
 
 def test_mapping_of_other_memory_is_refused(run):
     """A handle may mean other memory, as between containers that number their processes alike."""
-    made = []
+    other = torch.zeros(1 << 20)
 
-    class Elsewhere(cuda_ipc_over(made)):
-        @classmethod
-        def make_p2p(cls, context):
-            found = super().make_p2p(context)
-            if context.rank == 0:
-                found._memory.probe = found._memory.probe[:-16] + bytes(16)
-            return found
+    class Elsewhere(PretendDriver):
+        def map(self, handle):
+            return super().map(HANDLE.pack(other.data_ptr(), 1))
 
-    streams = [Counting() for _ in range(2)]
-    assert run(2, from_rank_0, made=made, kinds=[Elsewhere], streams=streams) == [0.0, 0.0]
+    streams, made = [Counting() for _ in range(2)], []
+    kinds = [cuda_ipc_over(made, kind=Elsewhere)]
+    assert run(2, from_rank_0, made=made, kinds=kinds, streams=streams) == [0.0, 0.0]
+    assert all(driver.maps for driver in made[1:])
     assert all(each.pinned_nbytes == 4 * LARGE for each in streams)
 
 
@@ -213,70 +205,57 @@ async def test_staged_messages_are_split_into_pieces(piece_nbytes, transport):
 # -- by NCCL ------------------------------------------------------------------------------------------
 
 
-def ended(nccl, until):
+@pytest.fixture
+def nccl(until):
+    """A pretended NCCL, whose communicators end with the test."""
+    nccl = PretendNccl()
+    yield nccl
     until(lambda: all(made.ended for made in nccl.communicators))
-    assert {made.ended for made in nccl.communicators} == {"destroyed"}
     assert not nccl.collected
     assert not any(messages for made in nccl.communicators for messages in made.meeting.messages.values())
 
 
-def test_ranks_with_a_device_each_use_nccl(until, transport, run):
-    kinds, nccl = by_nccl()
-    streams = [Counting(f"GPU-{rank}") for rank in range(3)]
+def test_ranks_with_a_device_each_use_nccl(nccl, transport, run):
+    streams = gpus(3)
     cases = [case for _ in range(3) for case in between_two(3, LARGE, torch.float32)]
-
-    def program(device):
-        for work in [work for case in cases for work in case.start(device)]:
-            work.wait()
-        assert device.backend is None, "messages negotiated a backend"
-
-    run(3, program, kinds=kinds, streams=streams, transport=transport)
-    for case in cases:
-        case.check()
+    backends = run_cases(run, 3, cases, kinds=[nccl_over(nccl)], streams=streams, transport=transport)
+    assert backends == [None] * 3, "messages negotiated a backend"
     assert [each.pinned_nbytes for each in streams] == [0, 0, 0]
-    assert len(nccl.communicators) == 6, "one for each two ranks"
-    ended(nccl, until)
+    assert [made.ended for made in nccl.communicators] == ["destroyed"] * 6, "one for each two ranks"
 
 
-def test_both_ends_of_a_communicator_enqueue_in_the_same_order(until, run):
-    kinds, nccl = by_nccl()
-
+def test_both_ends_of_a_communicator_enqueue_in_the_same_order(nccl, run):
     def program(device):
         rank, peer, works = device.rank(), 1 - device.rank(), []
         for tag in range(40):  # each rank in an order of its own
             tag = tag if rank else 39 - tag
             works.append(device.send(torch.full((LARGE,), float(tag)), peer, tag))
             works.append(device.recv(torch.empty(LARGE), peer, tag))
-        for work in works:
-            work.wait()
+        joined(works).wait()
 
-    run(2, program, kinds=kinds)
+    run(2, program, kinds=[nccl_over(nccl)])
     one, other = sorted(nccl.communicators, key=lambda made: made.rank)
     names = [[call[0] for call in made.log] for made in (one, other)]
     assert names[0][:2] == names[1][:2] == ["send", "recv"]  # the first ones, together
     mirrored = {"send": "recv", "recv": "send"}
     assert names[0][2:] == [mirrored[name] for name in names[1][2:]]
-    ended(nccl, until)
 
 
-def test_ranks_that_share_a_device_do_not_use_nccl(caplog, run):
+def test_ranks_that_share_a_device_do_not_use_nccl(nccl, caplog, run):
     caplog.set_level(logging.INFO, "asyncdist")
-    kinds, _ = by_nccl()
     streams = [Counting("GPU-0"), Counting("GPU-0"), Counting("GPU-1")]
-    assert run(3, from_rank_0, kinds=kinds, streams=streams) == [0.0] * 3
+    assert run(3, from_rank_0, kinds=[nccl_over(nccl)], streams=streams) == [0.0] * 3
     assert [each.pinned_nbytes // (4 * LARGE) for each in streams] == [1, 1, 0]
     assert "messages to rank 1 cannot use nccl: both ranks share one device" in caplog.text
 
 
-def test_refused_offers_fall_back_to_nccl(run):
-    kinds, nccl = by_nccl()
-    streams = [Counting(f"GPU-{rank}") for rank in range(2)]
-    made = []
+def test_refused_offers_fall_back_to_nccl(nccl, run):
+    streams, made = gpus(2), []
 
     def program(device):
         return [from_rank_0(device) for _ in range(3)]
 
-    classes = [cuda_ipc_over(made), *kinds]
+    classes = [cuda_ipc_over(made), nccl_over(nccl)]
     assert run(2, program, made=made, kinds=classes, streams=streams, refusing=1) == [[0.0] * 3] * 2
     assert [each.pinned_nbytes for each in streams] == [0, 0]
     assert len(nccl.communicators) == 2
@@ -284,14 +263,12 @@ def test_refused_offers_fall_back_to_nccl(run):
 
 def test_different_nccl_versions_fall_back_to_the_host():
     classes = [[nccl_over(PretendNccl())], [nccl_over(PretendNccl(version=22704))]]
-    streams = [Counting(f"GPU-{rank}") for rank in range(2)]
-
+    streams = gpus(2)
     assert run_on_devices(2, from_rank_0, classes.__getitem__, streams) == [0.0, 0.0]
     assert [each.pinned_nbytes for each in streams] == [4 * LARGE] * 2
 
 
-def test_failed_communicator_fails_the_message(until):
-    kinds, nccl = by_nccl()
+def test_failed_communicator_fails_the_message(nccl):
     nccl.fail_creation(1)
 
     def program(device):
@@ -301,10 +278,9 @@ def test_failed_communicator_fails_the_message(until):
             joined([work, device.barrier()]).wait()
         return str(caught.value)
 
-    for words in run_on_devices(2, program, kinds, [PretendStreams(f"GPU-{rank}") for rank in range(2)]):
+    for words in run_on_devices(2, program, [nccl_over(nccl)], gpus(2)):
         assert "NCCL failed" in words
     nccl.hang_up()
-    until(lambda: all(made.ended for made in nccl.communicators))
 
 
 # -- concurrency ----------------------------------------------------------------------------------------
@@ -318,9 +294,7 @@ def test_ranks_that_both_send_first_do_not_deadlock(backend, count, run):
         out = [torch.full((count,), float(10 * rank + which)) for which in range(8)]
         into = [torch.empty(count) for _ in out]
         works = [device.send(tensor, peer) for tensor in out]
-        works += [device.recv(tensor, peer) for tensor in into]
-        for work in works:
-            work.wait()
+        joined([*works, *[device.recv(tensor, peer) for tensor in into]]).wait()
         assert [tensor[0].item() for tensor in into] == [10 * peer + which for which in range(8)]
 
     run(2, program, kinds=classes_of(backend), transport="shm")
@@ -358,8 +332,7 @@ def test_events_are_reused_and_never_too_early(run):
             peers = [peer for peer in range(3) if peer != rank]
             works = [device.recv(torch.empty(LARGE), peer, tag) for tag in range(len(tensors)) for peer in peers]
             works += [device.send(tensor, peer, tag) for tag, tensor in enumerate(tensors) for peer in peers]
-            for work in works:
-                work.wait()
+            joined(works).wait()
 
     run(3, program, made=made, transport="shm")
     # 24 rounds of up to 4 messages in each direction with 2 peers.
@@ -455,9 +428,8 @@ def test_tensors_live_until_the_device_is_done(count, stride, until, run):
     def program(device):
         rank = device.rank()
         device.host.barrier().wait()
-        memory = Room(4 * count * stride)
-        alive, tensor = weakref.ref(memory), torch.frombuffer(memory, dtype=torch.float32)[::stride]
-        del memory
+        alive, tensor = weakly_held(count * stride)
+        tensor = tensor[::stride]
         if rank:
             streams[1].hold()
         work = device.recv(tensor, 0) if rank else device.send(tensor, 1)
@@ -486,8 +458,7 @@ def test_rank_may_leave_when_its_messages_are_complete(backend, count, transport
         for tag in range(2):
             tensor = torch.full((count,), float(device.rank()))
             works.append(device.recv(tensor, 0, tag) if device.rank() else device.send(tensor, 1, tag))
-        for work in works:
-            work.wait()
+        joined(works).wait()
 
     for _ in range(3):
         run(2, program, kinds=classes_of(backend), transport=transport)
@@ -532,12 +503,9 @@ def test_message_succeeds_if_the_receiver_leaves_after_its_answer():
             assert left.wait(LONG)
             return super().event_of(handle)
 
-    class Slow(cuda_ipc_over()):
-        make_driver = staticmethod(lambda device: Late())
-
     def rank(group):
         rank, other = group.rank(), group.world.new_group([0, 1])
-        device = device_group(group, [Slow] if rank == 0 else [cuda_ipc_over()])
+        device = device_group(group, [cuda_ipc_over(kind=PretendDriver if rank else Late)])
         tensor = torch.full((LARGE,), float(rank))
         try:
             if rank:
@@ -578,18 +546,9 @@ def test_mismatched_sizes_and_dtypes_raise(sent, expected):
     assert "send" in str(errors[0]) or "send" in str(errors[1])
 
 
-async def test_mismatched_size_that_the_fingerprint_cannot_hold_raises():
-    async with devices_of(2, [cuda_ipc_over()]) as (first, second):
-        huge = torch.ones(1, dtype=torch.uint8).expand(1 << 24)  # equals 0 modulo 2^24
-        works = [first.send(huge, 1), second.recv(torch.empty(0, dtype=torch.uint8), 0)]
-        outcomes = await asyncio.gather(*works, return_exceptions=True)
-        assert isinstance(outcomes[1], MismatchError)
-        assert isinstance(outcomes[0], GroupError)
-
-
 @pytest.mark.parametrize("small", [0, 512, 40_000])
-async def test_small_and_large_messages_do_not_take_each_other_for_the_same(small):
-    """A large message begins with a control message of 512 bytes, and a small one has only its data."""
+async def test_mismatched_size_that_the_fingerprint_cannot_hold_raises(small):
+    """It holds the size modulo 2^24. A large message begins with a control message of 512 bytes, a small one with data."""
     async with devices_of(2, [cuda_ipc_over()]) as (first, second):
         large = torch.ones(1, dtype=torch.uint8).expand((1 << 24) + small)
         works = [first.send(large, 1), second.recv(torch.empty(small, dtype=torch.uint8), 0)]
@@ -628,7 +587,7 @@ async def test_pending_messages_fail_when_the_group_is_destroyed(caplog):
     assert "(control_group)" not in caplog.text, "the works of the control messages were logged, too"
 
 
-async def test_receive_completes_after_all_senders_have_left(transport, eventually):
+async def test_receive_completes_after_all_senders_have_left(transport, eventually, monkeypatch):
     async with devices_of(3, transport=transport) as groups:
         await asyncio.gather(*(device.barrier() for device in groups))
         free = threading.Event()
@@ -642,7 +601,9 @@ async def test_receive_completes_after_all_senders_have_left(transport, eventual
             device.close()
             device.host.mesh.close()
         await eventually(lambda: last.desync_detector.error)
-        last._check_health(last._watcher._pending[0])
+        checks = []
+        monkeypatch.setattr(last.desync_detector, "listen", lambda: checks.append(None))
+        await eventually(lambda: len(checks) > 1)  # the slow receive was checked after the senders had left
         free.set()
         assert await asyncio.gather(*works) == [1, 2]
         assert [room.tolist() for room in into] == [[1.0] * 5, [2.0] * 5]
@@ -660,8 +621,8 @@ def test_control_message_round_trip():
 def test_blocking_receive_returns_before_the_device_has_the_data(monkeypatch):
     devices, streams = {}, [PretendStreams(), PretendStreams()]
     streams[1].hold()
-    group_for = Group._group_for
-    monkeypatch.setattr(Group, "_group_for", lambda self, value: devices.get(self) or group_for(self, value))
+    monkeypatch.setattr("asyncdist.groups.group.device_of", lambda value: torch.device("cuda"))
+    monkeypatch.setattr(Group, "on", lambda group, device: devices.get(group, group))
 
     def program(group):
         rank = group.rank()
@@ -722,10 +683,12 @@ def test_blocking_receive_waits_for_the_senders_device(run, until):
     def program(device):
         tensor = torch.full((LARGE,), float(device.rank()))
         if device.rank() == 0:
-            device.messages.backends["cuda_ipc"]._driver.holds = True
+            assert "cuda_ipc" in device.messages.backends
+            (driver,) = device.drivers
+            driver.holds = True
             work = device.send(tensor, 1)
-            until(lambda: device.messages.backends["cuda_ipc"]._events.made)
-            device.messages.backends["cuda_ipc"]._driver.go_on()
+            until(lambda: driver.made_events)
+            driver.go_on()
             work.wait()
         else:
             device.recv(tensor, 0, background=False)
@@ -740,11 +703,13 @@ def test_operations_go_on_while_a_blocking_receive_waits_for_a_device(run):
     def program(device):
         tensor, host = torch.full((LARGE,), float(device.rank())), device.host
         if device.rank() == 0:
-            device.messages.backends["cuda_ipc"]._driver.holds = True
+            assert "cuda_ipc" in device.messages.backends
+            (driver,) = device.drivers
+            driver.holds = True
             work = device.send(tensor, 1)
             host.send(torch.ones(1), 1, 7).wait()
             host.recv(torch.ones(1), 1, 8).wait()
-            device.messages.backends["cuda_ipc"]._driver.go_on()
+            driver.go_on()
             work.wait()
         else:
             asked = host.recv(torch.ones(1), 0, 7)

@@ -1,7 +1,5 @@
 """The runner of `make prove-gpu`: parts, limits, reports and the exit status. Here the parts need no device."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Small copies to a device in two rows, over a pretended driver: what is copied, and when its memory is used again."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

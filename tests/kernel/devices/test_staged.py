@@ -1,7 +1,5 @@
 """The staged backend: every collective on a pretended device, compared with plain arithmetic."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The work of a device operation: order of streams, waiting, refusals and failures."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import re
@@ -20,94 +18,72 @@ from asyncdist.errors import (
     WaitTimeoutError,
 )
 from asyncdist.kernel.engine.work import joined
-from tests.support.devices import PretendStreams, Queued, device_group, devices_of
+from tests.support.devices import PretendStreams, Queued, device_group, devices_of, one_device
 
 pytestmark = pytest.mark.each_loop
 
 
 @pytest.fixture
-def alone(together):
-    """Run ``program(device, streams)`` on the device of a single rank."""
+def streams():
+    return PretendStreams()
 
-    def alone(program, kinds=(Queued,)):
-        def rank(group):
-            streams = PretendStreams()
-            on = device_group(group, kinds, streams)
-            try:
-                program(on, streams)
-            finally:
-                streams.release()
-                on.close()
 
-        together(1, rank)
-
-    return alone
+@pytest.fixture(params=["queued"])
+def group(request, streams):
+    """A device group of this rank alone, over the back end `Queued` or ``"staged"``."""
+    with one_device(streams, [Queued] if request.param == "queued" else []) as group:
+        yield group
 
 
 # -- streams ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kinds", [(), (Queued,)], ids=["staged", "queued"])
-def test_communication_stream_first_waits_for_the_callers_stream(alone, kinds):
-    def program(group, streams):
-        group.all_reduce(torch.ones(4)).wait()
-        assert streams.log[:2] == [("record_event", "caller"), ("wait_event", "ours")]
-        ours = streams.asked("ours")
-        assert ours.index("wait_event") < ours.index("record_event")
-        assert ours[-1] == "record_event"
-
-    alone(program, kinds)
+@pytest.mark.parametrize("group", ["staged", "queued"], indirect=True)
+def test_communication_stream_first_waits_for_the_callers_stream(group, streams):
+    group.all_reduce(torch.ones(4)).wait()
+    assert streams.log[:2] == [("record_event", "caller"), ("wait_event", "ours")]
+    ours = streams.asked("ours")
+    assert ours.index("wait_event") < ours.index("record_event")
+    assert ours[-1] == "record_event"
 
 
-def test_wait_orders_the_callers_stream_after_the_operation(alone):
-    def program(group, streams):
-        group.all_reduce(torch.ones(4)).synchronize()
-        streams.hold()
-        work = group.all_reduce(torch.ones(4))
-        streams.log.clear()
-        assert work.wait()
-        assert streams.asked("caller") == ["wait_event"]
-        assert not work.is_completed()
-        streams.release()
-        work.synchronize()
-        assert work.is_completed()
-        assert work.is_success()
-
-    alone(program)
+def test_wait_orders_the_callers_stream_after_the_operation(group, streams):
+    group.all_reduce(torch.ones(4)).synchronize()
+    streams.hold()
+    work = group.all_reduce(torch.ones(4))
+    streams.log.clear()
+    assert work.wait()
+    assert streams.asked("caller") == ["wait_event"]
+    assert not work.is_completed()
+    streams.release()
+    work.synchronize()
+    assert work.is_completed()
+    assert work.is_success()
 
 
-def test_ordered_after_orders_after_one_operation(alone):
-    def program(group, streams):
-        work = group.all_reduce(torch.ones(4))
+def test_ordered_after_orders_after_one_operation(group, streams):
+    work = group.all_reduce(torch.ones(4))
+    work.wait()
+    with work.ordered_after():
+        pass
+    assert streams.log[-1] == ("ordered_after", "caller")
+
+
+def test_blocking_call_orders_the_callers_stream(group, streams):
+    group.all_reduce(torch.ones(4)).wait()
+    streams.hold()
+    before = len(streams.log)
+    group.all_reduce(torch.ones(4), background=False)  # returns although the device is held
+    assert streams.log[before] == ("record_event", "caller")
+    assert streams.log[-1] == ("wait_event", "caller")
+
+
+def test_calls_are_enqueued_in_issue_order(group):
+    tensor = torch.zeros(1)
+    works = [group.all_reduce(tensor) for _ in range(50)]
+    for work in works:
         work.wait()
-        with work.ordered_after():
-            pass
-        assert streams.log[-1] == ("ordered_after", "caller")
-
-    alone(program)
-
-
-def test_blocking_call_orders_the_callers_stream(alone):
-    def program(group, streams):
-        group.all_reduce(torch.ones(4)).wait()
-        streams.hold()
-        before = len(streams.log)
-        group.all_reduce(torch.ones(4), background=False)  # returns although the device is held
-        assert streams.log[before] == ("record_event", "caller")
-        assert streams.log[-1] == ("wait_event", "caller")
-
-    alone(program)
-
-
-def test_calls_are_enqueued_in_issue_order(alone):
-    def program(group, streams):
-        tensor = torch.zeros(1)
-        works = [group.all_reduce(tensor) for _ in range(50)]
-        for work in works:
-            work.wait()
-        assert tensor.item() == 50
-
-    alone(program)
+    assert tensor.item() == 50
 
 
 # -- waiting ----------------------------------------------------------------------------------------
@@ -156,50 +132,42 @@ async def test_cancelled_await_leaves_the_operation_running():
         assert torch.equal(await work, torch.full((1,), 2.0))
 
 
-def test_result_and_timeouts_before_the_operation_is_enqueued(alone):
-    def program(group, streams):
-        streams.hold()
-        # The staged backend waits for the copy to the host, so the call is not enqueued.
-        work = group.all_reduce(torch.ones(4))
-        with pytest.raises(UsageError, match="not completed"):
-            work.result()
-        with pytest.raises(WaitTimeoutError, match=r"not completed within 0\.01 s"):
-            work.wait(0.01)
-        with pytest.raises(WaitTimeoutError):
-            work.synchronize(0.01)
-        assert work.exception() is None
-        streams.release()
-        work.synchronize()
-        assert torch.equal(work.result(), torch.ones(4))
-
-    alone(program, ())
+@pytest.mark.parametrize("group", ["staged"], indirect=True)
+def test_result_and_timeouts_before_the_operation_is_enqueued(group, streams):
+    streams.hold()
+    # The staged backend waits for the copy to the host, so the call is not enqueued.
+    work = group.all_reduce(torch.ones(4))
+    with pytest.raises(UsageError, match="not completed"):
+        work.result()
+    with pytest.raises(WaitTimeoutError, match=r"not completed within 0\.01 s"):
+        work.wait(0.01)
+    with pytest.raises(WaitTimeoutError):
+        work.synchronize(0.01)
+    assert work.exception() is None
+    streams.release()
+    work.synchronize()
+    assert torch.equal(work.result(), torch.ones(4))
 
 
-def test_future_completes_with_the_data(alone, until):
-    def program(group, streams):
-        group.all_reduce(torch.ones(4)).wait()
-        streams.hold()
-        future = group.all_reduce(torch.ones(4)).get_future()
-        assert not future.done()
-        streams.release()
-        assert torch.equal(future.wait(), torch.full((4,), 2.0))
-
-    alone(program)
+def test_future_completes_with_the_data(group, streams):
+    group.all_reduce(torch.ones(4)).wait()
+    streams.hold()
+    future = group.all_reduce(torch.ones(4)).get_future()
+    assert not future.done()
+    streams.release()
+    assert torch.equal(future.wait(), torch.full((4,), 2.0))
 
 
-def test_wait_of_joined_works(alone):
-    def program(group, streams):
-        group.all_reduce(torch.ones(4)).wait()
-        streams.hold()
-        tensors = [torch.ones(4), torch.zeros(2)]
-        whole = joined([group.all_reduce(tensor) for tensor in tensors])
-        streams.log.clear()
-        assert whole.wait()
-        assert streams.asked("caller") == ["wait_event"] * 2
-        assert not whole.is_completed()
-        assert [tensor.sum().item() for tensor in whole.result()] == [8.0, 2.0]
-
-    alone(program)
+def test_wait_of_joined_works(group, streams):
+    group.all_reduce(torch.ones(4)).wait()
+    streams.hold()
+    tensors = [torch.ones(4), torch.zeros(2)]
+    whole = joined([group.all_reduce(tensor) for tensor in tensors])
+    streams.log.clear()
+    assert whole.wait()
+    assert streams.asked("caller") == ["wait_event"] * 2
+    assert not whole.is_completed()
+    assert [tensor.sum().item() for tensor in whole.result()] == [8.0, 2.0]
 
 
 async def test_await_of_joined_works():
@@ -227,16 +195,13 @@ async def test_blocking_on_the_driving_loop_is_refused():
 # -- refusals and failures --------------------------------------------------------------------------
 
 
-def test_capture_into_a_cuda_graph_is_refused(alone):
-    def program(group, streams):
-        streams.captures = True
-        for call in (lambda: group.all_reduce(torch.ones(1)), group.barrier):
-            with pytest.raises(UnsupportedError, match="cannot be captured into a CUDA graph"):
-                call()
-        streams.captures = False
-        group.all_reduce(torch.ones(1)).wait()
-
-    alone(program)
+def test_capture_into_a_cuda_graph_is_refused(group, streams):
+    streams.captures = True
+    for call in (lambda: group.all_reduce(torch.ones(1)), group.barrier):
+        with pytest.raises(UnsupportedError, match="cannot be captured into a CUDA graph"):
+            call()
+    streams.captures = False
+    group.all_reduce(torch.ones(1)).wait()
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -1,7 +1,5 @@
 """Registered tensors: allocation and release of their memory, and moving tensors and modules into it."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import gc

@@ -1,7 +1,5 @@
 """Serialization of objects: round trips, refusals, and damaged bytes, which raise ProtocolError only."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import pickle

@@ -1,7 +1,5 @@
 """Segments of shared memory that one process writes and others map."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import mmap

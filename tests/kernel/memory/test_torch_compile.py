@@ -1,7 +1,5 @@
 """What `torch.compile` and `torch.export` make of calls of the blocking API."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._dynamo.exc import Unsupported

@@ -1,7 +1,5 @@
 """The report on the flight recorders of several ranks."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

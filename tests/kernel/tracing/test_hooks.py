@@ -1,7 +1,5 @@
 """Hooks on the operations of groups: what they get, when they are called, and that they break nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -22,9 +20,11 @@ from tests.support.frames import frames_of
 class Calls(list):
     """The calls of a hook, as (event, record); `wait_for` waits until there are so many."""
 
-    def __init__(self) -> None:
+    def __init__(self, group=None) -> None:
         super().__init__()
         self._changed = threading.Condition()
+        if group is not None:
+            self.register(group.register_hook)
 
     def add(self, event: str, record: OperationRecord) -> None:
         with self._changed:
@@ -46,8 +46,7 @@ class Calls(list):
 
 async def test_hook_gets_the_start_and_the_end_of_a_collective(transport, each):
     async with world_of(2, transport=transport) as groups:
-        calls = Calls()
-        calls.register(groups[1].register_hook)
+        calls = Calls(groups[1])
         await each(groups, lambda group: group.all_reduce(torch.ones(6)))
         (begin, started), (finish, ended) = calls
     assert (begin, finish) == ("start", "end")
@@ -78,8 +77,7 @@ async def test_hook_gets_the_peer_of_a_message_as_global_rank(transport):
 
 async def test_hook_gets_the_error_of_a_failed_operation_instead_of_its_end(transport):
     async with world_of(2, transport=transport) as groups:
-        calls = Calls()
-        calls.register(groups[0].register_hook)
+        calls = Calls(groups[0])
         pending = groups[0].all_reduce(torch.ones(3))
         groups[1].abort("enough")
         with pytest.raises(GroupError) as raised:
@@ -94,8 +92,7 @@ async def test_hook_gets_the_error_of_a_failed_operation_instead_of_its_end(tran
 
 def test_each_thread_of_blocking_ranks_calls_the_hooks_of_its_operations(transport):
     def program(group):
-        calls = Calls()
-        calls.register(group.register_hook)
+        calls = Calls(group)
         for _ in range(5):
             group.all_reduce(torch.ones(2), background=False).result()
         group.barrier(background=False).result()
@@ -188,8 +185,7 @@ async def test_hook_may_start_an_operation_of_another_group(each):
 
 async def test_record_says_for_which_rank_an_operation_waited(transport):
     async with world_of(2, transport=transport) as groups:
-        calls = Calls()
-        calls.register(groups[0].register_hook)
+        calls = Calls(groups[0])
         pending = groups[0].all_reduce(torch.ones(100))
         for _ in range(5):
             await asyncio.sleep(0)
@@ -202,8 +198,7 @@ async def test_record_says_for_which_rank_an_operation_waited(transport):
 
 async def test_receive_from_any_rank_counts_the_wait_for_the_sender(transport):
     async with world_of(3, transport=transport) as groups:
-        calls = Calls()
-        calls.register(groups[0].register_hook)
+        calls = Calls(groups[0])
         pending = groups[0].recv(torch.ones(4), None)
         await asyncio.gather(groups[2].send(torch.ones(4), 0), pending)
         assert list(calls[-1][1].waits) == [2]
@@ -211,8 +206,7 @@ async def test_receive_from_any_rank_counts_the_wait_for_the_sender(transport):
 
 async def test_waits_of_parts_that_run_at_once_do_not_exceed_the_duration(each):
     async with world_of(3, transport="tcp") as groups:
-        calls = Calls()
-        calls.register(groups[0].register_hook)
+        calls = Calls(groups[0])
         await each(groups, lambda group: group.all_reduce(torch.ones(3 << 20)))
         await each(groups, lambda group: group.all_gather([torch.ones(5) for _ in range(3)], torch.ones(5)))
         await each(groups, lambda group: group.all_gather_object([None] * 3, {"rank": group.rank()}))
@@ -225,8 +219,7 @@ async def test_waits_of_parts_that_run_at_once_do_not_exceed_the_duration(each):
 
 async def test_parts_that_wait_for_the_same_rank_at_once_count_once():
     async with world_of(3) as groups:
-        calls = Calls()
-        calls.register(groups[0].register_hook)
+        calls = Calls(groups[0])
         entry = groups[0].hooks.new_entry("world", "all_reduce", 1, 0, 4)
         observed = groups[0].hooks.record(entry)
         assert observed is entry
@@ -248,8 +241,7 @@ async def test_hooks_see_operations_on_devices():
 
 async def test_record_cannot_be_changed():
     async with world_of(1) as (group,):
-        calls = Calls()
-        calls.register(group.register_hook)
+        calls = Calls(group)
         await group.all_reduce(torch.ones(1))
     for _, record in calls:
         with pytest.raises(AttributeError):

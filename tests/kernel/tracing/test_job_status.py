@@ -1,7 +1,5 @@
 """The status of a job from the answers of its ranks: rows, culprits and their order."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -84,10 +82,7 @@ def test_silent_and_lost_ranks_are_culprits_with_their_reasons():
     assert silent.culprit
     assert lost.culprit
     assert status.rows[0].waits_for == [1, 2]
-    assert status.story[:2] == [
-        "rank 1 is silent: its process is stopped.",
-        "rank 2 is lost: no heartbeat for 5.0 s.",
-    ]
+    assert status.story[:2] == ["rank 1 is silent: its process is stopped.", "rank 2 is lost: no heartbeat for 5.0 s."]
 
 
 def test_rank_that_left_and_former_member_are_no_problem():

@@ -1,7 +1,5 @@
 """Prometheus metrics of groups: what is counted, the limits of labels, the HTTP port, and the dashboard."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """OpenTelemetry spans of operations. Skipped without opentelemetry-sdk."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

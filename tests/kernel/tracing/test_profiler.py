@@ -1,7 +1,5 @@
 """What torch's profiler shows of operations."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

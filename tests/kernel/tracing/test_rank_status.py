@@ -1,7 +1,5 @@
 """The status of each rank: its call, the ranks that it waits for, its rates."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -103,12 +101,7 @@ def recorded(monkeypatch, ranks, at=200.0):
 def test_rates_cover_ten_seconds_or_the_recorded_calls(monkeypatch):
     busy, idle, new, none = recorded(
         monkeypatch,
-        [
-            [(150.0 + each, 150.5 + each) for each in range(50)],
-            [(100.0, 101.0)],
-            [(198.0, 198.5), (199.0, 199.5)],
-            [],
-        ],
+        [[(150.0 + each, 150.5 + each) for each in range(50)], [(100.0, 101.0)], [(198.0, 198.5), (199.0, 199.5)], []],
     )
     assert busy.calls_per_second == 1.0
     assert busy.bytes_per_second == 1000.0

@@ -1,7 +1,5 @@
 """The flight recorder: dumps when a group fails, on a signal, and on request."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets

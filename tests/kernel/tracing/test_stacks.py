@@ -1,7 +1,5 @@
 """Python stacks of threads and tasks."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """Dumps in the format of torch's flight recorder."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

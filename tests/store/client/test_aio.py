@@ -1,7 +1,5 @@
 """The awaited client against a real server over loopback."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

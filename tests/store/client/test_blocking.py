@@ -1,7 +1,5 @@
 """TCPStore: connections, leaders and followers, the embedded server."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
@@ -21,13 +19,7 @@ import pytest
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
-from asyncdist.errors import (
-    AddressError,
-    StoreConnectionError,
-    StoreError,
-    StoreTimeoutError,
-    UsageError,
-)
+from asyncdist.errors import AddressError, StoreConnectionError, StoreError, StoreTimeoutError, UsageError
 from asyncdist.store import TCPStore
 from asyncdist.store.base import Subscription
 from asyncdist.store.client.blocking import BlockingConnection

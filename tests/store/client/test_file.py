@@ -1,7 +1,5 @@
 """FileStore between processes, some of which are killed."""
 
-from __future__ import annotations
-
 import fcntl
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Hosts that vanish without an end of their connections: each side of a store's connection notices within its limit."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -125,8 +123,8 @@ def test_process_that_reads_late_is_told_from_a_host_that_vanished(until):
         watch = HostWatch(writer, 0.1)
 
         def silence():
-            found = writer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, host_watch._TCP_INFO.size)
-            return host_watch._TCP_INFO.unpack(found)[3]
+            info = host_watch._TCP_INFO
+            return info.unpack(writer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, info.size))[3]
 
         until(lambda: not watch.has_vanished() and watch.is_waiting and silence() > 300)
         deafen(reader.fileno())

@@ -1,7 +1,5 @@
 """FileStore on a simulated network file system: stale caches, writes that fail when flushed, locks that fail."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

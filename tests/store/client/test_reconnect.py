@@ -1,7 +1,5 @@
 """Clients whose connections break: they reconnect, apply no change twice, and raise an error where they cannot continue."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

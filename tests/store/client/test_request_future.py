@@ -1,7 +1,5 @@
 """Requests of the awaited client: futures, each way to wait for one, and one timer for all deadlines."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -1,7 +1,5 @@
 """A store with data that a test kills: started in a forked process, compacting all the time."""
 
-from __future__ import annotations
-
 import asyncio
 from multiprocessing.connection import Connection
 from pathlib import Path

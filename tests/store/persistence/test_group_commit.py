@@ -1,7 +1,5 @@
 """A server with a journal acknowledges a change once it is written, as its fsync policy says, and keeps it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

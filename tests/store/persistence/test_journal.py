@@ -1,7 +1,5 @@
 """The journal: committed frames are recovered, a torn end is cut off, damage is refused with its position."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -29,6 +27,13 @@ from asyncdist.store.state.model import Contents
 
 MANY = 1 << 30
 BODIES = [b"\x93\x01\xa1a\xc4\x01" + bytes([number]) for number in range(4)]  # set a to 0, 1, 2, 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_disk() -> Iterator[None]:
+    """`test_power_failure.py` tests what is flushed."""
+    with mock.patch.object(os, "fsync"), mock.patch.object(os, "fdatasync"):
+        yield
 
 
 def recorded_state(quota: MemoryQuota | None = None) -> tuple[StoreState, ChangeLog]:
@@ -104,7 +109,7 @@ def check_replay(requests, compacted) -> None:
 
 
 def test_append_to_a_long_value_rarely_copies_it_also_in_replay():
-    (state, log), contents, value = recorded_state(), Contents(), bytearray(16 << 20)
+    (state, log), contents, value = recorded_state(), Contents(), bytearray(4 << 20)
     state.execute("c", 0, Op.SET, ("k", bytes(value)))
 
     def append() -> None:

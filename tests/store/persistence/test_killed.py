@@ -3,8 +3,6 @@
 Acknowledged changes must be there each time. Other changes may be there, but only whole and in order.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """The journal after a power failure at any step, with any part of the unflushed writes: no acknowledged change is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The codec of torch's wire format: valid requests with any split, and malformed input."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import struct
@@ -150,9 +148,6 @@ def test_replies():
     assert vector(b"abc") == struct.pack("<Q", 3) + b"abc"
     assert vectors([b"", b"a"]) == struct.pack("<QQ", 0, 1) + b"a"
     assert encode(Code.VALIDATE, MAGIC) == b"\x00\xce\xf7\x85\x3c"
-
-
-# -- cached requests ----------------------------------------------------------------------------
 
 
 def remembering(code):

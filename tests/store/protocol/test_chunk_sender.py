@@ -1,7 +1,5 @@
 """Chunked messages are sent in order, one chunk per iteration of the loop, while the socket accepts them."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

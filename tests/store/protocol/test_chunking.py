@@ -1,7 +1,5 @@
 """Long messages in chunks: other messages pass between them, and abandoned ones leave no memory behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """The client's session as a state machine: answers, cancellations, and the requests after a reconnect."""
 
-from __future__ import annotations
-
 import math
 from unittest.mock import ANY
 
@@ -58,9 +56,6 @@ def reconnect(protocol: ClientProtocol, *, known: bool, limit: int = LIMIT) -> l
 def set_ephemeral(protocol: ClientProtocol, key: str, value: bytes = b"1") -> None:
     request, _ = protocol.ask(Handler(operations.set_ephemeral(key, value)))
     protocol.receive(answer(request, OperationKind.RESULT, None))
-
-
-# -- requests and answers ---------------------------------------------------------------------------
 
 
 def test_replies_reach_their_requests_in_any_order(protocol):
@@ -129,9 +124,6 @@ def test_lease_without_a_limit_is_sent_as_a_long_time():
     protocol.receive(hello(LIMIT))
     ((_, _, _, lease_ms),) = messages_in(protocol.introduce())
     assert lease_ms > 86400e3
-
-
-# -- ephemeral keys after a reconnect ---------------------------------------------------------------
 
 
 def test_keys_are_restored_although_the_next_connection_breaks_before_the_answer(protocol):

@@ -1,7 +1,5 @@
 """The wire format with any split of the stream, and malformed input, which raises only ProtocolError."""
 
-from __future__ import annotations
-
 import itertools
 import struct
 
@@ -24,17 +22,7 @@ from asyncdist.store.protocol.codec import (
     hello,
     messages_in,
 )
-from asyncdist.store.protocol.operations import (
-    ARGUMENTS,
-    FLAG,
-    KEY,
-    KEYS,
-    NUMBER,
-    VALUE,
-    VALUES,
-    Op,
-    OperationKind,
-)
+from asyncdist.store.protocol.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Op, OperationKind
 
 LIMIT = 1000
 
@@ -175,9 +163,6 @@ def test_frame_of_exactly_the_limit_is_accepted():
 def test_malicious_msgpack_is_refused(bomb):
     with pytest.raises(ProtocolError):
         requests_in(bomb)
-
-
-# -- commands --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 The daemon is a process of its own, because torch's client holds the interpreter's lock while it waits for some replies.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -76,9 +74,6 @@ def in_thread(call: Callable[[], object]) -> Callable[[], object]:
 def done(store: dist.Store) -> None:
     """Wait until the server has executed the writes of this client, which have no replies."""
     store.num_keys()
-
-
-# -- torch's client, operation by operation --------------------------------------------------------
 
 
 def test_values(connect):
@@ -174,8 +169,6 @@ def test_both_clients_see_the_same_keys(port, name):
         dist.PrefixStore(name, theirs).set("p", "v")
         assert ours.get(f"{name}/p") == b"v"
 
-
-# -- process groups and launchers ------------------------------------------------------------------
 
 WORKER = r"""
 import sys

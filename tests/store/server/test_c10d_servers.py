@@ -3,8 +3,6 @@
 The tests assert the bugs of torch's server as well, so that they fail when a later torch fixes one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import subprocess

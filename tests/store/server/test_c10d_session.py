@@ -1,7 +1,5 @@
 """c10d clients at the asyncdist server: access rules, malformed requests, and clients that vanish or stop reading."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -37,9 +35,6 @@ def call(server, raw):
         await caller.leave()
 
     return call
-
-
-# -- the first bytes -------------------------------------------------------------------------------
 
 
 async def test_greeting_is_read_byte_by_byte(call):
@@ -140,8 +135,6 @@ async def test_requests_of_a_reset_connection_are_not_applied(server, store, mon
     assert await store.check(["k"]) is False
 
 
-# -- bad requests ---------------------------------------------------------------------------------
-
 BAD = {
     "an unknown code": (b"\x42", "0x42"),
     "another magic number": (encode(Code.VALIDATE, 7), "magic"),
@@ -172,9 +165,6 @@ async def test_bad_request_closes_the_connection(store, call, caplog, eventually
         assert await standing.receive(4) == struct.pack("<I", 7)
 
 
-# -- waits -----------------------------------------------------------------------------------------
-
-
 async def test_request_behind_a_wait_is_answered_first(store, call):
     async with call() as caller:
         await caller.send(encode(Code.WAIT, [b"/k", b"/k"]) + encode(Code.ADD, b"/n", 1))
@@ -195,9 +185,6 @@ async def test_asyncdist_pop_and_c10d_wait_for_the_same_queue(server, store, cal
         assert await caller.receive(1) == b"\x00"
         await caller.send(encode(Code.QUEUE_POP, b"/q"))
         assert await caller.receive(17) == struct.pack("<qQ", 1, 1) + b"2"
-
-
-# -- slow readers ----------------------------------------------------------------------------------
 
 
 async def test_client_that_does_not_read_replies_is_not_read_from(server, store, call, eventually):
@@ -230,9 +217,6 @@ async def test_client_with_many_requests_is_not_dropped_when_its_wait_ends(
         listed_nbytes = 8 + count * (8 + 1 + name_nbytes)
         assert (await caller.receive(listed_nbytes + 1))[listed_nbytes:] == STOP_WAITING
     assert server.admission.num_refused == 0
-
-
-# -- many ------------------------------------------------------------------------------------------
 
 
 def test_three_hundred_clients_die_after_a_barrier():

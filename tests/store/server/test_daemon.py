@@ -1,7 +1,5 @@
 """The daemon in a process of its own: it ends without warnings on a signal. `tests/cli` tests the command."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The epoll fast path for torch's clients, and the loop's transports where there is no epoll."""
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

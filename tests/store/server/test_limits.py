@@ -1,7 +1,5 @@
 """The limits of values, keys and memory hold to the byte for each operation."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -42,9 +40,6 @@ class Store:
         quota = MemoryQuota()
         StoreState(quota=quota).restore(self.state.contents())
         return quota.nbytes
-
-
-# -- values and keys --------------------------------------------------------------------------------
 
 
 def requests(key: str, value: bytes) -> list[tuple[object, ...]]:
@@ -95,9 +90,6 @@ def test_add_and_barrier_refuse_a_longer_key(request_of):
     assert len(store.state.keys) == store.state.num_open == 0
 
 
-# -- memory -----------------------------------------------------------------------------------------
-
-
 def test_memory_limit_holds_to_the_byte():
     for request in requests("k", bytes(49)):
         measured = Store()
@@ -126,9 +118,6 @@ def test_arriving_chunks_count_against_the_memory_limit():
     assert store.ask("a", Op.SET, "k", bytes(60)) is Reason.FULL
     store.quota.arriving_nbytes -= 950
     assert store.ask("a", Op.SET, "k", bytes(60)) is None
-
-
-# -- answers that are kept --------------------------------------------------------------------------
 
 
 def counted(contents: Contents) -> int:

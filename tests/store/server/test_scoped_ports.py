@@ -1,7 +1,5 @@
 """Scoped ports: an empty store on a port of its own, which ends with a lease."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncdist.errors import AddressError, StoreConnectionError, StoreError

@@ -1,7 +1,5 @@
 """The server against hostile, dead and slow clients: it logs and drops them, and other clients are unaffected."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

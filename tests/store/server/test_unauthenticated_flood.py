@@ -1,7 +1,5 @@
 """Floods of unauthenticated or silent connections: the server keeps serving authenticated clients."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

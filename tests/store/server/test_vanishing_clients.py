@@ -1,7 +1,5 @@
 """Clients that die at any byte of any operation: the operation is applied or not, and no other state remains."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 

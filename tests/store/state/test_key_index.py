@@ -1,7 +1,5 @@
 """The ordered index of keys against a plain set of the same keys."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The state machine: single promises, and random requests whose replies are compared with those of a simple model."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

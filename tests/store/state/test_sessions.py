@@ -1,7 +1,5 @@
 """Client sessions: their leases, and the replies that the server keeps for them."""
 
-from __future__ import annotations
-
 from asyncdist.store.protocol.operations import OperationKind, Reply
 from asyncdist.store.state.change_log import ChangeLog, replay
 from asyncdist.store.state.model import KEPT_ANSWERS, Contents

@@ -1,7 +1,5 @@
 """Leases on prefixes: the keys under a prefix are deleted with the last client that keeps the lease on it."""
 
-from __future__ import annotations
-
 import pytest
 
 from asyncdist.base.background_loop import background_loop
