@@ -112,6 +112,8 @@ class Judge:
         self._committed: dict[tuple[int, int], dict[Witness, bool]] = {}
         self._by_rank: dict[tuple[str, int], Witness] = {}
         self._first_commit: dict[int, float] = {}
+        self.accusations: list[tuple[float, str]] = []
+        """When a process was blamed that no fault has touched, and what to say of it."""
         """When the first round of each generation was committed."""
 
     def add(self, slot: int, name: str, now: float) -> Witness:
@@ -152,14 +154,14 @@ class Judge:
 
     # -- reports -------------------------------------------------------------------------------
 
-    def hear(self, witness: Witness, report: tuple[object, ...], now: float, *, starved: bool = False) -> None:
-        """Handle a report. ``starved`` tells whether some process has logged that it could not run for long."""
+    def hear(self, witness: Witness, report: tuple[object, ...], now: float) -> None:
+        """Handle a report."""
         kind, *values = report
         if kind not in ("called", "read"):  # they come from another thread
             witness.progress = now
         handle = getattr(self, f"_on_{kind}", None)
         if handle is not None:
-            handle(witness, *values, **({"now": now, "starved": starved} if kind == "failed" else {}))
+            handle(witness, *values, **({"now": now} if kind == "failed" else {}))
 
     def _on_entered(self, witness, generation, rank, members, identity, world):
         witness.state, witness.generation, witness.world = "member", generation, world[0]
@@ -208,7 +210,7 @@ class Judge:
                             f"{time - begun:.3f} s after one of generation {new}"
                         )
 
-    def _on_failed(self, witness, kind, peer, text, *, now, starved):
+    def _on_failed(self, witness, kind, peer, text, *, now):
         if kind in ("MismatchError", "OperationTimeoutError"):
             raise ViolationError(f"{witness.name} has got {kind}: {text}")
         blamed = self._by_rank.get((witness.world, peer))
@@ -217,11 +219,11 @@ class Judge:
             or any(reason in text for reason in _NOT_LOST)
             or blamed is None
             or not blamed.is_alive
-            or starved
         ):
             return
         if now > blamed.harmed_until and blamed.state not in ("leaves", "ended", "out"):
-            raise ViolationError(f"{witness.name} blames {blamed.name}, which lives and was not touched: {text}")
+            message = f"{witness.name} blames {blamed.name}, which lives and was not touched: {text}"
+            self.accusations.append((now, message))
 
     def _on_called(self, witness, answered, failed):
         if self.is_settling:
@@ -276,6 +278,18 @@ class Judge:
         else:
             together = all(one.state == "member" for one in living)
         return together and all(one.rounds_after.get(one.generation, 0) >= ROUNDS_AFTER for one in living)
+
+    def check_accusations(self, now: float, *, starved: bool) -> None:
+        """Check that no process was blamed that could run.
+
+        Args:
+            now: The time. A process that could not run says so when it runs again, for which it is given `PATIENCE`.
+            starved: Whether some process has logged that it could not run for long.
+        """
+        if starved:
+            self.accusations.clear()
+        elif self.accusations and now > self.accusations[0][0] + PATIENCE:
+            raise ViolationError(self.accusations[0][1])
 
     def check_survivors(self, *, starved: bool = False) -> None:
         """Check that those founders go on that must: any of them may be lost that was silent because it could not run."""

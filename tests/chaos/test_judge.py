@@ -1,5 +1,7 @@
 """The judge of random worlds finds what must not happen, and the plans follow from their seeds."""
 
+import math
+
 import pytest
 
 from tests.chaos.judge import MEETING, PATIENCE, Judge, ViolationError
@@ -63,8 +65,11 @@ def test_two_parts_that_go_on_are_found():
 def test_loss_of_a_rank_that_no_fault_has_touched_is_found():
     judge, (first, _, _) = judged()
     judge.hear(first, lost(1, "it has destroyed its process group"), 1.0)
+    judge.check_accusations(math.inf, starved=False)
+    judge.hear(first, lost(1), 1.0)
+    judge.check_accusations(1.0 + PATIENCE, starved=False)
     with pytest.raises(ViolationError, match="process 0 blames process 1"):
-        judge.hear(first, lost(1), 1.0)
+        judge.check_accusations(1.1 + PATIENCE, starved=False)
 
 
 @pytest.mark.parametrize("kind", ["stop", "cut", *HARMLESS])
@@ -73,8 +78,10 @@ def test_victim_of_a_fault_may_be_lost_for_some_time_unless_the_fault_is_harmles
     judge.harm(Fault(0.0, kind, (1, 2), 1.0), 0.0)
     if kind not in HARMLESS:
         judge.hear(first, lost(1), 1.0 + HEARTBEAT)
+        judge.check_accusations(math.inf, starved=False)
+    judge.hear(first, lost(1), 1.0 + 5.0 * HEARTBEAT)
     with pytest.raises(ViolationError, match="blames"):
-        judge.hear(first, lost(1), 1.0 + 5.0 * HEARTBEAT)
+        judge.check_accusations(math.inf, starved=False)
 
 
 @pytest.mark.parametrize("kind", ["OperationTimeoutError", "MismatchError"])
@@ -101,7 +108,9 @@ def test_process_without_progress_is_found_unless_it_is_stopped(joins):
 
 def test_founder_that_is_lost_on_a_machine_without_processors_for_it_need_not_go_on():
     judge, (first, second, _) = judged()
-    judge.hear(first, lost(1), 1.0, starved=True)
+    judge.hear(first, lost(1), 1.0)
+    judge.check_accusations(1.1, starved=True)
+    judge.check_accusations(math.inf, starved=False)
     judge.hear(second, ("out", "ExcludedError", "the others go on"), 1.0)
     judge.check_survivors(starved=True)
     with pytest.raises(ViolationError, match="process 1 has not gone on"):

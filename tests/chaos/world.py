@@ -1,6 +1,7 @@
 """Runs one random world: starts its processes, injects the faults of its plan, and passes what happens to the judge."""
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -123,6 +124,7 @@ class ChaosWorld:
         for witness in living:
             if status := self._processes[witness].wait(_END_WITHIN):
                 raise ViolationError(f"{witness.name} has ended with status {status}")
+        self.judge.check_accusations(math.inf, starved=self._is_starved())
         self._check_left()
 
     def _stop_founder(self, witness):
@@ -160,6 +162,8 @@ class ChaosWorld:
         if self.plan.has_strangers and self._now >= self._visit_at:
             self._visit()
         self.judge.check_progress(self._now)
+        if self.judge.accusations:
+            self.judge.check_accusations(self._now, starved=self._is_starved())
 
     def _visit(self):
         """Let strangers connect to all ports, those of processes that are stopped included."""
@@ -194,8 +198,7 @@ class ChaosWorld:
             self._note(f"{witness.name}: {' '.join(map(str, report))}")
         if report[0] == "forked":
             self._children.append(report[1])
-        starved = report[0] == "failed" and self._is_starved()
-        self.judge.hear(witness, report, self._now, starved=starved)
+        self.judge.hear(witness, report, self._now)
 
     def _is_starved(self):
         """Return whether some process could not run for long; the others are unknown."""
