@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
 import socket
@@ -36,9 +37,11 @@ from asyncdist.rendezvous.addresses import advertised, probe, reachable
 from asyncdist.rendezvous.host_store import ServerHandle
 from asyncdist.rendezvous.init_method import url_of
 from asyncdist.rendezvous.record_store import AddressRecord, AsyncStoreRecords, RecordStore
-from asyncdist.rendezvous.session import Keys, RendezvousSession, TimeLimit
+from asyncdist.rendezvous.session import FIRST_NOTICE, Keys, RendezvousSession, TimeLimit
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.server.server import StoreServer
+
+log = logging.getLogger("asyncdist")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.2
 _FIRST_TRY, _LONGEST_TRY = 0.4, 8.0
@@ -318,6 +321,8 @@ async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, wh
     patience, grace = _FIRST_TRY, Deadline.never()
     refusal: AsyncdistError | None = None
     seen = ""
+    pause = FIRST_NOTICE
+    notice = Deadline.after(pause)
     async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, world.limit.deadline):
         try:
             client, record, token = await locate(patience)
@@ -348,6 +353,10 @@ async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, wh
             refusal = None
         if failure.slow:
             patience = min(2 * patience, _LONGEST_TRY)
+        if notice.expired():
+            log.warning("rank %d is still waiting for rank 0 at %s: %s", world.rank, where, seen)
+            pause *= 2
+            notice = Deadline.after(pause)
     if refusal is not None:
         raise refusal
     raise RendezvousTimeoutError((world.rank,), (0,), world.limit.timeout, where, world.world_size, seen)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
@@ -30,14 +31,19 @@ from asyncdist.errors import (
     StoreConnectionError,
     StoreError,
     StoreTimeoutError,
+    ranks,
 )
 from asyncdist.rendezvous.record_store import AddressRecord, RecordStore
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.prefix import AsyncPrefixStore
 from asyncdist.store.server.server import StoreServer
 
+log = logging.getLogger("asyncdist")
+
 T = TypeVar("T")
 CLOSE_TIMEOUT = 5.0
+FIRST_NOTICE = 10.0
+"""Seconds after which a rank logs for whom it waits. Each further notice comes after twice the time of the one before."""
 _PAYLOAD, _ERROR = b"\x01", b"\x00"
 _LAST_READ_TIMEOUT = 5.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
@@ -192,13 +198,30 @@ class RendezvousSession:
     async def _offer_and_wait(self, keys: list[str], offer: bytes, limit: TimeLimit) -> list[bytes]:
         # Not a plain set: the other ranks may have written an error in place of the payload of a late rank.
         offering = asyncio.ensure_future(self._client.compare_set(keys[self.rank], b"", offer))
+        values = self._client.multi_get(keys, timeout=limit.deadline.remaining())
+        pause = FIRST_NOTICE
         try:
-            return await self._client.multi_get(keys, timeout=limit.deadline.remaining())
+            # Rank 0 alone speaks for all that have joined.
+            while not (await asyncio.wait([values], timeout=pause if self.rank == 0 else None))[0]:
+                joined, missing = await self._presence(keys)
+                log.warning(
+                    "still waiting for rank %s at %s: %d of %d have joined",
+                    ranks(missing), self.where, len(joined), self.world_size,
+                )  # fmt: skip
+                pause *= 2
+            return await values
         except StoreTimeoutError:
             return await self._give_up(keys, limit)
         finally:
+            values.cancel()
             offering.cancel()
-            await asyncio.gather(offering, return_exceptions=True)
+            await asyncio.gather(values, offering, return_exceptions=True)
+
+    async def _presence(self, keys: list[str]) -> tuple[list[int], list[int]]:
+        """Return the ranks whose keys are present, and the others."""
+        present = set(await self._client.list_keys(keys[0].removesuffix("0")))
+        joined = [rank for rank, key in enumerate(keys) if key in present]
+        return joined, [rank for rank, key in enumerate(keys) if key not in present]
 
     async def _give_up(self, keys: list[str], limit: TimeLimit) -> list[bytes]:
         """Write a timeout error in place of the missing payloads, so that every waiting rank raises it.
@@ -206,9 +229,7 @@ class RendezvousSession:
         Returns:
             The values of ``keys``: only payloads, if the last of them arrived just now.
         """
-        present = set(await self._client.list_keys(keys[0].removesuffix("0")))
-        joined = [rank for rank, key in enumerate(keys) if key in present]
-        missing = [rank for rank, key in enumerate(keys) if key not in present]
+        joined, missing = await self._presence(keys)
         failure = _failure(joined=joined, missing=missing, timeout=limit.timeout)
         await asyncio.gather(*(self._client.compare_set(keys[rank], b"", failure) for rank in missing))
         return await self._client.multi_get(keys, timeout=_LAST_READ_TIMEOUT)

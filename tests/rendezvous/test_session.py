@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import socket
 import time
 
@@ -20,6 +21,7 @@ from asyncdist.errors import (
 )
 from asyncdist.rendezvous import addresses, meet
 from asyncdist.rendezvous import join as joining
+from asyncdist.rendezvous import session as sessions
 from asyncdist.rendezvous.record_store import AddressRecord
 from asyncdist.store import AsyncPrefixStore, AsyncStore, HashStore, StoreServer, TCPStore
 from asyncdist.store.client import connect as dialling
@@ -264,6 +266,27 @@ async def test_missing_rank_0_times_out(meet_as, tmp_path):
         assert time.monotonic() - begun > 0.2
         assert (caught.value.joined, caught.value.missing, caught.value.world_size) == ((1,), (0,), 4)
         assert "rank 1 of 4 had not found rank 0 at" in str(caught.value)
+
+
+async def test_waiting_rank_says_for_whom_it_waits_ever_more_rarely(meet_as, monkeypatch):
+    for module in (sessions, joining):
+        monkeypatch.setattr(module, "FIRST_NOTICE", 0.1)
+    notices: asyncio.Queue[str] = asyncio.Queue()
+    monkeypatch.setattr(logging.getLogger("asyncdist"), "warning", lambda text, *args: notices.put_nowait(text % args))
+    where = f"tcp://127.0.0.1:{free_port()}"
+    early = asyncio.ensure_future(meet_as(where, 1, 4))
+    assert (await notices.get()).startswith(f"rank 1 is still waiting for rank 0 at {where}: ")
+    leader, other = await meet_as(where, 0, 4), await early
+    waiting = asyncio.gather(leader.exchange(b""), other.exchange(b""), return_exceptions=True)
+    await leader.store.underlying_store.wait([leader.keys("payload", 0, rank) for rank in (0, 1)])
+    begun = time.monotonic()
+    while not notices.empty():
+        notices.get_nowait()
+    assert [await notices.get() for _ in range(2)] == [f"still waiting for rank 2-3 at {where}: 2 of 4 have joined"] * 2
+    assert time.monotonic() - begun > 0.2
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
 
 
 async def test_rank_0_without_time_left_times_out(meet_as, tmp_path):
