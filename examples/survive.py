@@ -1,16 +1,18 @@
 """Train on handwritten digits while processes are killed and replaced. No checkpoint is written or read.
 
-    python examples/survive.py                      # four processes, one is killed every eight seconds
+    python examples/survive.py                      # four processes; one is killed eight seconds after all have joined
 
-The program serves the store, starts the processes, kills one of them with SIGKILL at intervals, and starts another in its
-place. The others lose the step in progress, agree on who is left, and go on. The newcomer receives the model and the
-optimizer from a member that has them. At the end the program prints what each loss cost, and plots the loss over time with
-the kills and the joins in out/survive.png. It exits with 1 if the accuracy on held-out digits is below 0.95.
+The program serves the store, starts the processes, kills one of them with SIGKILL when all have been members for a while,
+and starts another in its place. The others lose the step in progress, agree on who is left, and go on. The newcomer
+receives the model and the optimizer from a member that has them. At the end the program prints how long the members took to
+regroup after a kill, and how long they waited for a newcomer, and plots both with the loss over time in out/survive.png. It
+exits with 1 if the accuracy on held-out digits is below 0.95.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -30,7 +32,7 @@ from torch import nn
 arguments = argparse.ArgumentParser(description="Train while processes are killed; see the first lines of this file.")
 arguments.add_argument("--ranks", type=int, default=4, help="number of processes, 4 by default")
 arguments.add_argument("--steps", type=int, default=2000, help="number of committed steps, 2,000 by default")
-arguments.add_argument("--kill-every", type=float, default=8.0, help="seconds between two kills; 0 kills no process")
+arguments.add_argument("--kill-every", type=float, default=8.0, help="seconds from the last join to a kill; 0: no kill")
 arguments.add_argument("--seed", type=int, default=0, help="seed of the weights, the batches and the kills")
 arguments.add_argument("--out", type=Path, default=Path("out/survive.png"), help="file of the plot")
 arguments.add_argument("--job", help=argparse.SUPPRESS)  # given to the processes that train
@@ -141,7 +143,7 @@ options.out.parent.mkdir(parents=True, exist_ok=True)
 store = TCPStore("127.0.0.1", 0, is_master=True)
 job = f"asyncdist://127.0.0.1:{store.port}/survive"
 chance = random.Random(options.seed)
-kills: list[tuple[float, int]] = []
+kills: list[float] = []
 alive = [start(job) for _ in range(options.ranks)]
 try:
     with Progress(
@@ -153,19 +155,17 @@ try:
         next_kill = None
         while not of("done"):
             steps = of("step")
-            if steps and next_kill is None and options.kill_every:
+            # The state lives in the members, so the next one is killed after the replacement of the last one has joined.
+            if not steps or steps[-1]["size"] < options.ranks or steps[-1]["time"] < (kills or [0.0])[-1]:
+                next_kill = None
+            elif next_kill is None and options.kill_every:
                 next_kill = time.time() + options.kill_every
-            if next_kill is not None and time.time() >= next_kill and steps[-1]["step"] < 0.95 * options.steps:
-                joined = {event["pid"] for event in of("generation")}
-                members = [process for process in alive if process.pid in joined]
-                if len(members) > 1:  # the state lives in the members, so one of them must
-                    victim = chance.choice(members)
-                    alive.remove(victim)
-                    victim.send_signal(signal.SIGKILL)
-                    kills.append((time.time(), victim.pid))
-                    victim.wait()
-                    alive.append(start(job))
-                    next_kill = time.time() + options.kill_every
+            elif next_kill is not None and time.time() >= next_kill and steps[-1]["step"] < 0.95 * options.steps:
+                victim = alive.pop(chance.randrange(len(alive)))
+                victim.send_signal(signal.SIGKILL)
+                kills.append(time.time())
+                victim.wait()
+                alive.append(start(job))
             for process in alive:
                 if process.poll():
                     sys.exit(f"process {process.pid} failed with exit code {process.returncode}")
@@ -186,20 +186,25 @@ finally:
 
 steps = of("step")
 times = [event["time"] for event in steps]
-pauses = []
-for moment, _ in kills:
-    before = [each for each in times if each <= moment]
-    after = [each for each in times if each > moment]
-    if before and after:
-        pauses.append(after[0] - max(before[-1], moment))
+regroups: list[tuple[float, float]] = []
+newcomers: list[tuple[float, float]] = []
+"""From when to when no step was committed, because a member was lost or a newcomer was taken in or waited for."""
+for before, after in itertools.pairwise(steps):
+    killed = [moment for moment in kills if before["time"] <= moment < after["time"]]
+    if after["size"] >= before["size"] and (killed or after["size"] > before["size"]):
+        newcomers.append((max([before["time"], *killed]), after["time"]))
+    elif killed:
+        regroups.append((killed[-1], after["time"]))
 accuracy = max(event["accuracy"] for event in of("done"))
 sizes = sorted({event["size"] for event in steps})
 print(
     f"{steps[-1]['step']} steps in {times[-1] - times[0]:.1f} s, {len(kills)} processes killed, "
     f"{sizes[0]} to {sizes[-1]} members, test accuracy {accuracy:.4f}"
 )
-if pauses:
-    print(f"from a kill to the next committed step: median {1000 * statistics.median(pauses):.0f} ms")
+for spans, text in ((regroups, "regrouped after a kill"), (newcomers, "waited for a newcomer")):
+    if spans:
+        pauses = [1000 * (end - begin) for begin, end in spans]
+        print(f"{text}: {len(spans)} times, median {statistics.median(pauses):.0f} ms, longest {max(pauses):.0f} ms")
 
 figure, (curve, count) = plt.subplots(2, figsize=(10, 6.4), height_ratios=(2.2, 1), sharex=True, layout="constrained")
 origin = times[0]
@@ -212,13 +217,12 @@ curve.set(ylabel="cross-entropy loss", yscale="log")
 count.step(seconds, [event["size"] for event in steps], where="post", color="#08519c", linewidth=2)
 count.set(xlabel="seconds", ylabel="members", ylim=(0, options.ranks + 0.6), yticks=range(options.ranks + 1))
 for axes in (curve, count):
-    for place, (moment, _) in enumerate(kills):
+    for place, moment in enumerate(kills):
         axes.axvline(moment - origin, color="#cb181d", linewidth=1, linestyle="--", label="kill" if not place else None)
-    for place, event in enumerate(each for each in of("adopted") if each["step"]):
-        axes.axvline(
-            event["time"] - origin, color="#238b45", linewidth=1, linestyle=":",
-            label="newcomer has the state" if not place else None,
-        )  # fmt: skip
+    for spans, color, text in ((regroups, "#fb6a4a", "regroups"), (newcomers, "#238b45", "waits for a newcomer")):
+        for place, (begin, end) in enumerate(spans):
+            label = text if not place else None
+            axes.axvspan(begin - origin, end - origin, color=color, alpha=0.5, linewidth=1, label=label)
     axes.spines[["top", "right"]].set_visible(False)
 curve.legend(frameon=False)
 curve.set_title(
