@@ -40,9 +40,9 @@ async def ready(*socks: AnySocket, writable: bool = False, waiter: asyncio.Futur
         if not done.done():
             done.set_result(None)
 
-    for sock in socks:
-        (loop.add_writer if writable else loop.add_reader)(sock.fileno(), resolve)
     try:
+        for sock in socks:
+            (loop.add_writer if writable else loop.add_reader)(sock.fileno(), resolve)
         await done
     finally:
         for sock in socks:

@@ -4,7 +4,7 @@ import pytest
 
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.net.security import auth
-from asyncdist.net.security.auth import ACCEPTED, MAGIC, NONCE_NBYTES, PROOF_NBYTES, HandshakeDriver, accept, dial
+from asyncdist.net.security.auth import ACCEPTED, MAGIC, NONCE_NBYTES, PROOF_NBYTES, accept, dial
 
 D_NONCE, A_NONCE = b"d" * NONCE_NBYTES, b"a" * NONCE_NBYTES
 
@@ -110,19 +110,3 @@ def test_other_protocol_is_detected_before_any_proof():
     _, error, _, sent = run(http_client(), accept("secret", "store", A_NONCE))
     assert isinstance(error, ProtocolError)
     assert sent == b""
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 1 << 10])
-def test_driver_leaves_bytes_after_the_handshake_unread(chunk):
-    def sides():
-        return dial("secret", "store", D_NONCE), accept("secret", "store", A_NONCE)
-
-    *_, dialled, accepted = run(*sides())
-    for side, sends, receives in zip(sides(), (dialled, accepted), (accepted, dialled), strict=True):
-        sent, unread = bytearray(), bytearray(receives + b"next")
-        driver = HandshakeDriver(side, sent.extend)
-        while not driver.done:
-            nbytes = min(chunk, driver.missing)
-            assert driver.feed(bytes(unread[:nbytes])) == b""
-            del unread[:nbytes]
-        assert (sent, unread, driver.missing) == (sends, b"next", 0)

@@ -26,11 +26,12 @@ import stat
 import struct
 import tempfile
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
+from asyncdist.base.descriptors import close_all
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.kernel.memory.shared_arena import Arena, ArenaMapping
 from asyncdist.kernel.transport.base import Host
@@ -230,7 +231,7 @@ async def accept_peer(
     try:
         _send_introduction(sock, host, arena, control_offset)
         reply, descriptors = await _receive_packet(sock)
-        _close(descriptors)
+        close_all(descriptors)
         if reply != _WELCOME:
             raise PeerRefused(_decode_reason(reply))
     except PeerRefused as refusal:
@@ -263,7 +264,7 @@ async def _authenticate(sock: socket.socket, handshake: HandshakeDriver) -> None
 
     def receive(nbytes: int) -> bytes:
         packet, descriptors = _take_packet(sock)
-        _close(descriptors)
+        close_all(descriptors)
         if len(packet) != nbytes:
             raise ProtocolError(f"a packet of {len(packet)} bytes where {nbytes} were expected")
         return packet
@@ -282,7 +283,7 @@ async def _receive_introduction(sock: socket.socket, host: Host, expected: Colle
     """Receive the peer's rank and memory; send it the reason if this rank refuses it."""
     packet, descriptors = await _receive_packet(sock)
     if len(packet) != _INTRODUCTION.size:
-        _close(descriptors)
+        close_all(descriptors)
         raise PeerRefused(_decode_reason(packet))
     rank, nbytes, control_offset = _INTRODUCTION.unpack(packet)
     try:
@@ -305,16 +306,11 @@ async def _receive_introduction(sock: socket.socket, host: Host, expected: Colle
         _send(sock, str(refusal).encode()[:_PACKET_NBYTES])
         raise
     finally:
-        _close(descriptors)
+        close_all(descriptors)
 
 
 def _decode_reason(packet: bytes) -> str:
     return f"it says: {packet.decode(errors='replace')}" if packet else "it closed the connection"
-
-
-def _close(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 # -- packets on the running loop --------------------------------------------------------------------
