@@ -47,16 +47,6 @@ def test_equal_tokens_authenticate_both_sides(token):
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "purpose"),
-    [("secret", "wrong", "store"), ("secret", None, "store"), (None, "secret", "store"), ("secret", "secret", "rank")],
-    ids=["another token", "no token at the acceptor", "no token at the dialler", "another purpose"],
-)
-def test_different_token_or_purpose_is_refused_on_both_sides(one, other, purpose):
-    for error in run(dial(one, "store", D_NONCE), accept(other, purpose, A_NONCE))[:2]:
-        assert isinstance(error, AuthenticationError)
-
-
-@pytest.mark.parametrize(
     "answer",
     [
         lambda greeting, proof: ACCEPTED + bytes(PROOF_NBYTES),
