@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from asyncdist.errors import AddressError, RendezvousError
@@ -21,6 +21,12 @@ _ONE_CONNECTION_FAILED = {
     if hasattr(errno, name)
 }  # fmt: skip
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE)
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close descriptors."""
+    for each in descriptors:
+        os.close(each)
 
 
 def is_transient(cause: OSError) -> bool:

@@ -45,7 +45,9 @@ from asyncdist.net.connection.frames import SHORT_NBYTES
 from asyncdist.net.connection.handshake import ChannelAddress, Greeting
 from asyncdist.net.connection.messages import IncomingMessage, OutgoingMessage
 from asyncdist.net.connection.port import ChannelPort
-from asyncdist.net.security import auth
+from asyncdist.net.listening import listen_tcp
+from asyncdist.net.loop_socket import LoopSocket
+from asyncdist.net.security.handshake import Security, accept, dial_tcp
 from asyncdist.net.security.tls import rank_contexts
 
 __all__ = [
@@ -57,8 +59,12 @@ __all__ = [
     "EvictingQueue",
     "Greeting",
     "IncomingMessage",
+    "LoopSocket",
     "OutgoingMessage",
     "PeerChannel",
-    "auth",
+    "Security",
+    "accept",
+    "dial_tcp",
+    "listen_tcp",
     "rank_contexts",
 ]

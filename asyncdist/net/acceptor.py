@@ -11,18 +11,18 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from asyncdist.base.descriptors import is_exhausted, is_transient
 from asyncdist.base.error_text import describe_error
 from asyncdist.errors import AsyncdistError
+from asyncdist.net import listening
 from asyncdist.net.admission import EvictingQueue
+from asyncdist.net.listening import ListeningSocket
+from asyncdist.net.network import peer_name
 from asyncdist.net.refusals import RefusalLog
 
 log = logging.getLogger("asyncdist")
 
 _AT_A_TIME = 64
 """Accepts in one go, before other callbacks of the loop get their turn."""
-_ACCEPT_AGAIN = 1.0
-"""Seconds to pause when the process cannot accept a connection, for example without a free descriptor."""
 
 Proven = TypeVar("Proven")
 
@@ -31,18 +31,19 @@ class Acceptor(Generic[Proven]):
     """Accepts from its creation until `stop`. It owns the listening socket, and closes it. Used on ``loop`` alone.
 
     Args:
-        listening: The listening socket, which does not block.
+        sock: The listening socket, which does not block.
         prove: Authenticates the other side of a connection. It closes the connection if it raises.
         serve: Handles a connection that has proven the token. It closes the connection.
         what: What listens, for the log.
         most: The number of connections that may be without proof. A further one evicts the oldest.
         timeout: Seconds within which ``prove`` must end.
         loop: The event loop.
+        refusals: The log of refused connections; by default one of its own.
     """
 
     def __init__(
         self,
-        listening: socket.socket,
+        sock: socket.socket,
         prove: Callable[[socket.socket], Coroutine[Any, Any, Proven]],
         serve: Callable[[Proven], Coroutine[Any, Any, None]],
         *,
@@ -50,24 +51,25 @@ class Acceptor(Generic[Proven]):
         most: int,
         timeout: float,
         loop: asyncio.AbstractEventLoop,
+        refusals: RefusalLog | None = None,
     ) -> None:
-        self._listening, self._prove, self._serve = listening, prove, serve
+        self._prove, self._serve = prove, serve
+        self._listening = ListeningSocket(sock, what, self._make_room)
         self._what, self._timeout, self._loop = what, timeout, loop
-        self._refusals = RefusalLog(log, what)
+        self._refusals = refusals or RefusalLog(log, what)
         self._tasks: dict[asyncio.Task[None], socket.socket | None] = {}
         """The tasks, each with its socket until it begins: a task that is cancelled before executes no line."""
         self._unproven: EvictingQueue[asyncio.Task[None]] = EvictingQueue(most, self._evict)
         self._resuming: asyncio.TimerHandle | None = None
-        self._reported: int | None = None
         self._resume()
 
     def stop(self) -> list[asyncio.Task[None]]:
         """Accept nothing more. Cancel all tasks, and return them: they end in the next turns of the loop. Idempotent."""
         if self._resuming is not None:
             self._resuming.cancel()
-        elif self._listening.fileno() >= 0:
-            self._loop.remove_reader(self._listening.fileno())
-        self._listening.close()
+        elif self._listening.sock.fileno() >= 0:
+            self._loop.remove_reader(self._listening.sock.fileno())
+        self._listening.sock.close()
         self._refusals.flush()
         tasks = list(self._tasks)
         for task in tasks:
@@ -76,52 +78,36 @@ class Acceptor(Generic[Proven]):
 
     # A callback rather than a task, which an interrupt (KeyboardInterrupt) would end for good.
     def _accept(self) -> None:
-        for _ in range(_AT_A_TIME):
-            try:
-                sock, _ = self._listening.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if is_transient(error):
-                    continue
-                # An evicted connection is closed in the next turns of the loop.
-                if not (is_exhausted(error) and self._unproven.evict_oldest(older_than=_ACCEPT_AGAIN)):
-                    self._pause(error)
-                return
-            self._reported = None
-            task = self._loop.create_task(self._handle(sock))
-            self._tasks[task] = sock
-            task.add_done_callback(self._end_task)
-            self._unproven.add(task)
+        try:
+            for sock in self._listening.pending(_AT_A_TIME):
+                task = self._loop.create_task(self._handle(sock))
+                self._tasks[task] = sock
+                task.add_done_callback(self._end_task)
+                self._unproven.add(task)
+        except OSError:
+            self._loop.remove_reader(self._listening.sock.fileno())
+            self._resuming = self._loop.call_later(listening.ACCEPT_AGAIN, self._resume)
 
-    def _pause(self, error: OSError) -> None:
-        self._loop.remove_reader(self._listening.fileno())
-        self._resuming = self._loop.call_later(_ACCEPT_AGAIN, self._resume)
-        if error.errno != self._reported:
-            self._reported = error.errno
-            log.error(
-                "%s cannot accept connections: %s; it tries again every %g s; check the limit on open files (ulimit -n)",
-                self._what,
-                describe_error(error),
-                _ACCEPT_AGAIN,
-            )
+    def _make_room(self, error: OSError) -> bool:
+        return self._unproven.evict_oldest(older_than=listening.ACCEPT_AGAIN)
 
     def _resume(self) -> None:
         self._resuming = None
-        self._loop.add_reader(self._listening.fileno(), self._accept)
+        self._loop.add_reader(self._listening.sock.fileno(), self._accept)
 
     async def _handle(self, sock: socket.socket) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks[task] = None
+        who = peer_name(sock)
         try:
             async with asyncio.timeout(self._timeout):
                 proven = await self._prove(sock)
         except TimeoutError:
-            self._refusals.add(f"no proof of the token within {self._timeout:g} s (ASYNCDIST_HANDSHAKE_TIMEOUT)")
+            self._refusals.add(f"no proof of the token within {self._timeout:g} s (ASYNCDIST_HANDSHAKE_TIMEOUT)", who)
             return
         except (OSError, EOFError, AsyncdistError) as error:
-            self._refusals.add(describe_error(error))
+            self._refusals.add(describe_error(error), who)
             return
         finally:
             self._unproven.discard(task)

@@ -6,7 +6,7 @@ is closed: it has had the most time to prove that it holds the token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from time import monotonic
 from typing import Generic, TypeVar
 
@@ -27,6 +27,13 @@ class EvictingQueue(Generic[C]):
 
     def __len__(self) -> int:
         return len(self._added)
+
+    def __iter__(self) -> Iterator[C]:
+        """Iterate over the connections, the oldest first."""
+        return iter(self._added)
+
+    def __contains__(self, connection: object) -> bool:
+        return connection in self._added
 
     def add(self, connection: C) -> None:
         """Add a connection as the newest. One that is in the queue becomes the newest."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import os
 import socket
 import struct
 import sys
@@ -45,6 +46,23 @@ class InterfaceAddress:
 
     def __str__(self) -> str:
         return f"{self.interface} ({self.host})"
+
+
+def peer_name(sock: socket.socket) -> str:
+    """Return the address of a socket's peer as text; a Unix socket usually has none."""
+    try:
+        address = sock.getpeername()
+    # It is connected no more.
+    except OSError:
+        return "a connection"
+    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address or "a local client")
+
+
+def namespace(kind: str) -> int:
+    """Return a namespace of this process, such as ``"net"``, to which abstract Unix addresses belong; 0 if unknown."""
+    with contextlib.suppress(OSError):
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
+    return 0
 
 
 # -- rules over addresses ------------------------------------------------------------------------

@@ -20,11 +20,15 @@ class RefusalLog:
     Args:
         logger: Where the lines go, as warnings.
         what: What refuses, the subject of the lines.
+
+    Attributes:
+        count: How many connections were refused.
     """
 
     def __init__(self, logger: logging.Logger, what: str) -> None:
         self._logger, self._what = logger, what
         self._reasons: Counter[str] = Counter()
+        self.count = 0
         self._began = self._next_line = 0.0
 
     def add(self, reason: str, who: str = "a connection") -> None:
@@ -34,6 +38,7 @@ class RefusalLog:
             reason: Why. Equal reasons are counted together.
             who: Whose connection, for a line about this one alone.
         """
+        self.count += 1
         now = monotonic()
         if not self._reasons:
             self._began = now

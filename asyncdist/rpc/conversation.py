@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgpack
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
+from asyncdist.base.descriptors import close_all
 from asyncdist.errors import PeerLostError, ProtocolError
 from asyncdist.net import IncomingMessage, PeerChannel
 from asyncdist.rpc.calls import Caller
@@ -329,12 +329,6 @@ class ValueContext(NamedTuple):
 
 class CancelledMessage(Exception):
     """Nobody wants a message any more, or its call was refused."""
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors that came with a message."""
-    for each in descriptors:
-        os.close(each)
 
 
 def _unread(code: int, data: bytes) -> object:

@@ -1,5 +1,5 @@
 """The live status of a job, for ``asyncdist top``: a port of each rank, and the viewer that finds one and asks it.
 
-`connection` carries questions and answers. `port` answers for a rank, and `gathering` asks the other ranks on its behalf.
+`port` answers for a rank, and `gathering` asks the other ranks on its behalf.
 `discovery` finds the ports of a job at its store, and `viewer` asks whichever rank answers.
 """

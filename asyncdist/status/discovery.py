@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from asyncdist.base.error_text import first_line
 from asyncdist.config import Config
 from asyncdist.environment import Launch
 from asyncdist.errors import AddressError, RendezvousError, StoreError, UsageError
+from asyncdist.net import Security
 from asyncdist.rendezvous import InitMethod, TimeLimit
 from asyncdist.rendezvous.record_store import AddressRecord, read_record_file
 from asyncdist.rendezvous.sources import connect_natively, torch_client
@@ -45,6 +47,17 @@ class PublishedWorld:
     world_size: int
     token: str | None
     ports: dict[int, tuple[str, int]] = field(default_factory=dict)
+
+
+def status_security(
+    world_id: str, token: str | None, contexts: tuple[ssl.SSLContext, ssl.SSLContext] | None
+) -> Security:
+    """Return the settings of the connections to the status ports of a world.
+
+    The proof of the token is bound to the world: with one token for several jobs, a viewer that has found one of them
+    cannot ask another.
+    """
+    return Security(token, f"status port of world {world_id}", *(contexts or (None, None)))
 
 
 def meeting_point(job: str) -> InitMethod:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ssl
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asyncdist.base.error_text import describe_error
 from asyncdist.errors import AsyncdistError
 from asyncdist.kernel import Endpoint
-from asyncdist.status.connection import StatusConnection, connect
+from asyncdist.net import LoopSocket, Security, dial_tcp
 
 _PATIENCE = 30.0
 """Seconds after which a rank that has not answered is asked on a new connection."""
@@ -34,15 +33,12 @@ class StatusGathering:
     Args:
         mesh: The endpoint of this rank.
         addresses: The status port of each rank, by rank; None for a rank without one.
-        token: The token of the job.
-        tls: The context for dialling; None without TLS between ranks.
+        security: The settings of the handshake with them.
     """
 
-    def __init__(
-        self, mesh: Endpoint, addresses: Sequence[Address | None], token: str | None, tls: ssl.SSLContext | None
-    ) -> None:
-        self._mesh, self._addresses, self._token, self._tls = mesh, addresses, token, tls
-        self._connections: dict[int, StatusConnection] = {}
+    def __init__(self, mesh: Endpoint, addresses: Sequence[Address | None], security: Security) -> None:
+        self._mesh, self._addresses, self._security = mesh, addresses, security
+        self._connections: dict[int, LoopSocket] = {}
         self._asking: dict[int, asyncio.Task[dict[str, Any]]] = {}
 
     async def gather(self, question: Mapping[str, Any], limit: float) -> Gathered:
@@ -96,10 +92,10 @@ class StatusGathering:
                 # The rank may have closed it to make room for another viewer.
                 with contextlib.suppress(EOFError, ConnectionError):
                     return await self._ask_over(kept, rank, question)
-            connection = await connect(*address, self._mesh.world_id, self._token, self._tls)
+            connection = await dial_tcp(*address, self._security)
             return await self._ask_over(connection, rank, question)
 
-    async def _ask_over(self, connection: StatusConnection, rank: int, question: Mapping[str, Any]) -> dict[str, Any]:
+    async def _ask_over(self, connection: LoopSocket, rank: int, question: Mapping[str, Any]) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = await connection.ask(question)
         except BaseException:

@@ -18,20 +18,20 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncdist.base import lifecycle
 from asyncdist.base.background_loop import observing_loop, on_loop
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
-from asyncdist.errors import AddressError, ProtocolError
+from asyncdist.errors import ProtocolError
 from asyncdist.kernel import Endpoint
-from asyncdist.net import Acceptor, EvictingQueue, rank_contexts
-from asyncdist.status.connection import MAX_QUESTION, StatusConnection, accept
+from asyncdist.net import Acceptor, EvictingQueue, LoopSocket, accept, listen_tcp, rank_contexts
+from asyncdist.status.discovery import status_security
 from asyncdist.status.gathering import Address, StatusGathering
 
 log = logging.getLogger("asyncdist")
 
 _MOST_HANDSHAKES = _MOST_VIEWERS = 64
 _MOST_CALLS, _LONGEST_LIMIT = 2000, 60.0
+_MOST_QUESTION_NBYTES = 1 << 16
 
 
 class StatusPort:
@@ -44,14 +44,12 @@ class StatusPort:
 
     def __init__(self, host: str, config: Config) -> None:
         self._config = config
-        contexts = rank_contexts(config)
-        self._accepting = None if contexts is None else contexts[0]
-        self._dialling = None if contexts is None else contexts[1]
-        self._sock = _listen(host)
+        self._tls = rank_contexts(config)
+        self._sock = listen_tcp(host, " for asyncdist top", ", or do without (ASYNCDIST_STATUS=0)")
         self.address: Address = host, self._sock.getsockname()[1]
         self._loop = observing_loop().loop
-        self._acceptor: Acceptor[StatusConnection] | None = None
-        self._viewers: EvictingQueue[StatusConnection] = EvictingQueue(_MOST_VIEWERS, StatusConnection.close)
+        self._acceptor: Acceptor[LoopSocket] | None = None
+        self._viewers: EvictingQueue[LoopSocket] = EvictingQueue(_MOST_VIEWERS, LoopSocket.close)
         """The authenticated connections, those that have asked nothing for the longest time first."""
         self._closed = False
         self._mesh: Endpoint | None = None
@@ -88,6 +86,7 @@ class StatusPort:
     async def _start(self) -> None:
         if not self._closed:
             assert self._mesh is not None
+            self._security = status_security(self._mesh.world_id, self._config.token, self._tls)
             self._acceptor = Acceptor(
                 self._sock, self._prove, self._serve, what=f"rank {self._mesh.rank}: the status port",
                 most=_MOST_HANDSHAKES, timeout=self._config.handshake_timeout, loop=self._loop,
@@ -101,13 +100,12 @@ class StatusPort:
 
     # -- connections -------------------------------------------------------------------------------
 
-    async def _prove(self, sock: socket.socket) -> StatusConnection:
-        assert self._mesh is not None
-        return await accept(sock, self._mesh.world_id, self._config.token, self._accepting)
+    async def _prove(self, sock: socket.socket) -> LoopSocket:
+        return await accept(sock, self._security)
 
-    async def _serve(self, connection: StatusConnection) -> None:
+    async def _serve(self, connection: LoopSocket) -> None:
         assert self._mesh is not None
-        gathering = StatusGathering(self._mesh, self._addresses, self._config.token, self._dialling)
+        gathering = StatusGathering(self._mesh, self._addresses, self._security)
         with contextlib.closing(connection), contextlib.closing(gathering):
             try:
                 await self._converse(connection, gathering)
@@ -119,15 +117,15 @@ class StatusPort:
             finally:
                 self._viewers.discard(connection)
 
-    async def _converse(self, connection: StatusConnection, gathering: StatusGathering) -> None:
+    async def _converse(self, connection: LoopSocket, gathering: StatusGathering) -> None:
         while True:
             self._viewers.add(connection)
-            question = await connection.receive(MAX_QUESTION)
+            question = await connection.receive_message(_MOST_QUESTION_NBYTES)
             try:
                 answer = await self._answer(question, gathering)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 answer = {"error": f"the question is not legible: {describe_error(error)}"}
-            await connection.send(answer)
+            await connection.send_message(answer)
 
     # -- answers -----------------------------------------------------------------------------------
 
@@ -161,19 +159,3 @@ class StatusPort:
             with_stacks=mesh.rank in question["stacks"],
         )
         return {**content, **self._describe()}
-
-
-def _listen(host: str) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    lifecycle.close_in_children(sock)
-    try:
-        sock.setblocking(False)
-        sock.bind((host, 0))
-        sock.listen(_MOST_HANDSHAKES)
-    except OSError as cause:
-        sock.close()
-        raise AddressError(
-            f"cannot listen on {host} for asyncdist top: {cause.strerror or cause}; choose an interface with "
-            "ASYNCDIST_SOCKET_IFNAME, or do without (ASYNCDIST_STATUS=0)"
-        ) from cause
-    return sock

@@ -14,9 +14,8 @@ from typing import Any, Self
 
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, AuthenticationError, RendezvousError
-from asyncdist.net import rank_contexts
-from asyncdist.status.connection import StatusConnection, connect
-from asyncdist.status.discovery import PublishedWorld, described, meeting_point, wait_for_worlds
+from asyncdist.net import LoopSocket, dial_tcp, rank_contexts
+from asyncdist.status.discovery import PublishedWorld, described, meeting_point, status_security, wait_for_worlds
 
 _STAGGER = 0.2
 """Seconds after which the next rank is tried while one has not answered."""
@@ -39,10 +38,9 @@ class JobViewer:
     def __init__(self, job: str, config: Config, *, timeout: float = 10.0, world: str = "") -> None:
         self.method = meeting_point(job)
         self._config, self._timeout, self._world = config, timeout, world
-        contexts = rank_contexts(config)
-        self._tls = None if contexts is None else contexts[1]
+        self._tls = rank_contexts(config)
         self._known: PublishedWorld | None = None
-        self._connection: StatusConnection | None = None
+        self._connection: LoopSocket | None = None
         self.others: list[str] = []
         """The ids of the job's other worlds."""
 
@@ -140,10 +138,10 @@ class JobViewer:
 
     async def _first_to_answer(
         self, ports: Mapping[int, tuple[str, int]], world: PublishedWorld
-    ) -> tuple[int, StatusConnection] | None:
+    ) -> tuple[int, LoopSocket] | None:
         """Connect to one rank after the other, without waiting for those that are stopped."""
         waiting = sorted(ports.items(), reverse=True)
-        trying: dict[asyncio.Task[StatusConnection], int] = {}
+        trying: dict[asyncio.Task[LoopSocket], int] = {}
         refused: AuthenticationError | None = None
         try:
             while waiting or trying:
@@ -165,11 +163,11 @@ class JobViewer:
         finally:
             await _discard(trying)
 
-    async def _connect(self, host: str, port: int, world: PublishedWorld) -> StatusConnection:
+    async def _connect(self, host: str, port: int, world: PublishedWorld) -> LoopSocket:
         async with asyncio.timeout(_CONNECT):
-            return await connect(host, port, world.world_id, world.token, self._tls)
+            return await dial_tcp(host, port, status_security(world.world_id, world.token, self._tls))
 
-    async def _answer(self, connection: StatusConnection, question: Mapping[str, Any]) -> dict[str, Any] | None:
+    async def _answer(self, connection: LoopSocket, question: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the answer to a question; None if the rank gives none."""
         try:
             async with asyncio.timeout(question["limit"] + 1.0 + _MARGIN):
@@ -181,7 +179,7 @@ class JobViewer:
         return answer
 
 
-async def _discard(trying: Collection[asyncio.Task[StatusConnection]]) -> None:
+async def _discard(trying: Collection[asyncio.Task[LoopSocket]]) -> None:
     for task in trying:
         task.cancel()
     for task in trying:

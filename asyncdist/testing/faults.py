@@ -315,12 +315,7 @@ def _behind(proxy: Proxy | None, listening: dict[str, Any]) -> dict[str, dict[st
 
 def greet(sock: socket.socket, steps: Handshake) -> None:
     """Run a handshake over a blocking socket."""
-    driver = HandshakeDriver(steps, sock.sendall)
-    while not driver.done:
-        data = sock.recv(driver.missing)
-        if not data:
-            raise ConnectionResetError("closed during the handshake")
-        driver.feed(data)
+    HandshakeDriver(steps, sock.sendall).pump(sock.recv)
 
 
 def impostor(address: tuple[str, int], world_id: str, rank: int, token: str | None) -> socket.socket:

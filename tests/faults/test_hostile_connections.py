@@ -214,8 +214,8 @@ class Failing:
 
 def failing_listener(world, monkeypatch, code, times):
     listener = tcp_of(world.meshes[0])._listener
-    failing = Failing(listener.sock, code, times)
-    monkeypatch.setattr(listener, "sock", failing)
+    failing = Failing(listener.listening.sock, code, times)
+    monkeypatch.setattr(listener.listening, "sock", failing)
     return listener, failing
 
 

@@ -9,7 +9,7 @@ import socket
 
 import pytest
 
-from asyncdist.net import acceptor as acceptor_module
+from asyncdist.net import listening
 from asyncdist.net.acceptor import Acceptor
 from asyncdist.net.connection import port as port_module
 from asyncdist.net.security.auth import MAGIC, NONCE_NBYTES
@@ -73,13 +73,13 @@ class Failing:
 
 
 def fail(monkeypatch, port, *codes):
-    failing = [Failing(acceptor._listening, *codes) for acceptor in port._acceptors]
+    failing = [Failing(acceptor._listening.sock, *codes) for acceptor in port._acceptors]
     for acceptor, each in zip(port._acceptors, failing, strict=True):
-        monkeypatch.setattr(acceptor, "_listening", each)
+        monkeypatch.setattr(acceptor._listening, "sock", each)
 
 
 async def test_aborted_connection_delays_no_other(monkeypatch, caplog):
-    monkeypatch.setattr(acceptor_module, "_ACCEPT_AGAIN", 1000.0)
+    monkeypatch.setattr(listening, "ACCEPT_AGAIN", 1000.0)
     async with port_of(Recorder(), host="here") as accepting, port_of(Recorder(), host="there") as dialling:
         fail(monkeypatch, accepting, errno.ECONNABORTED, errno.ECONNABORTED)
         assert (await dialling.connect(accepting.address)).is_open
@@ -87,7 +87,7 @@ async def test_aborted_connection_delays_no_other(monkeypatch, caplog):
 
 
 async def test_port_without_descriptors_tries_again_and_says_so_once(monkeypatch, caplog):
-    monkeypatch.setattr(acceptor_module, "_ACCEPT_AGAIN", 0.01)
+    monkeypatch.setattr(listening, "ACCEPT_AGAIN", 0.01)
     async with port_of(Recorder(), host="here") as accepting, port_of(Recorder(), host="there") as dialling:
         fail(monkeypatch, accepting, *[errno.EMFILE] * 5)
         assert (await dialling.connect(accepting.address)).is_open
@@ -95,7 +95,7 @@ async def test_port_without_descriptors_tries_again_and_says_so_once(monkeypatch
 
 
 async def test_port_without_descriptors_closes_connections_of_strangers(monkeypatch, caplog, eventually):
-    monkeypatch.setattr(acceptor_module, "_ACCEPT_AGAIN", 0.0)
+    monkeypatch.setattr(listening, "ACCEPT_AGAIN", 0.0)
     async with port_of(Recorder(), host="here") as accepting, port_of(Recorder(), host="there") as dialling:
         with strangers_at(accepting.address.tcp, 2) as held:
             await eventually(lambda: sum(len(each._unproven) for each in accepting._acceptors) == 2)

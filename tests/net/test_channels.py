@@ -8,7 +8,6 @@ import functools
 import gc
 import os
 import socket
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +15,10 @@ import uvloop
 
 from asyncdist.errors import AuthenticationError, PeerLostError, ProtocolError, SharedMemoryError, UsageError
 from asyncdist.net.connection import frames
-from tests.support.channels import Recorder, channel_pair, port_of
+from tests.support.channels import CARRIERS, Recorder, channel_pair, place, port_of, settings_of, tls_settings
 
 LONG = 3 * frames.CHUNK_NBYTES + 17
-both_ways = pytest.mark.parametrize("local", [True, False], ids=["unix", "tcp"])
+each_carrier = pytest.mark.parametrize("over", CARRIERS)
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> bytes:
@@ -27,10 +26,10 @@ def random_bytes(nbytes: int, seed: int = 0) -> bytes:
 
 
 @pytest.mark.each_loop
-@both_ways
-async def test_messages_of_all_lengths_arrive_in_both_directions(local):
-    async with channel_pair(local=local) as (near, ours, far, theirs):
-        assert near.is_local == local
+@each_carrier
+async def test_messages_of_all_lengths_arrive_in_both_directions(over):
+    async with channel_pair(over) as (near, ours, far, theirs):
+        assert near.is_local == (over == "unix")
         sizes = [0, 1, frames.SHORT_NBYTES - 1, frames.SHORT_NBYTES, LONG, 5 << 20]
         sent = [(b"%d" % size, [random_bytes(size), b"", random_bytes(3)]) for size in sizes]
         for channel, handler in ((near, theirs), (far, ours)):
@@ -39,18 +38,18 @@ async def test_messages_of_all_lengths_arrive_in_both_directions(local):
             assert sorted(await handler.until(len(sent))) == sorted(sent)
 
 
-@both_ways
-async def test_many_short_messages_keep_their_order(local):
-    async with channel_pair(local=local) as (near, _, _, theirs):
+@each_carrier
+async def test_many_short_messages_keep_their_order(over):
+    async with channel_pair(over) as (near, _, _, theirs):
         heads = [b"%d" % number * (number % 50) for number in range(20_000)]
         for head in heads:
             near.send(head)
         assert [head for head, _ in await theirs.until(len(heads))] == heads
 
 
-@both_ways
-async def test_short_message_passes_a_long_one_whose_place_is_known(local):
-    async with channel_pair(local=local) as (near, _, _, theirs):
+@each_carrier
+async def test_short_message_passes_a_long_one_whose_place_is_known(over):
+    async with channel_pair(over) as (near, _, _, theirs):
         data = random_bytes(16 << 20)
         near.send(b"long", [memoryview(data)])
         near.send(b"short")
@@ -61,9 +60,9 @@ async def test_short_message_passes_a_long_one_whose_place_is_known(local):
         assert theirs.messages[1] == (b"long", [data])
 
 
-@both_ways
-async def test_long_messages_share_the_channel(local):
-    async with channel_pair(local=local) as (near, _, _, theirs):
+@each_carrier
+async def test_long_messages_share_the_channel(over):
+    async with channel_pair(over) as (near, _, _, theirs):
         near.send(b"longer", [memoryview(random_bytes(16 << 20))])
         near.send(b"long", [memoryview(random_bytes(1 << 20))])
         await theirs.until(2)
@@ -80,9 +79,9 @@ async def test_long_message_is_received_into_the_memory_of_the_handler():
         assert memory.tobytes() == data
 
 
-@both_ways
-async def test_dropped_message_and_memory_of_another_size_end_with_an_error(local):
-    async with channel_pair(local=local) as (near, _, _, theirs):
+@each_carrier
+async def test_dropped_message_and_memory_of_another_size_end_with_an_error(over):
+    async with channel_pair(over) as (near, _, _, theirs):
         theirs.refused[b"refused"] = UsageError("not now")
         theirs.memory[b"small"] = [memoryview(bytearray(3))]
         data = memoryview(random_bytes(LONG))
@@ -95,9 +94,9 @@ async def test_dropped_message_and_memory_of_another_size_end_with_an_error(loca
         assert small.startswith("the memory for")
 
 
-@both_ways
-async def test_memory_that_is_withdrawn_in_the_middle_is_written_no_more(local):
-    async with channel_pair(local=local) as (near, _, far, theirs):
+@each_carrier
+async def test_memory_that_is_withdrawn_in_the_middle_is_written_no_more(over):
+    async with channel_pair(over) as (near, _, far, theirs):
         memory = np.zeros(16 << 20, dtype=np.uint8)
         theirs.memory[b"head"] = [memory.data]
         near.send(b"head", [memoryview(b"\1" * len(memory))])
@@ -111,9 +110,9 @@ async def test_memory_that_is_withdrawn_in_the_middle_is_written_no_more(local):
         assert theirs.messages == [(b"head", [])]
 
 
-@both_ways
-async def test_sender_withdraws_a_long_message(local):
-    async with channel_pair(local=local) as (near, _, _, theirs):
+@each_carrier
+async def test_sender_withdraws_a_long_message(over):
+    async with channel_pair(over) as (near, _, _, theirs):
         message = near.send(b"head", [memoryview(bytearray(16 << 20))])
         await theirs.when(lambda: theirs.events)
         near.withdraw(message)
@@ -126,10 +125,10 @@ async def test_sender_withdraws_a_long_message(local):
         assert await theirs.until(1) == [(b"next", [data])]
 
 
-@both_ways
-async def test_all_of_many_messages_of_one_part_are_delivered(local):
+@each_carrier
+async def test_all_of_many_messages_of_one_part_are_delivered(over):
     """The socket is full in the middle of some of them."""
-    async with channel_pair(local=local) as (near, _, far, theirs):
+    async with channel_pair(over) as (near, _, far, theirs):
         data = memoryview(random_bytes(frames.CHUNK_NBYTES))
         far._loop.remove_reader(far._sock.fileno())
         deliveries = [asyncio.create_task(near.deliver(b"%d" % number, [data])) for number in range(64)]
@@ -152,7 +151,7 @@ async def test_cancelled_delivery_withdraws_its_message():
 
 
 async def test_memory_may_change_when_the_message_is_done():
-    async with channel_pair(local=False) as (near, _, _, theirs):
+    async with channel_pair("tcp") as (near, _, _, theirs):
         data = bytearray(b"\1" * (8 << 20))
         await near.deliver(b"head", [memoryview(data)])
         data[:] = bytes(len(data))
@@ -174,7 +173,7 @@ async def test_descriptors_come_with_short_and_long_messages():
 
 
 async def test_descriptors_are_refused_between_hosts_and_in_great_numbers():
-    async with channel_pair(local=False) as (near, *_):
+    async with channel_pair("tcp") as (near, *_):
         with pytest.raises(UsageError, match="only to a process on this host"):
             near.send(b"", descriptors=[0])
     async with channel_pair() as (near, *_):
@@ -205,9 +204,9 @@ async def congest(near, far):
     return count
 
 
-@both_ways
-async def test_sender_is_congested_while_the_peer_does_not_read(local):
-    async with channel_pair(local=local) as (near, _, far, theirs):
+@each_carrier
+async def test_sender_is_congested_while_the_peer_does_not_read(over):
+    async with channel_pair(over) as (near, _, far, theirs):
         count = await congest(near, far)
         draining = asyncio.ensure_future(near.drain())
         await asyncio.sleep(0.01)
@@ -218,7 +217,7 @@ async def test_sender_is_congested_while_the_peer_does_not_read(local):
 
 
 async def test_short_message_whose_delivery_is_cancelled_in_a_congestion_is_sent():
-    async with channel_pair(local=False) as (near, _, far, theirs):
+    async with channel_pair("tcp") as (near, _, far, theirs):
         count = await congest(near, far)
         delivery = asyncio.create_task(near.deliver(b"short"))
         await asyncio.sleep(0)
@@ -230,7 +229,7 @@ async def test_short_message_whose_delivery_is_cancelled_in_a_congestion_is_sent
 
 
 async def test_end_of_the_channel_ends_waits_and_long_messages():
-    async with channel_pair(local=False) as (near, _, far, _):
+    async with channel_pair("tcp") as (near, _, far, _):
         far._loop.remove_reader(far._sock.fileno())
         message = near.send(b"long", [memoryview(bytearray(16 << 20))])
         while not near.is_congested:
@@ -250,9 +249,9 @@ async def test_end_of_the_channel_ends_waits_and_long_messages():
 # -- the end --------------------------------------------------------------------------------------------
 
 
-@both_ways
-async def test_goodbye_comes_after_what_was_sent_before(local):
-    async with channel_pair(local=local) as (near, _, far, theirs):
+@each_carrier
+async def test_goodbye_comes_after_what_was_sent_before(over):
+    async with channel_pair(over) as (near, _, far, theirs):
         data = random_bytes(8 << 20)
         near.send(b"long", [memoryview(data)])
         near.send(b"short")
@@ -294,10 +293,11 @@ async def test_port_connects_to_itself():
         assert await handler.until(1) == [(b"hello", [])]
 
 
-@both_ways
-async def test_ended_port_is_a_lost_peer(local):
-    async with port_of(Recorder(), host="here") as dialling:
-        async with port_of(Recorder(), host="here" if local else "there") as accepting:
+@each_carrier
+async def test_ended_port_is_a_lost_peer(over):
+    settings = settings_of(over)
+    async with port_of(Recorder(), host="here", **settings) as dialling:
+        async with port_of(Recorder(), host=place(over), **settings) as accepting:
             address = accepting.address
         with pytest.raises(PeerLostError, match="cannot be reached"):
             await dialling.connect(address)
@@ -426,14 +426,14 @@ def as_fields(address) -> dict:
 # -- strangers ------------------------------------------------------------------------------------------
 
 
-@both_ways
-async def test_wrong_token_is_refused_and_the_port_goes_on(local):
-    async with port_of(Recorder(), host="here") as accepting:
-        where = "here" if local else "there"
-        async with port_of(Recorder(), host=where, token="guess") as stranger:
+@each_carrier
+async def test_wrong_token_is_refused_and_the_port_goes_on(over):
+    where, settings = place(over), settings_of(over)
+    async with port_of(Recorder(), host="here", **settings) as accepting:
+        async with port_of(Recorder(), host=where, token="guess", **settings) as stranger:
             with pytest.raises(AuthenticationError, match="test of job '' refused the token"):
                 await stranger.connect(accepting.address)
-        async with port_of(Recorder(), host=where) as friend:
+        async with port_of(Recorder(), host=where, **settings) as friend:
             assert (await friend.connect(accepting.address)).is_open
 
 
@@ -555,14 +555,14 @@ def interrupt_adding(near, theirs):
     near._loop.call_soon(near.send, b"head", [memoryview(bytes(LONG))])
 
 
-@both_ways
+@each_carrier
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 @pytest.mark.parametrize("interrupt", [interrupt_sending, interrupt_reading, interrupt_adding])
-def test_interrupt_in_the_middle_of_a_frame_ends_the_channel(local, make_loop, interrupt):
+def test_interrupt_in_the_middle_of_a_frame_ends_the_channel(over, make_loop, interrupt):
     """As in a notebook, which runs the loop again after Ctrl-C."""
     loop = make_loop()
     try:
-        pair = channel_pair(local=local)
+        pair = channel_pair(over)
         near, ours, far, theirs = loop.run_until_complete(pair.__aenter__())
         interrupt(near, theirs)
         with pytest.raises(KeyboardInterrupt):
@@ -577,32 +577,6 @@ def test_interrupt_in_the_middle_of_a_frame_ends_the_channel(local, make_loop, i
         loop.run_until_complete(pair.__aexit__(None, None, None))
     finally:
         loop.close()
-
-
-# -- TLS ------------------------------------------------------------------------------------------------
-
-TLS = Path(__file__).parent.parent / "tls"
-
-
-def tls_settings(who: str = "member") -> dict[str, str]:
-    return {
-        "tls_cert": str(TLS / f"{who}.crt"),
-        "tls_key": str(TLS / f"{who}.key"),
-        "tls_ca": str(TLS / "ca.crt"),
-    }
-
-
-@pytest.mark.each_loop
-async def test_messages_of_all_lengths_pass_inside_tls():
-    async with channel_pair(local=False, **tls_settings()) as (near, ours, far, theirs):
-        sent = [(b"%d" % size, [random_bytes(size)]) for size in (1, frames.SHORT_NBYTES, LONG, 5 << 20)]
-        for channel, handler in ((near, theirs), (far, ours)):
-            for head, buffers in sent:
-                channel.send(head, [memoryview(each) for each in buffers])
-            assert sorted(await handler.until(len(sent))) == sorted(sent)
-        await near.close("done")
-        await theirs.when(lambda: theirs.errors)
-        assert far.left_in_order
 
 
 async def test_certificate_of_a_stranger_is_refused():

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
 from asyncdist.net import ChannelPort, IncomingMessage, PeerChannel
 
 TOKEN = "the token of the test"
+TLS = Path(__file__).parent.parent / "tls"
 
 
 class Recorder:
@@ -71,6 +73,27 @@ class Recorder:
                 await self._changed.wait()
 
 
+CARRIERS = ("unix", "tcp", "tls")
+
+
+def place(over: str) -> str:
+    """Return the host of a port to which one of the host "here" connects over a carrier."""
+    return "here" if over == "unix" else "there"
+
+
+def settings_of(over: str) -> dict[str, str]:
+    """Return the settings of both ports."""
+    return tls_settings() if over == "tls" else {}
+
+
+def tls_settings(who: str = "member") -> dict[str, str]:
+    return {
+        "tls_cert": str(TLS / f"{who}.crt"),
+        "tls_key": str(TLS / f"{who}.key"),
+        "tls_ca": str(TLS / "ca.crt"),
+    }
+
+
 def port_of(handler: Recorder, *, host: str | None = None, token: str | None = TOKEN, **settings) -> ChannelPort:
     """Return a port of this process. Ports with different hosts connect over TCP."""
     config = Config(host=host, **settings)
@@ -79,13 +102,14 @@ def port_of(handler: Recorder, *, host: str | None = None, token: str | None = T
 
 @contextlib.asynccontextmanager
 async def channel_pair(
-    *, local: bool = True, **settings
+    over: str = "unix", **settings
 ) -> AsyncIterator[tuple[PeerChannel, Recorder, PeerChannel, Recorder]]:
-    """Connect two ports of this process; yield the two ends of the channel with their handlers."""
+    """Connect two ports of this process over a `CARRIERS`; yield the two ends of the channel with their handlers."""
     ours, theirs = Recorder(), Recorder()
+    settings = {**settings_of(over), **settings}
     async with (
-        port_of(ours, host=None if local else "here", **settings) as dialling,
-        port_of(theirs, host=None if local else "there", **settings) as accepting,
+        port_of(ours, host="here", **settings) as dialling,
+        port_of(theirs, host=place(over), **settings) as accepting,
     ):
         channel = await dialling.connect(accepting.address)
         await theirs.when(lambda: theirs.channels)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator
 from typing import Any
 
-from asyncdist.net.security.auth import NONCE_NBYTES, HandshakeDriver, dial
+from asyncdist.net.security.auth import HandshakeDriver
 from asyncdist.store.protocol.chunking import FRAME_NBYTES, Reassembler
 from asyncdist.store.protocol.codec import FrameParser
 from asyncdist.store.protocol.operations import OperationKind
@@ -28,7 +27,7 @@ class RawConnection:
         """Connect, and authenticate if there is a token."""
         connection = cls(*await asyncio.open_connection(host, port))
         if token is not None:
-            handshake = HandshakeDriver(dial(token, "store", os.urandom(NONCE_NBYTES)), connection.writer.write)
+            handshake = HandshakeDriver.dialling(token, "store", connection.writer.write)
             while not handshake.done:
                 handshake.feed(await connection.reader.read(1))
         return connection

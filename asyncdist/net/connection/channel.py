@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import logging
 import socket
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ log = logging.getLogger("asyncdist")
 
 HIGH_WATER_NBYTES = 1 << 20
 """Bytes of unsent frames at which `PeerChannel.is_congested`."""
+_numbers = itertools.count()
 _MOST_REASON_NBYTES = 1000
 _LAST_BYTES_TIMEOUT = 2.0
 """Seconds that a closing channel takes to send what it has."""
@@ -93,6 +95,7 @@ class PeerChannel:
     Attributes:
         peer: The identity that the peer has sent.
         is_dialled: Whether this process has opened the connection.
+        number: Unique among the channels of this process.
         error: Why the channel has ended; None while it is open.
         left_in_order: Whether one side has closed it on purpose.
         context: For the handler's own use.
@@ -107,7 +110,7 @@ class PeerChannel:
         most_nbytes: int,
         is_dialled: bool,
     ) -> None:
-        self.peer, self.is_dialled = peer, is_dialled
+        self.peer, self.is_dialled, self.number = peer, is_dialled, next(_numbers)
         self.error: PeerLostError | None = None
         self.left_in_order = False
         self.context: Any = None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import array
 import mmap
-import os
 import socket
 import struct
 from collections.abc import Sequence
 from typing import Protocol
 
-from asyncdist.base.descriptors import describe_exhaustion
+from asyncdist.base.descriptors import close_all, describe_exhaustion
 from asyncdist.errors import ProtocolError, SharedMemoryError
 from asyncdist.net.connection.frames import (
     BEAT,
@@ -233,7 +232,7 @@ class Inbox:
     def _take(self, count: int) -> list[int]:
         taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
         if len(taken) < count:
-            _close_all(taken)
+            close_all(taken)
             raise ProtocolError(f"a frame with {count} descriptors, of which {len(taken)} have arrived")
         return taken
 
@@ -300,13 +299,13 @@ class Inbox:
         except SharedMemoryError:
             pass
         finally:
-            _close_all(descriptors)
+            close_all(descriptors)
         self._owner.reply(STAGING_READY, bytes([self._staged is not None]))
 
     def close(self) -> list[IncomingMessage]:
         """Read nothing more. Return the long messages that are open."""
         self._is_closed = True
-        _close_all(self._descriptors)
+        close_all(self._descriptors)
         self._descriptors = []
         if self._staged is not None:
             self._staged.close()
@@ -342,8 +341,3 @@ def _exactly(body: bytes, layout: struct.Struct) -> bytes:
     if len(body) != layout.size:
         raise ProtocolError(f"a frame of {len(body)} bytes where {layout.size} were expected: the stream is damaged")
     return body
-
-
-def _close_all(descriptors: Sequence[int]) -> None:
-    for each in descriptors:
-        os.close(each)

@@ -29,8 +29,6 @@ class ChannelLiveness:
         self._timeout, self._channels = timeout, channels
         self._identity = process_identity(host_name)
         self._detector = Detector(timeout)
-        self._numbers: dict[PeerChannel, int] = {}
-        self._next_number = 0
         self._loop = asyncio.get_running_loop()
         self._is_running = self._look_pending = False
 
@@ -60,13 +58,7 @@ class ChannelLiveness:
     def look(self) -> None:
         """Look for the beats of the peers since the last look."""
         self._look_pending = False
-        by_number: dict[int, PeerChannel] = {}
-        for channel in list(self._channels()):
-            if channel not in self._numbers:
-                self._next_number += 1
-                self._numbers[channel] = self._next_number
-            by_number[self._numbers[channel]] = channel
-        self._numbers = {channel: number for number, channel in by_number.items()}
+        by_number = {channel.number: channel for channel in list(self._channels())}
         heard = {number: channel.take_heard() for number, channel in by_number.items()}
         for verdict in self._detector.look(monotonic(), heard):
             if verdict.liveness is Liveness.LOST:

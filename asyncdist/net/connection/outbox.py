@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from asyncdist.base.descriptors import close_all
 from asyncdist.errors import AsyncdistError, SharedMemoryError, UsageError
 from asyncdist.net.connection.frames import (
     BEAT_FRAME,
@@ -270,7 +271,7 @@ class Outbox:
             self._frames.appendleft(message)
             self._frames_nbytes += len(message)
             raise
-        _close_all(message.descriptors)
+        close_all(message.descriptors)
         self._partial = [memoryview(message.whole)[count:]] if count < len(message) else []
         self._send_partial()
 
@@ -360,7 +361,7 @@ class Outbox:
     def _drop_frames(self) -> None:
         for each in self._frames:
             if isinstance(each, _DescriptorFrame):
-                _close_all(each.descriptors)
+                close_all(each.descriptors)
         self._frames.clear()
         self._partial = []
         self._frames_nbytes = 0
@@ -383,11 +384,6 @@ def _duplicates(descriptors: Sequence[int]) -> list[int]:
         for each in descriptors:
             found.append(os.dup(each))  # noqa: PERF401 - those before a failure are closed
     except OSError:
-        _close_all(found)
+        close_all(found)
         raise
     return found
-
-
-def _close_all(descriptors: Sequence[int]) -> None:
-    for each in descriptors:
-        os.close(each)

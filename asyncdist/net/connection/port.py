@@ -16,14 +16,12 @@ from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
-from asyncdist.errors import AddressError, PeerLostError
+from asyncdist.errors import PeerLostError
 from asyncdist.net.acceptor import Acceptor
 from asyncdist.net.busy_poll import AdaptiveBusyPoll
 from asyncdist.net.connection.channel import ChannelHandler, PeerChannel
 from asyncdist.net.connection.handshake import (
     ChannelAddress,
-    ChannelSecurity,
-    ChannelSocket,
     Greeting,
     accept,
     dial,
@@ -31,10 +29,12 @@ from asyncdist.net.connection.handshake import (
 )
 from asyncdist.net.connection.liveness import ChannelLiveness
 from asyncdist.net.connection.staging import can_stage
+from asyncdist.net.listening import listen, listen_tcp
+from asyncdist.net.loop_socket import AnySocket
 from asyncdist.net.process_identity import process_identity
+from asyncdist.net.security.handshake import Security
 from asyncdist.net.security.tls import rank_contexts
 
-_BACKLOG = 1024
 _MOST_HANDSHAKES = 512
 _MOST_ATTEMPTS, _FIRST_PAUSE, _LONGEST_PAUSE = 5, 0.05, 0.5
 """Attempts to connect to a port that closes the connection during the handshake, and the seconds between them."""
@@ -74,7 +74,7 @@ class ChannelPort:
         self.handler = handler
         self._config = config
         contexts = rank_contexts(config) or (None, None)
-        self._security = ChannelSecurity(token, f"{service} of job {job!r}", *contexts)
+        self._security = Security(token, f"{service} of job {job!r}", *contexts)
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
         """The context in which the handler is called, for channels that either side opens."""
@@ -83,10 +83,10 @@ class ChannelPort:
         process = f"process {self._pid} on {config.host or socket.gethostname()}"
         name = f"{label} ({process})" if label else process
         unix = f"asyncdist-{service}-{secrets.token_hex(16)}" if hasattr(socket, "SO_PEERCRED") else ""
-        sockets = [_listen_tcp(host)]
+        sockets = [listen_tcp(host, " for channels")]
         if unix:
             try:
-                sockets.append(_listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"\0{unix}"))
+                sockets.append(listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"\0{unix}"))
             except BaseException:
                 sockets[0].close()
                 raise
@@ -180,9 +180,7 @@ class ChannelPort:
             raise channel.error
         return channel
 
-    async def _dial_patiently(
-        self, address: ChannelAddress, security: ChannelSecurity
-    ) -> tuple[ChannelSocket, Greeting]:
+    async def _dial_patiently(self, address: ChannelAddress, security: Security) -> tuple[AnySocket, Greeting]:
         """Connect to a port. Try a few times: a port with too many handshakes at once closes the oldest one."""
         async for attempt in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
             try:
@@ -192,7 +190,7 @@ class ChannelPort:
                     raise
         raise AssertionError
 
-    def _begin(self, sock: ChannelSocket, peer: Greeting, *, is_dialled: bool) -> PeerChannel:
+    def _begin(self, sock: AnySocket, peer: Greeting, *, is_dialled: bool) -> PeerChannel:
         most = self._config.max_message_nbytes
         channel = PeerChannel(sock, peer, self, most_nbytes=most, is_dialled=is_dialled)
         self._channels.add(channel)
@@ -219,10 +217,10 @@ class ChannelPort:
 
     # -- accepting ---------------------------------------------------------------------------------
 
-    async def _prove(self, sock: socket.socket) -> tuple[ChannelSocket, Greeting]:
+    async def _prove(self, sock: socket.socket) -> tuple[AnySocket, Greeting]:
         return await accept(sock, self._greeting, self._security)
 
-    async def _receive(self, proven: tuple[ChannelSocket, Greeting]) -> None:
+    async def _receive(self, proven: tuple[AnySocket, Greeting]) -> None:
         self._begin(*proven, is_dialled=False)
 
     # -- the end -----------------------------------------------------------------------------------
@@ -266,26 +264,3 @@ class ChannelPort:
         self._is_closed = True
         self._channels = set()
         self._by_id = {}
-
-
-def _listen_tcp(host: str) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        return _listen(sock, (host, 0))
-    except OSError as cause:
-        raise AddressError(
-            f"cannot listen on {host} for channels: {cause.strerror or cause}; choose an interface with "
-            "ASYNCDIST_SOCKET_IFNAME"
-        ) from cause
-
-
-def _listen(sock: socket.socket, where: Any) -> socket.socket:
-    lifecycle.close_in_children(sock)
-    try:
-        sock.setblocking(False)
-        sock.bind(where)
-        sock.listen(_BACKLOG)
-    except BaseException:
-        sock.close()
-        raise
-    return sock

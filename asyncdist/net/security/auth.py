@@ -23,7 +23,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import hmac
+import os
 from collections.abc import Callable, Generator
+from typing import Self
 
 from asyncdist.errors import AuthenticationError, ProtocolError
 
@@ -91,7 +93,7 @@ def proof(token: str | None, side: bytes, purpose: str, nonces: bytes) -> bytes:
 
 
 class HandshakeDriver:
-    """Runs a handshake over bytes that the caller passes to `feed`, which raises the errors of the handshake.
+    """Runs a handshake: over bytes that the caller passes to `feed`, or reads with `pump`. Both raise its errors.
 
     Args:
         handshake: The generator of `dial` or `accept`.
@@ -106,9 +108,34 @@ class HandshakeDriver:
         self.done = False
         self._handle(next(handshake))
 
+    @classmethod
+    def dialling(cls, token: str | None, purpose: str, write: Callable[[bytes], object]) -> Self:
+        """Return the side of `dial`."""
+        return cls(dial(token, purpose, os.urandom(NONCE_NBYTES)), write)
+
+    @classmethod
+    def accepting(cls, token: str | None, purpose: str, write: Callable[[bytes], object]) -> Self:
+        """Return the side of `accept`."""
+        return cls(accept(token, purpose, os.urandom(NONCE_NBYTES)), write)
+
+    def pump(self, receive: Callable[[int], bytes]) -> None:
+        """Read until the handshake is `done`, and leave later bytes unread.
+
+        Args:
+            receive: A ``recv`` of at most so many bytes. If it raises BlockingIOError, call again when there is more.
+
+        Raises:
+            EOFError: The other side has closed the connection.
+        """
+        while not self.done:
+            data = receive(self.missing)
+            if not data:
+                raise EOFError("the other side closed the connection during the handshake; see its log")
+            self.feed(data)
+
     @property
     def missing(self) -> int:
-        """Number of bytes until the next step; 0 once `done`. A caller that reads no more leaves later bytes unread."""
+        """Number of bytes until the next step; 0 once `done`."""
         return self._wanted - len(self._buffer)
 
     def feed(self, data: bytes) -> bytes:

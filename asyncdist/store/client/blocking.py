@@ -303,13 +303,13 @@ class BlockingConnection(BlockingClient):
 
     def _greet(self, sock: BlockingSocket, deadline: Deadline) -> None:
         """Authenticate, and read the server's hello."""
-        hello = shake_hands(sock, self._token, deadline)
+        shake_hands(sock, self._token, deadline)
         while True:
+            hello = sock.receive(deadline)
             with self.lock:
                 self.protocol.receive(hello)
                 if self.protocol.greeted:
                     return
-            hello = sock.receive(deadline)
 
     def _wait_for_reconnect(self, deadline: Deadline) -> None:
         """Wait until there is a new socket, or the connection is over. Raises TimeoutError."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import ssl
@@ -13,7 +12,7 @@ from typing import Any
 
 from asyncdist.base.deadline import LONGEST_POLL, Deadline
 from asyncdist.net.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
-from asyncdist.net.security.auth import NONCE_NBYTES, HandshakeDriver, dial
+from asyncdist.net.security.auth import HandshakeDriver
 from asyncdist.net.security.tls import TlsSocket
 from asyncdist.store.client.connect import connect, hung_up, resolution_error
 from asyncdist.store.client.pending import PendingRequest
@@ -137,10 +136,10 @@ class BlockingSocket:
             if not left:
                 raise TimeoutError
 
-    def take(self) -> bytes:
-        """Return the bytes that have arrived, possibly b"". Raises ConnectionError."""
+    def take(self, most: int | None = None) -> bytes:
+        """Return the bytes that have arrived, at most ``most``, possibly b"". Raises ConnectionError."""
         try:
-            data = self._sock.recv(self._read_nbytes)
+            data = self._sock.recv(most or self._read_nbytes)
         except BlockingIOError:  # poll() may report bytes that the kernel then discards
             return b""
         if not data:
@@ -148,11 +147,13 @@ class BlockingSocket:
         self._read_nbytes = _LONG_READ_NBYTES if len(data) == self._read_nbytes else _READ_NBYTES
         return data
 
-    def receive(self, deadline: Deadline) -> bytes:
-        """Wait for bytes and return them. Raises TimeoutError or ConnectionError."""
+    def receive(self, deadline: Deadline, most: int | None = None) -> bytes:
+        """Wait for bytes and return at most ``most`` of them. Raises TimeoutError or ConnectionError."""
         while True:
-            self.wait(deadline)
-            data = self.take()
+            # The rest of a TLS record, of which no poll knows.
+            if self._tls is None or not self._tls.unread:
+                self.wait(deadline)
+            data = self.take(most)
             if data:
                 return data
 
@@ -192,21 +193,21 @@ def open_blocking_socket(
         raise
 
 
-def shake_hands(sock: BlockingSocket, token: str | None, deadline: Deadline) -> bytes:
-    """Authenticate both sides with the token, and return the bytes that arrived after that.
+def shake_hands(sock: BlockingSocket, token: str | None, deadline: Deadline) -> None:
+    """Authenticate both sides with the token.
 
     Raises the errors of `dial`, TimeoutError, OSError, and CertificateError if the server sends only a TLS alert.
     """
-    silent, rest = True, b""
+    silent = True
+
+    def receive(nbytes: int) -> bytes:
+        nonlocal silent
+        data = sock.receive(deadline, nbytes)
+        silent = False
+        return data
+
     try:
-        handshake = HandshakeDriver(
-            dial(token, "store", os.urandom(NONCE_NBYTES)), lambda data: sock.send(data, deadline)
-        )
-        while not handshake.done:
-            data = sock.receive(deadline)
-            silent = False
-            rest = handshake.feed(data)
-        return rest
+        HandshakeDriver.dialling(token, "store", lambda data: sock.send(data, deadline)).pump(receive)
     except (ConnectionError, ssl.SSLError) as error:
         if not silent:
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 from collections.abc import Callable
 from typing import cast
@@ -14,7 +13,7 @@ from asyncdist.base.error_text import describe_error
 from asyncdist.errors import AuthenticationError, ProtocolError
 from asyncdist.net.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
 from asyncdist.net.network import is_address, look_up
-from asyncdist.net.security.auth import NONCE_NBYTES, HandshakeDriver, dial
+from asyncdist.net.security.auth import HandshakeDriver
 from asyncdist.net.security.tls import handshake_error
 from asyncdist.store.client.connect import ConnectRetry, hung_up, look_up_overdue, resolution_error
 from asyncdist.store.protocol.chunk_sender import ChunkSender
@@ -137,7 +136,7 @@ class StoreConnection(asyncio.Protocol):
         )
         self._secured = transport.get_extra_info("sslcontext") is not None
         tune(transport.get_extra_info("socket"), self._heartbeat)
-        self._handshake = HandshakeDriver(dial(self._token, "store", os.urandom(NONCE_NBYTES)), transport.write)
+        self._handshake = HandshakeDriver.dialling(self._token, "store", transport.write)
         self._protocol.interrupted()
 
     def data_received(self, data: bytes) -> None:

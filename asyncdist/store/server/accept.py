@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import ssl
 from collections.abc import Callable
@@ -19,15 +18,15 @@ from typing import Protocol, cast
 from asyncdist.errors import ProtocolError
 from asyncdist.net.admission import EvictingQueue
 from asyncdist.net.host_watch import SERVER_LOOKS, look_interval, tune
-from asyncdist.net.network import is_loopback
+from asyncdist.net.network import is_loopback, peer_name
 from asyncdist.net.refusals import RefusalLog
-from asyncdist.net.security.auth import NONCE_NBYTES, WANTS_TLS, HandshakeDriver, accept
+from asyncdist.net.security.auth import WANTS_TLS, HandshakeDriver
 from asyncdist.store.c10d_policy import C10d
 from asyncdist.store.protocol import c10d as c10d_wire
 from asyncdist.store.protocol.codec import hello
 from asyncdist.store.protocol.operations import Reply
 from asyncdist.store.server.c10d_session import C10dContext, C10dSession
-from asyncdist.store.server.connection import ServerConnection, peer_name
+from asyncdist.store.server.connection import ServerConnection
 from asyncdist.store.server.session import Session, SessionContext
 
 logger = logging.getLogger("asyncdist.store.server.server")
@@ -54,16 +53,16 @@ class Admission:
         self.connections: set[ServerConnection] = set()
         self.empty = asyncio.Event()
         self.empty.set()
-        self.num_admitted = self.num_refused = 0
+        self.num_admitted = 0
         self._dismiss = dismiss
         self.unauthenticated: EvictingQueue[ServerConnection] = EvictingQueue(max_connections, self._evict)
-        self._refusals = RefusalLog(logger, "the store")
+        self.refusals = RefusalLog(logger, "the store")
         self._closed = False
 
     def close(self) -> None:
         """Admit no further connection."""
         self._closed = True
-        self._refusals.flush()
+        self.refusals.flush()
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
@@ -112,14 +111,23 @@ class Admission:
         self._dismiss(connection)
         connection.abort()
 
+    @property
+    def num_refused(self) -> int:
+        """How many connections were refused or dropped."""
+        return self.refusals.count
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all connections that may be open have authenticated, so that none gives way."""
+        return len(self.connections) - len(self.unauthenticated) >= self.max_connections
+
     def count_refusal(self) -> None:
         """Count a connection that was refused or dropped."""
-        self.num_refused += 1
+        self.refusals.count += 1
 
     def refused(self, peer: str, why: str) -> None:
         """Count a connection that was refused, and tell the log."""
-        self.count_refusal()
-        self._refusals.add(why, peer)
+        self.refusals.add(why, peer)
 
     def refuse_overflow(self) -> None:
         """Count a connection that found the server full, and tell the log."""
@@ -155,7 +163,7 @@ class PendingConnection(ServerConnection):
         transport = cast(asyncio.Transport, transport)  # uvloop's transports have another base class
         self._transport = transport
         sock, address = transport.get_extra_info("socket"), transport.get_extra_info("peername")
-        self.peer = peer_name(address)
+        self.peer = peer_name(sock)
         through_file = sock.family == socket.AF_UNIX
         if address is None and not through_file:  # the connection was reset, and the client's address is unknown
             self._server.count_refusal()
@@ -181,8 +189,7 @@ class PendingConnection(ServerConnection):
             if not self._private and self._server.tls is not None:
                 self._transport.write(WANTS_TLS)
                 raise ProtocolError("a connection without TLS: set ASYNCDIST_TLS_CA in its process")
-            nonce = os.urandom(NONCE_NBYTES)
-            self._handshake = HandshakeDriver(accept(self._server.token, "store", nonce), self._transport.write)
+            self._handshake = HandshakeDriver.accepting(self._server.token, "store", self._transport.write)
             self._continue_handshake(self._handshake, self._received)
 
     def _continue_handshake(self, handshake: HandshakeDriver, data: bytes) -> None:

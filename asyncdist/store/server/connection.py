@@ -298,8 +298,3 @@ def descriptor_of(transport: asyncio.Transport) -> int:
     """Return the descriptor of a transport's socket, or -1 if that is closed."""
     sock = transport.get_extra_info("socket")
     return -1 if sock is None else int(sock.fileno())
-
-
-def peer_name(address: Any) -> str:
-    """Return the address of a socket's peer as text; a Unix socket usually has none."""
-    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address or "a local client")

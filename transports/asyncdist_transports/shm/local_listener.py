@@ -17,8 +17,8 @@ listens so.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import socket
@@ -26,16 +26,20 @@ import stat
 import struct
 import tempfile
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
+from asyncdist.base.descriptors import close_all
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.kernel.memory.shared_arena import Arena, ArenaMapping
 from asyncdist.kernel.transport.base import Host
-from asyncdist.net.network import machine_name
-from asyncdist.net.security.auth import Handshake, accept, dial
+from asyncdist.net.listening import listen
+from asyncdist.net.loop_socket import prove, ready
+from asyncdist.net.network import machine_name, namespace
+from asyncdist.net.security.auth import HandshakeDriver
+from asyncdist.net.security.handshake import peer_user
 from asyncdist_transports.shm.control_block import ControlBlock
 
 # Rank, bytes of the arena, offset of the control block.
@@ -46,7 +50,6 @@ _PREFIX = "asyncdist-"
 _PACKET_NBYTES = 4096
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 _WELCOME = b"."
-_CREDENTIALS = struct.Struct("3i")
 
 Introduction = tuple[int, ArenaMapping, int]
 """Rank, arena and offset of the control block of a peer."""
@@ -56,12 +59,6 @@ class PeerRefused(Exception):
     """A peer cannot connect; the message is the reason. ``rank`` is its rank, once it has authenticated."""
 
     rank: int | None = None
-
-
-def _namespace(kind: str) -> int:
-    with contextlib.suppress(OSError):
-        return os.stat(f"/proc/self/ns/{kind}").st_ino
-    return 0
 
 
 class LocalListener:
@@ -90,8 +87,8 @@ class LocalListener:
             "host": self._host.config.host or machine_name(),
             "user": os.getuid(),
             "name": self._name,
-            "net": _namespace("net"),
-            "pids": _namespace("pid"),
+            "net": namespace("net"),
+            "pids": namespace("pid"),
             "pid": os.getpid(),
             "descriptor": self._path_descriptor,
         }
@@ -123,8 +120,11 @@ class LocalListener:
             while True:
                 for sock in self.sockets:
                     with contextlib.suppress(BlockingIOError):
-                        return _prepared(sock.accept()[0])
-                await _any_ready(self.sockets)
+                        accepted, _ = sock.accept()
+                        lifecycle.close_in_children(accepted)
+                        accepted.setblocking(False)
+                        return accepted
+                await ready(*self.sockets)
         finally:
             with self._lock:
                 self._watched = False
@@ -186,21 +186,8 @@ def _remove_if_stale(path: str) -> None:
                 os.unlink(path)
 
 
-def _prepared(sock: socket.socket) -> socket.socket:
-    lifecycle.close_in_children(sock)
-    sock.setblocking(False)
-    return sock
-
-
 def listening_socket(address: str) -> socket.socket:
-    sock = _prepared(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    try:
-        sock.bind(address)
-        sock.listen(512)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+    return listen(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), address)
 
 
 def unreachable_reason(own: Mapping[str, Any], address: Mapping[str, Any]) -> str | None:
@@ -216,10 +203,13 @@ async def connect_peer(
     peer: int, address: Mapping[str, Any], host: Host, arena: Arena, control_offset: int
 ) -> tuple[socket.socket, Introduction]:
     """Connect to a peer and exchange introductions. Raises PeerRefused and OSError."""
-    sock = _prepared(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lifecycle.close_in_children(sock)
     try:
+        sock.setblocking(False)
         await _connect(sock, address)
-        await _authenticate(sock, dial(host.config.token, _purpose(host), secrets.token_bytes(32)))
+        send = functools.partial(_send, sock)
+        await _authenticate(sock, HandshakeDriver.dialling(host.config.token, _purpose(host), send))
         _send_introduction(sock, host, arena, control_offset)
         introduction = await _receive_introduction(sock, host, {peer})
         _send(sock, _WELCOME)
@@ -233,14 +223,15 @@ async def accept_peer(
     sock: socket.socket, host: Host, arena: Arena, control_offset: int, expected: Collection[int]
 ) -> Introduction:
     """Exchange introductions with a connected peer, whose rank must be ``expected``. Raises PeerRefused."""
-    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    if user != os.getuid():
+    if (user := peer_user(sock)) != os.getuid():
         raise PeerRefused(f"it runs as another user, {user}")
-    await _authenticate(sock, accept(host.config.token, _purpose(host), secrets.token_bytes(32)))
+    send = functools.partial(_send, sock)
+    await _authenticate(sock, HandshakeDriver.accepting(host.config.token, _purpose(host), send))
     introduction = await _receive_introduction(sock, host, expected)
     try:
         _send_introduction(sock, host, arena, control_offset)
-        reply = await _receive_bytes(sock)
+        reply, descriptors = await _receive_packet(sock)
+        close_all(descriptors)
         if reply != _WELCOME:
             raise PeerRefused(_decode_reason(reply))
     except PeerRefused as refusal:
@@ -254,7 +245,7 @@ def _purpose(host: Host) -> str:
 
 
 async def _connect(sock: socket.socket, address: Mapping[str, Any]) -> None:
-    same_network = address["net"] == _namespace("net")
+    same_network = address["net"] == namespace("net")
     path = f"\0{_PREFIX}{address['name']}" if same_network else f"/proc/{address['pid']}/fd/{address['descriptor']}"
     async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
         try:
@@ -268,21 +259,18 @@ async def _connect(sock: socket.socket, address: Mapping[str, Any]) -> None:
                 raise PeerRefused(f"its Unix socket cannot be reached: {cause.strerror}") from cause
 
 
-async def _authenticate(sock: socket.socket, handshake: Handshake) -> None:
+async def _authenticate(sock: socket.socket, handshake: HandshakeDriver) -> None:
     """Run a handshake with one message per packet."""
+
+    def receive(nbytes: int) -> bytes:
+        packet, descriptors = _take_packet(sock)
+        close_all(descriptors)
+        if len(packet) != nbytes:
+            raise ProtocolError(f"a packet of {len(packet)} bytes where {nbytes} were expected")
+        return packet
+
     try:
-        step = next(handshake)
-        while True:
-            if isinstance(step, bytes):
-                _send(sock, step)
-                step = next(handshake)
-            else:
-                packet = await _receive_bytes(sock)
-                if len(packet) != step:
-                    raise ProtocolError(f"a packet of {len(packet)} bytes where {step} were expected")
-                step = handshake.send(packet)
-    except StopIteration:
-        return
+        await prove(sock, handshake, receive)
     except AsyncdistError as error:
         raise PeerRefused(error.summary) from error
 
@@ -295,7 +283,7 @@ async def _receive_introduction(sock: socket.socket, host: Host, expected: Colle
     """Receive the peer's rank and memory; send it the reason if this rank refuses it."""
     packet, descriptors = await _receive_packet(sock)
     if len(packet) != _INTRODUCTION.size:
-        _close(descriptors)
+        close_all(descriptors)
         raise PeerRefused(_decode_reason(packet))
     rank, nbytes, control_offset = _INTRODUCTION.unpack(packet)
     try:
@@ -318,16 +306,11 @@ async def _receive_introduction(sock: socket.socket, host: Host, expected: Colle
         _send(sock, str(refusal).encode()[:_PACKET_NBYTES])
         raise
     finally:
-        _close(descriptors)
+        close_all(descriptors)
 
 
 def _decode_reason(packet: bytes) -> str:
     return f"it says: {packet.decode(errors='replace')}" if packet else "it closed the connection"
-
-
-def _close(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 # -- packets on the running loop --------------------------------------------------------------------
@@ -341,37 +324,20 @@ def _send(sock: socket.socket, packet: bytes, descriptors: Sequence[int] = ()) -
         raise PeerRefused(f"the connection ended: {cause.strerror}") from cause
 
 
+def _take_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """Return a packet that has arrived, and its descriptors. Raises PeerRefused and BlockingIOError."""
+    try:
+        packet, descriptors, _, _ = socket.recv_fds(sock, _PACKET_NBYTES, 4, socket.MSG_CMSG_CLOEXEC)
+        return packet, descriptors
+    except BlockingIOError:
+        raise
+    except OSError as cause:
+        raise PeerRefused(f"the connection ended: {cause.strerror}") from cause
+
+
 async def _receive_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
     while True:
         try:
-            packet, descriptors, _, _ = socket.recv_fds(sock, _PACKET_NBYTES, 4, socket.MSG_CMSG_CLOEXEC)
-            return packet, descriptors
+            return _take_packet(sock)
         except BlockingIOError:
-            await _any_ready([sock])
-        except OSError as cause:
-            raise PeerRefused(f"the connection ended: {cause.strerror}") from cause
-
-
-async def _receive_bytes(sock: socket.socket) -> bytes:
-    """Receive a packet, and close descriptors that came with it."""
-    packet, descriptors = await _receive_packet(sock)
-    _close(descriptors)
-    return packet
-
-
-async def _any_ready(socks: list[socket.socket]) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def resolve() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    descriptors = [sock.fileno() for sock in socks]
-    for descriptor in descriptors:
-        loop.add_reader(descriptor, resolve)
-    try:
-        await ready
-    finally:
-        for descriptor in descriptors:
-            loop.remove_reader(descriptor)
+            await ready(sock)

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import functools
 import os
-import secrets
 import socket
 import ssl
 import struct
@@ -18,7 +17,7 @@ from typing import cast
 from asyncdist.errors import UNREACHED, ProtocolError
 from asyncdist.kernel.transport.base import Host, Outgoing
 from asyncdist.kernel.transport.wire_format import HEADER_NBYTES
-from asyncdist.net.security.auth import NONCE_NBYTES, HandshakeDriver, accept, dial
+from asyncdist.net.security.auth import HandshakeDriver
 from asyncdist.net.security.tls import TlsSocket
 from asyncdist_transports.byte_stream import Ended, Reader, Writer
 from asyncdist_transports.tcp.sockets import (
@@ -28,9 +27,7 @@ from asyncdist_transports.tcp.sockets import (
     end,
     flushed,
     new_socket,
-    prove,
     read_all,
-    receive_handshake,
     select_writable,
     unacknowledged,
 )
@@ -248,16 +245,18 @@ class Outbound:
                     self._securing = True
                     self._sock.secure()
                     self._securing = False
-                steps = dial(self._host.config.token, purpose(self._host), secrets.token_bytes(NONCE_NBYTES))
+                token = self._host.config.token
                 # A few dozen bytes on an empty socket buffer do not block.
-                self._proving = HandshakeDriver(steps, self._sock.sendall)
-            prove(self._sock, self._proving)
+                self._proving = HandshakeDriver.dialling(token, purpose(self._host), self._sock.sendall)
+            self._proving.pump(self._sock.recv)
             if self.handshake_stalled:
                 # Raises Ended if the peer has closed the connection.
                 self._reader.read()
             self._sock.sendall(HELLO.pack(self._host.rank, self._lane))
         except BlockingIOError:
             return False
+        except EOFError as cause:
+            raise Ended("connection closed during the handshake") from cause
         except OSError as cause:
             raise Ended(cause.strerror or str(cause)) from cause
         self.established = self.writer.open = True
@@ -297,8 +296,7 @@ class Inbound:
         self.peer: int | None = None
         # Meaningful once `peer` is known.
         self.established = True
-        steps = accept(host.config.token, purpose(host), secrets.token_bytes(NONCE_NBYTES))
-        self._proving = HandshakeDriver(steps, self._sock.sendall)
+        self._proving = HandshakeDriver.accepting(host.config.token, purpose(host), self._sock.sendall)
         self._hello = bytearray()
         self._reader: Reader | None = None
         # Heartbeats travel on the way back, where no message stays on the wire before them.
@@ -340,11 +338,16 @@ class Inbound:
             if isinstance(self._sock, TlsSocket) and self._securing:
                 self._sock.secure()
                 self._securing = False
-            prove(self._sock, self._proving)
+            self._proving.pump(self._sock.recv)
             while len(self._hello) < HELLO.size:
-                self._hello += receive_handshake(self._sock, HELLO.size - len(self._hello))
+                chunk = self._sock.recv(HELLO.size - len(self._hello))
+                if not chunk:
+                    raise EOFError
+                self._hello += chunk
         except BlockingIOError:
             return False
+        except EOFError as cause:
+            raise Ended("connection closed during the handshake") from cause
         except OSError as cause:
             raise Ended(cause.strerror or str(cause)) from cause
         rank, lane = HELLO.unpack(self._hello)

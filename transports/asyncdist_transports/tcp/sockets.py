@@ -11,7 +11,7 @@ from typing import cast
 
 from asyncdist.base import lifecycle
 from asyncdist.kernel.transport.base import Host
-from asyncdist.net.security.auth import HandshakeDriver
+from asyncdist.net.host_watch import tune
 from asyncdist.net.security.tls import TlsSocket
 from asyncdist_transports.byte_stream import Ended, Reader
 
@@ -21,22 +21,10 @@ READ, WRITE = select.POLLIN, select.POLLOUT
 # Linux 6.15: limits the time between two attempts to send a packet, which otherwise doubles each time.
 _TCP_RTO_MAX_MS = 44
 _RTO_MAX_MS = 1_000, 120_000
+# Seconds within which the kernel notices the death of a host.
+_SILENT_HOST = 40.0
 # Of Linux's `struct tcp_info`: the packets that are sent and not acknowledged, and the bytes acknowledged so far.
 _TCP_INFO = struct.Struct("=24xI92xQ")
-
-
-def prove(sock: Connected, proving: HandshakeDriver) -> None:
-    """Run a handshake to its end without reading beyond it. Raises the handshake's errors, Ended and BlockingIOError."""
-    while not proving.done:
-        proving.feed(receive_handshake(sock, proving.missing))
-
-
-def receive_handshake(sock: Connected, nbytes: int) -> bytes:
-    """Return up to ``nbytes`` received bytes. Raises Ended, BlockingIOError and OSError."""
-    chunk = sock.recv(nbytes)
-    if not chunk:
-        raise Ended("connection closed during the handshake")
-    return chunk
 
 
 def read_all(sock: Connected, reader: Reader, ready: bool) -> bool:
@@ -87,12 +75,7 @@ def prepare(sock: socket.socket, host: Host) -> None:
     """Set the options of every connection, and close it in forked children."""
     lifecycle.close_in_children(sock)
     sock.setblocking(False)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
-        # The death of a host is detected within 40 s.
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    tune(sock, _SILENT_HOST)
     if host.config.heartbeat and sys.platform == "linux":
         # A network that comes back within the heartbeat limit must carry heartbeats again within it.
         longest = min(max(_RTO_MAX_MS[0], int(host.config.heartbeat * 200)), _RTO_MAX_MS[1])

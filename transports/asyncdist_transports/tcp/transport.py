@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from asyncdist.errors import AsyncdistError, PeerLostError
 from asyncdist.kernel.transport.base import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist.kernel.transport.wire_format import KEY
+from asyncdist.net.admission import EvictingQueue
 from asyncdist.net.refusals import RefusalLog
 from asyncdist.net.security import tls
 from asyncdist_transports.byte_stream import LENT_NBYTES, Ended
@@ -52,8 +53,8 @@ class TcpTransport(Transport):
         """How many connections are inbound, and a poll object with all of them."""
         self._deaf_since: float | None = None
         """Since when none of the watched peers has been heard; None if one was heard at the last beat."""
-        # The oldest first.
-        self._unauthenticated: dict[Inbound, None] = {}
+        most = _MAX_UNAUTHENTICATED + host.world_size * host.config.lanes
+        self._unauthenticated: EvictingQueue[Inbound] = EvictingQueue(most, self._evict)
         self._refusals = RefusalLog(log, f"rank {host.rank}")
         contexts = tls.rank_contexts(host.config)
         self._threads = TransferThreads(host)
@@ -72,7 +73,7 @@ class TcpTransport(Transport):
     # -- opening and closing -------------------------------------------------------------------
 
     def listen(self, where: str) -> dict[str, Any]:
-        self._listener = Listener(where)
+        self._listener = Listener(where, self.host)
         return {"host": where, "port": self._listener.port}
 
     def reaches(self, address: Address) -> bool:
@@ -288,16 +289,16 @@ class TcpTransport(Transport):
             self.connections[connection.fileno()] = connection
             self._inbound += 1
             self._inbound_poll.register(connection, READ)
-            self._unauthenticated[connection] = None
             until = monotonic() + self.host.config.handshake_timeout
             self.host.timers.schedule(connection, until, functools.partial(self._overdue, connection))
+            self._unauthenticated.add(connection)
             self._pump(connection, True)
-            if len(self._unauthenticated) > _MAX_UNAUTHENTICATED + self.host.world_size * self.host.config.lanes:
-                self._ended(
-                    next(iter(self._unauthenticated)), "it had not authenticated, and too many connections had not"
-                )
             moved = True
         return moved
+
+    def _evict(self, connection: Inbound) -> None:
+        self.host.timers.cancel(connection)
+        self._ended(connection, "it had not authenticated, and too many connections had not")
 
     def _overdue(self, connection: Inbound) -> None:
         # The proof may have arrived since the last read.
@@ -308,7 +309,7 @@ class TcpTransport(Transport):
     def _end_authentication(self, connection: Inbound) -> None:
         """Stop the timer of a connection that has authenticated, or is closed."""
         if connection in self._unauthenticated:
-            del self._unauthenticated[connection]
+            self._unauthenticated.discard(connection)
             self.host.timers.cancel(connection)
 
 
