@@ -32,16 +32,16 @@ class StatusGathering:
     """The questions of one rank to the others. It keeps its connections until `close`.
 
     Args:
-        mesh: The endpoint of this rank.
+        endpoint: The endpoint of this rank.
         addresses: The status port of each rank, by rank; None for a rank without one.
         token: The token of the job.
         tls: The context for dialling; None without TLS between ranks.
     """
 
     def __init__(
-        self, mesh: Endpoint, addresses: Sequence[Address | None], token: str | None, tls: ssl.SSLContext | None
+        self, endpoint: Endpoint, addresses: Sequence[Address | None], token: str | None, tls: ssl.SSLContext | None
     ) -> None:
-        self._mesh, self._addresses, self._token, self._tls = mesh, addresses, token, tls
+        self._endpoint, self._addresses, self._token, self._tls = endpoint, addresses, token, tls
         self._connections: dict[int, StatusConnection] = {}
         self._asking: dict[int, asyncio.Task[dict[str, Any]]] = {}
 
@@ -51,9 +51,9 @@ class StatusGathering:
         A rank that has not answered an earlier question is not waited for again.
         """
         fresh = set()
-        for rank in range(self._mesh.world_size):
+        for rank in range(self._endpoint.world_size):
             earlier = self._asking.get(rank)
-            if rank == self._mesh.rank or (earlier is not None and not earlier.done()):
+            if rank == self._endpoint.rank or (earlier is not None and not earlier.done()):
                 continue
             if earlier is not None and not earlier.cancelled():
                 earlier.exception()
@@ -96,7 +96,7 @@ class StatusGathering:
                 # The rank may have closed it to make room for another viewer.
                 with contextlib.suppress(EOFError, ConnectionError):
                     return await self._ask_over(kept, rank, question)
-            connection = await connect(*address, self._mesh.world_id, self._token, self._tls)
+            connection = await connect(*address, self._endpoint.world_id, self._token, self._tls)
             return await self._ask_over(connection, rank, question)
 
     async def _ask_over(self, connection: StatusConnection, rank: int, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class StatusGathering:
         """Say what the processes of silent ranks do, as this rank sees them or another one on their host."""
         unseen: dict[int, list[int]] = {}
         for rank in silent:
-            seen = self._mesh.look_at(rank)
+            seen = self._endpoint.look_at(rank)
             if seen:
                 silent[rank] = seen
                 continue
@@ -127,7 +127,7 @@ class StatusGathering:
                 silent.update({int(rank): str(seen) for rank, seen in answer["seen"] if seen and rank in silent})
 
     def _share_a_host(self, rank: int, other: int) -> bool:
-        first, second = self._mesh.processes[rank], self._mesh.processes[other]
+        first, second = self._endpoint.processes[rank], self._endpoint.processes[other]
         return first is not None and second is not None and first["host"] == second["host"]
 
 
