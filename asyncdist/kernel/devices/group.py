@@ -31,8 +31,8 @@ from asyncdist.errors import (
 )
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.collectives import p2p
+from asyncdist.kernel.collectives.call_plan import CallPlan, MemoryPlan, Result, finish_call
 from asyncdist.kernel.collectives.operations import CallOptions, CollectiveOps
-from asyncdist.kernel.collectives.prepared import PreparedCollective, Result, finish_call
 from asyncdist.kernel.devices.completion_watcher import CompletionWatcher, Pending
 from asyncdist.kernel.devices.cpu_group import CpuGroup
 from asyncdist.kernel.devices.desync_detector import DesyncDetector
@@ -128,9 +128,9 @@ class DeviceGroup(CollectiveOps):
             host, DeviceContext(host, self._streams.with_new_stream()), backend_classes, self._watcher, self._guarded
         )
         self.desync_detector = DesyncDetector(self._context, self._fail_all)
-        recorder = host.mesh.recorder
+        recorder = host.endpoint.recorder
         recorder.pending.append(self._watcher.entries)
-        host.mesh.progress.post(lambda: recorder.add_group(self.name, self.member_ids, lambda: self._last_number))
+        host.endpoint.progress.post(lambda: recorder.add_group(self.name, self.member_ids, lambda: self._last_number))
         self._pending_split: DeviceWork | None = None
         self._closed = False
         self.error: GroupError | None = None
@@ -145,20 +145,13 @@ class DeviceGroup(CollectiveOps):
     def _group_for(self, value: Any) -> DeviceGroup:
         return self
 
-    def _run(
-        self,
-        name: str,
-        prepared: PreparedCollective,
-        tensors: Sequence[Any],
-        result: Result,
-        options: CallOptions,
-    ) -> Work:
+    def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
         inline = self._backend is not None and not self._backend.blocks
         finish = functools.partial(finish_call, *result)
-        plan = Plan(fingerprint=prepared.fingerprint, finish=finish, nbytes=prepared.nbytes)
-        assert prepared.native is not None
-        do = functools.partial(self._run_collective, prepared.native, tensors)
-        return self._start(name, None, plan, options, self._executor, do, held=tensors, inline=inline)
+        started = Plan(fingerprint=plan.fingerprint, finish=finish, nbytes=plan.nbytes)
+        assert isinstance(plan, MemoryPlan)
+        do = functools.partial(self._run_collective, plan.call, tensors)
+        return self._start(name, None, started, options, self._executor, do, held=tensors, inline=inline)
 
     def _start(
         self,
@@ -187,7 +180,7 @@ class DeviceGroup(CollectiveOps):
             raise NotInitializedError("the group was destroyed: make a new one")
         blocking = not options.get("background", True)
         if blocking:
-            self.host.mesh.progress.refuse_loop_thread(name)
+            self.host.endpoint.progress.refuse_loop_thread(name)
         if self._streams.is_capturing():
             raise UnsupportedError(
                 "the call cannot be captured into a CUDA graph, because the ranks communicate on the host: "
@@ -204,12 +197,12 @@ class DeviceGroup(CollectiveOps):
         self._owner.hooks.record(entry)
         now = monotonic()
         deadline = now + seconds(options.get("timeout"), self.timeout)
-        work = DeviceWork(self._streams, self.host.mesh.progress)
+        work = DeviceWork(self._streams, self.host.endpoint.progress)
         pending = Pending(work, plan, entry, now, deadline, numbered=tag is None, held=held)
         before = self._streams.position()
         self._watcher.add(pending)
         # The caller of a blocking message drives what the message waits for.
-        with self.host.mesh.progress.promises.make() if blocking and tag is not None else contextlib.nullcontext():
+        with self.host.endpoint.progress.promises.make() if blocking and tag is not None else contextlib.nullcontext():
             if not ((blocking or inline) and executor.run_now(self._run_call, pending, do, before)):
                 executor.put(functools.partial(self._run_call, pending, do, before))
             if blocking:
@@ -235,12 +228,12 @@ class DeviceGroup(CollectiveOps):
             self._fail(pending, cause)
 
     def _run_collective(
-        self, native: PreparedCall, tensors: Sequence[Any], pending: Pending, before: DeviceEvent | None
+        self, call: PreparedCall, tensors: Sequence[Any], pending: Pending, before: DeviceEvent | None
     ) -> None:
         self._context.deadline = pending.deadline
         with self._streams.on_comm_stream():
             self._streams.wait_event(before)
-            for _ in native(pending.entry.seq, *tensors):
+            for _ in call(pending.entry.seq, *tensors):
                 pass
             finish = pending.plan.finish
             value = None if finish is None else finish()
@@ -388,7 +381,7 @@ class DeviceGroup(CollectiveOps):
         for pending in self._watcher.remove_unfinished():
             self._fail_one(pending, error)
         self._watcher.close()
-        self.host.mesh.recorder.pending.remove(self._watcher.entries)
+        self.host.endpoint.recorder.pending.remove(self._watcher.entries)
         self.host.close()
         self.messages.close()
         self.desync_detector.close()
