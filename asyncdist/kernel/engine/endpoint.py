@@ -107,7 +107,7 @@ class Endpoint:
         self.timers = TimerTable()
         self.failures = failures = GroupFailures(
             config, self.recorder, self._executor, self.transport_selector, self.timers, self.link, self._discard,
-            self._read_arrived,
+            self._read_arrived, self.call_later,
         )  # fmt: skip
         self.lost_peers = failures.lost_peers
         # Bound here, because a forwarding method would cost each call a Python frame.

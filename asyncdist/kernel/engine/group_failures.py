@@ -52,13 +52,14 @@ class GroupFailures:
 
     Args:
         config: The settings of the world.
-        recorder: The flight recorder, dumped at a failure.
+        recorder: The flight recorder, written at a failure.
         executor: The executor, whose operations fail with their groups.
         selector: The transports; they forget a lost peer.
         timers: The timers of the endpoint.
         link: Returns the link to a peer, and raises `GroupError` for a lost peer.
         discard: Drops the messages of a group, by the first 8 bytes of their keys.
         read_arrived: Reads what has arrived from a peer.
+        call_later: Lets a driver call a function, before the callbacks of operations that fail later.
     """
 
     def __init__(
@@ -71,10 +72,12 @@ class GroupFailures:
         link: Callable[[int], Link],
         discard: Callable[[bytes], None],
         read_arrived: Callable[[int], None],
+        call_later: Callable[[Callable[[], None]], None],
     ) -> None:
         self._rank, self._world_size, self._config = recorder.rank, recorder.world_size, config
         self._recorder, self._executor, self._selector, self._timers = recorder, executor, selector, timers
         self._link, self._discard_messages, self._read_arrived = link, discard, read_arrived
+        self._call_later = call_later
         self.channels: dict[bytes, Channel] = {}
         """The open groups, by the first 8 bytes of their messages' keys."""
         self.ended: dict[bytes, GroupError | None] = {}
@@ -159,9 +162,9 @@ class GroupFailures:
             del self.failed[next(iter(self.failed))]
         if channel.prefix in self.channels:
             self.failing.add(channel.prefix)
-        log.info("rank %d: group %r failed: %s", self._rank, channel.name, error.reason)
-        if self._config.dump_dir:
-            self._recorder.dump(self._config.dump_dir, error.summary)
+        # As it is before its operations fail. A driver writes it: the lock is held here, maybe by the thread that beats.
+        content = self._recorder.content(error.summary, with_stacks=True) if self._config.dump_dir else None
+        self._call_later(functools.partial(self._tell, channel.name, error, content))
         for one in (channel, channel.sibling):
             if one is not None and one.error is None:
                 one.error = error
@@ -171,6 +174,12 @@ class GroupFailures:
         self.notify(peers, lambda peer: abort_notice(peer, channel.number, error, self._rank))
         for follower in list(channel.followers):
             self.fail(follower, error)
+
+    def _tell(self, name: str, error: GroupError, content: dict[str, Any] | None) -> None:
+        """Log the failure of a group, and write the flight recorder."""
+        log.info("rank %d: group %r failed: %s", self._rank, name, error.reason)
+        if content is not None:
+            self._recorder.write(self._config.dump_dir, content)
 
     def no_room(self, peer: int, key: bytes, nbytes: int, stored: int) -> None:
         """Fail the group of a message for which no receive is posted and no memory is left."""

@@ -179,7 +179,10 @@ class Recorder:
         A later dump of the same rank replaces the files. Only the owner of this process can read them. A dump replaces a
         symbolic link under a file's name and does not follow it.
         """
-        content = self.content(reason, with_stacks=True)
+        return self.write(folder, self.content(reason, with_stacks=True))
+
+    def write(self, folder: str, content: dict[str, Any]) -> str | None:
+        """Write an earlier `content` to ``folder``, as `dump` does."""
         path = ""
         if self.dump_format != "json":
             path = os.path.join(folder, f"{torch_format.file_prefix(self.world_id)}{self.rank}")

@@ -35,6 +35,29 @@ async def test_failed_group_writes_dump(tmp_path, transport):
     assert standing.calls == {0: "all_reduce(3 x float32, SUM)"}
 
 
+async def test_dump_is_written_without_the_lock_and_before_the_error_is_known(tmp_path, transport, monkeypatch):
+    """A slow disk must not keep the thread that beats from looking."""
+    write, looked = Recorder.write, []
+
+    def slow_write(recorder, *arguments):
+        progress = groups[recorder.rank].mesh.progress
+        looking = threading.Thread(target=progress.look, args=(lambda: bool(looked.append(recorder.rank)),))
+        looking.start()
+        looking.join()
+        assert recorder.rank in looked
+        return write(recorder, *arguments)
+
+    monkeypatch.setattr(Recorder, "write", slow_write)
+    async with world_of(2, transport=transport, config=Config(dump_dir=str(tmp_path))) as groups:
+        pending = groups[0].all_reduce(torch.ones(3))
+        groups[1].abort("enough")
+        with pytest.raises(GroupError):
+            await pending
+        assert looked
+        (records,) = desync_report.read(tmp_path)
+        assert [record.rank for record in records] == [0, 1]
+
+
 async def test_dump_contains_message_peers(tmp_path, transport):
     async with world_of(3, transport=transport) as groups:
         part = [groups[rank].world.new_group([1, 2]) for rank in range(3)]
