@@ -227,8 +227,8 @@ class ClientStream(BlockingStream[T]):
     def close(self) -> None:
         if self._dropped is None:
             return
-        self._dropped = None
         if self._owned:
             self.client.close()
         else:
-            self.client.give_up(self._pending.number)
+            self.client.guard(self.client.give_up, self._pending.number)
+        self._dropped = None

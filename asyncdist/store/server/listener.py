@@ -11,10 +11,11 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from asyncdist.base.daemon_threads import start_daemon_thread
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, UsageError
-from asyncdist.net.network import is_loopback
-from asyncdist.store.client.connect import unresolved
+from asyncdist.net.network import is_address, is_loopback
+from asyncdist.store.client.connect import NAME_GRACE, look_up_overdue, unresolved
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: all ranks connect within a second. The kernel caps it."""
@@ -25,16 +26,28 @@ Addresses = list[tuple[socket.AddressFamily, str]]
 
 
 def resolve_listen_address(host: str, port: int) -> Addresses:
-    """Return the addresses to listen on for ``host``; an empty one means every interface. Raises AddressError."""
+    """Return the addresses to listen on for ``host``; an empty one means every interface.
+
+    Raises:
+        AddressError: The host does not resolve, or the port is out of range.
+        LookUpTimeoutError: No name server has answered in time.
+    """
     if not 0 <= port < 1 << 16:
         raise AddressError(f"port {port} is out of range: ports go from 1 to 65535, and 0 picks a free one")
     if not host:
         return [(socket.AF_INET6, "::")] if _has_ipv6() else [(socket.AF_INET, "0.0.0.0")]
-    try:
+
+    def find() -> Addresses:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
+
+    try:
+        looking_up = None if is_address(host) else start_daemon_thread(find, "asyncdist-look-up", awaited_at_exit=False)
+        addresses = find() if looking_up is None else looking_up.result(NAME_GRACE)
+    except TimeoutError:
+        raise look_up_overdue(host) from None
     except (OSError, UnicodeError) as error:
         raise unresolved(host, error) from None
-    addresses: Addresses = list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
     if not _has_ipv6():
         addresses = [each for each in addresses if each[0] is not socket.AF_INET6] or addresses
     return addresses

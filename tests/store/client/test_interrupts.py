@@ -180,6 +180,24 @@ def test_call_of_a_signal_handler_during_a_send_is_refused(monkeypatch):
         assert store.list_keys() == ["l"]
 
 
+def test_signal_handler_may_not_close_a_stream_during_a_call(monkeypatch):
+    """The interrupted call holds the lock; the stream can be closed later."""
+    execute = StoreState.execute
+
+    def interrupted(*arguments):
+        monkeypatch.undo()
+        with pytest.raises(UsageError, match="signal handler"):
+            stream.close()
+        return execute(*arguments)
+
+    with HashStore() as store, store.subscribe("news") as stream:
+        monkeypatch.setattr(StoreState, "execute", interrupted)
+        store.set("k", "v")
+        assert store.publish("news", b"") == 1
+        stream.close()
+        assert store.publish("news", b"") == 0
+
+
 @pytest.mark.parametrize("kind", [HashStore, FileStore])
 def test_call_of_a_signal_handler_is_refused_by_stores_without_a_server(kind, monkeypatch, tmp_path):
     """The interrupted call holds a lock that the handler would wait for."""

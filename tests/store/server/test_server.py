@@ -10,7 +10,7 @@ import pytest
 
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
-from asyncdist.errors import AddressError, StoreConnectionError, UsageError
+from asyncdist.errors import AddressError, LookUpTimeoutError, StoreConnectionError, UsageError
 from asyncdist.net.security.auth import MAGIC, NONCE_NBYTES, PROOF_NBYTES
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client.connect import ConnectRetry
@@ -392,6 +392,15 @@ def test_slow_name_resolution_blocks_neither_caller_nor_loop_shutdown(monkeypatc
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(give_up())
     assert not ended.is_set()
+    proceed.set()
+
+
+def test_look_up_of_the_own_name_ends_without_an_answer(monkeypatch):
+    proceed = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: proceed.wait(LONG) and [])
+    monkeypatch.setattr(listener, "NAME_GRACE", 0.01)
+    with pytest.raises(LookUpTimeoutError, match="'a-name' in time"):
+        listener.resolve_listen_address("a-name", 0)
     proceed.set()
 
 
