@@ -188,7 +188,11 @@ class SerialExecutor:
 
     def _run_queued(self, call: Callable[[], object]) -> None:
         self._running.acquire()
-        self._run(call)
+        try:
+            self._run(call)
+        # Also SystemExit, which nobody would see in the future of the pool.
+        except BaseException:
+            log.exception("a call in the executor %r failed", self._name)
 
     def _run(self, call: Callable[..., object], *args: Any) -> None:
         try:

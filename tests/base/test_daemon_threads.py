@@ -4,6 +4,7 @@ import asyncio
 import functools
 import multiprocessing
 import os
+import sys
 import threading
 import weakref
 
@@ -138,6 +139,14 @@ def executor():
     executor.close(lambda: None)
 
 
+def test_executor_logs_a_call_that_leaves_its_thread(executor, caplog):
+    ended = threading.Event()
+    executor.put(sys.exit)
+    executor.put(ended.set)
+    assert ended.wait(20)
+    assert "SystemExit" in caplog.text
+
+
 def test_executor_never_overlaps_calls_and_keeps_each_threads_order(executor):
     done, inside, finished = [], threading.Lock(), threading.Semaphore(0)
 
@@ -169,7 +178,7 @@ def test_executor_runs_a_call_inline_unless_one_is_pending(executor):
     executor.put(ended.set)
     assert len(where) == 1
     proceed.set()
-    assert ended.wait(LONG)
+    assert ended.wait(20)
     assert where[0] is threading.current_thread()
     assert where[1].name == "serial_0"
 
@@ -184,7 +193,7 @@ def test_executor_logs_a_call_that_raises_and_continues(executor, caplog):
     ended = threading.Event()
     executor.put(lambda: 1 / 0)
     executor.put(ended.set)
-    assert ended.wait(LONG)
+    assert ended.wait(20)
     assert "a call in the executor 'serial' failed" in caplog.text
 
 

@@ -156,8 +156,9 @@ class ObservedEntry(Entry):
             self.call(hooks, _END if self.error is None else _ERROR)
 
     def call(self, hooks: tuple[Hook, ...], event: int) -> None:
-        """Call the functions of ``hooks`` for an event."""
+        """Call the functions of ``hooks`` for an event; a KeyboardInterrupt or SystemExit leaves after all of them."""
         record: OperationRecord | None = None
+        left: BaseException | None = None
         for hook in hooks:
             function = hook.functions[event]
             if function is not None:
@@ -169,6 +170,10 @@ class ObservedEntry(Entry):
                         function(record)
                 except Exception:
                     hook.failed(function, self)
+                except BaseException as error:
+                    left = error
+        if left is not None:
+            raise left
 
     def record(self) -> OperationRecord:
         """Return the description of the operation, as it is now."""

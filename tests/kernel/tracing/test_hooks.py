@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import threading
 from functools import partial
 
@@ -119,6 +120,19 @@ async def test_exception_of_a_hook_is_logged_once_and_breaks_nothing(transport, 
     assert "all_reduce #1 of group 'world' on rank 0" in message
     assert "ValueError: a broken hook" in caplog.text
     caplog.clear()  # the frames of the traceback keep the group
+
+
+def test_hook_that_leaves_its_thread_keeps_no_other_hook_from_its_call():
+    calls = Calls()
+
+    def rank(group):
+        group.register_hook(lambda _: sys.exit("of a hook"))
+        calls.register(group.register_hook)
+        with pytest.raises(SystemExit, match="of a hook"):
+            group.barrier(background=False).result()
+
+    run_ranks(1, rank)
+    assert [event for event, _ in calls] == ["start"]
 
 
 async def test_removed_hook_is_not_called_and_leaves_no_work_behind(each):
