@@ -54,7 +54,8 @@ class ServedModule:
         """The parameters, as optimizers have them: they share memory with those of the module, and have versions of their
         own, because autograd refuses a backward after an update of the parameters that the forward has used."""
         self.optimizer = None if optimizer is None else optimizer(list(self.updated.values()))
-        self.lock = threading.Lock()
+        # A hook of the optimizer may copy the state.
+        self.lock = threading.RLock()
         """Held while parameters change."""
 
     def attach(self) -> RemoteReference:

@@ -15,6 +15,7 @@ from torch import nn
 from asyncdist.config import Config
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UnsupportedError, UsageError
 from asyncdist.rpc import blocking as rpc
+from asyncdist.rpc.blocking import startup
 from asyncdist.rpc.errors import CallTimeoutError, RemoteError
 from asyncdist.rpc.references import RemoteReference
 from tests.support.ports import free_port
@@ -43,11 +44,15 @@ def test_program_prints_the_same_with_torch():
     assert output_of("torch") == output_of("asyncdist")
 
 
+def begin_alone():
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=60.0)
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+
+
 @pytest.fixture
 def alone():
     """Be the only worker."""
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=60.0)
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    begin_alone()
     yield
     rpc.shutdown()
 
@@ -252,6 +257,27 @@ told = threading.Event()
 
 def wait_until_told():
     told.wait(60)
+
+
+def test_shutdown_of_another_thread_ends_one_that_waits(monkeypatch):
+    until_all, waits = startup._until_all, threading.Event()
+
+    def waiting(*arguments):
+        waits.set()
+        return until_all(*arguments)
+
+    monkeypatch.setattr(startup, "_until_all", waiting)
+    begin_alone()
+    rpc.rpc_async("alone", wait_until_told)
+    patient = threading.Thread(target=rpc.shutdown)
+    patient.start()
+    assert waits.wait(60)
+    with pytest.raises(AlreadyInitializedError):
+        begin_alone()
+    rpc.shutdown(graceful=False)
+    patient.join()
+    told.set()
+    rpc.shutdown()
 
 
 def test_calls_need_an_agent():

@@ -87,6 +87,8 @@ class RpcAgent:
         """The rank of each worker by the id of its port."""
         self.num_open = 0
         """The calls of this process that have not ended."""
+        self.ending: asyncio.Future[None] | None = None
+        """The end of the agent, when it has begun."""
 
     @property
     def own_info(self) -> WorkerInfo:

@@ -67,10 +67,14 @@ def init_rpc(
     """
     options = rpc_backend_options or TensorPipeRpcBackendOptions()
     check_device_maps(options.device_maps)
-    with _lock:
+    if not _lock.acquire(blocking=False):
+        raise AlreadyInitializedError("another call of init_rpc() in this process waits for the other workers")
+    try:
         if has_agent():
             raise AlreadyInitializedError("the RPC agent exists: call shutdown() first")
         background_loop().run(_open(name, rank, world_size, options))
+    finally:
+        _lock.release()
 
 
 async def _open(name: str, rank: int, world_size: int | None, options: Any) -> None:
@@ -102,7 +106,7 @@ async def _open(name: str, rank: int, world_size: int | None, options: Any) -> N
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:
-    """End the agent of this process.
+    """End the agent of this process. A call that is not graceful ends one that waits, in another thread.
 
     Args:
         graceful: Wait until all workers call this, and all calls have ended; else end at once, which fails the calls of
@@ -113,23 +117,37 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         PeerLostError: A worker ended, or died, without calling this. The agent of this process has ended.
         StoreTimeoutError: The timeout passed. The agent of this process has ended.
     """
-    with _lock:
-        if has_agent():
-            background_loop().run(_close(current_agent(), graceful, timeout or None))
+    if has_agent():
+        background_loop().run(_close(graceful, timeout or None))
 
 
-async def _close(agent: RpcAgent, graceful: bool, timeout: Timeout) -> None:
+async def _close(graceful: bool, timeout: Timeout) -> None:
+    # Agents come and go on this loop.
+    if not has_agent():
+        return
+    agent = current_agent()
     try:
         if graceful:
             deadline = Deadline.after(seconds(timeout, inf))
             # Until all are idle, functions of others may make this worker run some, and call.
             for stage in ("idle", "done"):
                 await _until_all(agent, stage, deadline)
+    except Exception:
+        # The end of the agent by another thread ends what this one waits for.
+        if agent.ending is None:
+            raise
     finally:
-        set_agent(None)
+        agent.ending = agent.ending or asyncio.ensure_future(_end(agent))
+        await asyncio.shield(agent.ending)
+
+
+async def _end(agent: RpcAgent) -> None:
+    try:
         await agent.session.__aexit__()
         agent.runner.pool.shutdown(wait=False)
         await agent.meeting.close()
+    finally:
+        set_agent(None)
 
 
 async def _until_all(agent: RpcAgent, stage: str, deadline: Deadline) -> None:
