@@ -28,7 +28,7 @@ from asyncdist.rpc.failures import describe
 from asyncdist.rpc.loans import ChannelLoans, MessageLoan
 from asyncdist.rpc.objects import MethodKind, NoSuchObject, ServedMethod, ServedObjects
 from asyncdist.rpc.streams import WINDOW
-from asyncdist.rpc.values import Carrier, PackedValue
+from asyncdist.rpc.values import Carrier, PackedValue, cannot_change
 from asyncdist.rpc.wire import END, FAILED, ITEM, RESULT, Failure, pack_plain
 
 log = logging.getLogger("asyncdist")
@@ -267,7 +267,13 @@ class Callee:
 
     async def _run(self, execution: Execution) -> None:
         try:
-            packed = self._pack(await self._call(execution), snapshot=True)
+            value = await self._call(execution)
+            # In this order: an argument refers to the value, too.
+            if cannot_change(sys.getrefcount(value), value):
+                packed = await self._pack_aside(value)
+            else:
+                packed = self._pack(value, snapshot=True)
+            del value
         except BaseException as error:
             # Also one that ends a process ends its call alone, and not the process that serves others.
             self._raised(execution, error)
@@ -354,6 +360,14 @@ class Callee:
             raise ResultNotCarried("it is a generator: write the method as `async def` with `yield`, to send a stream")
         try:
             return self._budget.carrier.pack(value, snapshot=snapshot, lender=self._loans)
+        except UsageError as error:
+            raise ResultNotCarried(error.summary) from error
+
+    async def _pack_aside(self, value: Any) -> PackedValue:
+        """Pack a value that cannot change, in a thread if that takes long."""
+        try:
+            packed = self._budget.carrier.pack_arguments(value, self._loans, self._budget.value_threads)
+            return await packed if isinstance(packed, asyncio.Future) else packed
         except UsageError as error:
             raise ResultNotCarried(error.summary) from error
 

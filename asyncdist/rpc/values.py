@@ -10,8 +10,11 @@ import asyncio
 import contextlib
 import ctypes
 import functools
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
@@ -377,3 +380,64 @@ class Carrier:
         """Return a value that needs nothing but plain data and tensors. Raises any error for others."""
         restore = _Reading(buffers, None, self._place).restore_fast if buffers else refuse_extension
         return msgpack.unpackb(data, strict_map_key=False, unicode_errors="surrogatepass", ext_hook=restore)
+
+
+# -- results that nothing can change any more ---------------------------------------------------------
+
+_CONSTANT = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_MANY = 512
+"""Items of a list or tuple from which on `cannot_change` looks at them, in a tenth of the time of packing."""
+_DEPTH = 4
+
+
+def _count_of_one() -> int:
+    value: list[Any] = []
+    return sys.getrefcount(value)
+
+
+ALONE = _count_of_one()
+"""What `sys.getrefcount` returns for an object that only one local variable refers to."""
+
+
+def cannot_change(references: int, value: Any) -> bool:
+    """Return whether a value is long and nothing can change it; False if that is not known.
+
+    ``references`` is `sys.getrefcount` of the value where one variable refers to it.
+    """
+    kind = type(value)
+    if kind is tuple or (kind is list and references <= ALONE):
+        return len(value) >= _MANY and _are_constant(value)
+    return kind is torch.Tensor and references <= ALONE and _owns_its_memory(value)
+
+
+def _are_constant(level: Any) -> bool:
+    """Return whether all items are constants, or tuples of these."""
+    for _ in range(_DEPTH):
+        kinds = set(map(type, level)) - _CONSTANT
+        if not kinds:
+            return True
+        if kinds != {tuple}:
+            return False
+        level = list(chain.from_iterable(each for each in level if type(each) is tuple))
+    return False
+
+
+def _holders(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return how often a tensor and its memory are referred to, from Python and from C++."""
+    storage = tensor.untyped_storage()
+    counts = torch._C._storage_Use_Count(storage._cdata), tensor._use_count()
+    return sys.getrefcount(storage), weakref.getweakrefcount(tensor), *counts
+
+
+_ONE_HOLDER = _holders(torch.empty(1))
+
+
+def _owns_its_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor on the CPU is long, and no other tensor, array, storage or graph refers to its memory."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.nbytes <= SHORT_NBYTES:
+        return False
+    if tensor.requires_grad or tensor._base is not None or _holders(tensor) != _ONE_HOLDER:
+        return False
+    storage = tensor.untyped_storage()
+    # The memory of an array or a buffer has one holder, and cannot be resized.
+    return storage.resizable() and not storage.is_shared()

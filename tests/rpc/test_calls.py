@@ -164,6 +164,76 @@ def test_long_bytes_are_not_copied_into_the_message():
         assert [buffer.obj for buffer in packed.buffers] == [content]
 
 
+class Results:
+    """Returns what it keeps, or what nothing else refers to."""
+
+    def __init__(self):
+        self.kept = torch.ones(100_000)
+        self.row = ["before"]
+        self.array = np.ones(100_000)
+
+    async def fresh_tensor(self):
+        return torch.ones(100_000)
+
+    async def fresh_rows(self):
+        return [(number, ("a", number)) for number in range(10_000)]
+
+    async def rows(self):
+        return tuple((number, ("a", number)) for number in range(10_000))
+
+    async def shared(self, how):
+        match how:
+            case "attribute":
+                return self.kept
+            case "view":
+                return self.kept[:]
+            case "array":
+                return torch.from_numpy(self.array)
+            case "storage":
+                fresh = torch.ones(100_000)
+                self.storage = fresh.untyped_storage()
+                return fresh
+            case "graph":
+                self.output = torch.ones(100_000, requires_grad=True).exp()
+                return self.output.detach()
+            case "rows":
+                return [(number, self.row) for number in range(10_000)]
+            case "list":
+                self.list = [(number,) for number in range(10_000)]
+                return self.list
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """The types of the results that the loop copies."""
+    copied, pack = [], Carrier.pack
+
+    def noting(carrier, value, *, snapshot=False, lender=None):
+        copied.append(type(value))
+        return pack(carrier, value, snapshot=snapshot, lender=lender)
+
+    monkeypatch.setattr(Carrier, "pack", noting)
+    return copied
+
+
+@pytest.mark.each_loop
+async def test_result_that_nothing_can_change_is_not_copied_on_the_loop(serving, copies):
+    async with serving(Results()) as it:
+        assert torch.equal(await it.fresh_tensor(), torch.ones(100_000))
+        rows = [(number, ("a", number)) for number in range(10_000)]
+        assert await it.fresh_rows() == rows
+        assert await it.rows() == tuple(rows)
+        assert not copies
+
+
+@pytest.mark.each_loop
+@pytest.mark.parametrize("how", ["attribute", "view", "array", "storage", "graph", "rows", "list"])
+async def test_result_that_may_change_is_copied_when_the_method_returns(serving, copies, how):
+    async with serving(Results()) as it:
+        await it.shared(how)
+        assert copies
+
+
 LONG = [(number,) for number in range(40_000)]
 
 
