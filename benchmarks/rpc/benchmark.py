@@ -60,6 +60,7 @@ class RpcBenchmark(Benchmark[RpcPlan]):
     title = "Remote calls"
     plan_type = RpcPlan
     program = Path(__file__).with_name("processes.py")
+    preload = ("torch.distributed.rpc", "asyncdist.rpc")
 
     def measure(self) -> Iterator[Case]:
         plan, known = self.plan, [name for name in CONTENDERS if name != "ray" or installed("ray") != "not installed"]
