@@ -6,6 +6,7 @@ rpc        remote calls against torch's RPC and Ray
 store      the store against torch's TCPStore
 weights    how fast published weights reach their readers
 
-In each folder `command` is the command line, `benchmark` starts the processes and collects their figures, and `table` shows
-these. `publication` is what the commands share. ``asyncdist bench`` measures collectives, and is in the package.
+All have one form. `grid` has the cases, contenders and samples of a run, its JSON and its tables; `benchmark` makes the
+command from a plan; `laboratory` starts the processes. The `benchmark` in each folder says its plan, its cases and the
+columns of its page; the other modules say what its processes do. ``asyncdist bench``, in the package, measures collectives.
 """

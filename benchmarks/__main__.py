@@ -7,18 +7,28 @@ from importlib import import_module
 import click
 
 from asyncdist.cli import SETTINGS_OF_HELP, ReportingGroup
+from benchmarks.benchmark import Benchmark
 
-NAMES = ("ddp", "faults", "rpc", "store", "weights")
+CLASSES = {
+    "ddp": "DdpBenchmark",
+    "faults": "FaultsBenchmark",
+    "rpc": "RpcBenchmark",
+    "store": "StoreBenchmark",
+    "weights": "WeightsBenchmark",
+}
 
 
 class _Benchmarks(ReportingGroup):
     """Imports only the benchmark that runs: that of the store does without torch."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(NAMES)
+        return list(CLASSES)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        return getattr(import_module(f"benchmarks.{name}.command"), name) if name in NAMES else None
+        if name not in CLASSES:
+            return None
+        kind: type[Benchmark[object]] = getattr(import_module(f"benchmarks.{name}.benchmark"), CLASSES[name])
+        return kind.command(name)
 
 
 @click.group(cls=_Benchmarks, context_settings=SETTINGS_OF_HELP)

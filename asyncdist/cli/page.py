@@ -5,12 +5,16 @@ Used by the other reports and `asyncdist.cli`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+RowT = TypeVar("RowT")
+Column = tuple[str, Callable[[RowT], str]]
+"""A heading, and a function that returns the text of a row."""
 
 _EMPHASISED = frozenset(("asyncdist", "median", "vs gloo"))
 _TEXT_COLUMNS = frozenset(("who", "unit", "reached"))
@@ -33,6 +37,19 @@ class Grid:
     rows: Sequence[Sequence[str]]
     caption: str = ""
     group_rows: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        columns: Sequence[Column[RowT]],
+        rows: Iterable[RowT],
+        caption: str = "",
+        group_rows: bool = False,
+    ) -> Grid:
+        """Return the table that has the texts of the columns for each of ``rows``."""
+        headings = [heading for heading, _ in columns]
+        return cls(title, headings, [[text(row) for _, text in columns] for row in rows], caption, group_rows)
 
     def table(self) -> Table:
         """Return a rich table."""

@@ -1,43 +1,87 @@
-"""Start the ranks of a benchmark of data-parallel training and collect their figures. Called by `asyncdist.cli`."""
+"""Data-parallel training: steps on one host and between two, memory, and training with few exchanges."""
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import select
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from asyncdist.cli.machine import machine
-from asyncdist.errors import BenchmarkError
-from asyncdist.testing.hosts import LINK, Hosts
-from asyncdist.testing.processes import Nursery, RankEndedError, RankProcess
-from benchmarks.ddp.plan import ALONE, CONTENDERS, KEPT, MODELS, ON_TWO_HOSTS, PARTS, STEPS, DdpPlan
-from benchmarks.ddp.result import DdpReport, MemoryCase, StepCase, StepFigures, TrainingCase
+import click
 
-_RANKS = Path(__file__).with_name("ranks.py")
+from asyncdist.cli.bench.hosts.limits import rate_in_bytes
+from asyncdist.cli.page import Column, Grid, duration, times
+from asyncdist.testing.processes import RankProcess
+from benchmarks.benchmark import Benchmark, option
+from benchmarks.ddp.names import ALONE, CONTENDERS, KEPT, MODELS, ON_TWO_HOSTS, PARTS, STEPS
+from benchmarks.grid import Case, GridReport, Line, lines, spread
+from benchmarks.laboratory import hear_all
+
 _PATIENCE = 3600.0
 _SAMPLE = 0.01
 """Seconds between two looks at the memory of the ranks."""
+_ROUNDS_PER_ROUND = {"steps": 1.0, "small": 1.0, "hosts": 0.5, "memory": 0.2, "diloco": 0.1}
+"""Rounds of each part for a round of the part "steps"; a round of the others takes longer, or varies less."""
 _MEMORY_MODELS = ("large", "convolutions", "transformer")
 _MEMORY_CONTENDERS = ("asyncdist", "gloo", ALONE, KEPT)
-_TRAINED = (ALONE, "data parallel", "diloco")
+_TRAINED = {ALONE: "each member alone", "data parallel": "data parallel, no limit", "diloco": "DiLoCo, int8, slow link"}
+"""The contenders of the part "diloco". The second one sends a hundred times the bytes, on a link without a limit."""
 
-Progress = Callable[[str], None]
+
+class _Rate(click.ParamType):  # type: ignore[type-arg]
+    name = "rate"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            rate_in_bytes(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
 
 
-def run_ddp_benchmark(plan: DdpPlan, progress: Progress) -> DdpReport:
-    """Execute a plan in new processes and return the report.
+@dataclass(frozen=True)
+class DdpPlan:
+    """What to measure. Tables show medians of the rounds' medians."""
 
-    Raises:
-        BenchmarkError: A rank fails, or contenders or ranks end with different weights.
-        HostsUnavailableError: A part needs two hosts, and this machine cannot make them.
+    parts: tuple[str, ...] = tuple(PARTS)
+    rounds: int = option(
+        10,
+        "Rounds of steps and small, each with new processes; hosts has half, memory a fifth, diloco a tenth of them.",
+    )
+    steps: int = option(10, "Steps of a contender in a round.")
+    ranks: int = option(2, "Number of ranks on one host.", click.IntRange(2, 64))
+    rate: str = option("1gbit", "Link between the hosts of `hosts`.", _Rate())
+    slow_rate: str = option("100mbit", "Link between the hosts of `diloco`.", _Rate())
+    every: int = option(100, "Inner steps between two outer steps.", click.IntRange(5))
+    outer_steps: int = option(10, "Outer steps of `diloco`.")
+
+    def rounds_of(self, part: str) -> int:
+        """Return how often each case of a part is measured: at least once."""
+        return max(1, round(self.rounds * _ROUNDS_PER_ROUND[part]))
+
+
+class DdpBenchmark(Benchmark[DdpPlan]):
+    """Measure data-parallel training against stock PyTorch and against training without communication.
+
+    PART is steps (training steps on one host), small (a model of 1,000 small parameters, in a world of one), hosts
+    (training steps between two hosts, whose link is limited), memory (above model, gradients and optimizer) or diloco
+    (training with few exchanges over a slow link). The default is all parts; those with two hosts need root. Contenders
+    take turns step by step, and must end with the same weights.
+
+    A run of all parts needs an idle machine with a core for each rank, and takes about half an hour there.
+
+    \b
+    python -m benchmarks ddp --output docs/bench
+    python -m benchmarks ddp steps small --rounds 3
     """
-    report = DdpReport(plan, machine())
+
+    title = "Data-parallel training"
+    plan_type = DdpPlan
+    program = Path(__file__).with_name("ranks.py")
     preload = (
         "torch.distributed",
         "torch._dynamo",
@@ -45,134 +89,111 @@ def run_ddp_benchmark(plan: DdpPlan, progress: Progress) -> DdpReport:
         "asyncdist.torch_backend",
         "asyncdist.ddp",
     )
-    with tempfile.TemporaryDirectory(prefix="asyncdist-bench-") as folder, contextlib.ExitStack() as stack:
-        nursery = stack.enter_context(Nursery(preload))
-        hosts = stack.enter_context(Hosts(2)) if set(plan.parts) & set(ON_TWO_HOSTS) else None
-        bench = _DdpBenchmark(plan, nursery, hosts, Path(folder), progress)
-        try:
-            for part in plan.parts:
+    parts = tuple(PARTS)
+    parts_on_hosts = ON_TWO_HOSTS
+
+    def measure(self) -> Iterator[Case]:
+        parts = self.plan.parts
+        with self.laboratory.on_hosts(2) if set(parts) & set(ON_TWO_HOSTS) else contextlib.nullcontext():
+            for part in parts:
                 if part in STEPS:
-                    report.steps += [bench.steps(part, model) for model in STEPS[part].models]
+                    yield from (self._steps(part, model) for model in STEPS[part].models)
                 elif part == "memory":
-                    report.memory = bench.memory()
+                    yield from self._memory()
                 else:
-                    report.training = bench.few_exchanges()
-        except (RankEndedError, TimeoutError) as error:
-            raise BenchmarkError(f"the benchmark of data-parallel training failed: {error}") from error
-    return report
+                    yield self._few_exchanges()
 
-
-class _DdpBenchmark:
-    def __init__(self, plan: DdpPlan, nursery: Nursery, hosts: Hosts | None, folder: Path, progress: Progress) -> None:
-        self._plan, self._nursery, self._hosts, self._folder, self._progress = plan, nursery, hosts, folder, progress
-        self._token = secrets.token_hex(16)
-        self._worlds = 0
+    @classmethod
+    def tables(cls, report: GridReport[DdpPlan]) -> tuple[list[str], list[Grid]]:
+        plan = report.plan
+        rounds = ", ".join(f"{plan.rounds_of(part)} of {part}" for part in plan.parts)
+        grids = []
+        for case in report.of(*STEPS):
+            title = {"steps": f"One host, {plan.ranks} ranks", "small": "A world of one"}.get(case.part)
+            columns = _step_columns() if title else _host_columns(plan.rate)
+            grids.append(Grid.of(title or f"Two hosts, {plan.rate}", columns, lines([case]), group_rows=True))
+        if memory := report.of("memory"):
+            grids.append(Grid.of("Memory", _MEMORY_COLUMNS, lines(memory), group_rows=True))
+        if training := report.of("diloco"):
+            grids.append(Grid.of(f"Few exchanges, {plan.slow_rate}", _TRAINING_COLUMNS, lines(training)))
+        return [report.about(f"rounds: {rounds}; one thread per rank; float32"), *_explained(report)], grids
 
     def _start(self, function: str, size: int, *arguments: Any, two_hosts: bool = False) -> list[RankProcess]:
-        self._worlds += 1
-        where = f"file://{self._folder}/world{self._worlds}"
-        ranks = []
-        for rank in range(size):
-            environment, namespace = {"ASYNCDIST_TOKEN": self._token, "GLOO_SOCKET_IFNAME": "lo"}, None
-            if two_hosts:
-                assert self._hosts is not None
-                namespace = self._hosts.namespaces[rank]
-                environment |= {"ASYNCDIST_HOST": f"host{rank}", "GLOO_SOCKET_IFNAME": LINK}
-            ranks.append(
-                self._nursery.start(_RANKS, function, where, rank, size, namespace, *arguments, environment=environment)
-            )
-        return ranks
+        where = self.laboratory.world()
+        return [
+            self.laboratory.start(function, where, rank, size, *arguments, host=rank if two_hosts else None)
+            for rank in range(size)
+        ]
+
+    def _end(self, ranks: Sequence[RankProcess]) -> None:
+        """Let ranks end, wait for them, and forget them."""
+        for each in ranks:
+            each.say("end")
+        for each in ranks:
+            each.wait()
+        self.laboratory.clear()
 
     def _limit(self, rate: str | None) -> None:
-        assert self._hosts is not None
+        assert self.laboratory.hosts is not None
         for host in range(2):
-            self._hosts.restore(host)
+            self.laboratory.hosts.restore(host)
         if rate is not None:
-            self._hosts.shape(rate)
+            self.laboratory.hosts.shape(rate)
 
-    # -- steps -------------------------------------------------------------------------------------
-
-    def steps(self, part: str, model: str) -> StepCase:
+    def _steps(self, part: str, model: str) -> Case:
         """Time the training steps of one model in every round."""
-        contenders = STEPS[part].contenders
-        case = StepCase(part, model, contenders={who: StepFigures() for who in contenders})
-        two_hosts = part in ON_TWO_HOSTS
-        if two_hosts:
-            self._limit(self._plan.rate)
-        rounds = self._plan.rounds_of(part)
+        contenders, rounds = STEPS[part].contenders, self.plan.rounds_of(part)
+        case = Case(part, MODELS[model].title, facts={"model": model, "notes": {}})
+        if two_hosts := part in ON_TWO_HOSTS:
+            self._limit(self.plan.rate)
         for number in range(rounds):
-            self._progress(f"{PARTS[part]}, {MODELS[model].title}: {number + 1} of {rounds}")
-            size = 2 if two_hosts else 1 if part == "small" else self._plan.ranks
-            ranks = self._start("time_steps", size, model, contenders, self._plan.steps, two_hosts=two_hosts)
-            (case.gradient_nbytes, found), *_ = _all_say(ranks)
-            for each in ranks:
-                each.wait()
+            self.laboratory.progress(f"{PARTS[part]}, {case.name}: {number + 1} of {rounds}")
+            size = 2 if two_hosts else 1 if part == "small" else self.plan.ranks
+            ranks = self._start("time_steps", size, model, contenders, self.plan.steps, two_hosts=two_hosts)
+            (case.facts["gradient_nbytes"], found), *_ = hear_all(ranks, _PATIENCE)
+            self._end(ranks)
             for who, (seconds, hidden, forward, sent, note) in found.items():
-                figures = case.contenders[who]
-                figures.seconds.append(median(seconds))
-                figures.sent.append(median(sent))
-                figures.note = note
-                if hidden:
-                    figures.hidden.append(median(hidden))
-                    figures.forward.append(median(forward))
-            self._nursery.clear()
+                further = {"hidden": median(hidden), "forward": median(forward)} if hidden else {}
+                case.add(who, median(seconds), sent=median(sent), **further)
+                case.facts["notes"][who] = note
         return case
 
-    # -- memory ------------------------------------------------------------------------------------
-
-    def memory(self) -> list[MemoryCase]:
+    def _memory(self) -> list[Case]:
         """Measure the memory of each contender with each model."""
-        cases = [MemoryCase(model, who) for model in _MEMORY_MODELS for who in _MEMORY_CONTENDERS]
-        rounds = self._plan.rounds_of("memory")
+        cases = [
+            Case("memory", MODELS[model].title, "B", facts={"model": model, "largest_bucket": {}})
+            for model in _MEMORY_MODELS
+        ]
+        rounds = self.plan.rounds_of("memory")
         for number in range(rounds):
-            for case in cases:
-                who = CONTENDERS[case.contender]
-                self._progress(f"{PARTS['memory']}, {who}: {number + 1} of {rounds}")
-                ranks = self._start("use_memory", self._plan.ranks, case.model, case.contender)
-                _all_say(ranks)
+            for case, who in [(case, who) for case in cases for who in _MEMORY_CONTENDERS]:
+                self.laboratory.progress(f"{PARTS['memory']}, {CONTENDERS[who]}: {number + 1} of {rounds}")
+                ranks = self._start("use_memory", self.plan.ranks, case.facts["model"], who)
+                hear_all(ranks, _PATIENCE)
                 before = most = _memory_of(ranks)
                 for each in ranks:
                     each.say("begin")
                 while len(select.select(ranks, (), (), 0)[0]) < len(ranks):
                     most = max(most, _memory_of(ranks))
                     time.sleep(_SAMPLE)
-                case.largest_bucket = max(_all_say(ranks))
-                case.peak.append((most - before) // len(ranks))
-                for each in ranks:
-                    each.say("end")
-                for each in ranks:
-                    each.wait()
-                self._nursery.clear()
+                case.facts["largest_bucket"][who] = max(hear_all(ranks, _PATIENCE))
+                case.add(who, (most - before) // len(ranks))
+                self._end(ranks)
         return cases
 
-    # -- few exchanges -----------------------------------------------------------------------------
-
-    def few_exchanges(self) -> list[TrainingCase]:
+    def _few_exchanges(self) -> Case:
         """Train without exchanges, with an exchange in each step, and with few; the last two end with one model."""
-        cases = [TrainingCase(who) for who in _TRAINED]
-        rounds = self._plan.rounds_of("diloco")
+        case, rounds = Case("diloco", PARTS["diloco"]), self.plan.rounds_of("diloco")
         for number in range(rounds):
-            for case in cases:
-                self._progress(f"{PARTS['diloco']}, {case.who}: {number + 1} of {rounds}")
-                self._limit(self._plan.slow_rate if case.who == "diloco" else None)
-                arguments = case.who, self._plan.every, self._plan.outer_steps
+            for who in _TRAINED:
+                self.laboratory.progress(f"{case.name}, {who}: {number + 1} of {rounds}")
+                self._limit(self.plan.slow_rate if who == "diloco" else None)
+                arguments = who, self.plan.every, self.plan.outer_steps
                 ranks = self._start("train_with_few_exchanges", 2, *arguments, two_hosts=True)
-                (seconds, loss, sent, waited), *_ = _all_say(ranks)
-                for each in ranks:
-                    each.say("end")
-                for each in ranks:
-                    each.wait()
-                case.seconds.append(seconds)
-                case.losses.append(loss)
-                case.sent.append(sent)
-                case.waited.append(waited)
-                self._nursery.clear()
-        return cases
-
-
-def _all_say(ranks: Sequence[RankProcess]) -> list[Any]:
-    """Return what each rank sends next."""
-    return [each.hear(_PATIENCE) for each in ranks]
+                (seconds, loss, sent, waited), *_ = hear_all(ranks, _PATIENCE)
+                self._end(ranks)
+                case.add(who, seconds, loss=loss, sent=sent, waited=waited)
+        return case
 
 
 def _memory_of(ranks: Sequence[RankProcess]) -> int:
@@ -183,3 +204,111 @@ def _memory_of(ranks: Sequence[RankProcess]) -> int:
             if line.startswith("Pss:"):
                 total += 1024 * int(line.split()[1])
     return total
+
+
+# -- the page ----------------------------------------------------------------------------------------
+
+
+def over_bound(case: Case, who: str, rate: str, *, after_forward: bool = False) -> list[float]:
+    """Return the time of a contender over the longer one of computation and transfer, for each round.
+
+    These are the step without communication, and the bytes that the contender has sent over a link of this rate.
+
+    Args:
+        case: Steps between hosts.
+        who: The contender.
+        rate: The rate of the link.
+        after_forward: Let the transfer begin after the forward of asyncdist's class: before, there are no gradients.
+    """
+    alone, sent = case.of(ALONE), case.of(who, "sent")
+    delays = case.of("asyncdist", "forward") if after_forward else [0.0] * len(sent)
+    return [
+        seconds / max(compute, delay + nbytes / rate_in_bytes(rate))
+        for seconds, nbytes, compute, delay in zip(case.of(who), sent, alone, delays, strict=True)
+    ]
+
+
+def _explained(report: GridReport[DdpPlan]) -> list[str]:
+    texts = {
+        (
+            *STEPS,
+        ): "Contenders take turns step by step in the same processes, and end with the same weights; each round has "
+        "new processes. Times and ratios are medians of the rounds' medians. × alone: over the step without communication, "
+        "which all ranks take at the same time. hidden: the share of the all-reduces' time that passed during backward",
+        (
+            "hosts",
+        ): "× bound: over the longer one of the step without communication, and of the bytes sent over the rate of "
+        "the link. × limit: the same, but the bytes follow the forward, because no gradient exists before; range: its "
+        "range. MB sent: all bytes on the link of one host in a step",
+        (
+            "memory",
+        ): "peak: memory of a rank above that before the first step; shared memory counts once. above alone: more "
+        "than without communication, which frees all gradients between two steps",
+        (
+            "diloco",
+        ): f"few exchanges: {report.plan.outer_steps} outer steps of {report.plan.every} inner steps, an MLP of "
+        f"25 M parameters; the slow link has {report.plan.slow_rate}. rate: inner steps per second, over those of a member "
+        "alone",
+    }
+    return [text for parts, text in texts.items() if report.of(*parts)]
+
+
+def _step_columns() -> list[Column[Line]]:
+    def over_gloo(line: Line) -> str:
+        case, who = line
+        return times(median(case.ratios("gloo", who))) if "gloo" in case.samples else "—"
+
+    return [
+        *_who("training step"),
+        ("median", lambda line: duration(line[0].median(line[1]))),
+        ("× alone", lambda line: times(median(line[0].ratios(line[1], ALONE)))),
+        ("range", lambda line: spread(line[0].ratios(line[1], ALONE))),
+        ("gloo / it", over_gloo),
+        ("hidden", _hidden),
+    ]
+
+
+def _host_columns(rate: str) -> list[Column[Line]]:
+    return [
+        *_who("training step"),
+        ("median", lambda line: duration(line[0].median(line[1]))),
+        ("MB sent", lambda line: f"{line[0].median(line[1], 'sent') / 1e6:.2f}"),
+        ("of the bytes", lambda line: f"{line[0].median(line[1], 'sent') / line[0].median('asyncdist', 'sent'):.2f}"),
+        ("× bound", lambda line: times(median(over_bound(*line, rate)))),
+        ("× limit", lambda line: times(median(over_bound(*line, rate, after_forward=True)))),
+        ("range", lambda line: spread(over_bound(*line, rate, after_forward=True))),
+        ("hidden", _hidden),
+    ]
+
+
+def _who(heading: str) -> list[Column[Line]]:
+    return [(heading, lambda line: line[0].name), ("who", lambda line: CONTENDERS[line[1]])]
+
+
+def _hidden(line: Line) -> str:
+    return f"{line[0].median(line[1], 'hidden'):.0%}" if line[0].of(line[1], "hidden") else "—"
+
+
+def _mib(nbytes: float, sign: str = "") -> str:
+    return f"{nbytes / (1 << 20):{sign}.1f} MiB"
+
+
+_MEMORY_COLUMNS: list[Column[Line]] = [
+    *_who("model"),
+    ("peak", lambda line: _mib(line[0].median(line[1]))),
+    ("above alone", lambda line: _mib(line[0].median(line[1]) - line[0].median(ALONE), "+")),
+    ("largest bucket", lambda line: _mib(nbytes) if (nbytes := line[0].facts["largest_bucket"][line[1]]) else "—"),
+]
+_TRAINING_COLUMNS: list[Column[Line]] = [
+    ("training", lambda line: _TRAINED[line[1]]),
+    ("time", lambda line: duration(line[0].median(line[1]))),
+    ("rate", lambda line: f"{median(line[0].ratios(ALONE, line[1])):.1%}"),
+    ("held-out loss", lambda line: f"{line[0].median(line[1], 'loss'):.3f}"),
+    ("range of the loss", lambda line: "{:.3f} to {:.3f}".format(*_ends(line[0].of(line[1], "loss")))),
+    ("MB sent", lambda line: f"{line[0].median(line[1], 'sent') / 1e6:,.1f}"),
+    ("waited", lambda line: duration(line[0].median(line[1], "waited"))),
+]
+
+
+def _ends(samples: Sequence[float]) -> tuple[float, float]:
+    return min(samples), max(samples)

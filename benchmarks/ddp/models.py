@@ -1,4 +1,4 @@
-"""The models of the benchmark of data-parallel training, by the names of `plan.MODELS`. Used by `ranks`."""
+"""The models of the benchmark of data-parallel training, by the names of `names.MODELS`. Used by `ranks`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from asyncdist.cli.bench.workloads.models import Batch, Transformer, perceptron, sentences
-from benchmarks.ddp.plan import MODELS
+from benchmarks.ddp.names import MODELS
 
 _CLASSES = 10
 _INPUTS, _HIDDEN = 1024, 2048
@@ -61,4 +61,4 @@ WORKLOADS = {
     "transformer": Workload(lambda: Transformer(layers=8), lambda: sentences(MODELS["transformer"].batch)),
     "convolutions": Workload(convolutions, lambda: _batch(MODELS["convolutions"].batch, 512, 4, 4)),
 }
-"""What `plan.MODELS` names."""
+"""What `names.MODELS` names."""

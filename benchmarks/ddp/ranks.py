@@ -23,9 +23,9 @@ from asyncdist import sync
 from asyncdist.cli.bench.plan import in_turns
 from asyncdist.cli.bench.workloads.training import Trainer, compare_weights
 from asyncdist.ddp import DistributedDataParallel, hooks
-from asyncdist.testing.hosts import LINK, enter
+from asyncdist.testing.hosts import LINK
 from benchmarks.ddp.models import WORKLOADS
-from benchmarks.ddp.plan import ALONE, KEPT, LOSSY, WITH_TORCH
+from benchmarks.ddp.names import ALONE, KEPT, LOSSY, WITH_TORCH
 
 torch.set_num_threads(1)
 
@@ -41,7 +41,7 @@ _SAMPLES = 16
 
 
 def time_steps(
-    test: Connection, where: str, rank: int, size: int, namespace: str | None, model: str, contenders: Sequence[str],
+    test: Connection, where: str, rank: int, size: int, model: str, contenders: Sequence[str],
     steps: int,
 ) -> None:  # fmt: skip
     """Time training steps of the contenders in turns.
@@ -49,7 +49,7 @@ def time_steps(
     Sends the bytes of the gradients, and for each contender what `StepFigures` contains: four lists, with one number for
     each step, and the note.
     """
-    with _worlds(where, rank, size, namespace, contenders) as groups:
+    with _worlds(where, rank, size, contenders) as groups:
         trainers = {who: Trainer(_wrapped(who, WORKLOADS[model].model, groups)) for who in contenders}
         torch.manual_seed(1 + rank)
         found: dict[str, tuple[list[float], list[float], list[float], list[float]]] = {
@@ -63,13 +63,13 @@ def time_steps(
             batch = WORKLOADS[model].batch()
             for who in in_turns(list(trainers), turn):
                 sync.barrier()
-                before, began = _sent_nbytes(namespace), perf_counter()
+                before, began = _sent_nbytes(), perf_counter()
                 trainers[who].step(batch)
                 seconds = perf_counter() - began
                 if turn >= 0:
                     times, hidden, forward, sent = found[who]
                     times.append(seconds)
-                    sent.append(_sent_nbytes(namespace) - before)
+                    sent.append(_sent_nbytes() - before)
                     step = getattr(trainers[who].model, "last_step", None)
                     if step is not None:
                         hidden.append(step.hidden_share)
@@ -78,14 +78,12 @@ def time_steps(
         notes = {who: str(getattr(trainer.model, "bucket_tuning", None) or "") for who, trainer in trainers.items()}
         nbytes = sum(parameter.nbytes for parameter in trainers[ALONE].model.parameters())
         test.send((nbytes, {who: (*figures, notes[who]) for who, figures in found.items()}))
-        sync.barrier()
+        test.recv()
 
 
-def use_memory(
-    test: Connection, where: str, rank: int, size: int, namespace: str | None, model: str, contender: str
-) -> None:
+def use_memory(test: Connection, where: str, rank: int, size: int, model: str, contender: str) -> None:
     """Train, and send ("begin", bytes of the largest bucket) and "end" around the steps whose memory `benchmark` reads."""
-    with _worlds(where, rank, size, namespace, [contender]) as groups:
+    with _worlds(where, rank, size, [contender]) as groups:
         trainer = Trainer(_wrapped(contender, WORKLOADS[model].model, groups), keeps_gradients=contender == KEPT)
         trainer.model.zero_grad()
         test.send("ready")
@@ -98,11 +96,11 @@ def use_memory(
 
 
 def train_with_few_exchanges(
-    test: Connection, where: str, rank: int, size: int, namespace: str | None, who: str, every: int, outer_steps: int
+    test: Connection, where: str, rank: int, size: int, who: str, every: int, outer_steps: int
 ) -> None:
     """Train a network on a teacher's labels; send (seconds, loss on held-out samples, bytes sent, seconds waited)."""
     _keep_freed_memory()
-    with _worlds(where, rank, size, namespace, [ALONE]):
+    with _worlds(where, rank, size, [ALONE]):
         torch.manual_seed(0)
         teacher = nn.Sequential(nn.Linear(1024, 64), nn.Tanh(), nn.Linear(64, 10))
         held_out = torch.randn(1024, 1024)
@@ -115,14 +113,14 @@ def train_with_few_exchanges(
         diloco = sync.DiLoCo(student, inner, every=every, **options) if who == "diloco" else None
         with diloco or contextlib.nullcontext():
             sync.barrier()
-            before, began = _sent_nbytes(namespace), perf_counter()
+            before, began = _sent_nbytes(), perf_counter()
             for _ in range(every * outer_steps):
                 inputs = torch.randn(_SAMPLES, 1024)
                 inner.zero_grad()
                 nn.functional.cross_entropy(wrapped(inputs), _labels(teacher, inputs)).backward()
                 (diloco or inner).step()
             seconds = perf_counter() - began
-            sent = _sent_nbytes(namespace) - before
+            sent = _sent_nbytes() - before
             waited = diloco.savings.waited if diloco is not None else 0.0
             if diloco is not None:
                 diloco.synchronize()
@@ -151,12 +149,8 @@ def _labels(teacher: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _worlds(
-    where: str, rank: int, size: int, namespace: str | None, contenders: Sequence[str]
-) -> Iterator[Mapping[str, Any]]:
+def _worlds(where: str, rank: int, size: int, contenders: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     """Open a world of asyncdist as the default one, and yield the group of each contender that needs another."""
-    if namespace is not None:
-        enter(namespace)
     arguments: dict[str, Any] = {"rank": rank, "world_size": size, "timeout": _TIMEOUT}
     groups: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -204,10 +198,8 @@ def _begin_anew(model: nn.Module, make: Any) -> Trainer:
     return Trainer(model)
 
 
-def _sent_nbytes(namespace: str | None) -> int:
+def _sent_nbytes() -> int:
     """Return the bytes that this rank's host has sent over its link; 0 on one host."""
-    if namespace is None:
-        return 0
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         if line.strip().startswith(LINK):
             return int(line.split(":")[1].split()[8])

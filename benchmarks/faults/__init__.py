@@ -1,1 +1,1 @@
-"""The benchmark of failures, behind ``python -m benchmarks faults``. Reading order: `plan`, `ranks`, `benchmark`."""
+"""The benchmark of failures."""

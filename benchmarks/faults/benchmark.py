@@ -1,28 +1,40 @@
-"""Let ranks fail, and measure how soon the others know it and go on. Called by `benchmarks.faults.command`."""
+"""Let ranks fail, and measure how soon the others know it and go on."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import random
-import secrets
 import select
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
 
-from asyncdist.base.background_loop import background_loop
-from asyncdist.cli.machine import machine
+import click
+
+from asyncdist.cli.option_types import ListOf, Seconds
+from asyncdist.cli.page import Column, Grid, duration
 from asyncdist.errors import BenchmarkError
-from asyncdist.store.server.server import StoreServer
-from asyncdist.testing.hosts import LINK, Hosts
-from asyncdist.testing.processes import PATIENCE, Nursery, RankEndedError, RankProcess
-from benchmarks.faults.plan import FAULTS, ON_TWO_HOSTS, FaultsPlan
+from asyncdist.testing.processes import PATIENCE, RankProcess
+from benchmarks.benchmark import Benchmark, option
+from benchmarks.grid import Case, GridReport, Line, lines
+from benchmarks.laboratory import hear_all
 
-_RANKS = Path(__file__).with_name("ranks.py")
+FAULTS = {
+    "kill": "a process is killed (SIGKILL)",
+    "stop": "a process is stopped (SIGSTOP)",
+    "hold": "a native call sleeps and holds the interpreter",
+    "kill-host": "a process is killed, between two hosts",
+    "cut": "the link of a host goes down",
+    "drop": "the packets that a host sends are dropped",
+}
+"""The faults, with what happens. The last three need two hosts."""
+ON_TWO_HOSTS = ("kill-host", "cut", "drop")
+ON_ONE_HOST = ("kill", "stop", "hold")
+JOBS = ("join", "throughput")
+"""The parts of the benchmark with jobs whose members change: one joins, and members are killed while they train."""
 _SETTLE = 0.2
 """Seconds for the ranks to enter their all-reduce before one fails."""
 _LONGER = 60.0
@@ -30,234 +42,197 @@ _LONGER = 60.0
 _UNDISTURBED, _DISTURBED, _TURNS = 6.0, 8.0, 4
 """The seconds of training without kills and, at least, with kills in each turn, and the number of turns."""
 
-Progress = Callable[[str], None]
+_HEARTBEATS = ListOf("seconds such as 5,0.5", lambda word: float(word) if word.replace(".", "", 1).isdigit() else None)
+_TRANSPORTS = ListOf("transports such as shm,tcp", str)
 
 
-@dataclass(frozen=True, slots=True)
-class FaultCase:
-    """The times of one contender after one fault.
+@dataclass(frozen=True)
+class FaultsPlan:
+    """What to measure. ``every``: seconds between two kills in the part "throughput", for each of which it runs once."""
 
-    Attributes:
-        fault: A name from `plan.FAULTS`.
-        contender: ``"shm"``, ``"tcp"``, ``"shm+tcp"`` (between hosts) or ``"gloo"``.
-        heartbeat: The seconds of ASYNCDIST_HEARTBEAT; None for gloo.
-        told: For each round the seconds from the fault to the error on the last rank.
-        again: For each round the seconds from a rank's error to its first all-reduce in the new group, on the slowest rank.
-        unaware: The number of rounds in which a rank had no error within the limit; the case ends with the first.
+    parts: tuple[str, ...]
+    ranks: int = option(8, "Number of ranks.", click.IntRange(3, 64))
+    rounds: int = option(20, "How often each fault happens.")
+    transports: tuple[str, ...] = option(
+        "shm,tcp", "Transports between the ranks of one host, each a contender.", _TRANSPORTS, name="--transport"
+    )
+    heartbeats: tuple[float, ...] = option(
+        "5,0.5", "Values of ASYNCDIST_HEARTBEAT to measure with.", _HEARTBEATS, name="--heartbeat"
+    )
+    gloo: bool = option(False, "Also measure torch's gloo.")
+    limit: float = option(60.0, "Seconds after which a fault counts as unnoticed.", Seconds(1))
+    every: tuple[float, ...] = (15.0, 2.0)
+
+
+class FaultsBenchmark(Benchmark[FaultsPlan]):
+    """Measure how soon ranks know of a failure, and how soon they go on.
+
+    The ranks wait in an all-reduce for one of them, to which PART happens: kill, stop, hold (a native call sleeps and holds
+    the interpreter); between two hosts kill-host, cut (the link goes down) and drop (the packets of a host are dropped).
+    PART join measures how long a newcomer takes to become a member of a job, and throughput the training of four members
+    of which one is killed and replaced at intervals. The default is all parts; those between hosts need root.
+
+    A run of all parts takes half an hour, and needs an idle machine.
+
+    \b
+    python -m benchmarks faults --gloo --output docs/bench
+    python -m benchmarks faults kill stop --rounds 5 --heartbeat 0.5
     """
 
-    fault: str
-    contender: str
-    heartbeat: float | None
-    told: list[float] = field(default_factory=list)
-    again: list[float] = field(default_factory=list)
-    unaware: int = 0
+    title = "Failures"
+    plan_type = FaultsPlan
+    program = Path(__file__).with_name("ranks.py")
+    preload = ("torch", "torch.distributed", "asyncdist", "asyncdist.sync")
+    parts = (*FAULTS, *JOBS)
+    parts_on_hosts = ON_TWO_HOSTS
 
-
-@dataclass(frozen=True, slots=True)
-class JobCase:
-    """What a job whose members change did.
-
-    Attributes:
-        part: ``"join"``, or ``"throughput"``.
-        contender: The transport.
-        every: The seconds between two kills; None in the part ``"join"``.
-        seconds: ``"join"``: for each round the seconds from the call of `join` to the newcomer's first group.
-        share: ``"throughput"``: the committed steps of all members, over those that as many members commit without kills.
-        kills: The number of kills.
-    """
-
-    part: str
-    contender: str
-    every: float | None = None
-    seconds: list[float] = field(default_factory=list)
-    share: float | None = None
-    kills: int = 0
-
-
-@dataclass(slots=True)
-class FaultsReport:
-    """All results of a run."""
-
-    plan: FaultsPlan
-    machine: dict[str, str]
-    faults: list[FaultCase] = field(default_factory=list)
-    jobs: list[JobCase] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain data: times in seconds."""
-        return asdict(self)
-
-
-def run_faults_benchmark(plan: FaultsPlan, progress: Progress) -> FaultsReport:
-    """Execute a plan in new processes and return the report.
-
-    Raises:
-        BenchmarkError: A rank fails in another way than the plan wants.
-        HostsUnavailableError: A part needs two hosts, and this machine cannot make them.
-    """
-    report = FaultsReport(plan, machine())
-    with tempfile.TemporaryDirectory(prefix="asyncdist-bench-") as folder, contextlib.ExitStack() as stack:
-        nursery = stack.enter_context(Nursery(("torch", "torch.distributed", "asyncdist", "asyncdist.sync")))
-        hosts = stack.enter_context(Hosts(2)) if set(plan.parts) & set(ON_TWO_HOSTS) else None
-        bench = _FaultsBenchmark(plan, nursery, hosts, Path(folder), progress)
-        try:
+    def measure(self) -> Iterator[Case]:
+        plan = self.plan
+        with self.laboratory.on_hosts(2) if set(plan.parts) & set(ON_TWO_HOSTS) else contextlib.nullcontext():
             for fault in (part for part in plan.parts if part in FAULTS):
-                report.faults += bench.cases(fault)
-            for transport in plan.transports:
-                if "join" in plan.parts:
-                    report.jobs.append(bench.join(transport))
-                if "throughput" in plan.parts:
-                    report.jobs += [bench.throughput(transport, every) for every in plan.every]
-        except (RankEndedError, TimeoutError) as error:
-            raise BenchmarkError(f"the benchmark of failures failed: {error}") from error
-    return report
+                # Heartbeats make no difference where the connections of a process end.
+                contenders = ("shm+tcp",) if fault in ON_TWO_HOSTS else plan.transports
+                beats = plan.heartbeats[:1] if fault.startswith("kill") else plan.heartbeats
+                for heartbeat in beats if contenders else ():
+                    yield self._case(fault, heartbeat, contenders)
+                if plan.gloo:
+                    yield self._case(fault, None, ("gloo",))
+        for transport in plan.transports:
+            if "join" in plan.parts:
+                yield self._join(transport)
+            if "throughput" in plan.parts:
+                yield from (self._throughput(transport, every) for every in plan.every)
 
-
-class _FaultsBenchmark:
-    def __init__(
-        self, plan: FaultsPlan, nursery: Nursery, hosts: Hosts | None, folder: Path, progress: Progress
-    ) -> None:
-        self._plan, self._nursery, self._hosts, self._folder, self._progress = plan, nursery, hosts, folder, progress
-        self._environment = {"ASYNCDIST_TOKEN": secrets.token_hex(16)}
-        self._worlds = 0
+    @classmethod
+    def tables(cls, report: GridReport[FaultsPlan]) -> tuple[list[str], list[Grid]]:
+        about, grids = [report.about(f"{report.plan.ranks} ranks")], []
+        if report.of(*FAULTS):
+            about.append(
+                "known to all: from the fault to the error on the last of the ranks that wait. going on: from a rank's "
+                "error to the end of its first all-reduce in the new group, on the slowest rank. Medians and longest times"
+            )
+        if any("gloo" in case.samples for case in report.cases):
+            about.append("a rank of gloo ends with its error, as a training script does; gloo's timeout is 30 minutes")
+        for title, faults in (("One host", ON_ONE_HOST), ("Two hosts", ON_TWO_HOSTS)):
+            if cases := report.of(*faults):
+                grids.append(Grid.of(title, _fault_columns(report.plan.limit), lines(cases), group_rows=True))
+        if jobs := report.of(*JOBS):
+            grids.append(Grid.of("Jobs whose members change", _JOB_COLUMNS, lines(jobs)))
+        return about, grids
 
     # -- faults ----------------------------------------------------------------------------------
 
-    def cases(self, fault: str) -> Iterator[FaultCase]:
-        """Yield the cases of a fault. Heartbeats make no difference where the connections of a process end."""
-        heartbeats = self._plan.heartbeats[:1] if fault.startswith("kill") else self._plan.heartbeats
-        for contender in ("shm+tcp",) if fault in ON_TWO_HOSTS else self._plan.transports:
-            for heartbeat in heartbeats:
-                yield self._case(FaultCase(fault, contender, heartbeat))
-        if self._plan.gloo:
-            yield self._case(FaultCase(fault, "gloo", None))
-
-    def _case(self, case: FaultCase) -> FaultCase:
-        for number in range(self._plan.rounds):
-            beat = f", heartbeat {case.heartbeat:g} s" if case.heartbeat else ""
-            self._progress(f"{FAULTS[case.fault]}; {case.contender}{beat}: {number + 1} of {self._plan.rounds}")
-            ranks = self._start(case)
-            try:
-                if not self._round(case, ranks):
-                    return FaultCase(case.fault, case.contender, case.heartbeat, unaware=1)
-            finally:
-                self._nursery.clear()
-                if self._hosts is not None:
-                    self._hosts.restore(1)
+    def _case(self, fault: str, heartbeat: float | None, contenders: Sequence[str]) -> Case:
+        beat = "" if heartbeat is None else f", heartbeat {heartbeat:g} s"
+        case = Case(fault, FAULTS[fault], facts={"heartbeat": heartbeat, "unaware": []})
+        for who in contenders:
+            for number in range(self.plan.rounds):
+                self.laboratory.progress(f"{case.name}; {who}{beat}: {number + 1} of {self.plan.rounds}")
+                try:
+                    ranks = self._start(fault, who, heartbeat)
+                    if not self._round(case, who, ranks):
+                        case.facts["unaware"].append(who)
+                        case.samples[who] = {}
+                        break
+                finally:
+                    self.laboratory.clear()
+                    if self.laboratory.hosts is not None:
+                        self.laboratory.hosts.restore(1)
         return case
 
-    def _start(self, case: FaultCase) -> list[RankProcess]:
+    def _start(self, fault: str, who: str, heartbeat: float | None) -> list[RankProcess]:
         """Start the ranks; return once each has finished an all-reduce."""
-        self._worlds += 1
-        where, size = f"file://{self._folder}/world{self._worlds}", self._plan.ranks
-        function, ranks = "wait_with_gloo" if case.contender == "gloo" else "wait_with_asyncdist", []
+        where, size = self.laboratory.world(), self.plan.ranks
+        environment = {} if heartbeat is None else {"ASYNCDIST_HEARTBEAT": str(heartbeat)}
+        if fault not in ON_TWO_HOSTS and who != "gloo":
+            environment["ASYNCDIST_TRANSPORT"] = who
+        ranks = []
         for rank in range(size):
-            environment, namespace = dict(self._environment), None
-            if case.heartbeat is not None:
-                environment["ASYNCDIST_HEARTBEAT"] = str(case.heartbeat)
-            if case.fault in ON_TWO_HOSTS:
-                assert self._hosts is not None
-                host = 2 * rank // size
-                namespace, environment["ASYNCDIST_HOST"] = self._hosts.namespaces[host], f"host{host}"
-            elif case.contender != "gloo":
-                environment["ASYNCDIST_TRANSPORT"] = case.contender
-            environment["GLOO_SOCKET_IFNAME"] = "lo" if namespace is None else LINK
-            ranks.append(self._nursery.start(_RANKS, function, where, rank, size, namespace, environment=environment))
-        for each in ranks:
-            each.hear()
+            host = 2 * rank // size if fault in ON_TWO_HOSTS else None
+            function = "wait_with_gloo" if who == "gloo" else "wait_with_asyncdist"
+            ranks.append(self.laboratory.start(function, where, rank, size, host=host, **environment))
+        hear_all(ranks, PATIENCE)
         return ranks
 
-    def _round(self, case: FaultCase, ranks: Sequence[RankProcess]) -> bool:
+    def _round(self, case: Case, who: str, ranks: Sequence[RankProcess]) -> bool:
         """Let the fault happen, and note the times; return False if a rank has not noticed it within the limit."""
         victim, told = ranks[-1], ranks[:-1]
         for each in told:
             each.say(0.0)
-        if case.fault == "hold":
-            time.sleep(_SETTLE)
-            victim.say(self._plan.limit + _LONGER)
+        time.sleep(_SETTLE)
+        if case.part == "hold":
+            victim.say(self.plan.limit + _LONGER)
             begun = victim.hear()
         else:
-            time.sleep(_SETTLE)
             begun = time.monotonic()
-            self._fail(case.fault, victim)
+            self._fail(case.part, victim)
         try:
-            failed = [each.hear(max(0.0, begun + self._plan.limit - time.monotonic()))[1] for each in told]
+            failed = [each.hear(max(0.0, begun + self.plan.limit - time.monotonic()))[1] for each in told]
         except TimeoutError:
             return False
-        case.told.append(max(failed) - begun)
-        if case.contender != "gloo":
-            outcomes = [each.hear() for each in told]
+        further = {}
+        if who != "gloo":
+            outcomes = hear_all(told, PATIENCE)
             again = [time_of - at for (error, time_of), at in zip(outcomes, failed, strict=True) if error is None]
             if not again:
-                raise BenchmarkError(f"no rank could go on after {case.fault!r}: {outcomes}")
-            case.again.append(max(again))
+                raise BenchmarkError(f"no rank could go on after {case.part!r}: {outcomes}")
+            further["again"] = max(again)
+        case.add(who, max(failed) - begun, **further)
         return True
 
     def _fail(self, fault: str, victim: RankProcess) -> None:
-        match fault:
-            case "kill" | "kill-host":
-                victim.kill()
-            case "stop":
-                victim.stop()
-            case "cut":
-                assert self._hosts is not None
-                self._hosts.cut(1)
-            case "drop":
-                assert self._hosts is not None
-                self._hosts.drop(1)
+        if fault.startswith("kill"):
+            victim.kill()
+        elif fault == "stop":
+            victim.stop()
+        else:
+            assert self.laboratory.hosts is not None
+            {"cut": self.laboratory.hosts.cut, "drop": self.laboratory.hosts.drop}[fault](1)
 
     # -- jobs ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _job(self, transport: str) -> Iterator[Callable[..., RankProcess]]:
         """Serve the store of a job; yield a function that starts a process of it."""
-        server = background_loop().run(StoreServer.start("127.0.0.1", 0))
-        where = f"asyncdist://127.0.0.1:{server.port}/job"
-        environment = {"ASYNCDIST_TRANSPORT": transport}
+        with self.laboratory.store() as where:
+            yield lambda function, *sizes: self.laboratory.start(function, where, *sizes, ASYNCDIST_TRANSPORT=transport)
 
-        def start(function: str, min_size: int, start_size: int) -> RankProcess:
-            return self._nursery.start(_RANKS, function, where, min_size, start_size, environment=environment)
-
-        try:
-            yield start
-        finally:
-            self._nursery.clear()
-            background_loop().run(server.close())
-
-    def join(self, transport: str) -> JobCase:
+    def _join(self, transport: str) -> Case:
         """Measure how long a process takes to become a member, without a state to receive."""
-        case = JobCase("join", transport)
+        case, founders = Case("join", "from `join` to the first group"), self.plan.ranks - 1
         with self._job(transport) as start:
-            founders = [start("join", 2, self._plan.ranks - 1) for _ in range(self._plan.ranks - 1)]
-            for each in founders:
-                each.hear()
-            for each in founders:
+            members = [start("join", 2, founders) for _ in range(founders)]
+            hear_all(members, PATIENCE)
+            for each in members:
                 each.say("join")
-            for each in founders:
-                each.hear()
-            for number in range(self._plan.rounds):
-                self._progress(f"a process joins a job; {transport}: {number + 1} of {self._plan.rounds}")
+            hear_all(members, PATIENCE)
+            for number in range(self.plan.rounds):
+                self.laboratory.progress(f"a process joins a job; {transport}: {number + 1} of {self.plan.rounds}")
                 newcomer = start("join", 2, 2)
                 newcomer.hear()
                 newcomer.say("join")
                 called, joined = newcomer.hear()
-                case.seconds.append(joined - called)
+                case.add(transport, joined - called)
                 newcomer.kill()
                 newcomer.wait()
         return case
 
-    def throughput(self, transport: str, every: float) -> JobCase:
-        """Measure the steps of four members, without kills and then with one kill in ``every`` seconds."""
-        size = 4
-        self._progress(f"members are killed every {every:g} s while they train; {transport}")
+    def _throughput(self, transport: str, every: float) -> Case:
+        """Measure the steps of four members, without kills and then with one kill in ``every`` seconds.
+
+        The figure is the steps that all members commit with kills, over those that as many members commit without
+        kills, before and after each turn.
+        """
+        size, kills = 4, max(1, round(_DISTURBED / every))
+        name = f"{size} members train, one is killed and replaced every {every:g} s"
+        case = Case("throughput", name, "of the throughput", facts={"every": every, "kills": _TURNS * kills})
+        self.laboratory.progress(f"members are killed every {every:g} s while they train; {transport}")
         with self._job(transport) as start:
             members = [start("train", 2, size) for _ in range(size)]
-            for each in members:
-                each.hear()
-            chance, steps, kills = random.Random(0), 0, max(1, round(_DISTURBED / every))
+            hear_all(members, PATIENCE)
+            chance = random.Random(0)
             # In turns, because the speed of the machine may change.
-            undisturbed = [_member_steps(members, _UNDISTURBED)]
+            undisturbed, steps = [_member_steps(members, _UNDISTURBED)], 0
             for _ in range(_TURNS):
                 for _ in range(kills):
                     members.pop(chance.randrange(size)).kill()
@@ -266,7 +241,49 @@ class _FaultsBenchmark:
                 _wait_for_all(members)
                 undisturbed.append(_member_steps(members, _UNDISTURBED))
         rates = [(before + after) / 2 / _UNDISTURBED for before, after in itertools.pairwise(undisturbed)]
-        return JobCase("throughput", transport, every, share=steps / (sum(rates) * kills * every), kills=_TURNS * kills)
+        case.add(transport, steps / (sum(rates) * kills * every))
+        return case
+
+
+def _fault_columns(limit: float) -> list[Column[Line]]:
+    def known(write: Callable[[Sequence[float]], str]) -> Callable[[Line], str]:
+        return lambda line: f"> {limit:g} s" if line[1] in line[0].facts["unaware"] else write(line[0].of(line[1]))
+
+    def going_on(write: Callable[[Sequence[float]], str], over: str) -> Callable[[Line], str]:
+        def text(line: Line) -> str:
+            again = line[0].of(line[1], "again")
+            return write(again) if again else "—" if line[1] in line[0].facts["unaware"] else over
+
+        return text
+
+    return [
+        ("fault", lambda line: line[0].name),
+        ("who", lambda line: line[1]),
+        ("heartbeat", lambda line: f"{beat:g} s" if (beat := line[0].facts["heartbeat"]) else "—"),
+        ("rounds", lambda line: str(len(line[0].of(line[1])) or 1)),
+        ("known to all", known(_median)),
+        ("longest", known(_longest)),
+        ("going on", going_on(_median, "the job is over")),
+        ("longest", going_on(_longest, "—")),
+    ]
+
+
+_JOB_COLUMNS: list[Column[Line]] = [
+    ("job", lambda line: line[0].name),
+    ("who", lambda line: line[1]),
+    ("rounds", lambda line: str(line[0].facts.get("kills", len(line[0].of(line[1]))))),
+    ("median", lambda line: _median(line[0].of(line[1])) if line[0].unit == "s" else "—"),
+    ("longest", lambda line: _longest(line[0].of(line[1])) if line[0].unit == "s" else "—"),
+    ("of the throughput without kills", lambda line: "—" if line[0].unit == "s" else f"{line[0].median(line[1]):.0%}"),
+]
+
+
+def _median(samples: Sequence[float]) -> str:
+    return duration(median(samples))
+
+
+def _longest(samples: Sequence[float]) -> str:
+    return duration(max(samples))
 
 
 def _wait_for_all(members: Sequence[RankProcess]) -> None:

@@ -16,7 +16,6 @@ import torch
 from asyncdist import sync
 from asyncdist.elastic import session as elastic
 from asyncdist.errors import GroupError
-from asyncdist.testing.hosts import enter
 
 torch.set_num_threads(1)
 
@@ -26,14 +25,12 @@ STEP_SECONDS = 0.02
 _GRADIENTS = 1 << 18
 
 
-def wait_with_asyncdist(test: Connection, where: str, rank: int, size: int, namespace: str | None) -> None:
+def wait_with_asyncdist(test: Connection, where: str, rank: int, size: int) -> None:
     """Wait in an all-reduce for a rank that fails, and go on without it.
 
     Sends ``"ready"``, then what the rank was told by the failure: (type, time), and when it has finished an all-reduce in
     the new group: (type or None, time).
     """
-    if namespace is not None:
-        enter(namespace)
     sync.init_process_group(init_method=where, rank=rank, world_size=size, timeout=300.0)
     tensor = torch.ones(1)
     for _ in range(_WARM_UPS):
@@ -55,12 +52,10 @@ def wait_with_asyncdist(test: Connection, where: str, rank: int, size: int, name
     os._exit(0)
 
 
-def wait_with_gloo(test: Connection, where: str, rank: int, size: int, namespace: str | None) -> None:
+def wait_with_gloo(test: Connection, where: str, rank: int, size: int) -> None:
     """Wait in an all-reduce of gloo for a rank that fails; end with the error, as a training script does."""
     import torch.distributed as dist
 
-    if namespace is not None:
-        enter(namespace)
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
     tensor = torch.ones(1)
     for _ in range(_WARM_UPS):

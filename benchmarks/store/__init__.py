@@ -1,1 +1,1 @@
-"""The benchmark of the store: its measurements, and the processes of servers and clients."""
+"""The benchmark of the store."""

@@ -1,325 +1,235 @@
-"""The benchmark behind ``python -m benchmarks store``: asyncdist's store against torch's libuv TCPStore.
+"""asyncdist's store against torch's libuv TCPStore.
 
-Servers and clients are separate processes. The same client processes use both servers in turn, so that the machine's other
-load affects both alike. Figures are medians over the rounds. This process does not import torch. Called by
-`benchmarks.store.command`.
+The same client processes use both servers in turn, so that the machine's other load affects both alike.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import secrets
-import select
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from asyncdist.cli.bench.programs import Program, Programs
-from asyncdist.cli.machine import machine
+import click
+
+from asyncdist.cli.option_types import NamesAmong, Seconds
+from asyncdist.cli.page import Grid
 from asyncdist.config import Config
 from asyncdist.errors import BenchmarkError
 from asyncdist.store import TCPStore
 from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.state.change_log import Change, ChangeLog
-from benchmarks.publication import python
-from benchmarks.store.server_process import HOST
+from asyncdist.testing.processes import RankProcess
+from benchmarks.benchmark import COUNTS, Benchmark, option
+from benchmarks.grid import Case, GridReport, figure_within, side_by_side, times_at_least
+from benchmarks.laboratory import HOST, LIMIT, hear_all
 
 OURS, TORCHS = "asyncdist", "torch"
+CONTENDERS = {OURS: "asyncdist", TORCHS: "torch"}
 PARTS = ("torch", "asyncdist", "crowd", "memory", "restart")
 """Torch's clients, asyncdist's client, many connections, memory per connection, and a restart that reads the log."""
-_TIMEOUT = 300.0  # seconds for one command of a client process
 _VALUE = b"v" * 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StorePlan:
     """What to measure, and for how long."""
 
-    rounds: int = 7
-    seconds: float = 0.4
-    parts: tuple[str, ...] = PARTS
-    clients: tuple[int, ...] = (1, 8)
-    in_flight: int = 1000
-    crowd: int = 8192
+    rounds: int = option(7, "Rounds in which all contenders take turns.")
+    seconds: float = option(0.4, "Duration of each turn in seconds.", Seconds(0.01))
+    crowd: int = option(8192, "Number of simultaneous connections.", click.IntRange(4))
+    in_flight: int = option(1000, "Number of concurrent calls of one asyncdist client.")
+    clients: tuple[int, ...] = option("1,8", "Numbers of torch's clients to measure with, separated by commas.", COUNTS)
+    only: tuple[str, ...] = option(
+        "", f"Parts to measure: torch (torch's clients), asyncdist (its own client), {', '.join(PARTS[2:])}.",
+        NamesAmong(PARTS),
+    )  # fmt: skip
     crowd_rounds: int = 3
     crowd_processes: int = 4
     logged: int = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One measurement. ``bar`` is the smallest accepted ratio to torch's figure, or the largest figure without one."""
-
-    name: str
-    unit: str
-    ours: float
-    torchs: float | None
-    bar: float
-    less_is_better: bool = False
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times better asyncdist is; None if torch has no such figure."""
-        if self.torchs is None:
-            return None
-        return self.torchs / self.ours if self.less_is_better else self.ours / self.torchs
-
-    @property
-    def reached(self) -> bool:
-        """Whether asyncdist reaches ``bar``."""
-        return self.ours <= self.bar if self.ratio is None else self.ratio >= self.bar
-
-
-@dataclass(slots=True)
-class StoreReport:
-    """All results of a run."""
-
-    plan: StorePlan
-    machine: dict[str, str]
-    cases: list[Case] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {
-            "machine": self.machine,
-            "plan": asdict(self.plan),
-            "cases": [{**asdict(case), "ratio": case.ratio, "reached": case.reached} for case in self.cases],
-        }
-
-
-# -- processes ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ServerProcess:
+class Server(NamedTuple):
     """A server process and its port."""
 
+    process: RankProcess
     port: int
-    program: Program
 
     def resident_nbytes(self) -> int:
         """Return the resident memory of the process."""
-        pages = int(Path(f"/proc/{self.program.pid}/statm").read_text().split()[1])
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-class StoreProcesses:
-    """The servers and client processes of one run; a context manager that ends them."""
+class StoreBenchmark(Benchmark[StorePlan]):
+    """Measure the store against torch's libuv TCPStore. Servers and clients run in separate processes.
 
-    def __init__(self) -> None:
-        self.token = secrets.token_hex(16)
-        self._programs = Programs()
+    The parts are: torch's clients on either server; asyncdist's client and torch's, one call at a time and with many
+    calls in flight; thousands of clients that connect, authenticate, add and meet at a barrier; the memory per
+    connection; and a restart from a log of a million sets. A run takes one to two minutes and needs an idle machine.
 
-    def __enter__(self) -> StoreProcesses:
-        return self
+    \b
+    python -m benchmarks store --output docs/bench
+    python -m benchmarks store --only torch --clients 8
+    """
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, BenchmarkError):
-            error.add_note(f"the processes of the benchmark ended{self._programs.last_words()}")
-        self._programs.__exit__()
+    title = "The store"
+    plan_type = StorePlan
+    program = Path(__file__).with_name("processes.py")
 
-    def start_server(self, whose: str, *folder: str) -> ServerProcess:
+    def measure(self) -> Iterator[Case]:
+        plan, progress = self.plan, self.laboratory.progress
+        parts = plan.only or PARTS
+        progress("starting the servers and clients")
+        ports = {whose: self.start_server(whose).port for whose in (OURS, TORCHS)}
+        workers = self.start_clients(max(*plan.clients, plan.crowd_processes))
+        for count in plan.clients if "torch" in parts else ():
+            for operation in ("get", "add"):
+                progress(f"{count} of torch's clients: {operation}")
+                yield self._torch_clients(ports, workers[:count], operation)
+        if "asyncdist" in parts:
+            progress("asyncdist's client")
+            yield from self._asyncdist_client(ports, workers[:1])
+        if "crowd" in parts:
+            progress(f"{plan.crowd} connections")
+            yield self._crowd(ports, workers[: plan.crowd_processes])
+        if "memory" in parts:
+            progress("memory")
+            yield from self._memory(workers[:1])
+        if "restart" in parts:
+            progress(f"a log of {plan.logged:,} sets")
+            yield self._restart()
+
+    @classmethod
+    def tables(cls, report: GridReport[StorePlan]) -> tuple[list[str], list[Grid]]:
+        plan = report.plan
+        about = report.about(
+            f"medians of {plan.rounds} rounds of {plan.seconds:g} s in which all contenders took turns "
+            f"({plan.crowd_rounds} rounds of {plan.crowd:,} clients and of the restart)"
+        )
+        return [about], [side_by_side("", report.cases, CONTENDERS, (OURS, TORCHS))]
+
+    # -- processes -------------------------------------------------------------------------------
+
+    def start_server(self, whose: str, folder: str | None = None) -> Server:
         """Start asyncdist's or torch's server; asyncdist's keeps its data in ``folder`` if there is one."""
-        program = self._start("benchmarks.store.server_process", whose, *folder)
-        assert program.stdout is not None
-        port = program.stdout.readline()
-        if not port:
-            raise BenchmarkError(f"the server of {whose} did not start")
-        return ServerProcess(int(port), program)
+        process = self.laboratory.start("serve", whose, folder)
+        return Server(process, process.hear(LIMIT))
 
-    @contextmanager
-    def server(self, *folder: str) -> Iterator[ServerProcess]:
+    @contextlib.contextmanager
+    def server(self, folder: str | None = None) -> Iterator[Server]:
         """Run asyncdist's server during the block."""
-        server = self.start_server(OURS, *folder)
+        server = self.start_server(OURS, folder)
         try:
             yield server
         finally:
-            server.program.kill()
-            self._programs.end(server.program)
+            server.process.kill()
+            server.process.wait()
 
-    def start_clients(self, count: int) -> list[ClientProcess]:
+    def start_clients(self, count: int) -> list[RankProcess]:
         """Start ``count`` client processes."""
-        return [ClientProcess(self._start("benchmarks.store.client_process")) for _ in range(count)]
+        return [self.laboratory.start("run_clients") for _ in range(count)]
 
-    def _start(self, module: str, *arguments: str) -> Program:
-        process = self._programs.start(python(module, *arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        _write_line(process, self.token)
-        return process
-
-
-class ClientProcess:
-    """A process of clients: see `store.client_process`."""
-
-    def __init__(self, process: Program) -> None:
-        self._process = process
-
-    def send(self, **command: Any) -> None:
-        """Send a command."""
-        _write_line(self._process, json.dumps(command))
-
-    def receive(self) -> Any:
-        """Return the result of the command; raise BenchmarkError if the process ends or takes too long."""
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], _TIMEOUT)
-        if not ready:
+    def _ask(self, workers: Sequence[RankProcess], *order: Any) -> list[Any]:
+        """Execute an order in several processes concurrently; return the results."""
+        for worker in workers:
+            worker.say(order)
+        try:
+            return hear_all(workers)
+        except TimeoutError as cause:
             raise BenchmarkError(
-                f"store clients waited for {_TIMEOUT:.0f} s: their server is too slow. Torch's server looks up the "
+                f"store clients waited for {LIMIT:.0f} s: their server is too slow. Torch's server looks up the "
                 "name of each client that connects: check whether look-ups are slow on this machine, or use --only"
-            )
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchmarkError("a process of store clients ended during a command")
-        return json.loads(line)
+            ) from cause
 
+    # -- measurements ----------------------------------------------------------------------------
 
-def _execute(workers: Sequence[ClientProcess], **command: Any) -> list[Any]:
-    """Execute a command in several processes concurrently; return the results."""
-    for worker in workers:
-        worker.send(**command)
-    return [worker.receive() for worker in workers]
+    def _in_turn(self, cases: Mapping[str, Sequence[Case]], rates: Mapping[str, Callable[[], float]]) -> None:
+        """Add each contender's rate to its cases, in rounds in which all take turns; the first round does not count."""
+        for number in range(self.plan.rounds + 1):
+            for who, measured in rates.items():
+                rate = measured()
+                for case in cases[who] if number else ():
+                    case.add(OURS if who in ("one", "many") else who, rate)
 
+    def _rate(self, workers: Sequence[RankProcess], client: str, port: int, operation: str) -> float:
+        """Return the calls per second of all workers together."""
+        return float(sum(self._ask(workers, "dialogue", client, port, operation, self.plan.seconds)))
 
-def _write_line(process: Program, line: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(line + "\n")
-    process.stdin.flush()
+    def _torch_clients(self, ports: Mapping[str, int], workers: Sequence[RankProcess], operation: str) -> Case:
+        clients = f"{len(workers)} of torch's clients" if len(workers) > 1 else "torch's client"
+        case = Case("torch", f"{clients}: {operation}", "/s", targets=[times_at_least(1.0, OURS, TORCHS)])
+        rates = {whose: partial(self._rate, workers, "torch", port, operation) for whose, port in ports.items()}
+        self._in_turn({whose: [case] for whose in ports}, rates)
+        return case
 
+    def _asyncdist_client(self, ports: Mapping[str, int], workers: Sequence[RankProcess]) -> list[Case]:
+        plan, ours = self.plan, ports[OURS]
+        one, many = (
+            Case("asyncdist", f"asyncdist's client, {how}: get", "/s", targets=[times_at_least(least, OURS, TORCHS)])
+            for how, least in (("one at a time", 1.5), (f"{plan.in_flight:,} in flight", 10.0))
+        )
+        rates: dict[str, Callable[[], float]] = {
+            "one": partial(self._rate, workers, "asyncdist", ours, "get"),
+            "many": lambda: float(self._ask(workers, "flight", ours, plan.in_flight, plan.seconds)[0]),
+            TORCHS: partial(self._rate, workers, "torch", ports[TORCHS], "get"),
+        }
+        self._in_turn({"one": [one], "many": [many], TORCHS: [one, many]}, rates)
+        return [one, many]
 
-# -- measurements -------------------------------------------------------------------------------------
+    def _crowd(self, ports: Mapping[str, int], workers: Sequence[RankProcess]) -> Case:
+        share = self.plan.crowd // len(workers)
+        total = share * len(workers)
+        name = f"{total:,} clients connect, authenticate, add, meet at a barrier"
+        case = Case("crowd", name, targets=[times_at_least(1.0, OURS, TORCHS)])
+        for number in range(self.plan.crowd_rounds):
+            for whose, port in ports.items():
+                self._ask(workers, "prepare_crowd", whose)
+                begun = time.monotonic()
+                served, last = zip(
+                    *self._ask(workers, "crowd", whose, port, share, total, f"crowd {number}"), strict=True
+                )
+                if sum(served) != total:
+                    raise BenchmarkError(f"the server of {whose} served {sum(served)} of {total} connections")
+                case.add(whose, max(last) - begun)
+        return case
 
+    def _memory(self, workers: Sequence[RankProcess]) -> Iterator[Case]:
+        """Measure on a new server for each format, so that it has no other connections."""
+        for client in (OURS, TORCHS):
+            name = f"memory per connection, {client}'s format"
+            case = Case("memory", name, "KiB", targets=[figure_within(20.0, OURS, "KiB")])
+            with self.server() as server:
+                self._ask(workers, "hold", client, server.port, 1)
+                before = server.resident_nbytes()
+                self._ask(workers, "hold", client, server.port, self.plan.crowd)
+                case.add(OURS, (server.resident_nbytes() - before) / self.plan.crowd / 1024)
+                self._ask(workers, "release")
+            yield case
 
-def run_store_benchmark(plan: StorePlan, progress: Callable[[str], None] = lambda doing: None) -> StoreReport:
-    """Measure the parts of a plan.
-
-    Args:
-        plan: What to measure.
-        progress: Called with the name of each measurement when it begins.
-
-    Raises:
-        BenchmarkError: A process ends, or does not answer.
-    """
-    report = StoreReport(plan, machine())
-    with StoreProcesses() as processes:
-        progress("starting the servers and clients")
-        ports = {whose: processes.start_server(whose).port for whose in (OURS, TORCHS)}
-        workers = processes.start_clients(max(*plan.clients, plan.crowd_processes))
-        for count in plan.clients if "torch" in plan.parts else ():
-            for operation in ("get", "add"):
-                progress(f"{count} of torch's clients: {operation}")
-                report.cases.append(_torch_clients(plan, ports, workers[:count], operation))
-        if "asyncdist" in plan.parts:
-            progress("asyncdist's client")
-            report.cases += _asyncdist_client(plan, ports, workers[:1])
-        if "crowd" in plan.parts:
-            progress(f"{plan.crowd} connections")
-            report.cases.append(_crowd(plan, ports, workers[: plan.crowd_processes]))
-        if "memory" in plan.parts:
-            progress("memory")
-            report.cases += _memory(plan, processes, workers[:1])
-        if "restart" in plan.parts:
-            progress(f"a log of {plan.logged:,} sets")
-            report.cases.append(_restart(plan, processes))
-    return report
-
-
-def _torch_clients(plan: StorePlan, ports: Mapping[str, int], workers: Sequence[ClientProcess], operation: str) -> Case:
-    rates = _in_turn(
-        plan, {whose: partial(_dialogues, workers, plan, "torch", port, operation) for whose, port in ports.items()}
-    )
-    clients = f"{len(workers)} of torch's clients" if len(workers) > 1 else "torch's client"
-    return Case(f"{clients}: {operation}", "calls/s", rates[OURS], rates[TORCHS], 1.0)
-
-
-def _asyncdist_client(plan: StorePlan, ports: Mapping[str, int], workers: Sequence[ClientProcess]) -> list[Case]:
-    flight = {"do": "flight", "port": ports[OURS], "count": plan.in_flight, "seconds": plan.seconds}
-    rates = _in_turn(
-        plan,
-        {
-            "one": partial(_dialogues, workers, plan, "asyncdist", ports[OURS], "get"),
-            "many": lambda: float(_execute(workers, **flight)[0]),
-            TORCHS: partial(_dialogues, workers, plan, "torch", ports[TORCHS], "get"),
-        },
-    )
-    return [
-        Case("asyncdist's client, one at a time: get", "calls/s", rates["one"], rates[TORCHS], 1.5),
-        Case(f"asyncdist's client, {plan.in_flight:,} in flight: get", "calls/s", rates["many"], rates[TORCHS], 10.0),
-    ]
-
-
-def _dialogues(workers: Sequence[ClientProcess], plan: StorePlan, client: str, port: int, operation: str) -> float:
-    """Return the calls per second of all workers together."""
-    command = {"do": "dialogue", "client": client, "port": port, "operation": operation, "seconds": plan.seconds}
-    return float(sum(_execute(workers, **command)))
-
-
-def _in_turn(plan: StorePlan, contenders: Mapping[str, Callable[[], float]]) -> dict[str, float]:
-    """Return each contender's median over rounds in which all take turns, without the first round."""
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(plan.rounds + 1):
-        for name, measured in contenders.items():
-            figure = measured()
-            if number:
-                found[name].append(figure)
-    return {name: median(figures) for name, figures in found.items()}
-
-
-def _crowd(plan: StorePlan, ports: Mapping[str, int], workers: Sequence[ClientProcess]) -> Case:
-    found: dict[str, list[float]] = {whose: [] for whose in ports}
-    share = plan.crowd // len(workers)
-    total = share * len(workers)
-    for number in range(plan.crowd_rounds):
-        for whose, port in ports.items():
-            _execute(workers, do="prepare_crowd", client=whose)
+    def _restart(self) -> Case:
+        """Measure from the start of a server process until clients can connect; the server reads its log before that."""
+        logged, token = self.plan.logged, self.laboratory.token
+        case = Case("restart", f"restart from a log of {logged:,} sets", targets=[figure_within(10.0, OURS)])
+        folder = self.laboratory.folder / "log"
+        _write_log(folder, logged)
+        for _ in range(self.plan.crowd_rounds):
             begun = time.monotonic()
-            command = {"do": "crowd", "client": whose, "port": port, "count": share, "total": total}
-            ends = _execute(workers, **command, name=f"crowd {number}")
-            served = sum(end["served"] for end in ends)
-            if served != total:
-                raise BenchmarkError(f"the server of {whose} served {served} of {total} connections")
-            found[whose].append(max(end["last"] for end in ends) - begun)
-    name = f"{total:,} clients connect, authenticate, add, meet at a barrier"
-    return Case(name, "s", median(found[OURS]), median(found[TORCHS]), 1.0, less_is_better=True)
-
-
-def _memory(plan: StorePlan, processes: StoreProcesses, workers: Sequence[ClientProcess]) -> list[Case]:
-    """Measure on a new server for each format, so that it has no other connections."""
-    cases = []
-    for client, name in (("asyncdist", "asyncdist's format"), ("torch", "torch's format")):
-        with processes.server() as server:
-            _execute(workers, do="hold", client=client, port=server.port, count=1)
-            before = server.resident_nbytes()
-            _execute(workers, do="hold", client=client, port=server.port, count=plan.crowd)
-            nbytes = (server.resident_nbytes() - before) / plan.crowd
-            _execute(workers, do="release")
-            cases.append(Case(f"memory per connection, {name}", "KiB", nbytes / 1024, None, 20.0))
-    return cases
-
-
-def _restart(plan: StorePlan, processes: StoreProcesses) -> Case:
-    """Measure from the start of a server process until clients can connect; the server reads its log before that."""
-    durations = []
-    with tempfile.TemporaryDirectory(prefix="asyncdist-bench-") as folder:
-        _write_log(Path(folder), plan.logged)
-        for _ in range(plan.crowd_rounds):
-            begun = time.monotonic()
-            with processes.server(folder) as server:
-                durations.append(time.monotonic() - begun)
-                with TCPStore(HOST, server.port, timeout=_TIMEOUT, config=Config(token=processes.token)) as store:
-                    if store.num_keys() != plan.logged:
-                        raise BenchmarkError(f"the store restored {store.num_keys()} of {plan.logged} keys")
-    return Case(f"restart from a log of {plan.logged:,} sets", "s", median(durations), None, 10.0)
+            with self.server(str(folder)) as server:
+                case.add(OURS, time.monotonic() - begun)
+                with TCPStore(HOST, server.port, timeout=LIMIT, config=Config(token=token)) as store:
+                    if store.num_keys() != logged:
+                        raise BenchmarkError(f"the store restored {store.num_keys()} of {logged} keys")
+        return case
 
 
 def _write_log(folder: Path, count: int) -> None:
     """Write the log of a daemon whose clients have set ``count`` keys, one request for each."""
+    folder.mkdir()
     journal, changes = Journal(folder, compact_nbytes=1 << 62), ChangeLog()
     changes.start(lambda: None)
     try:

@@ -1,198 +1,194 @@
-"""Publish weights to readers, and measure when they have them and how late their requests are.
-
-Called by `benchmarks.weights.command`.
-"""
+"""Publish weights to readers, and measure when they have them and how late their requests are."""
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-from asyncdist.base.background_loop import background_loop
-from asyncdist.cli.machine import machine
-from asyncdist.errors import BenchmarkError
-from asyncdist.store.server.server import StoreServer
-from asyncdist.testing.hosts import Hosts
-from asyncdist.testing.processes import Nursery, RankEndedError, RankProcess
-from benchmarks.weights.plan import WeightsPlan
+from asyncdist.cli.option_types import ListOf
+from asyncdist.cli.page import Column, Grid, duration, size, times
+from asyncdist.config import whole_number
+from asyncdist.testing.processes import RankProcess
+from benchmarks.benchmark import COUNTS, Benchmark, option
+from benchmarks.grid import Case, GridReport, Target, yes_or_no
+from benchmarks.laboratory import LIMIT, ask, hear_all
 
-_PROGRAM = Path(__file__).with_name("processes.py")
+OURS, ALONE = "asyncdist", "alone"
+"""Publication to the swap on the slowest reader; and one copy by one thread, or one plain transfer over the link."""
 _QUIET = 0.5
 """Seconds without a publication before each one, in which requests are answered, too."""
 _AFTER = 0.1
 """Seconds after the last swap in which answers still count, because the readers give up the version before."""
-_LIMIT = 300.0
+_LEAST_RATE = 0.6
+"""The least rate of each reader, as a part of the rate of one copy."""
+_LATEST = 0.010
+"""Seconds by which an answer may be late because of a version."""
+_MOST_TIME = 1.3
+"""The most time in which all hosts have a version, in transfers over one link."""
+_ALLOWANCE = 1.1
+"""A figure that misses its target by less than a tenth has reached it."""
 
-Progress = Callable[[str], None]
+_SIZES = ListOf("sizes such as 100M,1G", lambda word: whole_number(word) or None)
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsCase:
-    """Readers that read the same versions.
+@dataclass(frozen=True)
+class WeightsPlan:
+    """What to measure. The first three versions of each case do not count."""
 
-    Attributes:
-        part: ``"host"`` or ``"hosts"``.
-        readers: The number of readers.
-        nbytes: Bytes of a version.
-        alone: For each round, the seconds of one copy of the bytes by one thread, or of one plain transfer over the link.
-        published: For each round, the seconds of the call of `publish`.
-        read: For each round, the seconds from that call to the swap on each reader.
-        late: For each round, by how many seconds the latest answer of any reader came after its request, from the call to
-            0.1 s after the last swap.
-        late_before: The same for an equally long time before the call.
+    parts: tuple[str, ...] = ("host", "hosts")
+    rounds: int = option(7, "Versions of each case.")
+    sizes: tuple[int, ...] = option("1G", "Bytes of a version on one host.", _SIZES)
+    readers: tuple[int, ...] = option("1,4", "Numbers of readers on one host, each a case.", COUNTS)
+    remote_sizes: tuple[int, ...] = option("100M", "Bytes of a version for other hosts.", _SIZES)
+    hosts: tuple[int, ...] = option("1,8", "Numbers of other hosts, each a case.", COUNTS)
+    rate: str = option("1gbit", "Rate of each host's link, in the words of tc.", str)
+
+
+def of_its_rate(case: Case) -> float:
+    """Return the rate of the slowest reader over that of the copy or the transfer."""
+    return case.times_better(OURS, ALONE) or 0.0
+
+
+def times_as_long(case: Case) -> float:
+    """Return the time of the slowest reader over that of the copy or the transfer."""
+    return 1 / of_its_rate(case)
+
+
+def later(case: Case) -> float:
+    """Return by how much later answers come because of a version."""
+    return case.median(OURS, "late") - case.median(OURS, "late_before")
+
+
+class WeightsBenchmark(Benchmark[WeightsPlan]):
+    """Measure how fast published weights reach their readers, and how late the readers' answers are.
+
+    PART host: readers on the publisher's host, which answer requests while each version arrives, compared with a copy of
+    the same bytes by one thread. PART hosts: one reader on each of several hosts, which are network namespaces with links
+    of a limited rate, compared with one plain transfer over such a link; it needs root. The default is both.
+
+    A run takes two minutes, and needs an idle machine with as much free memory as six versions.
+
+    \b
+    python -m benchmarks weights --output docs/bench
+    python -m benchmarks weights host --sizes 100M --readers 8
     """
 
-    part: str
-    readers: int
-    nbytes: int
-    alone: list[float] = field(default_factory=list)
-    published: list[float] = field(default_factory=list)
-    read: list[list[float]] = field(default_factory=list)
-    late: list[float] = field(default_factory=list)
-    late_before: list[float] = field(default_factory=list)
+    title = "Weights"
+    plan_type = WeightsPlan
+    program = Path(__file__).with_name("processes.py")
+    preload = ("torch", "asyncdist", "asyncdist.weights", "asyncdist.sync")
+    parts = ("host", "hosts")
+    parts_on_hosts = ("hosts",)
 
-    @property
-    def ratio(self) -> float:
-        """The median over the rounds of a round's time on its slowest reader, divided by the median of ``alone``."""
-        return median(max(each) for each in self.read) / median(self.alone)
+    def measure(self) -> Iterator[Case]:
+        if "host" in self.plan.parts:
+            yield from (self._one_host(count, nbytes) for nbytes in self.plan.sizes for count in self.plan.readers)
+        if "hosts" in self.plan.parts:
+            yield from (self._several(count, nbytes) for nbytes in self.plan.remote_sizes for count in self.plan.hosts)
 
-
-@dataclass(slots=True)
-class WeightsReport:
-    """All results of a run."""
-
-    plan: WeightsPlan
-    machine: dict[str, str]
-    cases: list[WeightsCase] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain data: times in seconds."""
-        return asdict(self)
-
-
-def run_weights_benchmark(plan: WeightsPlan, progress: Progress) -> WeightsReport:
-    """Execute a plan in new processes and return the report.
-
-    Raises:
-        BenchmarkError: A process fails.
-        HostsUnavailableError: A part needs several hosts, and this machine cannot make them.
-    """
-    report = WeightsReport(plan, machine())
-    with Nursery(("torch", "asyncdist", "asyncdist.weights", "asyncdist.sync")) as nursery:
-        bench = _WeightsBenchmark(plan, nursery, progress)
-        try:
-            if "host" in plan.parts:
-                report.cases += [bench.one_host(count, nbytes) for nbytes in plan.sizes for count in plan.readers]
-            if "hosts" in plan.parts:
-                report.cases += [bench.several_hosts(count, size) for size in plan.remote_sizes for count in plan.hosts]
-        except (RankEndedError, TimeoutError) as error:
-            raise BenchmarkError(f"the benchmark of weights failed: {error}") from error
-    return report
-
-
-class _WeightsBenchmark:
-    def __init__(self, plan: WeightsPlan, nursery: Nursery, progress: Progress) -> None:
-        self._plan, self._nursery, self._progress = plan, nursery, progress
-        self._environment = {"ASYNCDIST_TOKEN": secrets.token_hex(16)}
-
-    def one_host(self, readers: int, nbytes: int) -> WeightsCase:
-        """Measure readers on the publisher's host, and one copy of the bytes within the publisher."""
-        case = WeightsCase("host", readers, nbytes)
-        with self._store("127.0.0.1") as job:
-            publisher = self._start("publish", job, case.nbytes, None)
-            processes = [self._start("read", job, case.nbytes, None) for _ in range(readers)]
-            self._rounds(case, publisher, processes, lambda: _ask(publisher, "copy"))
-        return case
-
-    def several_hosts(self, readers: int, nbytes: int) -> WeightsCase:
-        """Measure one reader on each of several hosts, and one plain transfer of the bytes between two of them."""
-        case = WeightsCase("hosts", readers, nbytes)
-        with Hosts(readers + 1) as hosts, self._daemon(hosts) as job:
-            hosts.shape(self._plan.rate)
-            publisher = self._start("publish", job, case.nbytes, hosts.namespaces[0], host=0)
-            processes = [
-                self._start("read", job, case.nbytes, hosts.namespaces[host], host=host)
-                for host in range(1, readers + 1)
+    @classmethod
+    def tables(cls, report: GridReport[WeightsPlan]) -> tuple[list[str], list[Grid]]:
+        about, grids = [report.about(f"medians of {report.plan.rounds} rounds, in which all take turns")], []
+        if host := report.of("host"):
+            about.append(
+                "one host: from the call of `publish` until the slowest reader has swapped the version in, compared with a "
+                "copy of the same bytes by one thread. Latest answer: how late the latest answer of any reader was from "
+                "the call to 0.1 s after the last swap, and in an equally long time before; the median over the rounds. "
+                f"Targets: {_LEAST_RATE:.0%} of the rate of the copy for each reader, and no answer more than "
+                f"{1e3 * _LATEST:g} ms later"
+            )
+            columns: list[Column[Case]] = [
+                ("of its rate", lambda case: f"{of_its_rate(case):.0%}"),
+                ("latest answer", lambda case: duration(case.median(OURS, "late"))),
+                ("before", lambda case: duration(case.median(OURS, "late_before"))),
             ]
-            sender = self._nursery.start(_PROGRAM, "send_plainly", hosts.addresses[0], case.nbytes, hosts.namespaces[0])
-            port = sender.hear()
-            self._nursery.start(_PROGRAM, "receive_plainly", hosts.addresses[0], port, case.nbytes, hosts.namespaces[1])
-            self._rounds(case, publisher, processes, lambda: _ask(sender, "send"))
+            grids.append(_grid("One host", "readers", "one copy", columns, host))
+        if hosts := report.of("hosts"):
+            about.append(
+                f"several hosts: network namespaces with links of {report.plan.rate} in each direction, one reader each, "
+                "compared with a plain TCP transfer of the same bytes between two of them"
+            )
+            columns = [
+                ("of one transfer", lambda case: times(times_as_long(case))),
+                ("target", lambda case: str(case.targets[0])),
+            ]
+            grids.append(_grid("Several hosts", "hosts", "one transfer", columns, hosts))
+        return about, grids
+
+    def _one_host(self, readers: int, nbytes: int) -> Case:
+        """Measure readers on the publisher's host, and one copy of the bytes within the publisher."""
+        case = Case("host", f"{readers} readers on one host", facts={"readers": readers, "nbytes": nbytes})
+        case.targets = [
+            Target(_LEAST_RATE, of_its_rate, "{:.0%}".format, True, _ALLOWANCE),
+            Target(_LATEST, later, duration, allowance=_ALLOWANCE),
+        ]
+        with self.laboratory.store() as job:
+            publisher = self._start("publish", job, nbytes)
+            processes = [self._start("read", job, nbytes) for _ in range(readers)]
+            self._rounds(case, publisher, processes, lambda: ask(publisher, "copy"))
         return case
+
+    def _several(self, readers: int, nbytes: int) -> Case:
+        """Measure one reader on each of several hosts, and one plain transfer of the bytes between two of them."""
+        case = Case("hosts", f"{readers} readers on as many hosts", facts={"readers": readers, "nbytes": nbytes})
+        case.targets = [Target(_MOST_TIME, times_as_long, times, allowance=_ALLOWANCE)]
+        with self.laboratory.on_hosts(readers + 1) as hosts, self.laboratory.store(host=0) as job:
+            hosts.shape(self.plan.rate)
+            publisher = self._start("publish", job, nbytes, host=0)
+            processes = [self._start("read", job, nbytes, host=host) for host in range(1, readers + 1)]
+            sender = self.laboratory.start("send_plainly", hosts.addresses[0], nbytes, host=0)
+            self.laboratory.start("receive_plainly", hosts.addresses[0], sender.hear(), nbytes, host=1)
+            self._rounds(case, publisher, processes, lambda: ask(sender, "send"))
+        return case
+
+    def _start(self, function: str, job: str, nbytes: int, host: int | None = None) -> RankProcess:
+        process = self.laboratory.start(function, job, nbytes, host=host)
+        process.hear(LIMIT)
+        return process
 
     def _rounds(
         self,
-        case: WeightsCase,
+        case: Case,
         publisher: RankProcess,
         readers: Sequence[RankProcess],
         alone: Callable[[], tuple[float, float]],
     ) -> None:
-        where = "one host" if case.part == "host" else "as many hosts"
-        windows = []
+        rounds = []
         # The first three versions come into new memory.
-        for number in range(-3, self._plan.rounds):
-            self._progress(f"{case.readers} readers on {where}: {number + 1} of {self._plan.rounds}")
+        for number in range(-3, self.plan.rounds):
+            self.laboratory.progress(f"{case.name}: {number + 1} of {self.plan.rounds}")
             begun, ended = alone()
             time.sleep(_QUIET)
             for each in readers:
                 each.say("next")
-            called, visible = _ask(publisher, "publish")
-            swapped = [each.hear(_LIMIT) for each in readers]
+            called, visible = ask(publisher, "publish")
+            swapped = max(hear_all(readers))
             if number >= 0:
-                case.alone.append(ended - begun)
-                case.published.append(visible - called)
-                case.read.append([at - called for at in swapped])
-                windows.append((called, max(swapped) + _AFTER))
+                case.add(ALONE, ended - begun)
+                rounds.append((called, visible, swapped))
         for each in readers:
             each.say(None)
-        requests = [request for each in readers for request in each.hear(_LIMIT)]
-        for begun, ended in windows:
-            case.late.append(_latest(requests, begun, ended))
-            case.late_before.append(_latest(requests, max(begun - _QUIET, 2 * begun - ended), begun))
-        self._nursery.clear()
-
-    # -- processes -------------------------------------------------------------------------------
-
-    def _start(self, function: str, *args: Any, host: int | None = None) -> RankProcess:
-        environment = dict(self._environment)
-        if host is not None:
-            environment["ASYNCDIST_HOST"] = f"host{host}"
-        process = self._nursery.start(_PROGRAM, function, *args, environment=environment)
-        process.hear(_LIMIT)
-        return process
-
-    @contextlib.contextmanager
-    def _store(self, host: str) -> Iterator[str]:
-        """Serve the store of a job; yield its URL."""
-        server = background_loop().run(StoreServer.start(host, 0, token=self._environment["ASYNCDIST_TOKEN"]))
-        try:
-            yield f"asyncdist://{host}:{server.port}/job"
-        finally:
-            self._nursery.clear()
-            background_loop().run(server.close())
-
-    @contextlib.contextmanager
-    def _daemon(self, hosts: Hosts) -> Iterator[str]:
-        """Serve the store of a job on the publisher's host; yield its URL."""
-        daemon = self._nursery.start(
-            _PROGRAM, "serve_store", hosts.addresses[0], hosts.namespaces[0], environment=self._environment
-        )
-        try:
-            yield f"asyncdist://{hosts.addresses[0]}:{daemon.hear()}/job"
-        finally:
-            self._nursery.clear()
+        requests = [request for answers in hear_all(readers) for request in answers]
+        for called, visible, swapped in rounds:
+            ended = swapped + _AFTER
+            before = max(called - _QUIET, 2 * called - ended)
+            late, late_before = _latest(requests, called, ended), _latest(requests, before, called)
+            case.add(OURS, swapped - called, published=visible - called, late=late, late_before=late_before)
 
 
-def _ask(process: RankProcess, order: str) -> tuple[float, float]:
-    process.say(order)
-    begun, ended = process.hear(_LIMIT)
-    return begun, ended
+def _grid(title: str, count: str, alone: str, further: Sequence[Column[Case]], cases: Sequence[Case]) -> Grid:
+    columns: list[Column[Case]] = [
+        (count, lambda case: str(case.facts["readers"])),
+        ("version", lambda case: size(case.facts["nbytes"])),
+        (alone, lambda case: duration(case.median(ALONE))),
+        ("published", lambda case: duration(case.median(OURS, "published"))),
+        ("read by all", lambda case: duration(case.median(OURS))),
+        *further,
+        ("reached", yes_or_no),
+    ]
+    return Grid.of(title, columns, cases)
 
 
 def _latest(requests: Sequence[tuple[float, float]], begun: float, ended: float) -> float:

@@ -13,11 +13,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from asyncdist import weights
-from asyncdist.base.background_loop import background_loop
-from asyncdist.config import Config
-from asyncdist.store.server.server import StoreServer
 from asyncdist.sync import weights as blocking
-from asyncdist.testing.hosts import enter
 
 torch.set_num_threads(1)
 
@@ -34,16 +30,14 @@ def state_of(nbytes: int, *, meta: bool = False) -> dict[str, torch.Tensor]:
     return {f"layer{number}": torch.ones(count, device=device) for number, count in enumerate(counts) if count}
 
 
-def publish(test: Connection, job: str, nbytes: int, namespace: str | None) -> None:
+def publish(test: Connection, job: str, nbytes: int) -> None:
     """Publish a version, or copy the tensors within this process, whenever the test says so; send (begin, end)."""
-    if namespace is not None:
-        enter(namespace)
     state = state_of(nbytes)
     copies = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     with blocking.Publisher(state, job=job) as publisher:
         test.send("ready")
         step = 0
-        while (order := test.recv()) is not None:
+        for (order,) in iter(test.recv, None):
             begun = time.monotonic()
             if order == "copy":
                 for name, tensor in state.items():
@@ -54,10 +48,8 @@ def publish(test: Connection, job: str, nbytes: int, namespace: str | None) -> N
             test.send((begun, time.monotonic()))
 
 
-def read(test: Connection, job: str, nbytes: int, namespace: str | None) -> None:
+def read(test: Connection, job: str, nbytes: int) -> None:
     """Swap each version in and send when that was, while requests are answered; at the end send when they were late."""
-    if namespace is not None:
-        enter(namespace)
     asyncio.run(_read(test, job, nbytes))
 
 
@@ -91,9 +83,8 @@ async def _serve(subscriber: weights.Subscriber, requests: list[tuple[float, flo
         requests.append((due, time.monotonic() - due))
 
 
-def send_plainly(test: Connection, address: str, nbytes: int, namespace: str) -> None:
+def send_plainly(test: Connection, address: str, nbytes: int) -> None:
     """Send bytes over one plain TCP connection whenever the test says so: what the link can do."""
-    enter(namespace)
     data = memoryview(bytearray(nbytes))
     with socket.create_server((address, 0)) as listening:
         test.send(listening.getsockname()[1])
@@ -106,9 +97,8 @@ def send_plainly(test: Connection, address: str, nbytes: int, namespace: str) ->
                 test.send((begun, time.monotonic()))
 
 
-def receive_plainly(test: Connection, address: str, port: int, nbytes: int, namespace: str) -> None:
+def receive_plainly(test: Connection, address: str, port: int, nbytes: int) -> None:
     """Receive what `send_plainly` sends."""
-    enter(namespace)
     memory = memoryview(bytearray(_PIECE_NBYTES))
     with socket.create_connection((address, port)) as connection:
         left = nbytes
@@ -117,12 +107,3 @@ def receive_plainly(test: Connection, address: str, port: int, nbytes: int, name
             if left == 0:
                 connection.sendall(b".")
                 left = nbytes
-
-
-def serve_store(test: Connection, address: str, namespace: str) -> None:
-    """Serve the store of a job on a host, and send its port."""
-    enter(namespace)
-    token = Config.from_environment().token
-    server = background_loop().run(StoreServer.start(address, 0, token=token))
-    test.send(server.port)
-    test.recv()

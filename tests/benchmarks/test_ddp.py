@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from asyncdist.cli.machine import machine
 from asyncdist.testing.hosts import HostsUnavailableError
-from benchmarks.ddp.benchmark import run_ddp_benchmark
+from benchmarks.ddp.benchmark import DdpBenchmark, DdpPlan
 from benchmarks.ddp.models import WORKLOADS
-from benchmarks.ddp.plan import CONTENDERS, KEPT, MODELS, STEPS, DdpPlan, nbytes_per_second
-from benchmarks.ddp.result import DdpReport, MemoryCase, StepCase, StepFigures, TrainingCase
-from benchmarks.ddp.table import ddp_page
+from benchmarks.ddp.names import CONTENDERS, KEPT, MODELS, STEPS
+from benchmarks.grid import Case, GridReport
 
 
 def run(*parts, **options):
     said = []
-    report = run_ddp_benchmark(DdpPlan(parts, rounds=1, steps=1, **options), said.append)
+    report = DdpBenchmark.run(DdpPlan(parts, rounds=1, steps=1, **options), said.append)
     assert said
-    assert ddp_page(report).markdown().startswith("# Data-parallel training")
+    assert DdpBenchmark.page(report).markdown().startswith("# Data-parallel training")
     return report
 
 
@@ -25,12 +23,12 @@ def run(*parts, **options):
 @pytest.mark.exhaustive
 def test_contenders_of_one_host_and_of_one_rank_take_steps_in_turns():
     report = run("small", "steps")
-    assert [case.model for case in report.steps] == ["small", "mlp", "large"]
-    for case in report.steps:
-        assert tuple(case.contenders) == STEPS[case.part].contenders
-        assert all(figures.seconds[0] > 0 for figures in case.contenders.values())
-    assert report.steps[1].contenders["auto"].note.startswith("buckets of")
-    assert report.steps[2].gradient_nbytes == pytest.approx(1e8, rel=0.02)
+    assert [case.facts["model"] for case in report.cases] == ["small", "mlp", "large"]
+    for case in report.cases:
+        assert tuple(case.samples) == STEPS[case.part].contenders
+        assert all(case.median(who) > 0 for who in case.samples)
+    assert report.cases[1].facts["notes"]["auto"].startswith("buckets of")
+    assert report.cases[2].facts["gradient_nbytes"] == pytest.approx(1e8, rel=0.02)
 
 
 @pytest.mark.processes
@@ -41,11 +39,11 @@ def test_hooks_send_fewer_bytes_between_two_hosts(monkeypatch):
         report = run("hosts", rate="10gbit")
     except HostsUnavailableError as error:
         pytest.skip(error.summary)
-    (case,) = report.steps
-    whole = case.contenders["asyncdist"].sent[0]
-    assert whole > case.gradient_nbytes
-    assert case.contenders["bf16"].sent[0] / whole == pytest.approx(0.5, abs=0.05)
-    assert case.contenders["int8"].sent[0] / whole < 0.3
+    (case,) = report.cases
+    whole = case.median("asyncdist", "sent")
+    assert whole > case.facts["gradient_nbytes"]
+    assert case.median("bf16", "sent") / whole == pytest.approx(0.5, abs=0.05)
+    assert case.median("int8", "sent") / whole < 0.3
 
 
 @pytest.mark.processes
@@ -55,9 +53,10 @@ def test_few_exchanges_send_few_bytes_and_are_as_good():
         report = run("diloco", every=5, outer_steps=2, slow_rate="10gbit")
     except HostsUnavailableError as error:
         pytest.skip(error.summary)
-    alone, parallel, diloco = report.training
-    assert alone.sent[0] < diloco.sent[0] < parallel.sent[0] / 10
-    assert all(0 < case.losses[0] < 3 for case in report.training)
+    (case,) = report.cases
+    alone, parallel, diloco = (case.median(who, "sent") for who in case.samples)
+    assert alone < diloco < parallel / 10
+    assert all(0 < case.median(who, "loss") < 3 for who in case.samples)
 
 
 def test_names_of_the_plan_have_models():
@@ -65,42 +64,32 @@ def test_names_of_the_plan_have_models():
     assert {who for part in STEPS.values() for who in part.contenders} == CONTENDERS.keys() - {KEPT}
 
 
-@pytest.mark.parametrize(("rate", "nbytes"), [("1gbit", 125e6), ("100mbit", 12.5e6), ("8kbit", 1e3)])
-def test_rates_are_those_of_tc(rate, nbytes):
-    assert nbytes_per_second(rate) == nbytes
-
-
-@pytest.mark.parametrize("rate", ["", "fast", "0gbit", "1Gbit", "1 gbit"])
-def test_other_rates_are_refused(rate):
-    with pytest.raises(ValueError, match="is not a rate such as"):
-        nbytes_per_second(rate)
-
-
 def test_slow_parts_have_fewer_rounds():
     found = [[DdpPlan(rounds=rounds).rounds_of(part) for part in DdpPlan().parts] for rounds in (10, 1)]
     assert found == [[10, 10, 5, 2, 1], [1, 1, 1, 1, 1]]
 
 
-def test_page_has_a_row_for_each_contender():
-    plan = DdpPlan(rounds=3)
-    figures = {
-        "asyncdist": StepFigures([0.22, 0.23, 0.24], [0.8, 0.9, 0.7], [0.02] * 3, [25e6] * 3),
-        "int8": StepFigures([0.07] * 3, [], [], [6.25e6] * 3),
-        "alone": StepFigures([0.02] * 3, [], [], [0.0] * 3),
-    }
-    report = DdpReport(
-        plan,
-        machine(),
-        [StepCase("hosts", "mlp", 25_000_000, figures), StepCase("steps", "mlp", 25_000_000, figures)],
-        [MemoryCase("large", "asyncdist", [110 << 20] * 3, 25 << 20), MemoryCase("large", "alone", [100 << 20] * 3)],
-        [TrainingCase("alone", [95.0], [2.0], [0.0], [0.0]), TrainingCase("diloco", [100.0], [1.5], [25e6], [0.1])],
-    )
-    hosts, steps, memory, training = ddp_page(report).grids
-    mlp = MODELS["mlp"].title
-    who = CONTENDERS["asyncdist"]
-    assert hosts.rows[0] == (mlp, who, "230 ms", "25.00", "1.00", "1.15×", "1.05×", "1.00 to 1.09", "80%")
-    assert hosts.rows[1][4:] == ("0.25", "1.40×", "1.00×", "1.00 to 1.00", "—")
-    assert steps.rows[0][3:] == ("11.5×", "11.00 to 12.00", "—", "80%")
-    assert memory.rows[0][2:] == ("110.0 MiB", "+10.0 MiB", "25.0 MiB")
-    assert training.rows[1][1:3] == ("100 s", "95.0%")
-    assert report.as_json()["steps"][0]["contenders"]["int8"]["sent"] == [6.25e6] * 3
+def test_page_has_a_row_for_each_contender(unknown_machine):
+    def steps(part):
+        case = Case(part, MODELS["mlp"].title)
+        for seconds, hidden in ((0.22, 0.8), (0.23, 0.9), (0.24, 0.7)):
+            case.add("asyncdist", seconds, hidden=hidden, forward=0.02, sent=25e6)
+            case.add("int8", 0.07, sent=6.25e6)
+            case.add("alone", 0.02, sent=0.0)
+        return case
+
+    memory = Case("memory", MODELS["large"].title, "B", facts={"largest_bucket": {"asyncdist": 25 << 20, "alone": 0}})
+    training = Case("diloco", "few exchanges")
+    for who, peak in (("asyncdist", 110 << 20), ("alone", 100 << 20)):
+        memory.add(who, peak)
+    for who, seconds, loss, sent, waited in (("alone", 95.0, 2.0, 0.0, 0.0), ("diloco", 100.0, 1.5, 25e6, 0.1)):
+        training.add(who, seconds, loss=loss, sent=sent, waited=waited)
+    report = GridReport(DdpPlan(rounds=3), unknown_machine, [steps("hosts"), steps("steps"), memory, training])
+    grids = DdpBenchmark.page(report).grids
+    hosts, one, used, trained = (grid.rows for grid in grids)
+    mlp, who = MODELS["mlp"].title, CONTENDERS["asyncdist"]
+    assert hosts[0] == [mlp, who, "230 ms", "25.00", "1.00", "1.15×", "1.05×", "1.00 to 1.09", "80%"]
+    assert hosts[1][4:] == ["0.25", "1.40×", "1.00×", "1.00 to 1.00", "—"]
+    assert one[0][3:] == ["11.5×", "11.00 to 12.00", "—", "80%"]
+    assert used[0][2:] == ["110.0 MiB", "+10.0 MiB", "25.0 MiB"]
+    assert trained[1][1:3] == ["100 s", "95.0%"]

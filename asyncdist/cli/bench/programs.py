@@ -1,4 +1,4 @@
-"""The processes that a benchmark starts: ranks, busy processes, store servers and clients. Used by `launch` and `store`."""
+"""The processes that a benchmark starts: ranks and busy processes. Used by `launch`."""
 
 from __future__ import annotations
 

@@ -1,15 +1,6 @@
-"""A process with store clients, asyncdist's or torch's. `benchmark` starts it and sends it commands.
+"""The processes of the benchmark of the store: asyncdist's server or torch's, and clients of both.
 
-It reads the token from the first line of stdin. Each further line is a command, a JSON object: "do" names a method of
-`Clients`, and the other fields are its arguments. It prints the result of each command as JSON. It imports torch only
-for torch's clients.
-
-{"do": "dialogue", "client": "torch", "port": 29500, "operation": "get", "seconds": 0.5}   → calls per second
-{"do": "flight", "port": …, "count": 1000, "seconds": …}                                   → calls per second
-{"do": "prepare_crowd", "client": …}                                                       → 0
-{"do": "crowd", "client": …, "port": …, "count": 2048, "total": 8192, "name": …}           → {"served": …, "last": …}
-{"do": "hold", "client": …, "port": …, "count": …}                                         → the number of clients
-{"do": "release"}                                                                          → 0
+They import torch only for torch's server and clients.
 """
 
 from __future__ import annotations
@@ -17,18 +8,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import json
-import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from asyncdist.base.background_loop import new_loop
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, TCPStore
-from benchmarks.store.server_process import HOST
+from asyncdist.store.server.daemon import Options
+from asyncdist.store.server.daemon import serve as serve_store
+from benchmarks.laboratory import HOST, obey
 
 _TIMEOUT = 240.0
 """Seconds for one call of a client."""
@@ -42,16 +35,37 @@ _STACK_NBYTES = 256 << 10
 _VALUE = b"v" * 64
 
 
-class Clients:
-    """The clients of this process. Each public method is a command."""
+def serve(test: Connection, whose: str, data: str | None) -> None:
+    """Serve as ``asyncdist store`` does, or as torch's libuv TCPStore does, which has no token; send the port."""
+    if whose == "torch":
+        from torch.distributed import TCPStore as TorchStore  # type: ignore[attr-defined]
 
-    def __init__(self, token: str) -> None:
+        server = TorchStore(HOST, 0, is_master=True, wait_for_workers=False, use_libuv=True)
+        test.send(server.port)
+        test.recv()
+        return
+    options, config = Options(data=Path(data) if data is not None else None), Config(store_c10d="loopback")
+    token = Config.from_environment().token
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        ready = lambda host, port: test.send(port)  # noqa: E731
+        runner.run(serve_store(HOST, 0, token=token, config=config, ready=ready, options=options))
+
+
+def run_clients(test: Connection) -> None:
+    """Execute what the benchmark orders."""
+    obey(test, Clients(Config.from_environment().token))
+
+
+class Clients:
+    """The clients of this process. Each public method is an order."""
+
+    def __init__(self, token: str | None) -> None:
         self.token = token
         self.loop = new_loop()
         self._stores: dict[tuple[str, int], Any] = {}
         self._held: list[Any] = []
 
-    # -- commands ---------------------------------------------------------------------------------
+    # -- orders -----------------------------------------------------------------------------------
 
     def dialogue(self, client: str, port: int, operation: str, seconds: float) -> float:
         """Make calls one after another on one connection for ``seconds``; return the calls per second.
@@ -77,7 +91,7 @@ class Clients:
         gc.collect()
         return 0
 
-    def crowd(self, client: str, port: int, count: int, total: int, name: str) -> dict[str, float]:
+    def crowd(self, client: str, port: int, count: int, total: int, name: str) -> tuple[int, float]:
         """Let ``count`` new clients connect, authenticate, add 1, and meet at a barrier of ``total`` clients.
 
         ``total`` counts the clients of all client processes. ``name`` is a prefix of the keys, a new one for each crowd.
@@ -87,7 +101,7 @@ class Clients:
             served = _torch_crowd(port, count, total, name)
         else:
             served = self.loop.run_until_complete(self._crowd(port, count, total, name))
-        return {"served": len(served), "last": max(served, default=0.0)}
+        return len(served), max(served, default=0.0)
 
     def hold(self, client: str, port: int, count: int) -> int:
         """Connect ``count`` clients that make no calls, in addition to those held already; return ``count``."""
@@ -197,17 +211,3 @@ def _torch_client(port: int) -> Any:
     return TorchStore(
         HOST, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_TIMEOUT), use_libuv=True
     )
-
-
-def run_store_clients() -> None:
-    """Read the token from stdin's first line, execute the command of each further line, and print its result."""
-    clients = Clients(sys.stdin.readline().strip())
-    for line in sys.stdin:
-        command = json.loads(line)
-        answer = getattr(clients, command.pop("do"))(**command)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    run_store_clients()

@@ -1,32 +1,61 @@
-"""A process that calls: ``caller WHOSE``. `benchmark` starts it and sends it commands.
-
-WHOSE is "unix" or "tcp" (asyncdist), "torch" or "ray". Each line of stdin is a command, a JSON list with the name of a
-case and its arguments; the answer is a JSON number on stdout: seconds, or calls per second. The process starts the
-processes that it calls, and they end with it.
-"""
+"""The processes of the benchmark of remote calls: callers, and the processes that they call."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any, Protocol
 
-from benchmarks.publication import python
-from benchmarks.rpc.callee import OBJECTS, Target, count_bytes, increment, torch_worker
+from benchmarks.laboratory import obey
+from benchmarks.rpc.called import OBJECTS, CalledObject, count_bytes, increment
 
-PROCESSES = 8
-"""The processes of the call to all objects."""
 _WARM_UP = 20
 
 
+def serve(test: Connection, whose: str, where: str, number: int) -> None:
+    """Serve one of the two libraries; ``where`` is the URL of a job, or the file where torch's workers meet."""
+    if whose == "torch":
+        torch_worker(where, 1)
+        threading.Event().wait()
+        return
+    from asyncdist.base.background_loop import new_loop
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(_serve(where, number, None if whose == "unix" else "callee"))
+
+
+async def _serve(job: str, number: int, host: str | None) -> None:
+    from asyncdist import rpc
+    from asyncdist.config import Config
+
+    objects = {"one": CalledObject(), "many": [CalledObject() for _ in range(OBJECTS)]}
+    async with rpc.serve(objects, job, rank=number, config=Config.from_environment().with_(host=host)):
+        await asyncio.Event().wait()
+
+
+def torch_worker(where: str, rank: int) -> Any:
+    """Become one of the two workers of torch's RPC, and return its module."""
+    import torch.distributed.rpc as torch_rpc
+
+    options = torch_rpc.TensorPipeRpcBackendOptions(init_method=where)
+    torch_rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    return torch_rpc
+
+
+def call(test: Connection, whose: str, where: str) -> None:
+    """Execute what the benchmark orders, with one of the libraries: "unix" or "tcp" (asyncdist), "torch" or "ray"."""
+    if whose == "ray":
+        obey(test, RayCalls())
+    else:
+        obey(test, TorchCalls(where) if whose == "torch" else AsyncdistCalls(whose, where))
+
+
 class RpcContender(Protocol):
-    """A library that is measured. Each public method is a case."""
+    """A library that is measured. Each public method is a case, and returns seconds or calls per second."""
 
     def round_trip(self, count: int) -> float:
         """Return the median seconds of calls one after another, with a number."""
@@ -37,43 +66,28 @@ class RpcContender(Protocol):
     def tensor(self, count: int, nbytes: int) -> float:
         """Return the median seconds of calls with a tensor."""
 
-    def to_all(self, count: int) -> float:
-        """Return the median seconds of a call of all objects; NaN if it is not measured."""
 
-
-def _start(whose: str, address: str, number: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(python("benchmarks.rpc.callee", whose, address, str(number)), stdin=subprocess.PIPE)
-
-
-class AsyncdistCalls:
+class AsyncdistCalls(RpcContender):
     """asyncdist's remote calls, over a Unix socket or TCP.
 
     Args:
         whose: "unix" or "tcp".
+        job: The URL of the job.
     """
 
-    def __init__(self, whose: str) -> None:
+    def __init__(self, whose: str, job: str) -> None:
         from asyncdist.base.background_loop import new_loop
 
-        self._whose = whose
         self._runner = asyncio.Runner(loop_factory=new_loop)
-        self._callees: list[subprocess.Popen[bytes]] = []
-        self._runner.run(self._open())
+        self._runner.run(self._open(job, None if whose == "unix" else "caller"))
 
-    async def _open(self) -> None:
+    async def _open(self, job: str, host: str | None) -> None:
         from asyncdist import rpc
         from asyncdist.config import Config
-        from asyncdist.store import StoreServer
 
-        server = await StoreServer.start("127.0.0.1", 0)
-        self._job = f"asyncdist://127.0.0.1:{server.port}/bench"
-        self._session = rpc.connect(self._job, config=Config(host=None if self._whose == "unix" else "caller"))
+        self._session = rpc.connect(job, config=Config.from_environment().with_(host=host))
         await self._session.__aenter__()
-        self._add_callee()
         self._target = await self._session.find("one")
-
-    def _add_callee(self) -> None:
-        self._callees.append(_start(self._whose, self._job, len(self._callees)))
 
     def _run(self, coroutine: Coroutine[Any, Any, float]) -> float:
         return self._runner.run(coroutine)
@@ -99,11 +113,11 @@ class AsyncdistCalls:
 
         return self._run(measure())
 
-    def to_all(self, count: int) -> float:
+    def to_all(self, count: int, objects_count: int) -> float:
+        """Return the median seconds of a call of all objects."""
+
         async def measure() -> float:
-            while len(self._callees) < PROCESSES:
-                self._add_callee()
-            objects = await self._session.find_all("many", count=PROCESSES * OBJECTS)
+            objects = await self._session.find_all("many", count=objects_count)
             return await self._one_by_one(count, lambda: objects.increment(1))
 
         return self._run(measure())
@@ -117,15 +131,11 @@ class AsyncdistCalls:
         return median(times[-count:])
 
 
-class TorchCalls:
+class TorchCalls(RpcContender):
     """torch's RPC over TensorPipe."""
 
-    def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self._callee = _start("torch", str(port), 1)
-        self._rpc = torch_worker(port, 0)
+    def __init__(self, where: str) -> None:
+        self._rpc = torch_worker(where, 0)
 
     def round_trip(self, count: int) -> float:
         return _one_by_one(count, lambda: self._rpc.rpc_sync("worker1", increment, args=(1,)))
@@ -145,11 +155,8 @@ class TorchCalls:
             torch.futures.wait_all(calls)
         return count // in_flight * in_flight / (time.perf_counter() - begun)
 
-    def to_all(self, count: int) -> float:
-        return float("nan")
 
-
-class RayCalls:
+class RayCalls(RpcContender):
     """Ray's async actors."""
 
     def __init__(self) -> None:
@@ -157,7 +164,7 @@ class RayCalls:
 
         self._ray = ray
         ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False)
-        self._actor = ray.remote(Target).options(max_concurrency=1000).remote()
+        self._actor = ray.remote(CalledObject).options(max_concurrency=1000).remote()
         ray.get(self._actor.increment.remote(1))
 
     def round_trip(self, count: int) -> float:
@@ -175,9 +182,6 @@ class RayCalls:
             self._ray.get([self._actor.increment.remote(1) for _ in range(in_flight)])
         return count // in_flight * in_flight / (time.perf_counter() - begun)
 
-    def to_all(self, count: int) -> float:
-        return float("nan")
-
 
 def _one_by_one(count: int, call: Callable[[], Any]) -> float:
     times = []
@@ -186,25 +190,3 @@ def _one_by_one(count: int, call: Callable[[], Any]) -> float:
         call()
         times.append(time.perf_counter() - begun)
     return median(times[-count:])
-
-
-def contender_of(whose: str) -> RpcContender:
-    """Start a library and what it calls."""
-    if whose == "torch":
-        return TorchCalls()
-    return RayCalls() if whose == "ray" else AsyncdistCalls(whose)
-
-
-def run_caller(whose: str) -> None:
-    """Execute the commands on stdin."""
-    # Libraries print to stdout too.
-    answers, sys.stdout = sys.stdout, sys.stderr
-    contender = contender_of(whose)
-    for line in sys.stdin:
-        case, *arguments = json.loads(line)
-        answers.write(json.dumps(getattr(contender, case)(*arguments)) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    run_caller(sys.argv[1])
