@@ -81,20 +81,21 @@ class Job:
 
 
 _ESSENTIAL = [("shm", "blocking"), ("tcp", "awaiting")]
-_IN_TURN = {"test_launchers.py", "test_metrics_port.py", "test_signals.py", "test_stopped.py"}
-"""Modules in which `make test` runs each test with one of these pairs, because they matter little there."""
 _EXHAUSTIVE = [("shm", "awaiting"), ("tcp", "blocking"), ("shm", "in_trio"), ("tcp", "in_trio")]
+_IN_TURN = {"test_launchers.py", "test_metrics_port.py", "test_signals.py", "test_stopped.py"}
+"""Modules of which `make test` runs each test with one of these pairs only, as it does with each case of other tests."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     seen = {}
     for item in items:
-        if item.path.parent == PROGRAM.parent and item.path.name in _IN_TURN and "combination" in item.fixturenames:
-            given = dict(item.callspec.params)
-            pair = given.pop("combination")
-            number = seen.setdefault((item.originalname, str(given)), len(seen))
-            if pair != _ESSENTIAL[number % 2]:
+        own = item.path.parent == PROGRAM.parent and item.path.name != "test_torch_trace.py"
+        if own and "combination" in item.fixturenames and not item.get_closest_marker("exhaustive"):
+            case = dict(item.callspec.params)
+            pair = case.pop("combination")
+            number = seen.setdefault((item.originalname, str(case)), len(seen))
+            if (case or item.path.name in _IN_TURN) and pair != _ESSENTIAL[number % 2]:
                 item.add_marker(pytest.mark.exhaustive)
 
 

@@ -42,17 +42,10 @@ def test_collective(same_over_gloo, program):
 
 @pytest.mark.parametrize(
     "program", ["send_and_receive", "tags", "from_any_source", "from_any_source_in_a_group",
-                "batches", "by_group_rank"],
-)  # fmt: skip
-def test_point_to_point(same_over_gloo, program):
-    same_over_gloo("programs_peers", program)
-
-
-@pytest.mark.parametrize(
-    "program", ["in_groups", "outside_a_group", "subgroups", "groups_made_locally",
+                "batches", "by_group_rank", "in_groups", "outside_a_group", "subgroups", "groups_made_locally",
                 "destroyed_in_any_order", "names", "sequence_numbers"],
 )  # fmt: skip
-def test_groups(same_over_gloo, program):
+def test_messages_and_groups(same_over_gloo, program):
     same_over_gloo("programs_peers", program)
 
 

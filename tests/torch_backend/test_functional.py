@@ -14,14 +14,9 @@ NEEDS_COMPILER = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     "program", ["functional_reductions", "functional_exchanges", "functional_groups", "functional_autograd",
-                "differentiable_collectives"],
+                "differentiable_collectives", "operators_with_outputs", "batches_of_operators"],
 )  # fmt: skip
 def test_eager(same_over_gloo, program):
-    same_over_gloo("programs_functional", program)
-
-
-@pytest.mark.parametrize("program", ["operators_with_outputs", "batches_of_operators"])
-def test_operators(same_over_gloo, program):
     same_over_gloo("programs_functional", program)
 
 

@@ -23,13 +23,13 @@ with FileStore(path, 2) as store:
     store.set_timeout(20)
     store.set(f"hello/{rank}", f"from {rank}")
     assert store.get(f"hello/{1 - rank}") == f"from {1 - rank}".encode()
-    for _ in range(300):
+    for _ in range(100):
         store.add("sum", 1)
         store.append("text", str(rank))
     store.set(f"ready/{rank}", "")
     store.wait(["ready/0", "ready/1"])
-    assert store.add("sum", 0) == 600
-    assert sorted(store.get("text")) == sorted(b"01" * 300)
+    assert store.add("sum", 0) == 200
+    assert sorted(store.get("text")) == sorted(b"01" * 100)
 """
 
 

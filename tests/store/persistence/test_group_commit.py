@@ -223,8 +223,12 @@ async def test_changes_during_a_sync_are_written(tmp_path, disk, monkeypatch, re
     assert sorted(held_in(data, tmp_path / "end").values) == ["first", "last", "n"]
 
 
-@pytest.mark.parametrize("fsync", [Fsync.INTERVAL, Fsync.NEVER])
-async def test_long_value_is_written_in_a_thread(tmp_path, monkeypatch, fsync, eventually: Eventually):
+LARGE = CONFIG.with_(store_max_value_nbytes=4 << 20)
+
+
+@pytest.fixture
+def slow_commit(monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """Let the write of a long value set the first event, and wait for the second one."""
     begun, go = threading.Event(), threading.Event()
     commit = Journal.commit
 
@@ -235,8 +239,13 @@ async def test_long_value_is_written_in_a_thread(tmp_path, monkeypatch, fsync, e
         commit(journal, *body, sync=sync)
 
     monkeypatch.setattr(Journal, "commit", slow)
-    config = CONFIG.with_(store_max_value_nbytes=4 << 20)
-    async with served(tmp_path, fsync, config) as (server, store):
+    return begun, go
+
+
+@pytest.mark.parametrize("fsync", [Fsync.INTERVAL, Fsync.NEVER])
+async def test_long_value_is_written_in_a_thread(tmp_path, slow_commit, fsync, eventually: Eventually):
+    begun, go = slow_commit
+    async with served(tmp_path, fsync, LARGE) as (server, store):
         answers = [store.set("large", b"v" * (2 << 20))]
         await asyncio.to_thread(begun.wait, LONG)
         answers += [store.set("k", b"v"), store.get("large")]  # written after it, or shows it
@@ -245,22 +254,17 @@ async def test_long_value_is_written_in_a_thread(tmp_path, monkeypatch, fsync, e
         assert not any(answer.done() for answer in answers)
         go.set()
         assert await asyncio.gather(*answers) == [None, None, b"v" * (2 << 20)]
-    async with served(tmp_path, fsync, config) as (_, store):
+    async with served(tmp_path, fsync, LARGE) as (_, store):
         assert [len(value) for value in await store.multi_get(["large", "k"])] == [2 << 20, 1]
 
 
-async def test_write_longer_than_the_interval_is_synced_after_it(tmp_path, disk, monkeypatch, eventually: Eventually):
+async def test_write_longer_than_the_interval_is_synced_after_it(
+    tmp_path, disk, slow_commit, monkeypatch, eventually: Eventually
+):
     monkeypatch.setattr("asyncdist.store.persistence.group_commit.INTERVAL", 0.01)
-    go, turns = threading.Event(), []
-    commit, in_turn = Journal.commit, GroupCommit._sync_in_turn
-
-    def slow(journal: Journal, *body: bytes, sync: bool) -> None:
-        assert sum(map(len, body)) < 1 << 20 or go.wait(LONG)
-        commit(journal, *body, sync=sync)
-
-    monkeypatch.setattr(Journal, "commit", slow)
+    (_, go), turns, in_turn = slow_commit, [], GroupCommit._sync_in_turn
     monkeypatch.setattr(GroupCommit, "_sync_in_turn", lambda durability: turns.append(True) or in_turn(durability))
-    async with served(tmp_path, Fsync.INTERVAL, CONFIG.with_(store_max_value_nbytes=4 << 20)) as (_, store):
+    async with served(tmp_path, Fsync.INTERVAL, LARGE) as (_, store):
         setting = store.set("large", b"v" * (2 << 20))
         await eventually(lambda: len(turns) > 1)
         before = disk.syncs

@@ -48,6 +48,13 @@ def opened(folder: Path, compact_nbytes: int = MANY) -> tuple[Journal, Contents]
     return journal, journal.contents
 
 
+def held(folder: Path) -> dict[str, bytes]:
+    """Return the values that a journal has when it is opened."""
+    journal, contents = opened(folder)
+    journal.close()
+    return contents.values
+
+
 def written(folder: Path, bodies: list[bytes] = BODIES) -> list[int]:
     """Commit some frames; return the log's length before each, and at the end."""
     journal, _ = opened(folder)
@@ -162,9 +169,7 @@ def test_log_cut_at_any_byte_has_the_frames_before(tmp_path, caplog):
             assert not caplog.text
         journal.commit(b"\x93\x01\xa1b\xc4\x01v", sync=False)
         journal.close()
-        journal, contents = opened(folder)  # frames after the cut are whole
-        assert contents.values == {**expected, "b": b"v"}
-        journal.close()
+        assert held(folder) == {**expected, "b": b"v"}
         shutil.rmtree(folder)
 
 
@@ -181,9 +186,7 @@ def test_damaged_byte_is_refused_with_its_offset(tmp_path):
             with pytest.raises(JournalError, match=place):
                 opened(folder)
         else:  # the last frame may be incomplete after a power failure
-            journal, contents = opened(folder)
-            assert contents.values == {"a": b"\2"}
-            journal.close()
+            assert held(folder) == {"a": b"\2"}
 
 
 def test_segment_of_a_header_with_a_wrong_checksum_is_created_again_with_a_warning(tmp_path, caplog):
@@ -263,9 +266,7 @@ def test_frame_numbers_go_on_after_a_restart(tmp_path):
     journal.close()
     assert contents.values == {"a": b"\1"}
     assert log_format.read_header((tmp_path / "log-2").read_bytes())[1] == 2
-    journal, contents = opened(tmp_path)
-    journal.close()
-    assert contents.values == {"a": b"\2"}
+    assert held(tmp_path) == {"a": b"\2"}
 
 
 def frame_ends(content: bytes) -> list[int]:
@@ -294,9 +295,7 @@ def test_log_stored_as_a_value_is_not_taken_for_frames(tmp_path, harm):
         path.write_bytes(
             content[: ends[-2]] + bytes(log_format.FRAME_NBYTES) + content[ends[-2] + log_format.FRAME_NBYTES :]
         )
-    journal, contents = opened(tmp_path / "data")
-    assert contents.values == {"a": b"\3"}
-    journal.close()
+    assert held(tmp_path / "data") == {"a": b"\3"}
     assert path.stat().st_size == ends[-2]
 
 
@@ -380,9 +379,7 @@ def test_partial_write_is_continued(tmp_path, monkeypatch):
     journal.commit(*BODIES, sync=False)
     monkeypatch.undo()
     journal.close()
-    journal, contents = opened(tmp_path)
-    assert contents.values == {"a": b"\3"}
-    journal.close()
+    assert held(tmp_path) == {"a": b"\3"}
 
 
 # -- compaction -------------------------------------------------------------------------------------

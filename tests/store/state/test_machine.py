@@ -569,5 +569,5 @@ class Model(RuleBasedStateMachine):
         _assert_nothing_waits(self.state)
 
 
-Model.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Model.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestModel = Model.TestCase
