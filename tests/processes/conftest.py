@@ -82,7 +82,7 @@ class Job:
 
 _ESSENTIAL = [("shm", "blocking"), ("tcp", "awaiting")]
 _EXHAUSTIVE = [("shm", "awaiting"), ("tcp", "blocking"), ("shm", "in_trio"), ("tcp", "in_trio")]
-_IN_TURN = {"test_launchers.py", "test_metrics_port.py", "test_signals.py", "test_stopped.py"}
+_IN_TURN = {"test_launchers.py", "test_metrics_port.py", "test_signals.py", "test_stopped.py", "test_stuck.py"}
 """Modules of which `make test` runs each test with one of these pairs only, as it does with each case of other tests."""
 
 
@@ -94,7 +94,8 @@ def pytest_collection_modifyitems(items):
         if own and "combination" in item.fixturenames and not item.get_closest_marker("exhaustive"):
             case = dict(item.callspec.params)
             pair = case.pop("combination")
-            number = seen.setdefault((item.originalname, str(case)), len(seen))
+            cases = seen.setdefault(item.path, {})
+            number = cases.setdefault((item.originalname, str(case)), len(cases))
             if (case or item.path.name in _IN_TURN) and pair != _ESSENTIAL[number % 2]:
                 item.add_marker(pytest.mark.exhaustive)
 

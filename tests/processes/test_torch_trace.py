@@ -75,6 +75,7 @@ def test_analyser_names_rank_that_has_not_called(world, all_do, until, tmp_path,
         assert told.hear() == 3.0
 
 
+@pytest.mark.exhaustive
 def test_analyser_names_calls_that_differ(world, all_do, verdict):
     all_do(world, "all_reduce", "world", 10)
     for told in world[:2]:

@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(items):
         essential = [("shm", 2), ("tcp", 4)]
         if item.path.name in BROAD:
             # The modules' tests take turns.
-            number = seen.setdefault((item.path, item.originalname, str(given)), len(seen))
+            cases = seen.setdefault(item.path, {})
+            number = cases.setdefault((item.originalname, str(given)), len(cases))
             essential = [("shm", 2)] if number % 2 else [("tcp", 2)]
         if pair not in essential:
             item.add_marker(pytest.mark.exhaustive)

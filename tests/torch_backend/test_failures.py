@@ -77,6 +77,7 @@ def test_peer_death_fails_every_waiting_call(start, ended):
     ended(*survivors)
 
 
+@mostly("tcp")
 def test_peer_that_destroys_its_group_is_lost_to_the_others(start, ended):
     *stayed, left = start(3, "leaves")
     ended(left)
@@ -201,6 +202,7 @@ def test_interrupt_of_torchrun_ends_agent_and_ranks(transport, busy, monkeypatch
         job.communicate()
 
 
+@mostly("tcp")
 def test_abort_process_group_reaches_every_rank(start, ended):
     """The abort reaches peers without an open connection while the aborting process is still alive."""
     first, *others = start(3, "aborts")

@@ -206,7 +206,7 @@ def test_import_of_torch_elastic_does_not_import_asyncdist():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("allowed", [(), ("--c10d", "any")])
+@pytest.mark.parametrize("allowed", [(), pytest.param(("--c10d", "any"), marks=pytest.mark.exhaustive)])
 def test_agent_warns_where_c10d_workers_cannot_connect(allowed, monkeypatch, caplog):
     outside = outward(Config())
     if is_loopback(outside):

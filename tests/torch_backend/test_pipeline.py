@@ -15,6 +15,8 @@ def test_schedule(same_over_gloo, name):
     same_over_gloo("programs_pipeline", "trained", name)
 
 
-@pytest.mark.parametrize("program", ["traced", "evaluated", "sharded_stages"])
+@pytest.mark.parametrize(
+    "program", [pytest.param("traced", marks=pytest.mark.exhaustive), "evaluated", "sharded_stages"]
+)
 def test_pipeline(same_over_gloo, program):
     same_over_gloo("programs_pipeline", program)

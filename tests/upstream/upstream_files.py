@@ -1,37 +1,31 @@
-"""Which of torch's test files run on asyncdist, and where they come from: a checkout, or the network."""
+"""Which of torch's test files run on asyncdist, and where they come from: a checkout, or torch's repository."""
 
-import hashlib
-import http.client
-import os
 import re
-import urllib.error
-import urllib.request
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-URL = "https://raw.githubusercontent.com/pytorch/pytorch"
+URL = "https://github.com/pytorch/pytorch"
 FOLDER = "test/distributed"
-SECONDS = 30
 
-_ALL_BACK_ENDS = ("c10d_backend_common.py",)
-FILES: dict[str, tuple[str, ...]] = {
-    "test_c10d_pybackend.py": (),
-    "test_c10d_fault_tolerance.py": (),
-    "test_c10d_collectives.py": _ALL_BACK_ENDS,
-    "test_c10d_p2p.py": _ALL_BACK_ENDS,
-    "test_c10d_process_group.py": _ALL_BACK_ENDS,
-    "test_c10d_nan_check.py": _ALL_BACK_ENDS,
-    "test_c10d_object_collectives.py": (),
-    "test_collective_utils.py": (),
-    "algorithms/test_join.py": (),
-    "_composable/test_replicate.py": (),
-    "tensor/test_init.py": (),
-}
-"""The files to run, in torch's folder of tests, each with the files that it imports from there."""
+FILES = (
+    "test_c10d_pybackend.py", "test_c10d_fault_tolerance.py", "test_c10d_collectives.py", "test_c10d_p2p.py",
+    "test_c10d_process_group.py", "test_c10d_nan_check.py", "test_c10d_object_collectives.py", "test_collective_utils.py",
+    "algorithms/test_join.py", "_composable/test_replicate.py", "tensor/test_init.py",
+)  # fmt: skip
+"""The files to run, in torch's folder of tests."""
 
 
 class SourceError(Exception):
     """A test file of torch could not be had. The message says what to do."""
+
+
+def git(*arguments: str | Path) -> str:
+    """Return what a command of git prints."""
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SourceError(done.stderr.partition("\n")[0])
+    return done.stdout.strip()
 
 
 def ref_of(version: str, commit: str) -> str:
@@ -47,8 +41,7 @@ def ref_of(version: str, commit: str) -> str:
 
 def blob_of(path: Path) -> str:
     """Return git's name for the content of a file, as ``git ls-tree`` prints it."""
-    content = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    return git("hash-object", "--no-filters", path)
 
 
 @dataclass(frozen=True)
@@ -57,9 +50,9 @@ class UpstreamFiles:
 
     Attributes:
         ref: Tag or commit of torch's repository.
-        cache: Folder for fetched files. A file in it is not fetched again.
+        cache: Folder for fetched states. What is in it is not fetched again.
         source: A checkout of torch's repository; None to fetch.
-        url: Address of the repository's raw files.
+        url: Address of the repository.
     """
 
     ref: str
@@ -68,43 +61,29 @@ class UpstreamFiles:
     url: str = URL
 
     def obtain(self, name: str) -> Path | None:
-        """Return the path of the file, beside the files that it imports; None if this state of torch does not have it.
+        """Return the path of the file; None if this state of torch does not have it.
 
         Raises:
-            SourceError: The checkout has no folder of tests, or a file could not be fetched.
+            SourceError: The checkout has no folder of tests, or the files could not be fetched.
         """
-        paths = [self._obtain(part) for part in (name, *FILES.get(name, ()))]
-        return None if None in paths else paths[0]
+        folder = (self._fetched() if self.source is None else self.source) / FOLDER
+        if not folder.is_dir():
+            raise SourceError(f"{self.source} has no folder {FOLDER}: pass a checkout of pytorch at {self.ref}")
+        return folder / name if (folder / name).is_file() else None
 
-    def _obtain(self, name: str) -> Path | None:
-        if self.source is not None:
-            folder = self.source / FOLDER
-            if not folder.is_dir():
-                raise SourceError(f"{self.source} has no folder {FOLDER}: pass a checkout of pytorch at {self.ref}")
-            return folder / name if (folder / name).is_file() else None
-        path = self.cache / self.ref / FOLDER / name
-        if path.exists():
-            return path
-        content = self._fetch(f"{self.url}/{self.ref}/{FOLDER}/{name}")
-        if content is None:
-            return None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A run that is interrupted here leaves no partial file under the name.
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_bytes(content)
-        partial.replace(path)
-        return path
-
-    def _fetch(self, address: str) -> bytes | None:
-        advice = f"Check the network, or pass --source DIR with a checkout of pytorch at {self.ref}."
-        try:
-            with urllib.request.urlopen(address, timeout=SECONDS) as response:
-                content: bytes = response.read()
-                return content
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code == http.HTTPStatus.NOT_FOUND:
-                return None
-            raise SourceError(f"{address} was refused with the status {error.code}. {advice}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise SourceError(f"{address} could not be fetched: {error}. {advice}") from error
+    def _fetched(self) -> Path:
+        """Return a checkout of the folder of tests alone. One that was interrupted is repeated."""
+        checkout = self.cache / self.ref
+        if not (checkout / FOLDER).exists():
+            try:
+                git("init", "--quiet", checkout)
+                git("-C", checkout, "sparse-checkout", "set", FOLDER)
+                git("-C", checkout, "config", "remote.origin.url", self.url)
+                git("-C", checkout, "fetch", "--quiet", "--depth=1", "--filter=blob:none", "origin", self.ref)
+                git("-C", checkout, "-c", "advice.detachedHead=false", "checkout", "--quiet", "FETCH_HEAD")
+            except SourceError as error:
+                raise SourceError(
+                    f"{self.url} could not be fetched: {error}. Check the network, or pass --source DIR with a checkout of "
+                    f"pytorch at {self.ref}."
+                ) from error
+        return checkout

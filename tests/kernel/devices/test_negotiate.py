@@ -40,6 +40,8 @@ class Fancy(PretendStaged):
     def start(self, all_capabilities):
         if self.plan == "does not open":
             raise TransportUnavailableError("no peer access")
+        if self.plan == "fails to open":
+            raise RuntimeError("no peer access")
 
     def close(self):
         self.closed += 1
@@ -60,6 +62,7 @@ def _made_anew():
         (("", "", "has no capabilities"), "staged", "not fancy: rank 2: ValueError: no handle"),
         (("is newer", "", ""), "staged", "not fancy: rank 0 is newer"),
         (("", "does not open", ""), "staged", "not fancy: rank 1: no peer access"),
+        (("", "fails to open", ""), "staged", "not fancy: rank 1: no peer access"),
         (("does not open", "has no capabilities", "is newer"), "staged", "not fancy: rank 1: ValueError: no handle"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
