@@ -42,7 +42,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Ranks are tasks or threads of this process. Torch's own threads would compete with them for the cores.
 torch.set_num_threads(1)
 
-# The time of an example depends on the load of the machine.
+# The time of an example depends on the load of the machine. Each run draws other examples, so a few suffice.
 hypothesis.settings.register_profile(
     "asyncdist", max_examples=30, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -120,6 +120,15 @@ def each() -> Callable[[Sequence[Any], Callable[[Any], Awaitable[Any]]], Awaitab
 def shared_nursery() -> Iterator[Nursery]:
     """The process that forks the ranks; a module may override it to import more modules once."""
     modules = ("torch", "asyncdist", "asyncdist.sync", "asyncdist_transports.shm", "asyncdist_transports.tcp")
+    with Nursery(modules) as nursery:
+        yield nursery
+
+
+@pytest.fixture(scope="session")
+def training_nursery() -> Iterator[Nursery]:
+    """The same for ranks that train: the first optimizer of a process imports torch._dynamo, which takes seconds."""
+    modules = ("asyncdist.sync", "asyncdist.ddp", "asyncdist.elastic.session", "asyncdist.torch_backend",
+               "asyncdist_transports.shm", "asyncdist_transports.tcp", "torch.nn.parallel", "torch._dynamo")  # fmt: skip
     with Nursery(modules) as nursery:
         yield nursery
 

@@ -1,15 +1,10 @@
 """Small models and data for the tests of data-parallel training."""
 
-from __future__ import annotations
-
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 from asyncdist.ddp import DistributedDataParallel, direct_gradients
-from asyncdist.testing.processes import Nursery
 
 SMALL_MB = 1 / 4096
 """A ``bucket_cap_mb`` of 256 bytes: two buckets for `network`."""
@@ -80,21 +75,11 @@ def loss_of(module, inputs, targets):
 
 
 @pytest.fixture(scope="session")
-def shared_nursery():
-    # The first optimizer of a process imports torch._dynamo, which takes seconds.
-    preload = ("asyncdist.sync", "asyncdist.ddp", "asyncdist_transports.shm", "torch.nn.parallel", "torch._dynamo",
-               "asyncdist.torch_backend")  # fmt: skip
-    with Nursery(preload) as nursery:
-        yield nursery
+def shared_nursery(training_nursery):
+    return training_nursery
 
 
 @pytest.fixture(autouse=True)
 def toys_are_large_enough(monkeypatch):
     """Let backward write the gradients of the small weights of these models directly into buckets."""
     monkeypatch.setattr(direct_gradients, "LEAST_NBYTES", 0)
-
-
-@pytest.fixture(scope="session")
-def toy():
-    """The names of this module, because test modules do not import one another."""
-    return SimpleNamespace(**globals())

@@ -11,8 +11,6 @@ of all gradients, and the loss and the accuracy on held-out data after equal ste
 *Cost:* two ranks of one host give gradients of 16 MiB, those of four matrices of 1024 x 1024, to the hooks in turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os
@@ -273,7 +271,7 @@ def header(options):
     return f"| hook | {' | '.join(columns)} |\n|---|{'--:|' * len(columns)}\n"
 
 
-def main() -> None:
+def main():
     """Make the table, and write it into the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cost", action="store_true", help="measure times instead of accuracy")

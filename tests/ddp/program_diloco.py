@@ -1,14 +1,12 @@
 """Run by test_diloco_survivors.py: a member whose exchanges overlap with its inner steps, while another one is killed."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
 import asyncdist.sync as dist
 
 
-def member(test: Any, rank: int, where: str, transport: str, compress: str | None) -> None:
+def member(test, rank, where, transport, compress):
     """Report each outer step; after the order to end, send the members and the sums of the outer parameters."""
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -1,7 +1,5 @@
 """Run by test_torch_warnings.py on one rank: a wrapped model inside a context of torch's distributed autograd."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.distributed import autograd, rpc
@@ -11,7 +9,7 @@ from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import GradientError
 
 
-def differentiate(test: Any, where: str) -> None:
+def differentiate(test, where):
     """Send the text of the error, and the gradient of a backward outside the context."""
     torch.set_num_threads(1)
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=1, init_method=f"{where}-rpc", _transports=["uv"])

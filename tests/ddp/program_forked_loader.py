@@ -1,7 +1,6 @@
 """Run by test_torch_warnings.py on two ranks: data loaders whose workers are forked after the model was wrapped."""
 
 import os
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import AsyncdistError
 
 
-def train(test: Any, rank: int, where: str, transport: str) -> None:
+def train(test, rank, where, transport):
     """Send the gradient after two epochs, and whether a backward in a forked child ends in an error."""
     torch.set_num_threads(1)
     with dist.process_group(transport, init_method=where, rank=rank, world_size=2, timeout=30) as group:

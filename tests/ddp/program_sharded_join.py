@@ -1,7 +1,5 @@
 """Run by test_sharded_optimizer.py on two ranks: uneven inputs in torch's Join, with a sharded optimizer."""
 
-from typing import Any
-
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.join import Join
@@ -11,7 +9,7 @@ from asyncdist.ddp import DistributedDataParallel
 from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer
 
 
-def train(test: Any, rank: int, where: str) -> None:
+def train(test, rank, where):
     """Take 2 or 4 steps, and send the parameters."""
     torch.set_num_threads(1)
     assert asyncdist.torch_backend

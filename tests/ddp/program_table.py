@@ -13,12 +13,33 @@ import warnings
 import torch
 import torch.distributed
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    DDPCommHookType,
+    debugging_hooks,
+    default_hooks,
+    optimizer_overlap_hooks,
+    quantization_hooks,
+    register_ddp_comm_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_localSGD_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powerSGD_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step as zero_step_of
 from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.distributed.optim import (
+    PostLocalSGDOptimizer,
+    ZeroRedundancyOptimizer,
+    _apply_optimizer_in_backward,
+    as_functional_optim,
+)
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import asyncdist.torch_backend  # noqa: F401 - registers the back end
 from asyncdist.ddp import DistributedDataParallel
+from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer as ShardedOptimizer
 
 SMALL_MB = 1 / 1024
 
@@ -46,6 +67,16 @@ class Case:
                 self.seen.append((name, parameter.detach().clone(), gradient))
             self.seen += [(name, buffer.detach().clone(), None) for name, buffer in module.named_buffers()]
 
+    def step(self, model):
+        model.zero_grad()
+        self.backward(model)
+
+    def backward(self, model):
+        model(self.data(4, 6)).square().mean().backward()
+
+    def see_values(self, model):
+        self.seen += [(name, tensor.detach().clone(), None) for name, tensor in model.state_dict().items()]
+
     def train(self, module=None, steps=3, register=None, optimizer=None, zero=True, **arguments):
         model = self.wrap(network() if module is None else module, **arguments)
         if register is not None:
@@ -54,7 +85,7 @@ class Case:
         for _ in range(steps):
             if zero:
                 model.zero_grad()
-            model(self.data(4, 6)).square().mean().backward()
+            self.backward(model)
             self.see(model)
             step()
         return model
@@ -97,37 +128,60 @@ class Checkpointed(nn.Module):
         return x
 
 
+def batch_norm():
+    return seeded(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
+
+
+def branches(*used):
+    module = seeded(Branches())
+    module.used = used
+    return module
+
+
+def trained(*runs, module=network):
+    """Make a case that trains a new module once with each of some arguments."""
+
+    def case_of_arguments(case):
+        for arguments in runs:
+            case.train(module(), **arguments)
+
+    return case_of_arguments
+
+
+def hooked(*hooks, **arguments):
+    """Make a case that trains a new network once with each of some functions that return a state and a hook of torch."""
+
+    def case_of_hooks(case):
+        for make in hooks:
+            case.train(register=lambda model, made=make: model.register_comm_hook(*made()), steps=4, **arguments)
+
+    return case_of_hooks
+
+
 # -- arguments ----------------------------------------------------------------------------------------
 
-
-def defaults(case):
-    case.train()
-
-
-def bucket_cap_mb(case):
-    case.train(bucket_cap_mb=SMALL_MB)
-
-
-def bucket_cap_mb_list(case):
-    case.train(bucket_cap_mb_list=[SMALL_MB, 1])
-
-
-def gradient_as_bucket_view(case):
-    for value in (False, True):
-        case.train(gradient_as_bucket_view=value)
-
-
-def gradient_as_bucket_view_without_zero_grad(case):
-    for value in (False, True):
-        case.train(gradient_as_bucket_view=value, zero=False)
-
-
-def batched_grad_copy(case):
-    case.train(batched_grad_copy=True)
-
-
-def lazy_bucket_allocation(case):
-    case.train(lazy_bucket_allocation=True, gradient_as_bucket_view=False)
+defaults = trained({})
+bucket_cap_mb = trained({"bucket_cap_mb": SMALL_MB})
+bucket_cap_mb_list = trained({"bucket_cap_mb_list": [SMALL_MB, 1]})
+gradient_as_bucket_view = trained(*({"gradient_as_bucket_view": value} for value in (False, True)))
+gradient_as_bucket_view_without_zero_grad = trained(
+    *({"gradient_as_bucket_view": value, "zero": False} for value in (False, True))
+)
+batched_grad_copy = trained({"batched_grad_copy": True})
+lazy_bucket_allocation = trained({"lazy_bucket_allocation": True, "gradient_as_bucket_view": False})
+broadcast_buffers = trained(*({"broadcast_buffers": value} for value in (False, True)), module=batch_norm)
+forward_sync_buffers = trained(*({"forward_sync_buffers": value} for value in (False, True)), module=batch_norm)
+skip_all_reduce_unused_params = trained(
+    {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}, module=lambda: branches(1, 3)
+)
+static_graph = trained({"static_graph": True, "bucket_cap_mb": SMALL_MB}, module=lambda: branches(1, 3))
+static_graph_with_reentrant_checkpoints_of_one_layer = trained(
+    {"static_graph": True}, module=lambda: seeded(Checkpointed(2, True))
+)
+checkpoints_without_reentry = trained({}, module=lambda: seeded(Checkpointed(2, False)))
+reentrant_checkpoint = trained({}, module=lambda: seeded(Checkpointed(1, True)))
+check_reduction_and_dim = trained({"check_reduction": True, "dim": 1})
+_set_static_graph = trained({"register": lambda model: model._set_static_graph()}, module=lambda: branches(1, 3))
 
 
 def init_sync(case):
@@ -138,25 +192,13 @@ def init_sync(case):
     case.train(network(), init_sync=False)
 
 
-def broadcast_buffers(case):
-    for value in (False, True):
-        module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
-        case.train(seeded(module), broadcast_buffers=value)
-
-
-def forward_sync_buffers(case):
-    for value in (False, True):
-        case.train(seeded(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))), forward_sync_buffers=value)
-
-
 def find_unused_parameters(case):
     for used in ([0, 1, 2, 3], [0, 2], [0, 1 + case.rank % 2]):
         module = seeded(Branches())
         model = case.wrap(module, find_unused_parameters=True, bucket_cap_mb=SMALL_MB)
         for now in ([0, 1, 2, 3], used, used):
             module.used = now
-            model.zero_grad()
-            model(case.data(4, 6)).square().mean().backward()
+            case.step(model)
             case.see(model)
 
 
@@ -166,34 +208,10 @@ def find_unused_parameters_with_no_sync(case):
     for used in ([0, 1], [0, 2 + case.rank % 2]):
         module.used = used
         with model.no_sync():
-            model(case.data(4, 6)).square().mean().backward()
+            case.backward(model)
         module.used = [0]
-        model(case.data(4, 6)).square().mean().backward()
+        case.backward(model)
         case.see(model)
-
-
-def skip_all_reduce_unused_params(case):
-    module = seeded(Branches())
-    module.used = [1, 3]
-    case.train(module, find_unused_parameters=True, skip_all_reduce_unused_params=True)
-
-
-def static_graph(case):
-    module = seeded(Branches())
-    module.used = [1, 3]
-    case.train(module, static_graph=True, bucket_cap_mb=SMALL_MB)
-
-
-def static_graph_with_reentrant_checkpoints_of_one_layer(case):
-    case.train(seeded(Checkpointed(2, True)), static_graph=True)
-
-
-def checkpoints_without_reentry(case):
-    case.train(seeded(Checkpointed(2, False)))
-
-
-def reentrant_checkpoint(case):
-    case.train(seeded(Checkpointed(1, True)))
 
 
 def delay_all_reduce_named_params(case):
@@ -203,8 +221,7 @@ def delay_all_reduce_named_params(case):
         parameter.grad = torch.zeros_like(parameter)
     model = case.wrap(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module[0].weight)
     for _ in range(2):
-        model.zero_grad()
-        model(case.data(4, 6)).square().mean().backward()
+        case.step(model)
         torch.distributed.barrier()
         case.see(model)
 
@@ -219,13 +236,7 @@ def process_group(case):
     case.train(process_group=group)
 
 
-def check_reduction_and_dim(case):
-    case.train(check_reduction=True, dim=1)
-
-
 def mixed_precision(case):
-    from torch.nn.parallel.distributed import _MixedPrecision
-
     case.train(mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
 
 
@@ -266,8 +277,8 @@ def no_sync(case):
     for _ in range(2):
         with model.no_sync():
             for _ in range(2):
-                model(case.data(4, 6)).square().mean().backward()
-        model(case.data(4, 6)).square().mean().backward()
+                case.backward(model)
+        case.backward(model)
         case.see(model)
         model.zero_grad()
 
@@ -282,11 +293,11 @@ def join(case):
                 optimizer.zero_grad()
                 model(batch).square().mean().backward()
                 optimizer.step()
-        case.seen += [(name, parameter.detach().clone(), None) for name, parameter in model.named_parameters()]
+        case.see_values(model)
 
 
 def torchs_join_with_buffers_and_no_sync(case):
-    model = case.wrap(seeded(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))))
+    model = case.wrap(batch_norm())
     data = [case.data(4, 6) for _ in range(4)]
     with Join([model], divide_by_initial_world_size=True):
         for index, batch in enumerate(data[: 2 + case.rank % 2]):
@@ -295,14 +306,12 @@ def torchs_join_with_buffers_and_no_sync(case):
                     model(batch).square().mean().backward()
             else:
                 model(batch).square().mean().backward()
-    case.seen += [(name, each.detach().clone(), None) for name, each in model.state_dict().items()]
+    case.see_values(model)
     with Join([model], enable=False):
         model(data[0]).square().mean().backward()
 
 
 def torchs_join_with_zero(case):
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     model = case.wrap(network())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     data = [case.data(4, 6) for _ in range(4)]
@@ -311,12 +320,10 @@ def torchs_join_with_zero(case):
             optimizer.zero_grad()
             model(batch).square().mean().backward()
             optimizer.step()
-    case.seen += [(name, each.detach().clone(), None) for name, each in model.state_dict().items()]
+    case.see_values(model)
 
 
 def zero_redundancy_optimizer(case):
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     module = network()
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.1)
     case.train(module, optimizer=optimizer)
@@ -324,33 +331,23 @@ def zero_redundancy_optimizer(case):
 
 def sharded_optimizer(case):
     """Torch's class with torch's ZeRO, the class of this package with that of this package."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-
-    from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer
-
     for kind in (torch.optim.SGD, torch.optim.AdamW):
         module = network()
-        optimizer = (ZeroRedundancyOptimizer if case.is_ours else TorchZero)(module.parameters(), kind, lr=0.1)
+        optimizer = (ShardedOptimizer if case.is_ours else ZeroRedundancyOptimizer)(module.parameters(), kind, lr=0.1)
         case.train(module, optimizer=optimizer)
 
 
 def periodic_model_averager(case):
-    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-
     _averaged(case, PeriodicModelAverager(period=2, warmup_steps=1))
 
 
 def hierarchical_model_averager(case):
-    from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
-
     sizes = {2: 2, 4: 4} if case.size == 4 else {2: 1, 4: case.size}
     _averaged(case, HierarchicalModelAverager(period_group_size_dict=sizes, warmup_steps=1))
 
 
 def _averaged(case, averager):
     """Let each rank train alone, as post-local SGD does after its first steps, and average parameters now and then."""
-    from torch.distributed.optim import PostLocalSGDOptimizer
-
     module = network()
     inner = torch.optim.SGD(module.parameters(), lr=0.1)
     model = case.wrap(module)
@@ -358,14 +355,12 @@ def _averaged(case, averager):
     for step in range(5):
         optimizer.zero_grad()
         with model.no_sync() if step else contextlib.nullcontext():
-            model(case.data(4, 6)).square().mean().backward()
+            case.backward(model)
         optimizer.step()
         case.see(model)
 
 
 def optimizer_in_backward(case):
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
     for as_view in (False, True):
         module = network()
         _apply_optimizer_in_backward(torch.optim.SGD, module[2:].parameters(), {"lr": 0.1})
@@ -376,10 +371,9 @@ def fused_optimizer(case):
     model = case.wrap(network())
     model._register_fused_optim(torch.optim.SGD, 0.1)
     for _ in range(3):
-        model.zero_grad()
-        model(case.data(4, 6)).square().mean().backward()
+        case.step(model)
         torch.distributed.barrier()
-        case.seen += [(name, parameter.detach().clone(), None) for name, parameter in model.named_parameters()]
+        case.see_values(model)
 
 
 def fused_optimizer_of_some_parameters(case):
@@ -391,8 +385,8 @@ def fused_optimizer_of_some_parameters(case):
         for _ in range(3):
             model.zero_grad()
             with model.no_sync():
-                model(case.data(4, 6)).square().mean().backward()
-            model(case.data(4, 6)).square().mean().backward()
+                case.backward(model)
+            case.backward(model)
             torch.distributed.barrier()
             case.see(model)
 
@@ -408,8 +402,7 @@ def user_hooks_of_gradients(case):
     model = case.wrap(module)
     module[4].weight.register_post_accumulate_grad_hook(triple)
     for _ in range(3):
-        model.zero_grad()
-        model(case.data(4, 6)).square().mean().backward()
+        case.step(model)
         case.see(model)
 
 
@@ -420,7 +413,7 @@ def buffer_hook(case):
                 torch.distributed.all_reduce(buffer)
 
     case.train(
-        seeded(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))),
+        batch_norm(),
         register=lambda model: model._register_buffer_comm_hook(None, average),
     )
 
@@ -431,14 +424,14 @@ def deepcopy_and_pickle(case):
     torch.save(model, file)
     file.seek(0)
     for each in (copy.deepcopy(model) if case.is_ours else model, torch.load(file, weights_only=False)):
-        each(case.data(4, 6)).square().mean().backward()
+        case.backward(each)
         case.see(each)
 
 
 def state_dict(case):
-    model = case.train(seeded(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))))
-    case.seen += [(name, tensor.clone(), None) for name, tensor in model.state_dict().items()]
-    other = case.wrap(seeded(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))))
+    model = case.train(batch_norm())
+    case.see_values(model)
+    other = case.wrap(batch_norm())
     other.load_state_dict(model.state_dict())
     case.see(other)
 
@@ -467,18 +460,11 @@ def outputs_in_dictionaries(case):
         case.see(model)
 
 
-def _set_static_graph(case):
-    module = seeded(Branches())
-    module.used = [1, 3]
-    case.train(module, register=lambda model: model._set_static_graph())
-
-
 def _update_process_group(case):
     model = case.wrap(network())
     group = torch.distributed.new_group(range(case.size))
     for _ in range(2):
-        model.zero_grad()
-        model(case.data(4, 6)).square().mean().backward()
+        case.step(model)
         case.see(model)
         model._update_process_group(group)
 
@@ -487,8 +473,7 @@ def require_manual_backward_finalization(case):
     model = case.wrap(network())
     model.require_manual_backward_finalization = True
     for _ in range(2):
-        model.zero_grad()
-        model(case.data(4, 6)).square().mean().backward()
+        case.step(model)
         model.finalize_backward()
         case.see(model)
 
@@ -496,102 +481,67 @@ def require_manual_backward_finalization(case):
 # -- communication hooks ------------------------------------------------------------------------------
 
 
-def _hooked(case, state, hook, steps=4, **arguments):
-    case.train(register=lambda model: model.register_comm_hook(state, hook), steps=steps, **arguments)
+def world():
+    return torch.distributed.group.WORLD
 
 
-def allreduce_hook(case):
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    for cap in (None, SMALL_MB):
-        _hooked(case, None, allreduce_hook, bucket_cap_mb=cap)
+def power_sgd(rank):
+    return powerSGD_hooks.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
 
 
-def fp16_compress_hook(case):
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    _hooked(case, torch.distributed.group.WORLD, fp16_compress_hook)
+def all_reducing(model):
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
-def fp16_compress_wrapper(case):
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
-
-    _hooked(case, None, fp16_compress_wrapper(allreduce_hook))
-
-
-def bf16_compress_hook(case):
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
-    _hooked(case, None, bf16_compress_hook)
-
-
-def bf16_compress_wrapper(case):
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_wrapper
-
-    _hooked(case, None, bf16_compress_wrapper(allreduce_hook))
-
-
-def fp16_compress_wrapper_of_powerSGD(case):
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
-
-    state = hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    _hooked(case, state, fp16_compress_wrapper(hooks.powerSGD_hook))
-
-
-def powerSGD_hook(case):
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
-
-    for rank in (1, 2):
-        state = hooks.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-        _hooked(case, state, hooks.powerSGD_hook)
-
-
-def batched_powerSGD_hook(case):
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hooks
-
-    state = hooks.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    _hooked(case, state, hooks.batched_powerSGD_hook, gradient_as_bucket_view=True)
-
-
-def quantization_pertensor_hook(case):
-    from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import quantization_pertensor_hook
-
-    _hooked(case, torch.distributed.group.WORLD, quantization_pertensor_hook)
-
-
-def quantization_perchannel_hook(case):
-    from torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks import quantization_perchannel_hook
-
-    _hooked(case, torch.distributed.group.WORLD, quantization_perchannel_hook)
+allreduce_hook = trained(*({"register": all_reducing, "bucket_cap_mb": cap, "steps": 4} for cap in (None, SMALL_MB)))
+fp16_compress_hook = hooked(lambda: (world(), default_hooks.fp16_compress_hook))
+fp16_compress_wrapper = hooked(lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)))
+bf16_compress_hook = hooked(lambda: (None, default_hooks.bf16_compress_hook))
+bf16_compress_wrapper = hooked(lambda: (None, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)))
+fp16_compress_wrapper_of_powerSGD = hooked(
+    lambda: (power_sgd(1), default_hooks.fp16_compress_wrapper(powerSGD_hooks.powerSGD_hook))
+)
+powerSGD_hook = hooked(*(lambda rank=rank: (power_sgd(rank), powerSGD_hooks.powerSGD_hook) for rank in (1, 2)))
+batched_powerSGD_hook = hooked(
+    lambda: (power_sgd(1), powerSGD_hooks.batched_powerSGD_hook), gradient_as_bucket_view=True
+)
+quantization_pertensor_hook = hooked(lambda: (world(), quantization_hooks.quantization_pertensor_hook))
+quantization_perchannel_hook = hooked(lambda: (world(), quantization_hooks.quantization_perchannel_hook))
+noop_hook = hooked(lambda: (None, debugging_hooks.noop_hook))
+hooks_by_name = trained(
+    *(
+        {"register": lambda model, kind=kind: register_ddp_comm_hook(kind, model)}
+        for kind in (DDPCommHookType.ALLREDUCE, DDPCommHookType.FP16_COMPRESS, DDPCommHookType.NOOP)
+    )
+)
+built_in_hooks = trained(
+    *(
+        {"register": lambda model, kind=kind: model._register_builtin_comm_hook(kind)}
+        for kind in (
+            torch.distributed.BuiltinCommHookType.ALLREDUCE,
+            torch.distributed.BuiltinCommHookType.FP16_COMPRESS,
+        )
+    )
+)
 
 
 def post_localSGD_hook(case):
-    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hooks
-
     subgroup = torch.distributed.new_group([case.rank]) if case.size == 1 else None
     for rank in range(case.size if case.size > 1 else 0):
         made = torch.distributed.new_group([rank])
         subgroup = made if rank == case.rank else subgroup
-    _hooked(case, hooks.PostLocalSGDState(None, subgroup, start_localSGD_iter=2), hooks.post_localSGD_hook)
+    state = post_localSGD_hooks.PostLocalSGDState(None, subgroup, start_localSGD_iter=2)
+    hooked(lambda: (state, post_localSGD_hooks.post_localSGD_hook))(case)
 
 
 def optimizer_overlap_hook(case):
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-    from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
-        _hook_then_optimizer,
-        _OptimizerHookState,
-    )
-    from torch.distributed.optim import as_functional_optim
-
-    state = _OptimizerHookState(as_functional_optim(torch.optim.SGD, 0.1))
+    state = optimizer_overlap_hooks._OptimizerHookState(as_functional_optim(torch.optim.SGD, 0.1))
     model = case.wrap(network())
-    model.register_comm_hook(None, _hook_then_optimizer(allreduce_hook, state))
+    model.register_comm_hook(None, optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state))
     for _ in range(3):
-        model.zero_grad()
-        model(case.data(4, 6)).square().mean().backward()
+        case.step(model)
         torch.distributed.barrier()
-        case.seen += [(name, parameter.detach().clone(), None) for name, parameter in model.named_parameters()]
+        case.see_values(model)
 
 
 def hook_with_zero_step(case):
@@ -599,15 +549,11 @@ def hook_with_zero_step(case):
 
     The interleaved hook is no case: it broadcasts in callbacks of futures, whose order on processors differs by rank.
     """
-    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
     for shards in (False, True):
         module, expected = network(), case.wrap(network())
         zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
         model = case.wrap(module, bucket_cap_mb=SMALL_MB, gradient_as_bucket_view=True)
-        model.register_comm_hook(None, hook_with_zero_step(allreduce_hook, model, zero, shard_buckets=shards))
+        model.register_comm_hook(None, zero_step_of(default_hooks.allreduce_hook, model, zero, shard_buckets=shards))
         optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
         for step in range(5):
             batch = case.data(4, 6)
@@ -620,25 +566,7 @@ def hook_with_zero_step(case):
                 optimizer.step()
             for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
                 torch.testing.assert_close(parameter, other)
-            case.seen += [(name, parameter.detach().clone(), None) for name, parameter in model.named_parameters()]
-
-
-def hooks_by_name(case):
-    from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
-
-    for kind in (DDPCommHookType.ALLREDUCE, DDPCommHookType.FP16_COMPRESS, DDPCommHookType.NOOP):
-        case.train(register=lambda model, kind=kind: register_ddp_comm_hook(kind, model))
-
-
-def noop_hook(case):
-    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-
-    _hooked(case, None, noop_hook)
-
-
-def built_in_hooks(case):
-    for kind in (torch.distributed.BuiltinCommHookType.ALLREDUCE, torch.distributed.BuiltinCommHookType.FP16_COMPRESS):
-        case.train(register=lambda model, kind=kind: model._register_builtin_comm_hook(kind))
+            case.see_values(model)
 
 
 CASES = [

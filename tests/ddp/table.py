@@ -6,12 +6,12 @@ The program runs all cases in worlds of 1 to 4 ranks, over shared memory and ove
 that the page holds the table.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re
+import runpy
 import tempfile
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -44,16 +44,15 @@ TOLERANCE = {
 16 bits, asyncdist the sum of all ranks."""
 
 
-def cases() -> list[str]:
+def cases():
     """Return the names of the cases."""
-    import runpy
+    with warnings.catch_warnings(action="ignore"):  # torch's modules of hooks warn when they are imported
+        return list(runpy.run_path(str(PROGRAM))["CASES"])
 
-    return list(runpy.run_path(str(PROGRAM))["CASES"])
 
-
-def outcomes(nursery: Nursery, world_size: int, transport: str, names: list[str]) -> dict[str, dict[str, list]]:
+def outcomes(nursery, world_size, transport, names):
     """Return what each rank has recorded, or the text of its error, by case and contender."""
-    found: dict[str, dict[str, list]] = {name: {} for name in names}
+    found = {name: {} for name in names}
     before = os.environ.get("ASYNCDIST_TRANSPORT")
     for contender in CONTENDERS:
         with tempfile.TemporaryDirectory() as folder:
@@ -72,12 +71,12 @@ def outcomes(nursery: Nursery, world_size: int, transport: str, names: list[str]
     return found
 
 
-def loaded(outcome: bytes | str) -> list | str:
+def loaded(outcome):
     """Return the records of a rank; the text of its error as it is."""
     return outcome if isinstance(outcome, str) else torch.load(io.BytesIO(outcome))
 
 
-def differences(one: list, other: list, *, exact: bool, tolerance: float = 1e-6) -> str:
+def differences(one, other, *, exact, tolerance=1e-6):
     """Return the first difference between what two contenders have recorded; empty if they are equal."""
     for rank, (records, others) in enumerate(zip(one, other, strict=True)):
         if len(records) != len(others):
@@ -93,11 +92,11 @@ def differences(one: list, other: list, *, exact: bool, tolerance: float = 1e-6)
     return ""
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
+def _equal(one, other, tolerance):
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance) if tolerance else torch.equal(one, other)
 
 
-def cell(outcome: list, reference: list | None) -> str:
+def cell(outcome, reference):
     """Return one cell of the table: whether the tensors equal those of the reference, or the error."""
     errors = {each for each in outcome if isinstance(each, str)}
     if errors:
@@ -109,14 +108,14 @@ def cell(outcome: list, reference: list | None) -> str:
     return "the same bits" if not found else f"other numbers ({found})"
 
 
-def shortened(text: str) -> str:
+def shortened(text):
     """Return at most 100 characters of a message, without characters that Markdown interprets."""
     text = text.replace("Got the following error when running the callback: ", "").replace("RuntimeError: ", "")
     text = text.replace("|", "/").replace("`", "'").replace("<", "(").replace(">", ")").replace("*", "")
     return text if len(text) <= 100 else text[:97] + "…"
 
 
-def table(found: dict[str, dict[str, list]]) -> str:
+def table(found):
     """Return the table in Markdown."""
     lines = [
         "| argument, method or hook | torch's over gloo | torch's over asyncdist | asyncdist's |",
@@ -129,19 +128,19 @@ def table(found: dict[str, dict[str, list]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_into_page(name: str, made: str) -> None:
+def write_into_page(name, made):
     """Replace what is between two comments of docs/ddp-compared.md by a table."""
     begin, end = f"<!-- begin of the table: {name} -->\n", f"<!-- end of the table: {name} -->\n"
     before, rest = PAGE.read_text(encoding="utf-8").split(begin)
     PAGE.write_text(before + begin + "\n" + made + "\n" + end + rest.split(end)[1], encoding="utf-8")
 
 
-def installed_torch() -> str:
+def installed_torch():
     """Return the version of torch, such as 2.13."""
     return ".".join(torch.__version__.split(".")[:2])
 
 
-def kind_of(name: str, reference: list, outcome: list) -> str:
+def kind_of(name, reference, outcome):
     """Return in a few words how a contender's outcome of a case compares with gloo's."""
     if any(isinstance(each, str) for each in outcome):
         return "errors" if any(isinstance(each, str) for each in reference) else "errors where gloo works"
@@ -154,7 +153,7 @@ def kind_of(name: str, reference: list, outcome: list) -> str:
     return "other numbers" if different else f"within {tolerance:.0e}"
 
 
-def summary(world_size: int, transport: str, found: dict[str, dict[str, list]]) -> str:
+def summary(world_size, transport, found):
     """Return the row of one run: how many cases of each contender came out in which way."""
     cells = [str(world_size), TRANSPORTS[transport]]
     for contender in CONTENDERS[1:]:
@@ -163,7 +162,7 @@ def summary(world_size: int, transport: str, found: dict[str, dict[str, list]]) 
     return f"| {' | '.join(cells)} |\n"
 
 
-def main() -> None:
+def main():
     """Run all cases, and write the tables of this version of torch into the page, after each run those so far."""
     version = installed_torch()
     rows = "| ranks | transport | torch's over asyncdist | asyncdist's |\n|--:|---|---|---|\n"
@@ -177,7 +176,7 @@ def main() -> None:
             write_arguments(version, table(found))
 
 
-def write_arguments(version: str, made: str) -> None:
+def write_arguments(version, made):
     """Write the table of all cases, or its rows that differ from those of the first version of torch."""
     if version == FIRST_TORCH:
         write_into_page("arguments", made)

@@ -1,7 +1,5 @@
 """The compressed average is the same on all ranks, close to the exact one, and exact over many calls."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
@@ -12,9 +10,7 @@ from asyncdist.ddp.averaging import average_of
 from asyncdist.ddp.compression import ErrorFeedback, codec_of
 from asyncdist.errors import GroupError
 from asyncdist.testing.cluster import world_of
-
-sizes = pytest.mark.parametrize("size", [1, 2, 3, 4])
-counts = pytest.mark.parametrize("count", [1, 5, 1000, 4099])
+from tests.support.pairs import each_pair
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +29,7 @@ async def averages(groups, values, *arguments):
     )
 
 
-@sizes
-@counts
-@pytest.mark.parametrize("name", [None, "bf16", "int8", "int4"])
+@each_pair(size=[1, 2, 3, 4], count=[1, 5, 1000, 4099], name=[None, "bf16", "int8", "int4"])
 async def test_all_ranks_get_the_same_average(size, count, name):
     values = vectors(size, count)
     before = [own.clone() for own in values]

@@ -1,7 +1,5 @@
 """Which backwards average gradients: those that follow a forward of the wrapper."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``bucket_cap_mb="auto"``: the first steps try bucket sizes, and all ranks choose the same one."""
 
-from __future__ import annotations
-
 import copy
 import logging
 
@@ -16,6 +14,8 @@ from asyncdist.ddp.backward import bucket_tuning
 from asyncdist.ddp.backward.bucket_tuning import BucketTuning
 from asyncdist.ddp.buckets import DEFAULT_CAP_NBYTES, MIB
 from asyncdist.errors import UsageError
+from tests.ddp import conftest as toy
+from tests.support.ranks import on_ranks
 
 
 def tune(ranks, seconds):
@@ -81,9 +81,11 @@ def small_caps(monkeypatch):
     monkeypatch.setattr(bucket_tuning, "MIB", 64)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": False}])
-@pytest.mark.parametrize("none", [True, False])
-def test_model_trains_with_the_same_numbers_while_sizes_are_tried(together, toy, small_caps, caplog, arguments, none):
+@pytest.mark.parametrize(
+    ("arguments", "none"),
+    [({}, True), ({}, False), ({"find_unused_parameters": True}, False), ({"gradient_as_bucket_view": False}, True)],
+)
+def test_model_trains_with_the_same_numbers_while_sizes_are_tried(together, small_caps, caplog, arguments, none):
     def rank(group):
         model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb="auto", **arguments)
         reference = toy.network()
@@ -109,7 +111,7 @@ def test_model_trains_with_the_same_numbers_while_sizes_are_tried(together, toy,
     assert len([text for text in said if text.startswith("DistributedDataParallel uses buckets of ")]) == 1
 
 
-def test_ranks_without_inputs_follow_the_tries_of_the_others(together, toy, small_caps):
+def test_ranks_without_inputs_follow_the_tries_of_the_others(together, small_caps):
     def rank(group):
         model = DistributedDataParallel(toy.network(), process_group=group, bucket_cap_mb="auto")
         with model.join():
@@ -123,14 +125,12 @@ def test_ranks_without_inputs_follow_the_tries_of_the_others(together, toy, smal
     assert first[0] is not None
 
 
-def test_hook_is_refused_and_a_copy_tries_again(together):
-    def rank(group):
-        model = DistributedDataParallel(nn.Linear(2, 1), process_group=group, bucket_cap_mb="auto")
-        with pytest.raises(UsageError, match="'auto' measures all-reduces, which a communication hook replaces"):
-            model.register_async_comm_hook(hooks.bf16)
-        copied = copy.deepcopy(model)
-        copied(torch.ones(1, 2)).sum().backward()
-        assert copied.bucket_tuning is not model.bucket_tuning
-        assert DistributedDataParallel(nn.Linear(2, 1), process_group=group).bucket_tuning is None
-
-    together(1, rank)
+@on_ranks(1)
+def test_hook_is_refused_and_a_copy_tries_again(group):
+    model = DistributedDataParallel(nn.Linear(2, 1), process_group=group, bucket_cap_mb="auto")
+    with pytest.raises(UsageError, match="'auto' measures all-reduces, which a communication hook replaces"):
+        model.register_async_comm_hook(hooks.bf16)
+    copied = copy.deepcopy(model)
+    copied(torch.ones(1, 2)).sum().backward()
+    assert copied.bucket_tuning is not model.bucket_tuning
+    assert DistributedDataParallel(nn.Linear(2, 1), process_group=group).bucket_tuning is None

@@ -1,13 +1,12 @@
 """Parameters that a program freezes, swaps or replaces after the model was wrapped: averaged, or refused by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 from asyncdist.ddp import DistributedDataParallel, hooks
 from asyncdist.errors import GradientError, UsageError
+from tests.support.ranks import on_ranks
 
 AVERAGE, OWN = 1.5, (1.0, 2.0)
 """The gradients of `Layers` on two ranks."""
@@ -46,39 +45,33 @@ OPTIONS = [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradi
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("which", [[0], [0, 1, 2]])
-def test_swapped_parameters_are_averaged(together, options, which):
-    def rank(group):
-        model = DistributedDataParallel(Layers(), process_group=group, bucket_cap_mb=1e-6, **options)
-        found = [step(model, group)]
-        for _ in range(2):
-            for _ in range(3):
-                for index in which:
-                    swap(model.module.layers[index].weight)
-            found += [step(model, group), step(model, group)]
-        return found
-
-    assert together(2, rank) == [[[AVERAGE] * 3] * 5] * 2
+@on_ranks(2)
+def test_swapped_parameters_are_averaged(group, options, which):
+    model = DistributedDataParallel(Layers(), process_group=group, bucket_cap_mb=1e-6, **options)
+    found = [step(model, group)]
+    for _ in range(2):
+        for _ in range(3):
+            for index in which:
+                swap(model.module.layers[index].weight)
+        found += [step(model, group), step(model, group)]
+    assert found == [[AVERAGE] * 3] * 5
 
 
-def test_swapped_parameters_are_averaged_if_the_output_hides_its_tensors(together):
-    def rank(group):
-        module = Layers()
-        module.wrap = Opaque
-        model = DistributedDataParallel(module, process_group=group)
-        for parameter in model.parameters():
-            swap(parameter)
-        return step(model, group)
-
-    assert together(2, rank) == [[AVERAGE] * 3] * 2
+@on_ranks(2)
+def test_swapped_parameters_are_averaged_if_the_output_hides_its_tensors(group):
+    module = Layers()
+    module.wrap = Opaque
+    model = DistributedDataParallel(module, process_group=group)
+    for parameter in model.parameters():
+        swap(parameter)
+    assert step(model, group) == [AVERAGE] * 3
 
 
-def test_swapped_parameter_has_its_gradient_counted_in_a_world_of_one_rank(together):
-    def rank(group):
-        model = DistributedDataParallel(Layers(), process_group=group)
-        swap(model.module.layers[0].weight)
-        return step(model, group)
-
-    assert together(1, rank) == [[1.0] * 3]
+@on_ranks(1)
+def test_swapped_parameter_has_its_gradient_counted_in_a_world_of_one_rank(group):
+    model = DistributedDataParallel(Layers(), process_group=group)
+    swap(model.module.layers[0].weight)
+    assert step(model, group) == [1.0] * 3
 
 
 def test_tensor_that_got_the_former_content_of_a_parameter_is_not_averaged(together):
@@ -94,17 +87,15 @@ def test_tensor_that_got_the_former_content_of_a_parameter_is_not_averaged(toget
         assert found == [[AVERAGE] * 3, [own] * 3] * 2
 
 
-def test_hook_of_the_user_stays_with_a_swapped_parameter(together):
+@on_ranks(2)
+def test_hook_of_the_user_stays_with_a_swapped_parameter(group):
     def double(parameter):
         parameter.grad.mul_(2)
 
-    def rank(group):
-        model = DistributedDataParallel(Layers(), process_group=group)
-        model.module.layers[0].weight.register_post_accumulate_grad_hook(double)
-        swap(model.module.layers[0].weight)
-        return step(model, group)
-
-    assert together(2, rank) == [[2 * AVERAGE, AVERAGE, AVERAGE]] * 2
+    model = DistributedDataParallel(Layers(), process_group=group)
+    model.module.layers[0].weight.register_post_accumulate_grad_hook(double)
+    swap(model.module.layers[0].weight)
+    assert step(model, group) == [2 * AVERAGE, AVERAGE, AVERAGE]
 
 
 @pytest.fixture
@@ -116,17 +107,15 @@ def modules_swap():
 
 
 @pytest.mark.usefixtures("modules_swap")
-def test_modules_that_swap_their_parameters_are_loaded_and_cast_after_wrapping(together):
-    def rank(group):
-        model = DistributedDataParallel(Layers(), process_group=group)
-        found = [step(model, group)]
-        model.load_state_dict({name: torch.ones(1, 1) for name in model.state_dict()})
-        found.append(step(model, group))
-        model.double()
-        found.append(step(model, group))
-        return found, next(model.parameters()).grad.dtype
-
-    assert together(2, rank) == [([[AVERAGE] * 3] * 3, torch.float64)] * 2
+@on_ranks(2)
+def test_modules_that_swap_their_parameters_are_loaded_and_cast_after_wrapping(group):
+    model = DistributedDataParallel(Layers(), process_group=group)
+    found = [step(model, group)]
+    model.load_state_dict({name: torch.ones(1, 1) for name in model.state_dict()})
+    found.append(step(model, group))
+    model.double()
+    found.append(step(model, group))
+    assert (found, next(model.parameters()).grad.dtype) == ([[AVERAGE] * 3] * 3, torch.float64)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -148,43 +137,35 @@ def test_generator_is_averaged_while_its_discriminator_is_frozen(together, optio
         assert found == pytest.approx([AVERAGE] * 18)
 
 
-def test_hook_that_is_registered_while_the_model_is_frozen_runs_later(together):
-    def rank(group):
-        model = DistributedDataParallel(Layers(), process_group=group)
-        model.requires_grad_(False)
-        model.register_async_comm_hook(hooks.average)
-        model.requires_grad_(True)
-        return [step(model, group), step(model, group)]
-
-    assert together(2, rank) == [[[AVERAGE] * 3] * 2] * 2
+@on_ranks(2)
+def test_hook_that_is_registered_while_the_model_is_frozen_runs_later(group):
+    model = DistributedDataParallel(Layers(), process_group=group)
+    model.requires_grad_(False)
+    model.register_async_comm_hook(hooks.average)
+    model.requires_grad_(True)
+    assert [step(model, group), step(model, group)] == [[AVERAGE] * 3] * 2
 
 
-def test_frozen_parameter_is_named_or_counts_as_unused(together):
-    def rank(group):
-        strict = DistributedDataParallel(Layers(), process_group=group)
-        strict.module.layers[1].requires_grad_(False)
-        with pytest.raises(GradientError, match=r"no gradient to 'layers\.1\.weight' on rank 0, 1"):
-            step(strict, group)
-        lenient = DistributedDataParallel(Layers(), process_group=group, find_unused_parameters=True)
-        lenient.module.layers[1].requires_grad_(False)
-        found = [step(lenient, group)]
-        lenient.requires_grad_(True)
-        return [*found, step(lenient, group)]
-
-    assert together(2, rank) == [[[AVERAGE, None, AVERAGE], [AVERAGE] * 3]] * 2
+@on_ranks(2)
+def test_frozen_parameter_is_named_or_counts_as_unused(group):
+    strict = DistributedDataParallel(Layers(), process_group=group)
+    strict.module.layers[1].requires_grad_(False)
+    with pytest.raises(GradientError, match=r"no gradient to 'layers\.1\.weight' on rank 0, 1"):
+        step(strict, group)
+    lenient = DistributedDataParallel(Layers(), process_group=group, find_unused_parameters=True)
+    lenient.module.layers[1].requires_grad_(False)
+    found = [step(lenient, group)]
+    lenient.requires_grad_(True)
+    assert [*found, step(lenient, group)] == [[AVERAGE, None, AVERAGE], [AVERAGE] * 3]
 
 
-def test_gradients_that_are_taken_away_from_a_partly_frozen_model_are_named(together):
-    def rank(group):
-        model = DistributedDataParallel(Layers(), process_group=group)
-        model.module.layers[1].requires_grad_(False)
-        loss = model(torch.ones(1, 1)).sum()
-        with pytest.raises(
-            GradientError, match=r"computed gradients of 'layers\.0\.weight', which are this rank's own"
-        ):
-            torch.autograd.grad(loss, [model.module.layers[0].weight])
-
-    together(2, rank)
+@on_ranks(2)
+def test_gradients_that_are_taken_away_from_a_partly_frozen_model_are_named(group):
+    model = DistributedDataParallel(Layers(), process_group=group)
+    model.module.layers[1].requires_grad_(False)
+    loss = model(torch.ones(1, 1)).sum()
+    with pytest.raises(GradientError, match=r"computed gradients of 'layers\.0\.weight', which are this rank's own"):
+        torch.autograd.grad(loss, [model.module.layers[0].weight])
 
 
 def replace_in_dictionaries(module, which):
@@ -199,36 +180,28 @@ def replace_layers_in_dictionaries(module, which):
 
 @pytest.mark.parametrize("replace", [replace_in_dictionaries, replace_layers_in_dictionaries])
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
-def test_parameters_replaced_behind_the_back_of_torch_are_named(together, replace, options):
-    def rank(group):
-        model = DistributedDataParallel(Layers(), process_group=group, **options)
+@on_ranks(2)
+def test_parameters_replaced_behind_the_back_of_torch_are_named(group, replace, options):
+    model = DistributedDataParallel(Layers(), process_group=group, **options)
+    step(model, group)
+    replace(model.module, [0, 1, 2])
+    with pytest.raises(UsageError, match=r"'layers\.0\.weight' was added or replaced after"):
         step(model, group)
-        replace(model.module, [0, 1, 2])
-        with pytest.raises(UsageError, match=r"'layers\.0\.weight' was added or replaced after"):
-            step(model, group)
-
-    together(2, rank)
 
 
-def test_replaced_parameter_that_counts_as_unused_is_named(together):
-    def rank(group):
-        model = DistributedDataParallel(Layers(), process_group=group, find_unused_parameters=True)
+@on_ranks(2)
+def test_replaced_parameter_that_counts_as_unused_is_named(group):
+    model = DistributedDataParallel(Layers(), process_group=group, find_unused_parameters=True)
+    step(model, group)
+    replace_in_dictionaries(model.module, [1])
+    with pytest.raises(UsageError, match=r"'layers\.1\.weight' was added or replaced after"):
         step(model, group)
-        replace_in_dictionaries(model.module, [1])
-        with pytest.raises(UsageError, match=r"'layers\.1\.weight' was added or replaced after"):
-            step(model, group)
-
-    together(2, rank)
 
 
-def test_parameters_whose_hooks_were_removed_are_named(together):
-    def rank(group):
-        model = DistributedDataParallel(Layers(), process_group=group)
-        for parameter in model.parameters():
-            parameter._post_accumulate_grad_hooks.clear()
-        with pytest.raises(
-            GradientError, match=r"hooks .* of 'layers\.0\.weight', 'layers\.1\.weight', .* been removed"
-        ):
-            step(model, group)
-
-    together(2, rank)
+@on_ranks(2)
+def test_parameters_whose_hooks_were_removed_are_named(group):
+    model = DistributedDataParallel(Layers(), process_group=group)
+    for parameter in model.parameters():
+        parameter._post_accumulate_grad_hooks.clear()
+    with pytest.raises(GradientError, match=r"hooks .* of 'layers\.0\.weight', 'layers\.1\.weight', .* been removed"):
+        step(model, group)

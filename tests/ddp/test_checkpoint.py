@@ -1,7 +1,5 @@
 """A model's state has the same names in checkpoints of torch, whichever class has wrapped it, or none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

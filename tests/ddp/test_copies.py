@@ -1,7 +1,5 @@
 """Copies and pickles of wrapped models average as they do."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -14,10 +12,12 @@ from torch.optim.swa_utils import AveragedModel
 import asyncdist.sync as dist
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import UsageError
+from tests.ddp import conftest as toy
+from tests.support.ranks import on_ranks
 
 
 @pytest.mark.parametrize("as_view", [True, False])
-def test_a_deep_copy_averages_over_the_same_group(together, toy, as_view):
+def test_a_deep_copy_averages_over_the_same_group(together, as_view):
     def rank(group):
         model = toy.wrapped(group, gradient_as_bucket_view=as_view)
         data = toy.share(group, toy.samples())
@@ -40,23 +40,21 @@ def test_a_deep_copy_averages_over_the_same_group(together, toy, as_view):
     toy.assert_equal(ours, theirs)
 
 
-def test_one_rank_may_copy_and_evaluate_the_model_alone(together, toy):
-    def rank(group):
-        model = DistributedDataParallel(toy.network(), process_group=group)
-        data = toy.share(group, toy.samples())
+@on_ranks(2)
+def test_one_rank_may_copy_and_evaluate_the_model_alone(group):
+    model = DistributedDataParallel(toy.network(), process_group=group)
+    data = toy.share(group, toy.samples())
+    if group.rank() == 0:
+        averaged = AveragedModel(model)
+    for _ in range(2):
+        toy.loss_of(model, *data).backward()
         if group.rank() == 0:
-            averaged = AveragedModel(model)
-        for _ in range(2):
-            toy.loss_of(model, *data).backward()
-            if group.rank() == 0:
-                averaged.update_parameters(model)
-        if group.rank() == 0:
-            with torch.no_grad():
-                assert torch.equal(averaged(data[0]), model.module(data[0]))
-            frozen = copy.deepcopy(averaged.requires_grad_(False))
-            assert torch.equal(frozen(data[0]), model.module(data[0]))
-
-    together(2, rank)
+            averaged.update_parameters(model)
+    if group.rank() == 0:
+        with torch.no_grad():
+            assert torch.equal(averaged(data[0]), model.module(data[0]))
+        frozen = copy.deepcopy(averaged.requires_grad_(False))
+        assert torch.equal(frozen(data[0]), model.module(data[0]))
 
 
 def saved(model):
@@ -67,7 +65,7 @@ def saved(model):
 
 
 @pytest.mark.parametrize("copied", [saved, lambda model: pickle.loads(pickle.dumps(model))], ids=["file", "pickle"])
-def test_pickle_is_loaded_on_the_default_group(toy, copied):
+def test_pickle_is_loaded_on_the_default_group(copied):
     dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     try:
         model = DistributedDataParallel(toy.network())
@@ -87,10 +85,8 @@ def test_pickle_is_loaded_on_the_default_group(toy, copied):
         pickle.dumps(model)
 
 
-def test_model_on_another_group_than_the_default_one_is_not_pickled(together):
-    def rank(group):
-        model = DistributedDataParallel(nn.Linear(1, 1), process_group=group)
-        with pytest.raises(UsageError, match="pickle its attribute `module`, and wrap that after loading"):
-            pickle.dumps(model)
-
-    together(1, rank)
+@on_ranks(1)
+def test_model_on_another_group_than_the_default_one_is_not_pickled(group):
+    model = DistributedDataParallel(nn.Linear(1, 1), process_group=group)
+    with pytest.raises(UsageError, match="pickle its attribute `module`, and wrap that after loading"):
+        pickle.dumps(model)

@@ -1,9 +1,8 @@
 """Low-communication training takes the steps of its papers, whatever the members, the fragments and the delay."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
+import functools
 import threading
 
 import pytest
@@ -18,6 +17,8 @@ from asyncdist.elastic.session import join
 from asyncdist.errors import MismatchError, NoQuorumError, UsageError
 from asyncdist.store import StoreServer
 from asyncdist.testing.cluster import run_ranks, world_of
+from tests.ddp import conftest as toy
+from tests.support.ranks import on_ranks
 
 
 def samples_of(rank, step):
@@ -25,7 +26,7 @@ def samples_of(rank, step):
     return torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
 
 
-def compute(toy, model, rank, step):
+def compute(model, rank, step):
     model.zero_grad()
     toy.loss_of(model, *samples_of(rank, step)).backward()
 
@@ -42,7 +43,7 @@ def weights(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def simulate(toy, size, steps, *, every, parts, delay, alpha, lr=0.7, momentum=0.9, keep=None):
+def simulate(size, steps, *, every, parts, delay, alpha, lr=0.7, momentum=0.9, keep=None):
     """Return the weights of all members after some steps, by the formulas of the papers, without any communication.
 
     ``parts`` are lists of places of parameters. From exchange number ``keep[0]`` on only the members ``keep[1]`` count.
@@ -54,7 +55,7 @@ def simulate(toy, size, steps, *, every, parts, delay, alpha, lr=0.7, momentum=0
     pending = []
     for step in range(1, steps + 1):
         for rank, model in enumerate(models):
-            compute(toy, model, rank, step)
+            compute(model, rank, step)
             optimizers[rank].step()
         for place, part in enumerate(parts):
             if (step - (place + 1) * every // len(parts)) % every == 0:
@@ -75,16 +76,27 @@ def simulate(toy, size, steps, *, every, parts, delay, alpha, lr=0.7, momentum=0
     return [weights(model) for model in models]
 
 
-async def train(toy, group, steps, *, count=0, **options):
+async def on_all(size, program, **how):
+    """Return what a program returns on each of ``size`` members."""
+    async with world_of(size) as groups:
+        return await asyncio.gather(*map(program, groups), **how)
+
+
+async def take(diloco, model, group, steps):
+    """Take inner steps with the samples of this member."""
+    for step in steps:
+        compute(model, group.rank(), step)
+        await diloco.step()
+
+
+async def train(group, **options):
     model = toy.network(seed=group.rank())  # rank 0's values overwrite the others
     async with DiLoCo(model, inner_of(model), outer_of(model), group=group, **options) as diloco:
-        for step in range(1, steps + 1):
-            compute(toy, model, group.rank(), step)
-            await diloco.step()
+        await take(diloco, model, group, range(1, 14))
         return weights(model)
 
 
-def parts_of(toy, fragments):
+def parts_of(fragments):
     places = {name: place for place, (name, _) in enumerate(toy.network().named_parameters())}
     return [[places[name] for name in fragment.names] for fragment in fragments_of(toy.network(), fragments)]
 
@@ -99,47 +111,40 @@ SETTINGS = [
 
 @pytest.mark.parametrize("options", SETTINGS)
 @pytest.mark.parametrize("size", [1, 2, 3])
-async def test_steps_equal_those_of_a_simulation_in_one_process(toy, options, size):
-    async with world_of(size) as groups:
-        found = await asyncio.gather(*(train(toy, group, 13, **options) for group in groups))
-    settings = {**options, "parts": parts_of(toy, options["fragments"])}
+async def test_steps_equal_those_of_a_simulation_in_one_process(options, size):
+    found = await on_all(size, functools.partial(train, **options))
+    settings = {**options, "parts": parts_of(options["fragments"])}
     del settings["fragments"]
     # Leaving the block has taken the outer steps in progress after `weights` was called.
-    for ours, expected in zip(found, simulate(toy, size, 13, **settings), strict=True):
+    for ours, expected in zip(found, simulate(size, 13, **settings), strict=True):
         toy.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("options", SETTINGS)
-def test_blocking_steps_equal_awaited_ones(toy, options):
+def test_blocking_steps_equal_awaited_ones(options):
     def program(group):
         model = toy.network(seed=group.rank())
         with BlockingDiLoCo(model, inner_of(model), outer_of(model), group=group, **options) as diloco:
             for step in range(1, 14):
-                compute(toy, model, group.rank(), step)
+                compute(model, group.rank(), step)
                 diloco.step()
             return weights(model)
 
-    async def awaited():
-        async with world_of(2) as groups:
-            return await asyncio.gather(*(train(toy, group, 13, **options) for group in groups))
-
-    for ours, expected in zip(run_ranks(2, program), background_loop().run(awaited()), strict=True):
+    awaited = background_loop().run(on_all(2, functools.partial(train, **options)))
+    for ours, expected in zip(run_ranks(2, program), awaited, strict=True):
         toy.assert_equal(ours, expected)
 
 
 @pytest.mark.parametrize("compress", ["bf16", "int8", "int4"])
-async def test_compressed_members_hold_the_same_outer_parameters(toy, compress):
+async def test_compressed_members_hold_the_same_outer_parameters(compress):
     async def program(group):
         model = toy.network()
         async with DiLoCo(model, inner_of(model), every=3, compress=compress, group=group) as diloco:
-            for step in range(1, 10):
-                compute(toy, model, group.rank(), step)
-                await diloco.step()
+            await take(diloco, model, group, range(1, 10))
             assert diloco.savings.sent_nbytes > 0
             return weights(model)
 
-    async with world_of(3) as groups:
-        found = await asyncio.gather(*map(program, groups))
+    found = await on_all(3, program)
     for other in found[1:]:
         toy.assert_equal(other, found[0])
 
@@ -182,24 +187,21 @@ def test_complex_parameters_are_pairs_of_real_numbers(make):
     assert first == second
 
 
-async def test_local_sgd_averages_parameters(toy):
+async def test_local_sgd_averages_parameters():
     async def program(group):
         model = toy.network()
         async with LocalSGD(model, inner_of(model), every=4, group=group) as local:
-            for step in range(1, 9):
-                compute(toy, model, group.rank(), step)
-                await local.step()
+            await take(local, model, group, range(1, 9))
         return weights(model)
 
-    async with world_of(2) as groups:
-        found = await asyncio.gather(*map(program, groups))
+    found = await on_all(2, program)
     parts = [list(range(len(found[0])))]
-    expected = simulate(toy, 2, 8, every=4, parts=parts, delay=0, alpha=0.0, lr=1.0, momentum=0.0)
+    expected = simulate(2, 8, every=4, parts=parts, delay=0, alpha=0.0, lr=1.0, momentum=0.0)
     toy.assert_close(found[0], expected[0])
     toy.assert_equal(found[0], found[1])
 
 
-def test_blocking_local_sgd_averages_parameters(toy):
+def test_blocking_local_sgd_averages_parameters():
     def program(group):
         model = toy.network(seed=group.rank())
         with BlockingLocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.0), every=2, group=group) as local:
@@ -216,73 +218,60 @@ def test_blocking_local_sgd_averages_parameters(toy):
 # -- overlap -----------------------------------------------------------------------------------------
 
 
-def test_exchange_completes_while_the_thread_computes(toy):
+@on_ranks(2)
+def test_exchange_completes_while_the_thread_computes(group):
     """The computation of an inner step lasts until the exchange that was launched before it has ended."""
-
-    def program(group):
-        model = toy.network()
-        inner = inner_of(model)
-        ended = threading.Event()
-        with BlockingDiLoCo(model, inner, every=4, delay=2, compress="int8", group=group) as diloco:
-            hook = diloco.group.register_hook(on_end=lambda record: ended.set())
-            for step in range(1, 7):
-                compute(toy, model, group.rank(), step)
-                if step == 5:  # between the launch after step 4 and the outer step after step 6
-                    assert ended.wait(20), "the exchange waits for the thread that computes"
-                assert diloco.outer_steps == 0
-                diloco.step()
-            assert diloco.outer_steps == 1
-            hook.remove()
-        return True
-
-    assert run_ranks(2, program) == [True, True]
+    model = toy.network()
+    inner = inner_of(model)
+    ended = threading.Event()
+    with BlockingDiLoCo(model, inner, every=4, delay=2, compress="int8", group=group) as diloco:
+        hook = diloco.group.register_hook(on_end=lambda record: ended.set())
+        for step in range(1, 7):
+            compute(model, group.rank(), step)
+            if step == 5:  # between the launch after step 4 and the outer step after step 6
+                assert ended.wait(20), "the exchange waits for the thread that computes"
+            assert diloco.outer_steps == 0
+            diloco.step()
+        assert diloco.outer_steps == 1
+        hook.remove()
 
 
-async def test_exchange_completes_while_a_worker_thread_computes(toy):
-    async def program(group):
-        model, ended = toy.network(), threading.Event()
+@on_ranks(2)
+async def test_exchange_completes_while_a_worker_thread_computes(group):
+    model, ended = toy.network(), threading.Event()
 
-        def slow(step):
-            compute(toy, model, group.rank(), step)
-            if step == 5:
-                assert ended.wait(20), "the exchange waits for the computation"
+    def slow(step):
+        compute(model, group.rank(), step)
+        if step == 5:
+            assert ended.wait(20), "the exchange waits for the computation"
 
-        async with DiLoCo(model, inner_of(model), every=4, delay=2, group=group) as diloco:
-            hook = diloco.group.register_hook(on_end=lambda record: ended.set())
-            for step in range(1, 7):
-                await asyncio.to_thread(slow, step)
-                await diloco.step()
-            hook.remove()
-            assert diloco.outer_steps == 1
-
-    async with world_of(2) as groups:
-        await asyncio.gather(*map(program, groups))
+    async with DiLoCo(model, inner_of(model), every=4, delay=2, group=group) as diloco:
+        hook = diloco.group.register_hook(on_end=lambda record: ended.set())
+        for step in range(1, 7):
+            await asyncio.to_thread(slow, step)
+            await diloco.step()
+        hook.remove()
+        assert diloco.outer_steps == 1
 
 
-async def test_calls_of_the_program_do_not_meet_those_of_an_exchange(toy):
+@on_ranks(2)
+async def test_calls_of_the_program_do_not_meet_those_of_an_exchange(group):
     """The program uses the same group in an order of its own, also while exchanges are in progress."""
-
-    async def program(group):
-        model = toy.network()
-        async with DiLoCo(
-            model, inner_of(model), every=3, fragments=2, delay=1, compress="int8", group=group
-        ) as diloco:
-            for step in range(1, 12):
-                compute(toy, model, group.rank(), step)
-                loss = torch.tensor([float(group.rank())])
-                work = group.all_reduce(loss)
-                await diloco.step()
-                await work
-                assert loss.item() == 1.0
-
-    async with world_of(2) as groups:
-        await asyncio.gather(*map(program, groups))
+    model = toy.network()
+    async with DiLoCo(model, inner_of(model), every=3, fragments=2, delay=1, compress="int8", group=group) as diloco:
+        for step in range(1, 12):
+            compute(model, group.rank(), step)
+            loss = torch.tensor([float(group.rank())])
+            work = group.all_reduce(loss)
+            await diloco.step()
+            await work
+            assert loss.item() == 1.0
 
 
 # -- loss and change of members ------------------------------------------------------------------------
 
 
-async def test_survivors_repeat_an_exchange_without_a_member_that_failed(toy):
+async def test_survivors_repeat_an_exchange_without_a_member_that_failed():
     class Failed(Exception):
         pass
 
@@ -290,7 +279,7 @@ async def test_survivors_repeat_an_exchange_without_a_member_that_failed(toy):
         model = toy.network()
         async with DiLoCo(model, inner_of(model), outer_of(model), every=3, delay=1, group=group) as diloco:
             for step in range(1, 14):
-                compute(toy, model, group.rank(), step)
+                compute(model, group.rank(), step)
                 await diloco.step()
                 if group.rank() == 1 and step == 5:
                     raise Failed
@@ -298,16 +287,15 @@ async def test_survivors_repeat_an_exchange_without_a_member_that_failed(toy):
             assert diloco.outer_steps == 4
         return weights(model)
 
-    async with world_of(3) as groups:
-        first, error, third = await asyncio.gather(*map(program, groups), return_exceptions=True)
+    first, error, third = await on_all(3, program, return_exceptions=True)
     assert isinstance(error, Failed)
     parts = [list(range(len(first)))]
-    expected = simulate(toy, 3, 13, every=3, parts=parts, delay=1, alpha=0.0, keep=(6, (0, 2)))
+    expected = simulate(3, 13, every=3, parts=parts, delay=1, alpha=0.0, keep=(6, (0, 2)))
     toy.assert_close(first, expected[0])
     toy.assert_close(third, expected[2])
 
 
-async def test_too_few_survivors_are_an_error(toy):
+async def test_too_few_survivors_are_an_error():
     async def program(group):
         model = toy.network()
         async with DiLoCo(model, inner_of(model), every=2, min_size=2, group=group) as diloco:
@@ -316,14 +304,13 @@ async def test_too_few_survivors_are_an_error(toy):
                 raise ZeroDivisionError
             await diloco.step()
 
-    async with world_of(2) as groups:
-        error, other = await asyncio.gather(*map(program, groups), return_exceptions=True)
+    error, other = await on_all(2, program, return_exceptions=True)
     assert isinstance(error, NoQuorumError)
     assert "2" in error.summary
     assert isinstance(other, ZeroDivisionError)
 
 
-async def test_newcomer_receives_the_outer_state(toy):
+async def test_newcomer_receives_the_outer_state():
     """A second process joins the job: it gets the outer parameters, and both go on as equals."""
     server = await StoreServer.start("127.0.0.1", 0)
     url = f"asyncdist://127.0.0.1:{server.port}/job"
@@ -337,7 +324,7 @@ async def test_newcomer_receives_the_outer_state(toy):
                 async with diloco.on(group):
                     told.append((name, group.size(), diloco.outer_steps > 0))
                     while not until(diloco, group) and not group.changed:
-                        compute(toy, model, group.rank(), diloco.inner_steps + 1)
+                        compute(model, group.rank(), diloco.inner_steps + 1)
                         await diloco.step()
                         if diloco.outer_steps == 3:
                             reached.set()
@@ -368,7 +355,7 @@ async def test_newcomer_receives_the_outer_state(toy):
 # -- checkpoints ----------------------------------------------------------------------------------------
 
 
-async def test_resumed_training_equals_an_uninterrupted_one(toy):
+async def test_resumed_training_equals_an_uninterrupted_one():
     options = {"every": 4, "fragments": 2, "delay": 1, "compress": "int8"}
 
     async def program(group, first, last, saved=None):
@@ -383,7 +370,7 @@ async def test_resumed_training_equals_an_uninterrupted_one(toy):
         state = None
         async with diloco:
             for step in range(first, last + 1):
-                compute(toy, model, group.rank(), step)
+                compute(model, group.rank(), step)
                 await diloco.step()
                 if step == 10:
                     await diloco.synchronize()
@@ -403,7 +390,7 @@ async def test_resumed_training_equals_an_uninterrupted_one(toy):
         toy.assert_equal(found, expected)
 
 
-async def test_checkpoint_during_an_exchange_is_refused(toy):
+async def test_checkpoint_during_an_exchange_is_refused():
     async with world_of(1) as groups:
         model = toy.network()
         async with DiLoCo(model, inner_of(model), every=3, delay=2, group=groups[0]) as diloco:
@@ -415,26 +402,23 @@ async def test_checkpoint_during_an_exchange_is_refused(toy):
             diloco.state_dict()
 
 
-async def test_synchronize_makes_the_members_equal(toy):
+async def test_synchronize_makes_the_members_equal():
     async def program(group):
         model = toy.network()
         model.register_buffer("count", torch.tensor(group.rank()))
         async with DiLoCo(model, inner_of(model), every=5, fragments=2, delay=3, group=group) as diloco:
-            for step in range(1, 5):
-                compute(toy, model, group.rank(), step)
-                await diloco.step()
+            await take(diloco, model, group, range(1, 5))
             await diloco.synchronize()
             await diloco.synchronize()  # without steps in between nothing changes
             assert diloco.outer_steps == 3  # one of the schedule, in progress, and two of synchronize()
             assert model.count == 0
         return weights(model)
 
-    async with world_of(2) as groups:
-        one, other = await asyncio.gather(*map(program, groups))
+    one, other = await on_all(2, program)
     toy.assert_equal(one, other)
 
 
-def test_checkpoint_of_another_model_is_refused(toy):
+def test_checkpoint_of_another_model_is_refused():
     model, other = toy.network(), nn.Linear(2, 2)
     state = DiLoCo(model, inner_of(model), every=2).state_dict()
     with pytest.raises(UsageError, match="same model and fragments"):
@@ -444,23 +428,19 @@ def test_checkpoint_of_another_model_is_refused(toy):
 # -- savings, arguments ----------------------------------------------------------------------------------
 
 
-async def test_savings_count_what_was_sent(toy):
-    async with world_of(2) as groups:
-
-        async def program(group):
-            model = toy.network()
-            count = sum(parameter.numel() for parameter in model.parameters())
-            async with DiLoCo(model, inner_of(model), every=5, compress="bf16", group=group) as diloco:
-                for _ in range(10):
-                    await diloco.step()
-            savings = diloco.savings
-            assert (savings.inner_steps, savings.outer_steps) == (10, 2)
-            assert savings.sent_nbytes == 2 * 2 * count
-            assert savings.data_parallel_nbytes == 10 * 4 * count
-            assert savings.factor == 10
-            assert "10 inner and 2 outer steps" in str(savings)
-
-        await asyncio.gather(*map(program, groups))
+@on_ranks(2)
+async def test_savings_count_what_was_sent(group):
+    model = toy.network()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    async with DiLoCo(model, inner_of(model), every=5, compress="bf16", group=group) as diloco:
+        for _ in range(10):
+            await diloco.step()
+    savings = diloco.savings
+    assert (savings.inner_steps, savings.outer_steps) == (10, 2)
+    assert savings.sent_nbytes == 2 * 2 * count
+    assert savings.data_parallel_nbytes == 10 * 4 * count
+    assert savings.factor == 10
+    assert "10 inner and 2 outer steps" in str(savings)
 
 
 @pytest.mark.parametrize(
@@ -473,35 +453,28 @@ async def test_savings_count_what_was_sent(toy):
         ({"every": 2, "compress": "zip"}, "'bf16', 'int8', 'int4'"),
     ],
 )
-def test_arguments_out_of_range_are_refused(toy, options, message):
+def test_arguments_out_of_range_are_refused(options, message):
     model = toy.network()
     with pytest.raises(UsageError, match=message):
         DiLoCo(model, inner_of(model), **options)
-
-
-def test_outer_optimizer_without_a_parameter_is_refused(toy):
-    model = toy.network()
     with pytest.raises(UsageError, match=r"lacks the parameter '0\.weight'"):
         DiLoCo(model, inner_of(model), torch.optim.SGD([model[2].weight]), every=2)
 
 
-async def test_step_outside_the_block_is_refused(toy):
+async def test_step_outside_the_block_is_refused():
     model = toy.network()
     with pytest.raises(UsageError, match="not entered"):
         await DiLoCo(model, inner_of(model), every=2).step()
 
 
 @pytest.mark.parametrize("name", ["every", "fragments"])
-async def test_members_with_different_arguments_are_told(toy, name):
-    async def program(group):
-        model = toy.network()
-        options = {"every": 4, "fragments": 2}
-        options[name] += group.rank()
-        with pytest.raises(MismatchError, match=f"DiLoCo has {name}="):
-            await DiLoCo(model, inner_of(model), group=group, **options).__aenter__()
-
-    async with world_of(2) as groups:
-        await asyncio.gather(*map(program, groups))
+@on_ranks(2)
+async def test_members_with_different_arguments_are_told(group, name):
+    model = toy.network()
+    options = {"every": 4, "fragments": 2}
+    options[name] += group.rank()
+    with pytest.raises(MismatchError, match=f"DiLoCo has {name}="):
+        await DiLoCo(model, inner_of(model), group=group, **options).__aenter__()
 
 
 def test_fragments_have_about_equal_sizes():
@@ -512,7 +485,7 @@ def test_fragments_have_about_equal_sizes():
     assert [len(fragment.names) for fragment in fragments_of(model, 24)] == [1] * 24
 
 
-def test_fragments_may_be_modules(toy):
+def test_fragments_may_be_modules():
     model = toy.network()
     first, second = fragments_of(model, [model[0], [*model[2].parameters(), *model[4].parameters()]])
     assert first.names == ["0.weight", "0.bias"]
@@ -548,6 +521,5 @@ async def test_members_with_different_digits_learn_all_of_them(compress):
             await diloco.synchronize()
         return (model(images[1400:]).argmax(dim=1) == labels[1400:]).float().mean().item()
 
-    async with world_of(2) as groups:
-        accuracies = await asyncio.gather(*map(program, groups))
+    accuracies = await on_all(2, program)
     assert accuracies[0] == accuracies[1] > 0.8

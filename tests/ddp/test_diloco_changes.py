@@ -1,13 +1,12 @@
 """Parameters that a program unfreezes, adds, replaces or swaps during low-communication training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 from asyncdist.ddp.low_communication.diloco import BlockingDiLoCo, BlockingLocalSGD
 from asyncdist.errors import UsageError
+from tests.support.ranks import on_ranks
 
 
 def network():
@@ -78,15 +77,13 @@ def test_parameter_that_members_would_not_exchange_is_named(together, kind, chan
         assert torch.equal(mine, theirs)
 
 
-def test_swapped_parameters_are_exchanged(together):
-    def rank(group):
-        model = network()
-        with BlockingLocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1, group=group) as training:
-            torch.utils.swap_tensors(model[1].bias, nn.Parameter(torch.full((1,), float(group.rank()))))
-            training.synchronize()
-        return model[1].bias.item()
-
-    assert together(2, rank) == [0.5] * 2
+@on_ranks(2)
+def test_swapped_parameters_are_exchanged(group):
+    model = network()
+    with BlockingLocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1, group=group) as training:
+        torch.utils.swap_tensors(model[1].bias, nn.Parameter(torch.full((1,), float(group.rank()))))
+        training.synchronize()
+    assert model[1].bias.item() == 0.5
 
 
 def test_parameter_that_is_frozen_later_is_saved_with_its_outer_value(together):

@@ -1,12 +1,8 @@
 """Members of low-communication training that are killed: the survivors take the same outer steps without them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
-
-from asyncdist.testing.processes import Nursery
 
 pytestmark = pytest.mark.processes
 
@@ -16,9 +12,7 @@ PROGRAM = Path(__file__).parent / "program_diloco.py"
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("compress", ["int8", pytest.param(None, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.exhaustive)])
-def test_survivors_of_a_kill_repeat_the_exchange(
-    nursery: Nursery, tmp_path: Path, transport: str, compress: str | None, victim: int
-) -> None:
+def test_survivors_of_a_kill_repeat_the_exchange(nursery, tmp_path, transport, compress, victim):
     where = f"file://{tmp_path}/world"
     members = [nursery.start(PROGRAM, "member", rank, where, transport, compress) for rank in range(3)]
     assert [each.hear() for each in members] == [((0, 1, 2), 3)] * 3

@@ -1,7 +1,5 @@
 """Gradients of linear layers that backward writes into their buckets, and the cases that use torch's own path."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle
@@ -13,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import GradientError
+from tests.ddp import conftest as toy
+from tests.support.ranks import on_ranks
 
 
 def layers():
@@ -33,49 +33,32 @@ def copied_gradients(model):
     return copied
 
 
-@pytest.fixture
-def pair(toy):
-    """Wrap a module for a rank, and make an equal module that is not wrapped: ``pair(group, make)``."""
-
-    def pair(group, make=layers):
-        model = DistributedDataParallel(toy.seeded(make()), process_group=group, bucket_cap_mb=0.0001)
-        return model, toy.seeded(make())
-
-    return pair
+def pair(group, make=layers):
+    """Wrap a module for a rank, and make an equal module that is not wrapped."""
+    model = DistributedDataParallel(toy.seeded(make()), process_group=group, bucket_cap_mb=0.0001)
+    return model, toy.seeded(make())
 
 
-@pytest.fixture
-def assert_like_torch(toy, together, pair):
+@on_ranks(2)
+def assert_like_torch(group, make=layers, loss_of=toy.loss_of, *, copied):
     """Compare with training in torch on the samples of all ranks; ``copied`` gradients per step are copied into buckets."""
-
-    def assert_like_torch(make=layers, loss_of=toy.loss_of, *, copied):
-        def rank(group):
-            model, reference = pair(group, make)
-            for _ in range(3):
-                model.zero_grad()
-                reference.zero_grad()
-                copies = copied_gradients(model)
-                loss_of(model, *toy.samples()).backward()
-                loss_of(reference, *toy.samples()).backward()
-                toy.assert_close(toy.gradients(model), toy.gradients(reference))
-                assert len(copies) == copied
-
-        together(2, rank)
-
-    return assert_like_torch
+    model, reference = pair(group, make)
+    for _ in range(3):
+        model.zero_grad()
+        reference.zero_grad()
+        copies = copied_gradients(model)
+        loss_of(model, *toy.samples()).backward()
+        loss_of(reference, *toy.samples()).backward()
+        toy.assert_close(toy.gradients(model), toy.gradients(reference))
+        assert len(copies) == copied
 
 
 @pytest.mark.parametrize(
     ("samples", "autocast", "copied"),
-    [
-        (slice(None), False, 2),
-        (slice(0), False, 2),
-        (0, False, 5),
-        (slice(None), True, 5),
-    ],
+    [(slice(None), False, 2), (slice(0), False, 2), (0, False, 5), (slice(None), True, 5)],
     ids=["matrix", "empty matrix", "vector", "autocast"],
 )
-def test_only_biases_are_copied_except_for_vectors_and_autocast(assert_like_torch, samples, autocast, copied):
+def test_only_biases_are_copied_except_for_vectors_and_autocast(samples, autocast, copied):
     def loss_of(module, inputs, targets):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             outputs = module(inputs[samples])
@@ -84,18 +67,16 @@ def test_only_biases_are_copied_except_for_vectors_and_autocast(assert_like_torc
     assert_like_torch(loss_of=loss_of, copied=copied)
 
 
-def test_gradients_have_the_same_bits_as_in_torch(together, toy, pair):
-    def rank(group):
-        model, reference = pair(group)
-        for module in (model, reference):
-            toy.loss_of(module, *toy.samples()).backward()
-        toy.assert_equal(toy.gradients(model), toy.gradients(reference))  # the mean of two equal halves
-
-    together(2, rank)
+@on_ranks(2)
+def test_gradients_have_the_same_bits_as_in_torch(group):
+    model, reference = pair(group)
+    for module in (model, reference):
+        toy.loss_of(module, *toy.samples()).backward()
+    toy.assert_equal(toy.gradients(model), toy.gradients(reference))  # the mean of two equal halves
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 6), (2, 2, 3, 6)])
-def test_inputs_may_have_more_than_two_dimensions(assert_like_torch, shape):
+def test_inputs_may_have_more_than_two_dimensions(shape):
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(2))
 
     def loss_of(module, *_):
@@ -106,7 +87,7 @@ def test_inputs_may_have_more_than_two_dimensions(assert_like_torch, shape):
 
 @pytest.mark.parametrize("shape", [(4, 6), (4, 3, 6)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_results_may_be_changed_in_place(assert_like_torch, shape, bias):
+def test_results_may_be_changed_in_place(shape, bias):
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(2))
 
     def make():
@@ -114,7 +95,9 @@ def test_results_may_be_changed_in_place(assert_like_torch, shape, bias):
         return nn.Sequential(first, nn.ReLU(inplace=True), last, nn.Hardtanh(inplace=True))
 
     for given in (inputs, inputs.transpose(0, -2)):
-        assert_like_torch(make, lambda module, *_, given=given: module(given).square().mean(), copied=2 * bias)
+        assert_like_torch(
+            make=make, loss_of=lambda module, *_, given=given: module(given).square().mean(), copied=2 * bias
+        )
 
 
 class Twice(nn.Module):
@@ -129,25 +112,23 @@ class Twice(nn.Module):
         return self.last(self.middle(self.first(self.first(x))))
 
 
-def test_gradients_of_a_weight_that_is_used_twice_are_summed(assert_like_torch):
+def test_gradients_of_a_weight_that_is_used_twice_are_summed():
     # Copied: the sum of the shared weight's gradients, and three biases.
-    assert_like_torch(Twice, copied=4)
+    assert_like_torch(make=Twice, copied=4)
 
 
-def test_gradients_returned_by_autograd_grad_are_not_overwritten(together, toy, pair):
-    def rank(group):
-        model, _ = pair(group)
-        toy.loss_of(model, *toy.samples()).backward()
-        model.zero_grad()
-        taken = torch.autograd.grad(toy.loss_of(model, *toy.samples()), list(model.parameters()), retain_graph=True)
-        before = [each.clone() for each in taken]
-        toy.loss_of(model, *(2 * each for each in toy.samples())).backward()
-        toy.assert_equal(taken, before)
-
-    together(2, rank)
+@on_ranks(2)
+def test_gradients_returned_by_autograd_grad_are_not_overwritten(group):
+    model, _ = pair(group)
+    toy.loss_of(model, *toy.samples()).backward()
+    model.zero_grad()
+    taken = torch.autograd.grad(toy.loss_of(model, *toy.samples()), list(model.parameters()), retain_graph=True)
+    before = [each.clone() for each in taken]
+    toy.loss_of(model, *(2 * each for each in toy.samples())).backward()
+    toy.assert_equal(taken, before)
 
 
-def test_second_derivatives_equal_those_of_torch(toy, assert_like_torch):
+def test_second_derivatives_equal_those_of_torch():
     def loss_of(module, inputs, targets):
         inputs = inputs.clone().requires_grad_()
         loss = toy.loss_of(module, inputs, targets)
@@ -158,7 +139,7 @@ def test_second_derivatives_equal_those_of_torch(toy, assert_like_torch):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradients_of_checkpointed_layers_are_copied(assert_like_torch, reentrant):
+def test_gradients_of_checkpointed_layers_are_copied(reentrant):
     class Again(nn.Module):
         def __init__(self):
             super().__init__()
@@ -168,16 +149,16 @@ def test_gradients_of_checkpointed_layers_are_copied(assert_like_torch, reentran
             return self.layers[3:](checkpoint(self.layers[1:3], self.layers[0](x), use_reentrant=reentrant))
 
     # Two biases, and the weight of the layer that is checkpointed.
-    assert_like_torch(Again, copied=3)
+    assert_like_torch(make=Again, copied=3)
 
 
-def test_hooks_that_change_a_gradient_change_the_average(assert_like_torch):
+def test_hooks_that_change_a_gradient_change_the_average():
     def make():
         module = layers()
         module[0].weight.register_hook(lambda gradient: 2 * gradient)
         return module
 
-    assert_like_torch(make, copied=3)
+    assert_like_torch(make=make, copied=3)
 
 
 def of_weight(layer, kept):
@@ -199,93 +180,84 @@ def of_operation(layer, kept):
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("hook", [of_weight, of_several, of_any, of_operation])
-def test_tensor_hooks_receive_this_ranks_own_gradient(together, toy, pair, hook, late):
+@on_ranks(2)
+def test_tensor_hooks_receive_this_ranks_own_gradient(group, hook, late):
     def step(module, rank, between=lambda: None):
         loss = module(torch.full((2, 6), rank + 1.0)).sum()
         between()
         module.zero_grad()
         loss.backward()
 
-    def rank(group):
-        kept, expected, handles = [], [], []
-        model, reference = pair(group)
-        for module, layer, found in ((model, model.module[0], kept), (reference, reference[0], expected)):
-            if late:
-                step(module, group.rank(), lambda layer=layer, found=found: handles.append(hook(layer, found)))
-            else:
-                handles.append(hook(layer, found))
-            step(module, group.rank())
-            step(module, group.rank())
-            handles.pop().remove()
-        assert kept
-        toy.assert_equal(kept, expected)
-        copies = copied_gradients(model)
-        step(model, group.rank())
-        assert len(copies) == 2, "only biases are copied without a hook"
-
-    together(2, rank)
+    kept, expected, handles = [], [], []
+    model, reference = pair(group)
+    for module, layer, found in ((model, model.module[0], kept), (reference, reference[0], expected)):
+        if late:
+            step(module, group.rank(), lambda layer=layer, found=found: handles.append(hook(layer, found)))
+        else:
+            handles.append(hook(layer, found))
+        step(module, group.rank())
+        step(module, group.rank())
+        handles.pop().remove()
+    assert kept
+    toy.assert_equal(kept, expected)
+    copies = copied_gradients(model)
+    step(model, group.rank())
+    assert len(copies) == 2, "only biases are copied without a hook"
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own, when it first differentiates forwards
-def test_functorch_uses_the_original_layer(together, toy):
-    def rank(group):
-        module = toy.seeded(layers())
-        DistributedDataParallel(module, process_group=group)
-        inputs, _ = toy.samples()
-        jacobians = torch.func.vmap(torch.func.jacrev(module))(inputs)
-        _, slopes = torch.func.jvp(module, (inputs,), (torch.ones_like(inputs),))
-        torch.testing.assert_close(slopes, jacobians.sum(-1))
-
-    together(1, rank)
+@on_ranks(1)
+def test_functorch_uses_the_original_layer(group):
+    module = toy.seeded(layers())
+    DistributedDataParallel(module, process_group=group)
+    inputs, _ = toy.samples()
+    jacobians = torch.func.vmap(torch.func.jacrev(module))(inputs)
+    _, slopes = torch.func.jvp(module, (inputs,), (torch.ones_like(inputs),))
+    torch.testing.assert_close(slopes, jacobians.sum(-1))
 
 
 def everything_in(module):
     return [{name: value for name, value in vars(each).items() if name != "training"} for each in module.modules()]
 
 
-def test_modules_keep_classes_attributes_hooks_and_pickles(together, toy):
+@on_ranks(2)
+def test_modules_keep_classes_attributes_hooks_and_pickles(group):
     """Wrapping and training leave nothing in the user's modules, and inside a forward their classes are torch's."""
-
-    def rank(group):
-        module = toy.seeded(layers())
-        looks, before = repr(module), everything_in(module)
-        seen = []
-        module.register_forward_pre_hook(lambda module, _: seen.append([type(layer) for layer in module]))
-        before = everything_in(module)
-        model = DistributedDataParallel(module, process_group=group)
-        copies = copied_gradients(model)
-        for _ in range(2):
-            model.zero_grad()
-            toy.loss_of(model, *toy.samples()).backward()
-        assert len(copies) == 4, "the gradients of weights are computed in their buckets"
-        assert [type(layer) for layer in module] == [nn.Linear, nn.GELU, nn.Linear, nn.GELU, nn.Linear]
-        assert seen == [[type(layer) for layer in module]] * 2
-        assert everything_in(module) == before
-        assert repr(module) == looks
-        module._forward_pre_hooks.clear()
-        assert b"asyncdist" not in pickle.dumps(module)
-        inputs, _ = toy.samples()
-        for each in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-            assert torch.equal(each(inputs), module(inputs))
-        assert module.state_dict().keys() == layers().state_dict().keys()
-
-    together(2, rank)
+    module = toy.seeded(layers())
+    looks, before = repr(module), everything_in(module)
+    seen = []
+    module.register_forward_pre_hook(lambda module, _: seen.append([type(layer) for layer in module]))
+    before = everything_in(module)
+    model = DistributedDataParallel(module, process_group=group)
+    copies = copied_gradients(model)
+    for _ in range(2):
+        model.zero_grad()
+        toy.loss_of(model, *toy.samples()).backward()
+    assert len(copies) == 4, "the gradients of weights are computed in their buckets"
+    assert [type(layer) for layer in module] == [nn.Linear, nn.GELU, nn.Linear, nn.GELU, nn.Linear]
+    assert seen == [[type(layer) for layer in module]] * 2
+    assert everything_in(module) == before
+    assert repr(module) == looks
+    module._forward_pre_hooks.clear()
+    assert b"asyncdist" not in pickle.dumps(module)
+    inputs, _ = toy.samples()
+    for each in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(each(inputs), module(inputs))
+    assert module.state_dict().keys() == layers().state_dict().keys()
 
 
-def test_forward_that_raises_leaves_nothing_in_the_modules(together, toy):
-    def rank(group):
-        module = toy.seeded(layers())
-        model = DistributedDataParallel(module, process_group=group)
-        before = everything_in(module)
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            model(torch.ones(2, 7))
-        assert everything_in(module) == before
-
-    together(1, rank)
+@on_ranks(1)
+def test_forward_that_raises_leaves_nothing_in_the_modules(group):
+    module = toy.seeded(layers())
+    model = DistributedDataParallel(module, process_group=group)
+    before = everything_in(module)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 7))
+    assert everything_in(module) == before
 
 
 @pytest.mark.parametrize("where", ["instance", "class"])
-def test_forward_replaced_by_the_user_is_called(together, toy, monkeypatch, where):
+def test_forward_replaced_by_the_user_is_called(together, monkeypatch, where):
     calls = []
 
     def doubled(layer, x):
@@ -306,21 +278,19 @@ def test_forward_replaced_by_the_user_is_called(together, toy, monkeypatch, wher
     assert together(1, rank) == [(3, 1) if where == "instance" else (5, 3)]
 
 
-def test_gradient_of_a_replaced_weight_is_computed_by_torch(together, toy):
-    def rank(group):
-        module = toy.seeded(layers())
-        model = DistributedDataParallel(module, process_group=group)
-        ours = module[0].weight
-        # As libraries do that bypass the registration.
-        module[0]._parameters["weight"] = nn.Parameter(ours.detach().clone())
-        with pytest.raises(GradientError, match=r"gave no gradient to '0\.weight'"):
-            toy.loss_of(model, *toy.samples()).backward()
-        assert ours.grad is None
-        reference = toy.seeded(layers())
-        toy.loss_of(reference, *toy.samples()).backward()
-        return torch.equal(module[0].weight.grad, reference[0].weight.grad)
-
-    assert together(2, rank) == [True, True]
+@on_ranks(2)
+def test_gradient_of_a_replaced_weight_is_computed_by_torch(group):
+    module = toy.seeded(layers())
+    model = DistributedDataParallel(module, process_group=group)
+    ours = module[0].weight
+    # As libraries do that bypass the registration.
+    module[0]._parameters["weight"] = nn.Parameter(ours.detach().clone())
+    with pytest.raises(GradientError, match=r"gave no gradient to '0\.weight'"):
+        toy.loss_of(model, *toy.samples()).backward()
+    assert ours.grad is None
+    reference = toy.seeded(layers())
+    toy.loss_of(reference, *toy.samples()).backward()
+    assert torch.equal(module[0].weight.grad, reference[0].weight.grad)
 
 
 @pytest.mark.parametrize("as_view", [True, False])
@@ -352,14 +322,12 @@ def test_only_large_trained_plain_layers_write_into_buckets_and_only_with_bucket
     ],
     ids=["scripted", "traced", "exported", "symbolically traced"],
 )
-def test_transformed_module_computes_the_same(together, toy, transform):
-    def rank(group):
-        module = toy.network()
-        model = DistributedDataParallel(module, process_group=group)
-        inputs, _ = toy.samples()
-        transformed = transform(module, inputs)
-        del model
-        assert torch.equal(transformed(inputs), module(inputs))
-        assert module.to("meta")(inputs.to("meta")).shape == (12, 3)
-
-    together(1, rank)
+@on_ranks(1)
+def test_transformed_module_computes_the_same(group, transform):
+    module = toy.network()
+    model = DistributedDataParallel(module, process_group=group)
+    inputs, _ = toy.samples()
+    transformed = transform(module, inputs)
+    del model
+    assert torch.equal(transformed(inputs), module(inputs))
+    assert module.to("meta")(inputs.to("meta")).shape == (12, 3)

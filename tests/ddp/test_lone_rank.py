@@ -1,7 +1,5 @@
 """A world of one rank: gradients are recorded without Python code for each, and faults are found as with more ranks."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref
@@ -14,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncdist.ddp import DistributedDataParallel, hooks
 from asyncdist.errors import GradientError
+from tests.support.ranks import on_ranks
 
 
 def layers(count):
@@ -48,20 +47,19 @@ def test_no_python_function_runs_for_each_gradient(together):
     assert max((many - few).values(), default=0) < 30
 
 
-def test_gradient_that_is_missing_is_named(together):
-    def rank(group):
-        module = layers(2)
-        model = DistributedDataParallel(module, process_group=group)
-        module[1].forward = lambda x: x
-        for _ in range(2):
-            with pytest.raises(GradientError, match=r"no gradient to '1\.weight' on this rank"):
-                model(torch.ones(1, 1)).sum().backward()
-
-    together(1, rank)
+@on_ranks(1)
+def test_gradient_that_is_missing_is_named(group):
+    module = layers(2)
+    model = DistributedDataParallel(module, process_group=group)
+    module[1].forward = lambda x: x
+    for _ in range(2):
+        with pytest.raises(GradientError, match=r"no gradient to '1\.weight' on this rank"):
+            model(torch.ones(1, 1)).sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_parameter_of_two_reentrant_checkpoints_is_named(together):
+@on_ranks(1)
+def test_parameter_of_two_reentrant_checkpoints_is_named(group):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -73,77 +71,68 @@ def test_parameter_of_two_reentrant_checkpoints_is_named(together):
                 x = checkpoint(self.layer, x, use_reentrant=True)
             return x
 
-    def rank(group):
-        model = DistributedDataParallel(Twice(), process_group=group)
-        with pytest.raises(GradientError, match=r"'layer\.weight' got a second gradient"):
-            model(torch.ones(1, 1)).sum().backward()
-
-    together(1, rank)
+    model = DistributedDataParallel(Twice(), process_group=group)
+    with pytest.raises(GradientError, match=r"'layer\.weight' got a second gradient"):
+        model(torch.ones(1, 1)).sum().backward()
 
 
 @pytest.mark.parametrize("change", ["hook", "static_graph"])
-def test_what_needs_each_gradient_may_be_registered_later(together, change):
-    def rank(group):
-        module, seen = layers(2), []
+@on_ranks(1)
+def test_what_needs_each_gradient_may_be_registered_later(group, change):
+    module, seen = layers(2), []
 
-        async def hook(bucket, group):
-            seen.append(bucket.buffer().tolist())
-            return await hooks.average(bucket, group)
+    async def hook(bucket, group):
+        seen.append(bucket.buffer().tolist())
+        return await hooks.average(bucket, group)
 
-        model = DistributedDataParallel(module, process_group=group)
-        if change == "hook":
-            model.register_async_comm_hook(hook)
-        else:
-            model._set_static_graph()
-            module[1].forward = lambda x: x
-        for _ in range(2):
-            model.zero_grad()
+    model = DistributedDataParallel(module, process_group=group)
+    if change == "hook":
+        model.register_async_comm_hook(hook)
+    else:
+        model._set_static_graph()
+        module[1].forward = lambda x: x
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+    assert len(seen) == (2 if change == "hook" else 0)
+    if change == "static_graph":
+        del module[1].forward
+        with pytest.raises(
+            GradientError, match=r"number of gradients of '1\.weight' is not that of the first backward"
+        ):
             model(torch.ones(1, 1)).sum().backward()
-        assert len(seen) == (2 if change == "hook" else 0)
-        if change == "static_graph":
-            del module[1].forward
-            with pytest.raises(
-                GradientError, match=r"number of gradients of '1\.weight' is not that of the first backward"
-            ):
-                model(torch.ones(1, 1)).sum().backward()
-
-    together(1, rank)
 
 
-def test_backwards_that_average_nothing_leave_nothing_behind(together):
+@on_ranks(1)
+def test_backwards_that_average_nothing_leave_nothing_behind(group):
     """Gradients that were recorded in them count neither in the next backward, nor keep the model alive."""
 
-    def rank(group):
-        module = layers(2)
-        model = DistributedDataParallel(module, process_group=group)
-        output = model(torch.ones(1, 1)).sum()
-        for _ in range(3):
-            module(torch.ones(1, 1)).sum().backward()
-        output.backward()
-        with model.no_sync():
-            model(torch.ones(1, 1)).sum().backward()
-        parameter = weakref.ref(module[0].weight)
-        del module, model, output
-        gc.collect()
-        return parameter()
-
-    assert together(1, rank) == [None]
+    module = layers(2)
+    model = DistributedDataParallel(module, process_group=group)
+    output = model(torch.ones(1, 1)).sum()
+    for _ in range(3):
+        module(torch.ones(1, 1)).sum().backward()
+    output.backward()
+    with model.no_sync():
+        model(torch.ones(1, 1)).sum().backward()
+    parameter = weakref.ref(module[0].weight)
+    del module, model, output
+    gc.collect()
+    assert parameter() is None
 
 
-def test_step_follows_a_backward_that_raised(together):
+@on_ranks(1)
+def test_step_follows_a_backward_that_raised(group):
     def fail(_):
         raise ArithmeticError
 
-    def rank(group):
-        module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-        model = DistributedDataParallel(module, process_group=group)
-        handle = module[0].weight.register_hook(fail)
-        with pytest.raises(ArithmeticError):
-            model(torch.ones(1, 1)).sum().backward()
-        handle.remove()
-        model.module(torch.ones(1, 1)).sum().backward()
-        model.zero_grad()
+    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model = DistributedDataParallel(module, process_group=group)
+    handle = module[0].weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
         model(torch.ones(1, 1)).sum().backward()
-        return model.last_step is not None, module[1].bias.grad.item()
-
-    assert together(1, rank) == [(True, 1.0)]
+    handle.remove()
+    model.module(torch.ones(1, 1)).sum().backward()
+    model.zero_grad()
+    model(torch.ones(1, 1)).sum().backward()
+    assert (model.last_step is not None, module[1].bias.grad.item()) == (True, 1.0)

@@ -1,7 +1,5 @@
 """Where buckets lie, when they are sent, and how gradients are divided, with and without shared memory."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os
@@ -13,6 +11,8 @@ from torch import nn
 from asyncdist.ddp import DistributedDataParallel, direct_gradients
 from asyncdist.ddp.backward import bucket_memory
 from asyncdist.kernel.memory.shared_arena import arena, unavailable
+from tests.ddp import conftest as toy
+from tests.support.ranks import on_ranks
 
 without_memory = pytest.mark.skipif(unavailable() is not None, reason=f"no shared memory: {unavailable()}")
 
@@ -21,7 +21,7 @@ def is_registered(tensor):
     return arena().offset_of(tensor.data_ptr(), tensor.nbytes) is not None
 
 
-def train(toy, group, module, steps=2, **how):
+def train(group, module, steps=2, **how):
     model = DistributedDataParallel(module, process_group=group, **how)
     for _ in range(steps):
         model.zero_grad()
@@ -29,7 +29,7 @@ def train(toy, group, module, steps=2, **how):
     return model
 
 
-def alone(toy, module):
+def alone(module):
     module.zero_grad()
     toy.loss_of(module, *toy.samples()).backward()
     return toy.gradients(module)
@@ -37,14 +37,14 @@ def alone(toy, module):
 
 @without_memory
 @pytest.mark.parametrize("transport", ["shm", "inproc"])
-def test_buckets_lie_in_shared_memory(together, toy, transport):
+def test_buckets_lie_in_shared_memory(together, transport):
     gc.collect()
     before = arena().used_nbytes
 
     def rank(group):
-        model = train(toy, group, toy.network(), bucket_cap_mb=0.0001)
+        model = train(group, toy.network(), bucket_cap_mb=0.0001)
         assert len(model.bucket_parameters) > 1
-        toy.assert_close(toy.gradients(model), alone(toy, toy.network()))
+        toy.assert_close(toy.gradients(model), alone(toy.network()))
         return [is_registered(parameter.grad) for parameter in model.parameters()]
 
     for registered in together(2, rank, transport=transport):
@@ -54,13 +54,13 @@ def test_buckets_lie_in_shared_memory(together, toy, transport):
 
 
 @without_memory
-def test_buckets_lie_in_ordinary_memory_if_shared_memory_is_full(together, toy, monkeypatch):
+def test_buckets_lie_in_ordinary_memory_if_shared_memory_is_full(together, monkeypatch):
     def rank(group):
-        model = train(toy, group, toy.network(), steps=0)
+        model = train(group, toy.network(), steps=0)
         group.barrier(background=False).wait()
         monkeypatch.setattr(bucket_memory, "empty", full)
         toy.loss_of(model, *toy.share(group, toy.samples())).backward()
-        toy.assert_close(toy.gradients(model), alone(toy, toy.network()))
+        toy.assert_close(toy.gradients(model), alone(toy.network()))
         return [is_registered(parameter.grad) for parameter in model.parameters()]
 
     def full(*_, **__):
@@ -72,12 +72,12 @@ def test_buckets_lie_in_ordinary_memory_if_shared_memory_is_full(together, toy, 
 
 @without_memory
 @pytest.mark.parametrize(("cores", "overlaps"), [(2, False), (64, True)])
-def test_buckets_wait_for_the_end_of_backward_unless_a_core_is_free(together, toy, monkeypatch, cores, overlaps):
+def test_buckets_wait_for_the_end_of_backward_unless_a_core_is_free(together, monkeypatch, cores, overlaps):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
     def rank(group):
-        step = train(toy, group, toy.network(), bucket_cap_mb=0.0001).last_step
+        step = train(group, toy.network(), bucket_cap_mb=0.0001).last_step
         return [bucket.started < step.backward_finished for bucket in step.buckets]
 
     for early in together(2, rank, transport="shm"):
@@ -86,51 +86,45 @@ def test_buckets_wait_for_the_end_of_backward_unless_a_core_is_free(together, to
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_gradients_that_accumulate_are_averaged_like_fresh_ones(together, dtype):
+@on_ranks(4)
+def test_gradients_that_accumulate_are_averaged_like_fresh_ones(group, dtype):
     """Three backwards: a fresh gradient, one added to the average in its bucket, one after a backward without sync."""
-
-    def rank(group):
-        module = nn.Linear(1, 1, bias=False).to(dtype)
-        with torch.no_grad():
-            module.weight.fill_(1)
-        model = DistributedDataParallel(module, process_group=group)
-        seen = []
-        for factor in (1, 2):
-            model(torch.full((1, 1), factor * 4.0 * (group.rank() + 1), dtype=dtype)).sum().backward()
-            seen.append(module.weight.grad.item())
-        with model.no_sync():
-            model(torch.full((1, 1), 4.0 * group.rank(), dtype=dtype)).sum().backward()
-        model(torch.full((1, 1), 4.0, dtype=dtype)).sum().backward()
-        return [*seen, module.weight.grad.item()]
-
-    assert together(4, rank) == [[10.0, 30.0, 40.0]] * 4
+    module = nn.Linear(1, 1, bias=False).to(dtype)
+    with torch.no_grad():
+        module.weight.fill_(1)
+    model = DistributedDataParallel(module, process_group=group)
+    seen = []
+    for factor in (1, 2):
+        model(torch.full((1, 1), factor * 4.0 * (group.rank() + 1), dtype=dtype)).sum().backward()
+        seen.append(module.weight.grad.item())
+    with model.no_sync():
+        model(torch.full((1, 1), 4.0 * group.rank(), dtype=dtype)).sum().backward()
+    model(torch.full((1, 1), 4.0, dtype=dtype)).sum().backward()
+    assert [*seen, module.weight.grad.item()] == [10.0, 30.0, 40.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_gradients_are_aligned_to_cache_lines(together, dtype):
+@on_ranks(2)
+def test_gradients_are_aligned_to_cache_lines(group, dtype):
     """A matrix product that is written across cache lines takes 1.5 times as long."""
-
-    def rank(group):
-        model = DistributedDataParallel(nn.Linear(3, 5).to(dtype), process_group=group)
-        for _ in range(2):  # buckets are assigned again after the first
-            model(torch.ones(2, 3, dtype=dtype)).sum().backward()
-        # One line for the bias, one or two for the weight, and one for the flags.
-        assert model.module.bias.grad.untyped_storage().nbytes() in (192, 256)
-        return [parameter.grad.data_ptr() % 64 for parameter in model.parameters()]
-
-    assert together(2, rank) == [[0, 0]] * 2
+    model = DistributedDataParallel(nn.Linear(3, 5).to(dtype), process_group=group)
+    for _ in range(2):  # buckets are assigned again after the first
+        model(torch.ones(2, 3, dtype=dtype)).sum().backward()
+    # One line for the bias, one or two for the weight, and one for the flags.
+    assert model.module.bias.grad.untyped_storage().nbytes() in (192, 256)
+    assert [parameter.grad.data_ptr() % 64 for parameter in model.parameters()] == [0, 0]
 
 
-def test_gradients_of_a_single_rank_stay_where_they_are(together, toy, monkeypatch):
+def test_gradients_of_a_single_rank_stay_where_they_are(together, monkeypatch):
     monkeypatch.setattr(direct_gradients, "LEAST_NBYTES", 1 << 30)
 
     def rank(group):
         module, seen = toy.network(), set()
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(lambda parameter: seen.add(parameter.grad.data_ptr()))
-        train(toy, group, module, steps=1, bucket_cap_mb=0.0001)
+        train(group, module, steps=1, bucket_cap_mb=0.0001)
         assert {parameter.grad.data_ptr() for parameter in module.parameters()} == seen
-        toy.assert_close(toy.gradients(module), alone(toy, toy.network()))
+        toy.assert_close(toy.gradients(module), alone(toy.network()))
 
     together(1, rank)
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -7,14 +5,13 @@ import torch
 from torch import nn
 
 from asyncdist.ddp import DistributedDataParallel
+from tests.ddp import conftest as toy
+from tests.support.pairs import each_pair
+from tests.support.ranks import on_ranks
 
-# -- averages ----------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("as_view", [True, False])
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_training_equals_a_single_process_on_the_global_batch(together, toy, size, set_to_none, as_view):
+@each_pair(size=[1, 2, 3, 4], set_to_none=[True, False], as_view=[True, False])
+def test_training_equals_a_single_process_on_the_global_batch(together, size, set_to_none, as_view):
     def train(module, inputs, targets):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         for _ in range(4):
@@ -54,7 +51,7 @@ class Mixed(nn.Module):
         return self.brain(self.wide(x.double()).bfloat16()).float()
 
 
-def test_mixed_dtypes_frozen_shared_empty_and_scalar_parameters(together, toy):
+def test_mixed_dtypes_frozen_shared_empty_and_scalar_parameters(together):
     base, inputs = toy.seeded(Mixed()), torch.linspace(-1, 1, 24).view(6, 4)
 
     def rank(group):
@@ -77,7 +74,7 @@ def test_mixed_dtypes_frozen_shared_empty_and_scalar_parameters(together, toy):
             assert torch.equal(results[0][name].grad, results[1][name].grad)
 
 
-def test_channels_last_parameters_keep_their_strides(together, toy):
+def test_channels_last_parameters_keep_their_strides(together):
     base = toy.seeded(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
     inputs = torch.linspace(-1, 1, 300).view(4, 3, 5, 5)
 
@@ -94,7 +91,7 @@ def test_channels_last_parameters_keep_their_strides(together, toy):
 
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_cast_model_is_averaged_in_its_new_dtype(together, toy, steps, as_view):
+def test_cast_model_is_averaged_in_its_new_dtype(together, steps, as_view):
     def rank(group):
         module = toy.network()
         model = DistributedDataParallel(
@@ -122,7 +119,7 @@ def test_cast_model_is_averaged_in_its_new_dtype(together, toy, steps, as_view):
             torch.testing.assert_close(mine, expected)
 
 
-def test_rank_without_inputs_contributes_zeros_to_a_cast_model(together, toy):
+def test_rank_without_inputs_contributes_zeros_to_a_cast_model(together):
     def rank(group):
         model = DistributedDataParallel(toy.network(), process_group=group)
         data = toy.share(group, toy.samples())
@@ -141,10 +138,7 @@ def test_rank_without_inputs_contributes_zeros_to_a_cast_model(together, toy):
         torch.testing.assert_close(mine, expected)
 
 
-# -- how gradients live in buckets -------------------------------------------------------------------
-
-
-def test_gradients_stay_views_of_their_buckets(together, toy):
+def test_gradients_stay_views_of_their_buckets(together):
     def rank(group):
         module = toy.network()
         model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=toy.SMALL_MB)
@@ -165,22 +159,20 @@ def test_gradients_stay_views_of_their_buckets(together, toy):
         assert all(storage == storages[0] for storage in storages)
 
 
-def test_without_views_every_gradient_has_memory_of_its_own(together, toy):
-    def rank(group):
-        module = toy.network()
-        model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=False)
-        toy.loss_of(model, *toy.share(group, toy.samples())).backward()
-        kept = toy.gradients(module)
-        held = [p.grad for p in module.parameters()]
-        model.zero_grad()
-        toy.loss_of(model, *(2 * t for t in toy.share(group, toy.samples()))).backward()
-        toy.assert_equal(held, kept)
-        return len({p.grad.untyped_storage().data_ptr() for p in module.parameters()})
-
-    assert together(2, rank) == [6, 6]
+@on_ranks(2)
+def test_without_views_every_gradient_has_memory_of_its_own(group):
+    module = toy.network()
+    model = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=False)
+    toy.loss_of(model, *toy.share(group, toy.samples())).backward()
+    kept = toy.gradients(module)
+    held = [p.grad for p in module.parameters()]
+    model.zero_grad()
+    toy.loss_of(model, *(2 * t for t in toy.share(group, toy.samples()))).backward()
+    toy.assert_equal(held, kept)
+    assert len({p.grad.untyped_storage().data_ptr() for p in module.parameters()}) == 6
 
 
-def test_buckets_follow_the_order_of_rank_0s_gradients(together, toy):
+def test_buckets_follow_the_order_of_rank_0s_gradients(together):
     class Branches(nn.Module):
         def __init__(self, turn):
             super().__init__()
@@ -211,7 +203,7 @@ def test_buckets_follow_the_order_of_rank_0s_gradients(together, toy):
     toy.assert_equal(results[0][2], results[1][2])
 
 
-def test_a_bucket_is_sent_before_the_last_gradient_is_ready(together, toy):
+def test_a_bucket_is_sent_before_the_last_gradient_is_ready(together):
     def rank(group):
         model = toy.wrapped(group)
         assert model.last_step is None

@@ -1,7 +1,5 @@
 """Whatever the order of the gradients on each rank, all ranks all-reduce the same buckets in the same order."""
 
-from __future__ import annotations
-
 import hypothesis
 import pytest
 import torch

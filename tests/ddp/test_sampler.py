@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +6,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchSampler
 
 from asyncdist.ddp.sampler import DistributedSampler
 from asyncdist.errors import UsageError
-from asyncdist.testing.cluster import run_ranks
+from tests.support.ranks import on_ranks
 
 
 @given(
@@ -129,24 +127,23 @@ def test_another_epoch_begins_at_its_start():
     assert len(list(sampler)) == 5
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"shuffle": False}])
-def test_checkpoint_of_another_order_is_refused(change):
+@pytest.mark.parametrize(
+    ("length", "change", "words"),
+    [
+        (10, {"seed": 1}, "resume with the same dataset"),
+        (10, {"shuffle": False}, "resume with the same dataset"),
+        (11, {}, "length 10, but this sampler has 11"),
+    ],
+)
+def test_checkpoint_of_another_order_or_dataset_is_refused(length, change, words):
     state = DistributedSampler(range(10), 1, 0).state_dict()
-    with pytest.raises(UsageError, match="resume with the same dataset"):
-        DistributedSampler(range(10), 1, 0, **change).load_state_dict(state)
+    with pytest.raises(UsageError, match=words):
+        DistributedSampler(range(length), 1, 0, **change).load_state_dict(state)
 
 
-def test_checkpoint_of_another_dataset_is_refused():
-    state = DistributedSampler(range(10), 1, 0).state_dict()
-    with pytest.raises(UsageError, match="length 10, but this sampler has 11"):
-        DistributedSampler(range(11), 1, 0).load_state_dict(state)
-
-
-def test_rest_of_an_epoch_is_dealt_to_another_group():
-    def program(group):
-        sampler = DistributedSampler(range(12), 3, group.rank(), shuffle=False)
-        sampler.advance(2)
-        sampler.set_group(group)
-        return list(sampler)
-
-    assert run_ranks(2, program) == [[6, 8, 10], [7, 9, 11]]
+@on_ranks(2)
+def test_rest_of_an_epoch_is_dealt_to_another_group(group):
+    sampler = DistributedSampler(range(12), 3, group.rank(), shuffle=False)
+    sampler.advance(2)
+    sampler.set_group(group)
+    assert list(sampler) == [[6, 8, 10], [7, 9, 11]][group.rank()]

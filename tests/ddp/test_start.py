@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -8,6 +6,8 @@ from torch import nn
 
 from asyncdist.ddp import DistributedDataParallel, hooks
 from asyncdist.errors import MismatchError
+from tests.ddp import conftest as toy
+from tests.support.ranks import on_ranks
 
 
 class Buffered(nn.Module):
@@ -46,14 +46,12 @@ def test_all_ranks_start_from_rank_0s_parameters_and_buffers(together):
         assert state["conv.weight"].stride() == expected["conv.weight"].stride()
 
 
-def test_a_lone_element_whose_stride_is_not_one(together):
-    def rank(group):
-        module = nn.Linear(2, 1)
-        module.scale = nn.Parameter(torch.full((2,), 1.0 + group.rank())[:1].as_strided((1,), (2,)))
-        DistributedDataParallel(module, process_group=group)
-        return module.scale.item()
-
-    assert together(2, rank) == [1.0, 1.0]
+@on_ranks(2)
+def test_a_lone_element_whose_stride_is_not_one(group):
+    module = nn.Linear(2, 1)
+    module.scale = nn.Parameter(torch.full((2,), 1.0 + group.rank())[:1].as_strided((1,), (2,)))
+    DistributedDataParallel(module, process_group=group)
+    assert module.scale.item() == 1.0
 
 
 @pytest.mark.parametrize("arguments", [{"broadcast_buffers": False}, {"forward_sync_buffers": False}, {}])
@@ -96,31 +94,26 @@ class Running(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_replaced_buffers_are_broadcast(together, dtype):
-    def rank(group):
-        module = Running()
-        model = DistributedDataParallel(module, process_group=group).to(dtype)
-        for _ in range(3):
-            model(torch.full((1, 1), 1.0 + group.rank(), dtype=dtype)).sum().backward()
-        before = module.mean.item()
-        with torch.no_grad():
-            model(torch.zeros(1, 1, dtype=dtype))
-        return before, module.mean.item(), module.own.item()
-
-    # Rank 0's mean was 1, then 1.5, then 1.75; rank 1 starts from 1.5 the third time, and adds 2.
-    assert together(2, rank) == [(1.75, 0.875, 3.0), (2.75, 0.875, 6.0)]
+@on_ranks(2)
+def test_replaced_buffers_are_broadcast(group, dtype):
+    module = Running()
+    model = DistributedDataParallel(module, process_group=group).to(dtype)
+    for _ in range(3):
+        model(torch.full((1, 1), 1.0 + group.rank(), dtype=dtype)).sum().backward()
+    before = module.mean.item()
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=dtype))
+    assert (before, module.mean.item(), module.own.item()) == [(1.75, 0.875, 3.0), (2.75, 0.875, 6.0)][group.rank()]
 
 
-def test_replaced_buffers_are_broadcast_when_join_ends(together):
-    def rank(group):
-        module = Running()
-        model = DistributedDataParallel(module, process_group=group)
-        with model.join():
-            for _ in range(group.rank() + 1):
-                model(torch.full((1, 1), 1.0 + group.rank())).sum().backward()
-        return module.mean.item()
-
-    assert together(2, rank) == [3.0, 3.0]  # rank 1 is last: 2, then 2 / 2 + 2
+@on_ranks(2)
+def test_replaced_buffers_are_broadcast_when_join_ends(group):
+    module = Running()
+    model = DistributedDataParallel(module, process_group=group)
+    with model.join():
+        for _ in range(group.rank() + 1):
+            model(torch.full((1, 1), 1.0 + group.rank())).sum().backward()
+    assert module.mean.item() == 3.0
 
 
 def test_buffers_are_broadcast_between_two_forwards_of_one_backward(together):
@@ -135,19 +128,17 @@ def test_buffers_are_broadcast_between_two_forwards_of_one_backward(together):
     assert torch.equal(*together(2, rank))
 
 
-def test_init_sync_false_leaves_values_alone(together, toy):
-    def rank(group):
-        counting = toy.Counting(group)
-        module = nn.Linear(1, 1)
-        nn.init.constant_(module.weight, group.rank())
-        DistributedDataParallel(module, process_group=counting, init_sync=False)
-        assert counting.issued == []
-        return module.weight.item()
-
-    assert together(2, rank) == [0.0, 1.0]
+@on_ranks(2)
+def test_init_sync_false_leaves_values_alone(group):
+    counting = toy.Counting(group)
+    module = nn.Linear(1, 1)
+    nn.init.constant_(module.weight, group.rank())
+    DistributedDataParallel(module, process_group=counting, init_sync=False)
+    assert counting.issued == []
+    assert module.weight.item() == group.rank()
 
 
-def test_ignored_parameters_are_left_alone(together, toy):
+def test_ignored_parameters_are_left_alone(together):
     def rank(group):
         module = toy.network(seed=group.rank())
         module._ddp_params_and_buffers_to_ignore = ["0.weight"]
@@ -162,6 +153,24 @@ def test_ignored_parameters_are_left_alone(together, toy):
     toy.assert_equal(ours[1:], theirs[1:])
 
 
+def with_other_strides():
+    module = nn.Linear(3, 2)
+    module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
+    return module
+
+
+def in_another_order():
+    swapped, module = nn.Module(), nn.Linear(3, 2)
+    swapped.bias, swapped.weight = module.bias, module.weight
+    return swapped
+
+
+def with_another_parameter():
+    module = nn.Linear(3, 2)
+    module.third = nn.Parameter(torch.ones(1))
+    return module
+
+
 DIFFERENT = pytest.mark.parametrize(
     ("odd", "sentence"),
     [
@@ -172,38 +181,37 @@ DIFFERENT = pytest.mark.parametrize(
             lambda: nn.ModuleDict({"a": nn.Linear(3, 2)}),
             r"rank 0 has parameter 'weight', rank 2 has parameter 'a.weight'",
         ),
+        (with_other_strides, r"parameter 'weight' has strides \(3, 1\) on rank 0, but \(1, 2\) on rank 2"),
+        (in_another_order, "rank 0 has parameter 'weight', rank 2 has parameter 'bias'"),
+        (with_another_parameter, "parameter 'third' exists on rank 2 only"),
     ],
 )
 
 
 @DIFFERENT
-def test_different_models_raise_on_every_rank(together, odd, sentence):
-    def rank(group):
-        with pytest.raises(MismatchError, match=sentence) as caught:
-            DistributedDataParallel(odd() if group.rank() == 2 else nn.Linear(3, 2), process_group=group)
-        return caught.value.peer
-
-    assert together(3, rank) == [2, 2, 2]
+@on_ranks(3)
+def test_different_models_raise_on_every_rank(group, odd, sentence):
+    with pytest.raises(MismatchError, match=sentence) as caught:
+        DistributedDataParallel(odd() if group.rank() == 2 else nn.Linear(3, 2), process_group=group)
+    assert caught.value.peer == 2
 
 
 @DIFFERENT
 @pytest.mark.parametrize("hook", [None, hooks.average])
-def test_different_models_raise_in_the_first_step_on_every_rank_without_init_sync(together, odd, sentence, hook):
-    def rank(group):
-        module = odd() if group.rank() == 2 else nn.Linear(3, 2)
-        model = DistributedDataParallel(module, process_group=group, init_sync=False)
-        if hook is not None:
-            model.register_async_comm_hook(hook)
-        # Each parameter gets a gradient, whatever the module computes.
-        model.module.forward = lambda: sum(parameter.sum() for parameter in module.parameters())
-        with pytest.raises(MismatchError, match=sentence) as caught:
-            model().backward()
-        return caught.value.peer
-
-    assert together(3, rank) == [2, 2, 2]
+@on_ranks(3)
+def test_different_models_raise_in_the_first_step_on_every_rank_without_init_sync(group, odd, sentence, hook):
+    module = odd() if group.rank() == 2 else nn.Linear(3, 2)
+    model = DistributedDataParallel(module, process_group=group, init_sync=False)
+    if hook is not None:
+        model.register_async_comm_hook(hook)
+    # Each parameter gets a gradient, whatever the module computes.
+    model.module.forward = lambda: sum(parameter.sum() for parameter in module.parameters())
+    with pytest.raises(MismatchError, match=sentence) as caught:
+        model().backward()
+    assert caught.value.peer == 2
 
 
-def test_models_are_compared_once_without_init_sync(together, toy):
+def test_models_are_compared_once_without_init_sync(together):
     def rank(group):
         counting = toy.Counting(group)
         model = DistributedDataParallel(nn.Linear(3, 2), process_group=counting, init_sync=False)
@@ -220,27 +228,23 @@ def test_models_are_compared_once_without_init_sync(together, toy):
     assert together(2, rank) == [([*first_step, ("all_reduce", 48)], first_step)] * 2
 
 
-def test_buffers_that_differ_raise_in_the_first_step_on_every_rank_without_init_sync(together):
-    def rank(group):
-        module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=group.rank() == 0))
-        model = DistributedDataParallel(module, process_group=group, init_sync=False)
-        with pytest.raises(MismatchError, match=r"buffer '1.running_mean' exists on rank 0 only"):
-            model(torch.eye(3)).sum().backward()
-
-    together(2, rank)
+@on_ranks(2)
+def test_buffers_that_differ_raise_in_the_first_step_on_every_rank_without_init_sync(group):
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=group.rank() == 0))
+    model = DistributedDataParallel(module, process_group=group, init_sync=False)
+    with pytest.raises(MismatchError, match=r"buffer '1.running_mean' exists on rank 0 only"):
+        model(torch.eye(3)).sum().backward()
 
 
-def test_models_that_differ_raise_in_the_first_step_of_ranks_with_and_without_inputs(together):
-    def rank(group):
-        module = nn.Linear(3, 2 + group.rank())
-        model = DistributedDataParallel(module, process_group=group, init_sync=False)
+@on_ranks(2)
+def test_models_that_differ_raise_in_the_first_step_of_ranks_with_and_without_inputs(group):
+    module = nn.Linear(3, 2 + group.rank())
+    model = DistributedDataParallel(module, process_group=group, init_sync=False)
 
-        def train():
-            with model.join():
-                for _ in range(1 - group.rank()):
-                    model(torch.ones(1, 3)).sum().backward()
+    def train():
+        with model.join():
+            for _ in range(1 - group.rank()):
+                model(torch.ones(1, 3)).sum().backward()
 
-        with pytest.raises(MismatchError, match=r"'weight' has shape \(2, 3\) on rank 0, but \(3, 3\) on rank 1"):
-            train()
-
-    together(2, rank)
+    with pytest.raises(MismatchError, match=r"'weight' has shape \(2, 3\) on rank 0, but \(3, 3\) on rank 1"):
+        train()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -9,9 +7,11 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import GradientError, GroupError
+from tests.ddp import conftest as toy
+from tests.support.ranks import on_ranks
 
 
-def test_no_sync_accumulates_locally_and_the_next_backward_averages_all(together, toy):
+def test_no_sync_accumulates_locally_and_the_next_backward_averages_all(together):
     inputs, targets = toy.samples(12)
 
     def rank(group):
@@ -42,7 +42,7 @@ def test_no_sync_accumulates_locally_and_the_next_backward_averages_all(together
     toy.assert_equal(results[0][1], results[1][1])
 
 
-def test_evaluation_and_gradients_of_inputs_communicate_nothing(together, toy):
+def test_evaluation_and_gradients_of_inputs_communicate_nothing(together):
     def rank(group):
         counting = toy.Counting(group)
         model = DistributedDataParallel(toy.network(), process_group=counting)
@@ -62,7 +62,8 @@ def test_evaluation_and_gradients_of_inputs_communicate_nothing(together, toy):
         assert [name for name, _ in issued] == ["all_reduce", "broadcast"]
 
 
-def test_parameter_shared_by_reentrant_checkpoints_is_refused_without_a_static_graph(together):
+@on_ranks(2)
+def test_parameter_shared_by_reentrant_checkpoints_is_refused_without_a_static_graph(group):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -73,35 +74,30 @@ def test_parameter_shared_by_reentrant_checkpoints_is_refused_without_a_static_g
                 x = checkpoint(self.layer, x, use_reentrant=True)
             return x
 
-    def rank(group):
-        model = DistributedDataParallel(Twice(), process_group=group)
-        with pytest.raises(
-            GradientError, match=r"'layer\.(weight|bias)' got a second gradient.*use_reentrant=False.*static_graph=True"
-        ):
-            model(torch.ones(1, 6, requires_grad=True)).sum().backward()
-
-    together(2, rank)
+    model = DistributedDataParallel(Twice(), process_group=group)
+    with pytest.raises(
+        GradientError, match=r"'layer\.(weight|bias)' got a second gradient.*use_reentrant=False.*static_graph=True"
+    ):
+        model(torch.ones(1, 6, requires_grad=True)).sum().backward()
 
 
-def test_module_can_be_wrapped_again(together, toy):
-    def rank(group):
-        module = toy.network()
-        counting = toy.Counting(group)
-        first = DistributedDataParallel(module, process_group=group)
-        toy.loss_of(first, *toy.share(group, toy.samples())).backward()
-        expected = toy.gradients(module)
-        module.zero_grad()
-        del first
-        model = DistributedDataParallel(module, process_group=counting)
-        counting.issued.clear()
-        toy.loss_of(model, *toy.share(group, toy.samples())).backward()
-        assert [name for name, _ in counting.issued] == ["all_reduce", "broadcast"]
-        toy.assert_equal(toy.gradients(module), expected)
-
-    together(2, rank)
+@on_ranks(2)
+def test_module_can_be_wrapped_again(group):
+    module = toy.network()
+    counting = toy.Counting(group)
+    first = DistributedDataParallel(module, process_group=group)
+    toy.loss_of(first, *toy.share(group, toy.samples())).backward()
+    expected = toy.gradients(module)
+    module.zero_grad()
+    del first
+    model = DistributedDataParallel(module, process_group=counting)
+    counting.issued.clear()
+    toy.loss_of(model, *toy.share(group, toy.samples())).backward()
+    assert [name for name, _ in counting.issued] == ["all_reduce", "broadcast"]
+    toy.assert_equal(toy.gradients(module), expected)
 
 
-def test_model_can_be_wrapped_again_after_its_group_has_failed_in_a_backward(together, toy):
+def test_model_can_be_wrapped_again_after_its_group_has_failed_in_a_backward(together):
     """As members do that go on in another group, while an error still refers to the first wrapper."""
     (inputs, targets), both_have_stepped = toy.samples(8), threading.Barrier(2)
 

@@ -1,7 +1,5 @@
 """`SyncBatchNorm` computes, on every rank, what one process computes on the samples of all ranks."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -12,6 +10,8 @@ from torch import nn
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.ddp.sync_batchnorm import SyncBatchNorm
 from asyncdist.errors import UsageError
+from tests.ddp import conftest as toy
+from tests.support.ranks import on_ranks
 
 
 def model_of(norm):
@@ -27,18 +27,18 @@ def shares(counts):
     return images(sum(counts)).split(list(counts))
 
 
-@pytest.mark.parametrize("counts", [(4, 4), (5, 1, 2), (3, 0)])
 @pytest.mark.parametrize(
-    "norm",
+    ("counts", "options"),
     [
-        lambda: nn.BatchNorm2d(4),
-        lambda: nn.BatchNorm2d(4, momentum=None, eps=1e-3),
-        lambda: nn.BatchNorm2d(4, affine=False),
-        lambda: nn.BatchNorm2d(4, track_running_stats=False),
+        ((4, 4), {}),
+        ((5, 1, 2), {}),
+        ((3, 0), {}),
+        ((5, 1, 2), {"momentum": None, "eps": 1e-3}),
+        ((3, 0), {"affine": False}),
+        ((5, 1, 2), {"track_running_stats": False}),
     ],
-    ids=["default", "average", "not affine", "untracked"],
 )
-def test_training_equals_a_single_process_on_the_global_batch(together, toy, norm, counts):
+def test_training_equals_a_single_process_on_the_global_batch(together, counts, options):
     """The loss is a sum over samples, so the gradients' averages times the ranks are those of the global batch."""
 
     def run(module, data, steps=3):
@@ -53,7 +53,7 @@ def test_training_equals_a_single_process_on_the_global_batch(together, toy, nor
         return losses
 
     scale = [1.0]
-    base = toy.seeded(model_of(norm()))
+    base = toy.seeded(model_of(nn.BatchNorm2d(4, **options)))
     reference = copy.deepcopy(base)
     expected = run(reference, images(sum(counts)))
     scale[0] = float(len(counts))
@@ -88,7 +88,7 @@ def test_input_gradients_equal_those_of_the_global_batch(together, dtype):
     torch.testing.assert_close(found, whole.grad, rtol=tolerance, atol=tolerance)
 
 
-def test_evaluation_and_one_rank_compute_what_torch_computes(together, toy):
+def test_evaluation_and_one_rank_compute_what_torch_computes(together):
     def rank(group):
         norm = toy.seeded(nn.BatchNorm2d(4))
         norm.running_var.fill_(2)
@@ -122,23 +122,19 @@ def test_conversion_keeps_parameters_buffers_keys_and_modes():
     assert type(SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2))) is SyncBatchNorm
 
 
-def test_copies_keep_the_group_and_pickles_do_not(together):
-    def rank(group):
-        layer = SyncBatchNorm(2, process_group=group)
-        assert copy.deepcopy(layer).process_group is group
-        loaded = pickle.loads(pickle.dumps(layer))
-        assert loaded.process_group is None
-        assert loaded.state_dict().keys() == layer.state_dict().keys()
-
-    together(1, rank)
+@on_ranks(1)
+def test_copies_keep_the_group_and_pickles_do_not(group):
+    layer = SyncBatchNorm(2, process_group=group)
+    assert copy.deepcopy(layer).process_group is group
+    loaded = pickle.loads(pickle.dumps(layer))
+    assert loaded.process_group is None
+    assert loaded.state_dict().keys() == layer.state_dict().keys()
 
 
-def test_one_value_per_channel_raises_on_every_rank(together):
-    def rank(group):
-        layer = SyncBatchNorm(2, process_group=group)
-        with pytest.raises(UsageError, match="the 2 ranks together have 1: give the ranks larger batches"):
-            layer(torch.ones(1 - group.rank(), 2))
-        with pytest.raises(UsageError, match=r"shape \(N, C, ...\), not \(2,\)"):
-            layer(torch.ones(2))
-
-    together(2, rank)
+@on_ranks(2)
+def test_one_value_per_channel_raises_on_every_rank(group):
+    layer = SyncBatchNorm(2, process_group=group)
+    with pytest.raises(UsageError, match="the 2 ranks together have 1: give the ranks larger batches"):
+        layer(torch.ones(1 - group.rank(), 2))
+    with pytest.raises(UsageError, match=r"shape \(N, C, ...\), not \(2,\)"):
+        layer(torch.ones(2))

@@ -1,7 +1,5 @@
 """The cases of program_table.py: the class of this package computes what torch's class computes over gloo."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

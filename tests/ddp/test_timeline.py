@@ -1,7 +1,5 @@
 """The picture and the description of a training step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

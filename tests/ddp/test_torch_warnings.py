@@ -1,7 +1,5 @@
 """What the warnings of torch's documentation of DistributedDataParallel forbid ends in an error, and not in a hang."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 
@@ -13,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import GradientError, MismatchError, OperationTimeoutError, UsageError
+from tests.support.pairs import each_pair
+from tests.support.ranks import on_ranks
 
 PROGRAM = Path(__file__).parent / "program_distributed_autograd.py"
 
@@ -35,35 +35,6 @@ def test_torch_warns_of_what_these_tests_cover():
     assert TorchDDP.__doc__.count(".. warning::") == 8
 
 
-def other_order(module):
-    swapped = nn.Module()
-    swapped.second, swapped.first = module.second, module.first
-    return swapped
-
-
-def other_strides(module):
-    module.second.weight = nn.Parameter(module.second.weight.detach().t().contiguous().t())
-    return module
-
-
-def more_parameters(module):
-    module.third = nn.Linear(1, 1)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [(other_order, "first.weight"), (other_strides, "second.weight"), (more_parameters, "third.weight")],
-)
-def test_models_that_differ_are_refused_on_every_rank(together, change, name):
-    def rank(group):
-        module = Two()
-        with pytest.raises(MismatchError, match=name):
-            wrapped(group, change(module) if group.rank() else module)
-
-    together(2, rank)
-
-
 def remove(module):
     del module.second
 
@@ -74,30 +45,26 @@ def freeze(module):
 
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize("change", [remove, freeze])
-def test_parameter_that_is_removed_or_frozen_after_wrapping_is_named_on_every_rank(together, change, everywhere):
-    def rank(group):
-        model = wrapped(group)
+@on_ranks(2)
+def test_parameter_that_is_removed_or_frozen_after_wrapping_is_named_on_every_rank(group, change, everywhere):
+    model = wrapped(group)
+    model(torch.ones(1, 3)).sum().backward()
+    if everywhere or group.rank():
+        change(model.module)
+    with pytest.raises(GradientError, match=r"no gradient to 'second\.weight', 'second\.bias' on"):
         model(torch.ones(1, 3)).sum().backward()
-        if everywhere or group.rank():
-            change(model.module)
-        with pytest.raises(GradientError, match=r"no gradient to 'second\.weight', 'second\.bias' on"):
-            model(torch.ones(1, 3)).sum().backward()
-
-    together(2, rank)
 
 
-def test_buffer_that_only_one_rank_has_ends_in_an_error_on_every_rank(together):
-    def rank(group):
-        model = wrapped(group, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+@on_ranks(2)
+def test_buffer_that_only_one_rank_has_ends_in_an_error_on_every_rank(group):
+    model = wrapped(group, nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    model(torch.ones(2, 3)).sum().backward()
+    if group.rank():
+        model.module.register_buffer("later", torch.ones(5))
+    # The root of the broadcast may have sent its bytes before it hears of the mismatch, in backward.
+    sentence = "this rank has registered 'later' since the model was wrapped" if group.rank() else "broadcast"
+    with pytest.raises(MismatchError, match=sentence):
         model(torch.ones(2, 3)).sum().backward()
-        if group.rank():
-            model.module.register_buffer("later", torch.ones(5))
-        # The root of the broadcast may have sent its bytes before it hears of the mismatch, in backward.
-        sentence = "this rank has registered 'later' since the model was wrapped" if group.rank() else "broadcast"
-        with pytest.raises(MismatchError, match=sentence):
-            model(torch.ones(2, 3)).sum().backward()
-
-    together(2, rank)
 
 
 def test_module_that_replaces_the_wrapped_one_is_refused(together):
@@ -116,41 +83,37 @@ def test_module_that_replaces_the_wrapped_one_is_refused(together):
     assert torch.equal(*together(2, rank))
 
 
-@pytest.mark.parametrize("arguments", [{}, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}])
-@pytest.mark.parametrize("ranks", [{0, 1}, {1}])
-@pytest.mark.parametrize("shape", [(1, 3), (5, 3)])
-def test_parameter_that_is_resized_after_wrapping_is_named_on_every_rank(together, shape, ranks, arguments):
-    def rank(group):
-        model = wrapped(group, Two(), **arguments)
+@each_pair(
+    arguments=[{}, {"gradient_as_bucket_view": False}, {"find_unused_parameters": True}],
+    ranks=[{0, 1}, {1}],
+    shape=[(1, 3), (5, 3)],
+)
+@on_ranks(2)
+def test_parameter_that_is_resized_after_wrapping_is_named_on_every_rank(group, shape, ranks, arguments):
+    model = wrapped(group, Two(), **arguments)
+    model(torch.ones(1, 3)).sum().backward()
+    if group.rank() in ranks:
+        model.module.second.weight.data = torch.ones(shape)
+        model.module.second.bias.data = torch.ones(shape[:1])
+        model.module.second.weight.grad = model.module.second.bias.grad = None
+    with pytest.raises(GradientError, match=r"gradient of 'second\.weight', 'second\.bias' on .* has not the shape"):
         model(torch.ones(1, 3)).sum().backward()
-        if group.rank() in ranks:
-            model.module.second.weight.data = torch.ones(shape)
-            model.module.second.bias.data = torch.ones(shape[:1])
-            model.module.second.weight.grad = model.module.second.bias.grad = None
-        with pytest.raises(
-            GradientError, match=r"gradient of 'second\.weight', 'second\.bias' on .* has not the shape"
-        ):
-            model(torch.ones(1, 3)).sum().backward()
-
-    together(2, rank)
 
 
 @pytest.mark.parametrize("as_view", [False, True])
-def test_reentrant_checkpoint_of_a_model_with_unused_parameters_gives_averages(together, as_view):
+@on_ranks(2)
+def test_reentrant_checkpoint_of_a_model_with_unused_parameters_gives_averages(group, as_view):
     """torch's documentation excludes this case."""
 
     class Checkpointed(Two):
         def forward(self, x):
             return checkpoint(self.first, x, use_reentrant=True)
 
-    def rank(group):
-        model = wrapped(group, Checkpointed(), find_unused_parameters=True, gradient_as_bucket_view=as_view)
-        for _ in range(2):
-            model.zero_grad()
-            model(torch.full((1, 3), float(group.rank()), requires_grad=True)).sum().backward()
-        return model.module.first.weight.grad.tolist(), model.module.second.weight.grad
-
-    assert together(2, rank) == [([[0.5] * 3] * 3, None)] * 2
+    model = wrapped(group, Checkpointed(), find_unused_parameters=True, gradient_as_bucket_view=as_view)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.full((1, 3), float(group.rank()), requires_grad=True)).sum().backward()
+    assert (model.module.first.weight.grad.tolist(), model.module.second.weight.grad) == ([[0.5] * 3] * 3, None)
 
 
 @pytest.mark.parametrize(
@@ -162,12 +125,10 @@ def test_reentrant_checkpoint_of_a_model_with_unused_parameters_gives_averages(t
         ({"static_graph": True}, "static_graph' has value False on rank 0, but True on rank 1"),
     ],
 )
-def test_arguments_that_differ_are_named_on_every_rank(together, arguments, name):
-    def rank(group):
-        with pytest.raises(MismatchError, match=f"argument '{name}"):
-            wrapped(group, **(arguments if group.rank() else {}))
-
-    together(2, rank)
+@on_ranks(2)
+def test_arguments_that_differ_are_named_on_every_rank(group, arguments, name):
+    with pytest.raises(MismatchError, match=f"argument '{name}"):
+        wrapped(group, **(arguments if group.rank() else {}))
 
 
 def test_rank_that_runs_backward_more_often_is_told_which_rank_did_not_come(together):

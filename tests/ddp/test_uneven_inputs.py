@@ -1,7 +1,5 @@
 """Ranks with different numbers of inputs inside ``join()``, compared with the arithmetic of a single process."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 
@@ -11,6 +9,8 @@ from torch import nn
 
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import MismatchError, UnevenInputsError, UsageError
+from tests.ddp import conftest as toy
+from tests.support.ranks import on_ranks
 
 STEPS = 4
 
@@ -22,38 +22,24 @@ def test_join_takes_the_arguments_of_torchs():
     assert arguments(DistributedDataParallel) == arguments(nn.parallel.DistributedDataParallel)
 
 
-@pytest.fixture
-def batches(toy):
-    """``batches(rank, count)``: the inputs and targets of the first ``count`` steps of a rank."""
-
-    def batches(rank, count):
-        inputs, targets = toy.samples(3 * STEPS * 3)
-        own = [tensor[rank * 3 * STEPS :].split(3) for tensor in (inputs, targets)]
-        return list(zip(*own, strict=True))[:count]
-
-    return batches
+def batches(rank, count):
+    """Return the inputs and targets of the first ``count`` steps of a rank."""
+    own = [tensor[rank * 3 * STEPS :].split(3) for tensor in toy.samples(3 * STEPS * 3)]
+    return list(zip(*own, strict=True))[:count]
 
 
-@pytest.fixture
-def alone(toy, batches):
-    """``alone(counts, by_all)``: the network that a single process trains on the inputs of ranks with these counts."""
-
-    def alone(counts, by_all, epochs=1):
-        module = toy.network()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for step in list(range(max(counts))) * epochs:
-            optimizer.zero_grad()
-            going = [rank for rank, count in enumerate(counts) if count > step]
-            for rank in going:
-                divisor = len(counts) if by_all else len(going)
-                (toy.loss_of(module, *batches(rank, STEPS)[step]) / divisor).backward()
-            optimizer.step()
-        return [parameter.detach() for parameter in module.parameters()]
-
-    return alone
-
-
-# -- averages ----------------------------------------------------------------------------------------
+def alone(counts, by_all, epochs=1):
+    """Return the parameters that a single process trains on the inputs of ranks with these counts."""
+    module = toy.network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in list(range(max(counts))) * epochs:
+        optimizer.zero_grad()
+        going = [rank for rank, count in enumerate(counts) if count > step]
+        for rank in going:
+            divisor = len(counts) if by_all else len(going)
+            (toy.loss_of(module, *batches(rank, STEPS)[step]) / divisor).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in module.parameters()]
 
 
 @pytest.mark.parametrize(("by_all", "as_view"), [(True, True), (False, False)])
@@ -69,7 +55,7 @@ def alone(toy, batches):
     ],
     ids=str,
 )
-def test_training_equals_a_single_process_on_all_inputs(together, toy, batches, alone, counts, by_all, as_view):
+def test_training_equals_a_single_process_on_all_inputs(together, counts, by_all, as_view):
     def rank(group):
         model = toy.wrapped(group, gradient_as_bucket_view=as_view)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -87,20 +73,18 @@ def test_training_equals_a_single_process_on_all_inputs(together, toy, batches, 
         toy.assert_equal(ours, results[0])
 
 
-def test_rank_without_inputs_keeps_its_own_gradients(together, toy, batches):
-    def rank(group):
-        model = toy.wrapped(group)
-        with model.join():
-            for batch in batches(group.rank(), 1 + group.rank()):
-                model.zero_grad()
-                toy.loss_of(model, *batch).backward()
-                gradients = toy.gradients(model)
-        toy.assert_equal(toy.gradients(model), gradients)
-
-    together(2, rank)
+@on_ranks(2)
+def test_rank_without_inputs_keeps_its_own_gradients(group):
+    model = toy.wrapped(group)
+    with model.join():
+        for batch in batches(group.rank(), 1 + group.rank()):
+            model.zero_grad()
+            toy.loss_of(model, *batch).backward()
+            gradients = toy.gradients(model)
+    toy.assert_equal(toy.gradients(model), gradients)
 
 
-def test_no_sync_accumulates_inside_join(together, toy, batches):
+def test_no_sync_accumulates_inside_join(together):
     counts = [2, 4]
 
     def rank(group):
@@ -129,7 +113,7 @@ def test_no_sync_accumulates_inside_join(together, toy, batches):
         toy.assert_close(ours, [parameter.detach() for parameter in reference.parameters()])
 
 
-def test_join_allows_forwards_without_backward_and_repeated_backwards(together, toy, batches):
+def test_join_allows_forwards_without_backward_and_repeated_backwards(together):
     """Ranks that continue may take every kind of step, including a forward without a backward."""
 
     def rank(group):
@@ -150,9 +134,6 @@ def test_join_allows_forwards_without_backward_and_repeated_backwards(together, 
     # The first backward averages two losses over two ranks. The second adds two losses and averages the sum.
     expected = [(2 / 2 + 2) / 2 * gradient for gradient in toy.gradients(reference)]
     toy.assert_close(together(2, rank)[1], expected)
-
-
-# -- buffers -----------------------------------------------------------------------------------------
 
 
 class Tally(nn.Module):
@@ -193,27 +174,22 @@ def test_buffers_are_those_of_the_highest_rank_with_inputs(together, counts, lef
     assert {later for _, later in results} == {left[0]}
 
 
-def test_ranks_with_inputs_may_evaluate_inside_join(together):
-    def rank(group):
-        model = DistributedDataParallel(Tally(), process_group=group)
-        with model.join():
-            for _ in range(1 + group.rank()):
-                model.train()(torch.ones(1)).sum().backward()
-            if group.rank() == 1:
-                with torch.no_grad():  # overwrites buffers, as the first forward after a training step does
-                    model.eval()(torch.ones(1))
-        tally = model.module.seen.item()
-        model.train()(torch.ones(1)).sum().backward()  # overwrites the buffers of both ranks
-        return tally, model.module.seen.item()
-
-    assert together(2, rank) == [(2.0, 3.0)] * 2
-
-
-# -- refusals ----------------------------------------------------------------------------------------
+@on_ranks(2)
+def test_ranks_with_inputs_may_evaluate_inside_join(group):
+    model = DistributedDataParallel(Tally(), process_group=group)
+    with model.join():
+        for _ in range(1 + group.rank()):
+            model.train()(torch.ones(1)).sum().backward()
+        if group.rank() == 1:
+            with torch.no_grad():  # overwrites buffers, as the first forward after a training step does
+                model.eval()(torch.ones(1))
+    tally = model.module.seen.item()
+    model.train()(torch.ones(1)).sum().backward()  # overwrites the buffers of both ranks
+    assert (tally, model.module.seen.item()) == (2.0, 3.0)
 
 
 @pytest.mark.parametrize("counts", [[1, 3, 2], [2, 0, 0]], ids=str)
-def test_early_termination_raises_on_all_ranks_if_requested(together, toy, batches, counts):
+def test_early_termination_raises_on_all_ranks_if_requested(together, counts):
     shortest = min(counts)
 
     def rank(group):
@@ -237,7 +213,7 @@ def test_early_termination_raises_on_all_ranks_if_requested(together, toy, batch
     assert together(3, rank) == [(ended, going)] * 3
 
 
-def test_even_inputs_raise_nothing(together, toy, batches):
+def test_even_inputs_raise_nothing(together):
     def rank(group):
         model = toy.wrapped(group)
         with model.join(throw_on_early_termination=True):
@@ -248,53 +224,45 @@ def test_even_inputs_raise_nothing(together, toy, batches):
     toy.assert_equal(*together(2, rank))
 
 
-def test_error_inside_join_is_raised_without_shadowing(together):
-    def rank(group):
-        model = DistributedDataParallel(Tally(), process_group=group)
-        with pytest.raises(KeyError, match="mine"), model.join():
-            raise KeyError("mine")
-        with model.join(), pytest.raises(UsageError, match=r"inside join\(\) already"), model.join():
-            pass
-        model(torch.ones(1)).sum().backward()
-        return model.module.weight.grad.item()
-
-    assert together(2, rank) == [1.0, 1.0]
+@on_ranks(2)
+def test_error_inside_join_is_raised_without_shadowing(group):
+    model = DistributedDataParallel(Tally(), process_group=group)
+    with pytest.raises(KeyError, match="mine"), model.join():
+        raise KeyError("mine")
+    with model.join(), pytest.raises(UsageError, match=r"inside join\(\) already"), model.join():
+        pass
+    model(torch.ones(1)).sum().backward()
+    assert model.module.weight.grad.item() == 1.0
 
 
-def test_ranks_do_not_synchronise_without_join(together, toy, batches):
-    def rank(group):
-        class Silent(toy.Counting):
-            def all_gather_single(self, *_, **__):
-                raise AssertionError("ranks meet")
+@on_ranks(2)
+def test_ranks_do_not_synchronise_without_join(group):
+    class Silent(toy.Counting):
+        def all_gather_single(self, *_, **__):
+            raise AssertionError("ranks meet")
 
-        model = DistributedDataParallel(toy.network(), process_group=Silent(group))
+    model = DistributedDataParallel(toy.network(), process_group=Silent(group))
+    toy.loss_of(model, *batches(group.rank(), 1)[0]).backward()
+    with model.join(enable=False):
         toy.loss_of(model, *batches(group.rank(), 1)[0]).backward()
-        with model.join(enable=False):
-            toy.loss_of(model, *batches(group.rank(), 1)[0]).backward()
-        with pytest.raises(AssertionError, match="ranks meet"), model.join():
-            pass
-
-    together(2, rank)
+    with pytest.raises(AssertionError, match="ranks meet"), model.join():
+        pass
 
 
-def test_mismatched_ranks_inside_join_raise_on_every_rank(together):
-    def rank(group):
-        model = DistributedDataParallel(Tally(), process_group=group)
+@on_ranks(3)
+def test_mismatched_ranks_inside_join_raise_on_every_rank(group):
+    model = DistributedDataParallel(Tally(), process_group=group)
 
-        def epoch():
-            with model.join():
-                if group.rank() == 1:
-                    model.require_forward_param_sync = False  # as after an evaluation on this rank only
-                if group.rank() < 2:
-                    model(torch.ones(1)).sum().backward()
+    def epoch():
+        with model.join():
+            if group.rank() == 1:
+                model.require_forward_param_sync = False  # as after an evaluation on this rank only
+            if group.rank() < 2:
+                model(torch.ones(1)).sum().backward()
 
-        with pytest.raises(MismatchError, match=r"rank 0 is at the broadcast of buffers .*, rank 1 at the average"):
-            epoch()
+    with pytest.raises(MismatchError, match=r"rank 0 is at the broadcast of buffers .*, rank 1 at the average"):
+        epoch()
 
-    together(3, rank)
-
-
-# -- processes ---------------------------------------------------------------------------------------
 
 PROGRAM = Path(__file__).parent / "program_uneven.py"
 

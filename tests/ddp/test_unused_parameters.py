@@ -1,7 +1,5 @@
 """Models of which a backward does not use every parameter: find_unused_parameters, static_graph, and others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -9,6 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from asyncdist.ddp import DistributedDataParallel
 from asyncdist.errors import GradientError
+from tests.ddp import conftest as toy
+from tests.support.ranks import on_ranks
 
 
 class Branches(nn.Module):
@@ -55,29 +55,24 @@ def test_parameters_unused_on_some_ranks_are_averaged_and_those_unused_everywher
 
 
 @pytest.mark.parametrize("as_view", [True, False])
-def test_unused_parameters_keep_and_contribute_accumulated_gradients(together, as_view):
-    def rank(group):
-        model = DistributedDataParallel(
-            Branches(3), process_group=group, find_unused_parameters=True, gradient_as_bucket_view=as_view
-        )
-        step(model, group, [0, 1])
-        with model.no_sync():
-            step(model, group, [2] if group.rank() == 0 else [], zero=False)
-        return step(model, group, [0], zero=False)
-
-    # The third was used without averages on rank 0 only, where its gradient is 1.
-    assert together(2, rank) == [[3.0, 1.5, 0.5]] * 2
+@on_ranks(2)
+def test_unused_parameters_keep_and_contribute_accumulated_gradients(group, as_view):
+    model = DistributedDataParallel(
+        Branches(3), process_group=group, find_unused_parameters=True, gradient_as_bucket_view=as_view
+    )
+    step(model, group, [0, 1])
+    with model.no_sync():
+        step(model, group, [2] if group.rank() == 0 else [], zero=False)
+    assert step(model, group, [0], zero=False) == [3.0, 1.5, 0.5]
 
 
-def test_autograd_grad_averages_nothing_where_parameters_may_be_unused(together):
-    def rank(group):
-        model = DistributedDataParallel(Branches(2), process_group=group, find_unused_parameters=True)
-        if group.rank() == 0:
-            x = torch.ones(1, 1, requires_grad=True)
-            torch.autograd.grad(model(x, [0]).sum(), [x])
-        return step(model, group, [0])
-
-    assert together(2, rank) == [[1.5, None]] * 2
+@on_ranks(2)
+def test_autograd_grad_averages_nothing_where_parameters_may_be_unused(group):
+    model = DistributedDataParallel(Branches(2), process_group=group, find_unused_parameters=True)
+    if group.rank() == 0:
+        x = torch.ones(1, 1, requires_grad=True)
+        torch.autograd.grad(model(x, [0]).sum(), [x])
+    assert step(model, group, [0]) == [1.5, None]
 
 
 class Shared(nn.Module):
@@ -93,119 +88,103 @@ class Shared(nn.Module):
         return x
 
 
-def test_static_graph_allows_shared_parameters_of_checkpoints_and_unused_ones(together, toy):
-    def rank(group):
-        model = DistributedDataParallel(
-            toy.seeded(Shared()), process_group=group, static_graph=True, bucket_cap_mb=1e-5
-        )
-        reference = toy.seeded(Shared())
-        for _ in range(3):
-            model.zero_grad()
-            reference.zero_grad()
-            model(torch.full((1, 3), group.rank() + 1.0, requires_grad=True)).sum().backward()
-            for each in range(2):
-                (reference(torch.full((1, 3), each + 1.0, requires_grad=True)).sum() / 2).backward()
-            toy.assert_close([model.module.layer.weight.grad], [reference.layer.weight.grad])
-            assert model.module.spare.weight.grad is None
-
-    together(2, rank)
+@on_ranks(2)
+def test_static_graph_allows_shared_parameters_of_checkpoints_and_unused_ones(group):
+    model = DistributedDataParallel(toy.seeded(Shared()), process_group=group, static_graph=True, bucket_cap_mb=1e-5)
+    reference = toy.seeded(Shared())
+    for _ in range(3):
+        model.zero_grad()
+        reference.zero_grad()
+        model(torch.full((1, 3), group.rank() + 1.0, requires_grad=True)).sum().backward()
+        for each in range(2):
+            (reference(torch.full((1, 3), each + 1.0, requires_grad=True)).sum() / 2).backward()
+        toy.assert_close([model.module.layer.weight.grad], [reference.layer.weight.grad])
+        assert model.module.spare.weight.grad is None
 
 
 @pytest.mark.parametrize(("first", "later"), [([0], [0, 1]), ([0, 1], [0])])
-def test_static_graph_that_changes_raises_on_every_rank(together, first, later):
-    def rank(group):
-        model = DistributedDataParallel(Branches(2), process_group=group, static_graph=True)
-        step(model, group, first)
-        with pytest.raises(
-            GradientError, match=r"static_graph=True, but on .* of 'layers.1.weight' is not that of the first"
-        ):
-            step(model, group, later if group.rank() == 1 else first)
-
-    together(2, rank)
+@on_ranks(2)
+def test_static_graph_that_changes_raises_on_every_rank(group, first, later):
+    model = DistributedDataParallel(Branches(2), process_group=group, static_graph=True)
+    step(model, group, first)
+    with pytest.raises(
+        GradientError, match=r"static_graph=True, but on .* of 'layers.1.weight' is not that of the first"
+    ):
+        step(model, group, later if group.rank() == 1 else first)
 
 
-def test_skipped_parameters_are_not_sent_and_must_stay_unused(together, toy):
-    def rank(group):
-        counting = toy.Counting(group)
-        model = DistributedDataParallel(
-            Branches(4), process_group=counting, skip_all_reduce_unused_params=True, bucket_cap_mb=1e-6
-        )
-        assert step(model, group, [0, 2]) == [1.5, None, 1.5, None]
-        counting.issued.clear()
-        assert step(model, group, [0, 2]) == [1.5, None, 1.5, None]
-        assert len(counting.issued) == len(model.bucket_parameters) == 2
-        with pytest.raises(GradientError, match=r"'layers.3.weight' got a gradient .*skip_all_reduce_unused_params"):
-            step(model, group, [0, 2, 3] if group.rank() == 1 else [0, 2])
-
-    together(2, rank)
+@on_ranks(2)
+def test_skipped_parameters_are_not_sent_and_must_stay_unused(group):
+    counting = toy.Counting(group)
+    model = DistributedDataParallel(
+        Branches(4), process_group=counting, skip_all_reduce_unused_params=True, bucket_cap_mb=1e-6
+    )
+    assert step(model, group, [0, 2]) == [1.5, None, 1.5, None]
+    counting.issued.clear()
+    assert step(model, group, [0, 2]) == [1.5, None, 1.5, None]
+    assert len(counting.issued) == len(model.bucket_parameters) == 2
+    with pytest.raises(GradientError, match=r"'layers.3.weight' got a gradient .*skip_all_reduce_unused_params"):
+        step(model, group, [0, 2, 3] if group.rank() == 1 else [0, 2])
 
 
-def test_delayed_parameters_are_averaged_in_buckets_of_their_own_at_the_end(together):
-    def rank(group):
-        module = Branches(4)
-        delayed = [item for item in module.named_parameters() if item[0] in ("layers.3.weight", "layers.1.weight")]
-        model = DistributedDataParallel(
-            module,
-            process_group=group,
-            delay_all_reduce_named_params=delayed,
-            param_to_hook_all_reduce=module.layers[0].weight,
-        )
-        for _ in range(2):
-            assert step(model, group, [0, 1, 2, 3]) == [1.5] * 4
-            assert {frozenset(names) for names in model.bucket_parameters} == {
-                frozenset(["layers.0.weight", "layers.2.weight"]), frozenset(["layers.1.weight", "layers.3.weight"])
-            }  # fmt: skip
-            assert "layers.1.weight" in model.bucket_parameters[-1]
-
-    together(2, rank)
+@on_ranks(2)
+def test_delayed_parameters_are_averaged_in_buckets_of_their_own_at_the_end(group):
+    module = Branches(4)
+    delayed = [item for item in module.named_parameters() if item[0] in ("layers.3.weight", "layers.1.weight")]
+    model = DistributedDataParallel(
+        module,
+        process_group=group,
+        delay_all_reduce_named_params=delayed,
+        param_to_hook_all_reduce=module.layers[0].weight,
+    )
+    for _ in range(2):
+        assert step(model, group, [0, 1, 2, 3]) == [1.5] * 4
+        assert {frozenset(names) for names in model.bucket_parameters} == {
+            frozenset(["layers.0.weight", "layers.2.weight"]), frozenset(["layers.1.weight", "layers.3.weight"])
+        }  # fmt: skip
+        assert "layers.1.weight" in model.bucket_parameters[-1]
 
 
-def test_hook_of_the_user_changes_the_gradient_before_it_is_averaged(together):
+@on_ranks(2)
+def test_hook_of_the_user_changes_the_gradient_before_it_is_averaged(group):
     def double(parameter):
         parameter.grad.mul_(2)
 
-    def rank(group):
-        module = Branches(2)
-        module.layers[0].weight.register_post_accumulate_grad_hook(double)
-        model = DistributedDataParallel(module, process_group=group)
-        handle = module.layers[1].weight.register_post_accumulate_grad_hook(double)
-        found = [step(model, group, [0, 1]), step(model, group, [0, 1])]
-        handle.remove()
-        return [*found, step(model, group, [0, 1])]
-
-    assert together(2, rank) == [[[3.0, 3.0], [3.0, 3.0], [3.0, 1.5]]] * 2
+    module = Branches(2)
+    module.layers[0].weight.register_post_accumulate_grad_hook(double)
+    model = DistributedDataParallel(module, process_group=group)
+    handle = module.layers[1].weight.register_post_accumulate_grad_hook(double)
+    found = [step(model, group, [0, 1]), step(model, group, [0, 1])]
+    handle.remove()
+    assert [*found, step(model, group, [0, 1])] == [[3.0, 3.0], [3.0, 3.0], [3.0, 1.5]]
 
 
-def test_memory_of_lazy_buckets_is_freed_after_each_backward(together):
-    def rank(group):
-        model = DistributedDataParallel(
-            Branches(2), process_group=group, gradient_as_bucket_view=False, lazy_bucket_allocation=True
-        )
-        for _ in range(3):
-            assert step(model, group, [0, 1]) == [1.5] * 2
-            assert all(bucket.flat is None for bucket in model._reducer._set.buckets)
-
-    together(2, rank)
-
-
-def test_caller_may_finalize_backward(together):
-    def rank(group):
-        model = DistributedDataParallel(Branches(2), process_group=group, bucket_cap_mb=1e-6)
-        model.require_manual_backward_finalization = True
-        for _ in range(3):
-            step(model, group, [0, 1])
-            assert model.should_finalize_after_backward
-            model.finalize_backward()
-            assert [p.grad.item() for p in model.parameters()] == [1.5] * 2
-        with pytest.raises(ValueError, match="no backward waits"):
-            model.finalize_backward()
-        step(model, group, [0, 1])
-        with pytest.raises(ValueError, match=r"call finalize_backward\(\) before the next forward"):
-            step(model, group, [0, 1])
-        model.finalize_backward()
-        model.require_manual_backward_finalization = False
+@on_ranks(2)
+def test_memory_of_lazy_buckets_is_freed_after_each_backward(group):
+    model = DistributedDataParallel(
+        Branches(2), process_group=group, gradient_as_bucket_view=False, lazy_bucket_allocation=True
+    )
+    for _ in range(3):
         assert step(model, group, [0, 1]) == [1.5] * 2
-        with pytest.raises(ValueError, match="has finished by itself"):
-            model.finalize_backward()
+        assert all(bucket.flat is None for bucket in model._reducer._set.buckets)
 
-    together(2, rank)
+
+@on_ranks(2)
+def test_caller_may_finalize_backward(group):
+    model = DistributedDataParallel(Branches(2), process_group=group, bucket_cap_mb=1e-6)
+    model.require_manual_backward_finalization = True
+    for _ in range(3):
+        step(model, group, [0, 1])
+        assert model.should_finalize_after_backward
+        model.finalize_backward()
+        assert [p.grad.item() for p in model.parameters()] == [1.5] * 2
+    with pytest.raises(ValueError, match="no backward waits"):
+        model.finalize_backward()
+    step(model, group, [0, 1])
+    with pytest.raises(ValueError, match=r"call finalize_backward\(\) before the next forward"):
+        step(model, group, [0, 1])
+    model.finalize_backward()
+    model.require_manual_backward_finalization = False
+    assert step(model, group, [0, 1]) == [1.5] * 2
+    with pytest.raises(ValueError, match="has finished by itself"):
+        model.finalize_backward()
