@@ -1,22 +1,19 @@
 """A member of a job, which a test paces, kills and replaces."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import torch
 
 import asyncdist as dist
 
 
-def member(test: Any, job: str, min_size: int, start_size: int) -> None:
+def member(test, job, min_size, start_size):
     """Train until the test has sent something to any member, and report each generation."""
     torch.set_num_threads(1)
     asyncio.run(_train(test, job, min_size, start_size))
 
 
-async def _train(test: Any, job: str, min_size: int, start_size: int) -> None:
+async def _train(test, job, min_size, start_size):
     torch.manual_seed(0)
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -1,19 +1,14 @@
 """Jobs of real processes, which are killed and replaced while they train."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from asyncdist.base.background_loop import background_loop
 from asyncdist.config import Config
-from asyncdist.kernel.tracing.job_status import JobStatus, job_status
+from asyncdist.kernel.tracing.job_status import job_status
 from asyncdist.status.viewer import JobViewer
 from asyncdist.store import StoreServer
-from asyncdist.testing.processes import Nursery, RankProcess
 
 pytestmark = pytest.mark.processes
 
@@ -21,7 +16,7 @@ PROGRAM = Path(__file__).parent / "program_member.py"
 
 
 @pytest.fixture
-def job() -> Iterator[str]:
+def job():
     server = background_loop().run(StoreServer.start("127.0.0.1", 0))
     try:
         yield f"asyncdist://127.0.0.1:{server.port}/job"
@@ -30,25 +25,23 @@ def job() -> Iterator[str]:
 
 
 @pytest.fixture(params=["shm", pytest.param("tcp", marks=pytest.mark.exhaustive)])
-def transport(request: pytest.FixtureRequest) -> Any:
+def transport(request):
     return request.param
 
 
-def start(
-    nursery: Nursery, job: str, transport: str, min_size: int = 1, start_size: int = 1, **environment: str
-) -> RankProcess:
+def start(nursery, job, transport, min_size=1, start_size=1, **environment):
     environment["ASYNCDIST_TRANSPORT"] = transport
     return nursery.start(PROGRAM, "member", job, min_size, start_size, environment=environment)
 
 
-def hear(process: RankProcess, kind: str) -> Any:
+def hear(process, kind):
     """Return the next report of a kind."""
     while (said := process.hear())[0] != kind:
         pass
     return said
 
 
-def founders(nursery: Nursery, job: str, transport: str, count: int, min_size: int) -> list[RankProcess]:
+def founders(nursery, job, transport, count, min_size):
     """Start the first members; return once all of them train."""
     members = [start(nursery, job, transport, min_size, count) for _ in range(count)]
     for each in members:
@@ -57,7 +50,7 @@ def founders(nursery: Nursery, job: str, transport: str, count: int, min_size: i
     return members
 
 
-def finish(members: list[RankProcess]) -> None:
+def finish(members):
     """Let the members end after a step that all of them commit, and compare their models."""
     members[0].say("end")
     _, step, sums = hear(members[0], "done")
@@ -67,7 +60,7 @@ def finish(members: list[RankProcess]) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2], ids=["the lowest rank", "the highest rank"])
-def test_survivors_continue_after_a_kill(nursery: Nursery, job: str, transport: str, victim: int) -> None:
+def test_survivors_continue_after_a_kill(nursery, job, transport, victim):
     members = founders(nursery, job, transport, 3, 1)
     members.pop(victim).kill()
     for each in members:
@@ -75,7 +68,7 @@ def test_survivors_continue_after_a_kill(nursery: Nursery, job: str, transport: 
     finish(members)
 
 
-def test_replacement_gets_the_state_of_the_survivors(nursery: Nursery, job: str, transport: str) -> None:
+def test_replacement_gets_the_state_of_the_survivors(nursery, job, transport):
     members = founders(nursery, job, transport, 3, 2)
     members.pop().kill()
     members.append(start(nursery, job, transport))
@@ -85,7 +78,7 @@ def test_replacement_gets_the_state_of_the_survivors(nursery: Nursery, job: str,
     finish(members)
 
 
-def test_members_wait_for_a_newcomer_if_too_few_are_left(nursery: Nursery, job: str, transport: str) -> None:
+def test_members_wait_for_a_newcomer_if_too_few_are_left(nursery, job, transport):
     members = founders(nursery, job, transport, 2, 2)
     members.pop().kill()
     members.append(start(nursery, job, transport, 2, 2))
@@ -94,7 +87,7 @@ def test_members_wait_for_a_newcomer_if_too_few_are_left(nursery: Nursery, job: 
 
 
 @pytest.mark.exhaustive
-def test_many_kills_and_replacements(nursery: Nursery, job: str, transport: str) -> None:
+def test_many_kills_and_replacements(nursery, job, transport):
     members = founders(nursery, job, transport, 4, 2)
     for turn in range(8):
         members.pop(turn % len(members)).kill()
@@ -104,9 +97,7 @@ def test_many_kills_and_replacements(nursery: Nursery, job: str, transport: str)
 
 
 @pytest.mark.exhaustive
-def test_newcomer_that_is_stopped_delays_the_members_and_does_not_block_them(
-    nursery: Nursery, job: str, transport: str
-) -> None:
+def test_newcomer_that_is_stopped_delays_the_members_and_does_not_block_them(nursery, job, transport):
     members = founders(nursery, job, transport, 2, 1)
     stopped = start(nursery, job, transport)
     hear(stopped, "joins")
@@ -116,7 +107,7 @@ def test_newcomer_that_is_stopped_delays_the_members_and_does_not_block_them(
 
 
 @pytest.mark.exhaustive
-def test_job_begins_anew_when_all_members_were_killed(nursery: Nursery, job: str, transport: str) -> None:
+def test_job_begins_anew_when_all_members_were_killed(nursery, job, transport):
     for each in founders(nursery, job, transport, 2, 2):
         each.kill()
     members = founders(nursery, job, transport, 2, 2)
@@ -125,7 +116,7 @@ def test_job_begins_anew_when_all_members_were_killed(nursery: Nursery, job: str
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", [0, 1], ids=["the lowest id", "the highest id"])
-def test_member_that_cannot_know_whether_the_other_has_ended_goes_on(nursery: Nursery, job: str, victim: int) -> None:
+def test_member_that_cannot_know_whether_the_other_has_ended_goes_on(nursery, job, victim):
     """Two hosts with one member each: one has the majority without the other, the other has to join again."""
     members = []
     for host in ("one", "two"):
@@ -139,11 +130,11 @@ def test_member_that_cannot_know_whether_the_other_has_ended_goes_on(nursery: Nu
 
 
 @pytest.mark.exhaustive
-def test_top_follows_the_job_through_its_generations(nursery: Nursery, job: str, until: Any) -> None:
-    async def ask(viewer: JobViewer) -> JobStatus:
+def test_top_follows_the_job_through_its_generations(nursery, job, until):
+    async def ask(viewer):
         return job_status(await viewer.ask())
 
-    def shows(members: int, size: int, generation: int) -> bool:
+    def shows(members, size, generation):
         status = loop.run(ask(viewer))
         return (status.members, len(status.rows), status.generation, status.healthy) == (
             members,

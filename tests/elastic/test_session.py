@@ -1,11 +1,7 @@
 """`asyncdist.elastic`: sessions of one process each, as tasks of one loop, over a store server and the transport inproc."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 import torch
@@ -16,38 +12,19 @@ from asyncdist.elastic.job import GenerationRecord, Job
 from asyncdist.elastic.session import JobSession, join
 from asyncdist.errors import GroupError, StoreConnectionError, UsageError
 from asyncdist.groups.group import Group
-from asyncdist.groups.members.member_watch import MemberChange, MemberWatch
 from asyncdist.groups.members.training_state import State
 from asyncdist.groups.world import World
-from asyncdist.store import AsyncStore, StoreServer
+from asyncdist.store import AsyncStore
+from tests.elastic.conftest import enter
 
 
-@pytest.fixture
-async def job() -> AsyncIterator[str]:
-    """Return the URL of a job at a store server."""
-    server = await StoreServer.start("127.0.0.1", 0)
-    try:
-        yield f"asyncdist://127.0.0.1:{server.port}/test"
-    finally:
-        await server.close()
-
-
-def new_state() -> State:
+def new_state():
     return State(weights=torch.zeros(4), trace=[])
 
 
-async def train(
-    job: str,
-    state: State,
-    until: int,
-    *,
-    min_size: int = 1,
-    sizes: list[int] | None = None,
-    pace: asyncio.Event | None = None,
-    begun: asyncio.Event | None = None,
-) -> State:
+async def train(job, state, until, *, min_size=1, sizes=None, pace=None, begun=None):
     """Be a member until a number of steps is committed. Each step adds 1 to the weights."""
-    async with join(job, min_size=min_size, state=state, backend="inproc", timeout=20.0) as session:
+    async with enter(job, min_size=min_size, state=state) as session:
         async for group in session.generations():
             await group.adopt(state)
             if sizes is not None:
@@ -67,53 +44,50 @@ async def train(
     return state
 
 
-async def test_founders_form_one_generation_and_end_together(job: str) -> None:
-    sizes: list[int] = []
+async def test_founders_form_one_generation_and_end_together(job):
+    sizes = []
     states = await asyncio.gather(*(train(job, new_state(), 5, min_size=3, sizes=sizes) for _ in range(3)))
     assert sizes == [3, 3, 3]
     assert [state.step for state in states] == [5, 5, 5]
     assert all(torch.equal(state.weights, torch.full((4,), 5.0)) for state in states)
 
 
-async def waits_in_vain(job: str, min_size: int, words: str) -> None:
+async def waits_in_vain(job, min_size, words):
     """Join a job, and expect an error whose message matches ``words``."""
-    async with join(job, min_size=min_size, backend="inproc", timeout=0.3) as session:
+    async with enter(job, min_size=min_size, timeout=0.3) as session:
         with pytest.raises(JobTimeoutError, match=words) as raised:
             await anext(session.generations())
     assert isinstance(raised.value, TimeoutError)
 
 
-async def test_error_says_how_many_processes_a_job_lacks(job: str) -> None:
+async def test_error_says_how_many_processes_a_job_lacks(job):
     await waits_in_vain(job, 3, "in job 'test' 1 process is present, and a generation needs 3; start the others")
 
 
-async def test_error_says_that_members_admit_nobody(job: str) -> None:
+async def test_error_says_that_members_admit_nobody(job):
     words = "2 processes are present, .* 1 of them are members of generation 1, which have not begun another"
-    async with join(job, backend="inproc") as session:
+    async with enter(job) as session:
         await anext(session.generations())
         await waits_in_vain(job, 1, words)
 
 
-async def test_error_says_that_a_job_may_have_ended(job: str) -> None:
+async def test_error_says_that_a_job_may_have_ended(job):
     await train(job, new_state(), 2)
     await waits_in_vain(job, 2, "1 process is present, .* generation 1 has no member left: if the job has ended")
 
 
-async def test_founders_wait_for_the_least_number_of_members(job: str) -> None:
-    sizes: list[int] = []
+async def test_founders_wait_for_the_least_number_of_members(job, store):
+    sizes = []
     first = asyncio.create_task(train(job, new_state(), 2, min_size=2, sizes=sizes))
-    async with contextlib.AsyncExitStack() as stack:
-        store = await AsyncStore.connect("127.0.0.1", int(job.split(":")[2].split("/")[0]))
-        stack.push_async_callback(store.close)
-        await store.wait(["elastic/test/waiting/1"])
-        assert not first.done()
-        await train(job, new_state(), 2, min_size=2, sizes=sizes)
-        await first
+    await store.wait(["elastic/test/waiting/1"])
+    assert not first.done()
+    await train(job, new_state(), 2, min_size=2, sizes=sizes)
+    await first
     assert sizes == [2, 2]
 
 
-async def test_newcomer_gets_the_state_and_all_continue(job: str) -> None:
-    sizes: list[int] = []
+async def test_newcomer_gets_the_state_and_all_continue(job, store):
+    sizes = []
     pace, begun = asyncio.Event(), asyncio.Event()
     pace.set()
     states = [new_state() for _ in range(3)]
@@ -124,9 +98,7 @@ async def test_newcomer_gets_the_state_and_all_continue(job: str) -> None:
     await begun.wait()
     pace.clear()
     newcomer = asyncio.create_task(train(job, states[2], 60, sizes=sizes, pace=pace))
-    store = await AsyncStore.connect("127.0.0.1", int(job.split(":")[2].split("/")[0]))
     await store.wait(["elastic/test/waiting/3"])
-    await store.close()
     pace.set()
     await asyncio.gather(*founders, newcomer)
     assert sizes == [2, 2, 3, 3, 3]
@@ -135,14 +107,14 @@ async def test_newcomer_gets_the_state_and_all_continue(job: str) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["unharmed", "after a loss"])
-async def test_regroup_of_a_job_admits_who_waits(job: str, fails: bool) -> None:
+async def test_regroup_of_a_job_admits_who_waits(job, fails):
     """The iterator goes on from the group that `regroup` has returned."""
     here = asyncio.Barrier(2)
-    newcomers: list[asyncio.Task[list[int]]] = []
+    newcomers = []
 
-    async def founder(number: int) -> list[int]:
+    async def founder(number):
         sizes, state = [], new_state()
-        async with join(job, min_size=2, state=state, backend="inproc", timeout=20.0) as session:
+        async with enter(job, min_size=2, state=state) as session:
             async for group in session.generations():
                 await group.adopt(state)
                 sizes.append(group.size())
@@ -162,9 +134,9 @@ async def test_regroup_of_a_job_admits_who_waits(job: str, fails: bool) -> None:
                 await new.barrier()
         return sizes
 
-    async def newcomer() -> list[int]:
+    async def newcomer():
         sizes, state = [], new_state()
-        async with join(job, state=state, backend="inproc", timeout=20.0) as session:
+        async with enter(job, state=state) as session:
             async for group in session.generations():
                 await group.adopt(state)
                 sizes.append(group.size())
@@ -175,36 +147,26 @@ async def test_regroup_of_a_job_admits_who_waits(job: str, fails: bool) -> None:
     assert await newcomers[0] == [3]
 
 
-async def test_process_that_was_passed_over_announces_again_that_it_waits(job: str) -> None:
+async def test_process_that_was_passed_over_announces_again_that_it_waits(job, store):
     """The members may have named it while it was stopped, and wait for a sign of life since."""
     newcomer = asyncio.create_task(train(job, new_state(), 1, min_size=2))
-    store = await AsyncStore.connect("127.0.0.1", int(job.split(":")[2].split("/")[0]))
     await store.wait(["elastic/test/waiting/1"])
     assert await store.get("elastic/test/waiting/1") == b"0"
     async with store.watch_keys() as changes:
         await store.set("elastic/test/generation", GenerationRecord(1, (9,)).encode())
-        assert [value async for key, value in until_key(changes, "elastic/test/waiting/1")][-1] == b"1"
+        seen = []
+        async for key, value in changes:
+            seen += [value] * (key == "elastic/test/waiting/1")
+            if len(seen) == 2:  # the first one is the value at the beginning
+                break
+        assert seen[-1] == b"1"
     newcomer.cancel()
     await asyncio.gather(newcomer, return_exceptions=True)
-    await store.close()
 
 
-async def until_key(
-    changes: AsyncIterator[tuple[str, bytes | None]], wanted: str
-) -> AsyncIterator[tuple[str, bytes | None]]:
-    """Yield the changes up to the first one of a key that is not its present value."""
-    count = 0
-    async for key, value in changes:
-        yield key, value
-        count += key == wanted
-        if count == 2:
-            return
-
-
-async def test_process_that_has_not_seen_the_last_generation_is_no_candidate(job: str) -> None:
-    host, port = "127.0.0.1", int(job.split(":")[2].split("/")[0])
+async def test_process_that_has_not_seen_the_last_generation_is_no_candidate(server):
     async with contextlib.AsyncExitStack() as stack:
-        stores = [await AsyncStore.connect(host, port) for _ in range(2)]
+        stores = [await AsyncStore.connect("127.0.0.1", server.port) for _ in range(2)]
         jobs = [Job(store, "test") for store in stores]
         for store, each in zip(stores, jobs, strict=True):
             stack.push_async_callback(store.close)
@@ -219,8 +181,7 @@ async def test_process_that_has_not_seen_the_last_generation_is_no_candidate(job
         await member.until(lambda: member.candidates() == [newcomer.id])
 
 
-async def test_process_that_has_become_a_member_waits_no_more_before_its_last_message_arrives(job: str) -> None:
-    store = await AsyncStore.connect("127.0.0.1", int(job.split(":")[2].split("/")[0]))
+async def test_process_that_has_become_a_member_waits_no_more_before_its_last_message_arrives(job, store):
     member = Job(store, "test")
     await member.open()
     try:
@@ -230,16 +191,15 @@ async def test_process_that_has_become_a_member_waits_no_more_before_its_last_me
         assert member.candidates() == [8]
     finally:
         await member.close()
-        await store.close()
 
 
-async def test_members_are_told_who_waits_to_join(job: str) -> None:
+async def test_members_are_told_who_waits_to_join(job, store):
     """A stream of member changes has the processes that wait, also those that waited before it began."""
     pace, told = asyncio.Event(), []
     late = new_state()
 
-    async def member(state: State, rank: int) -> None:
-        async with join(job, min_size=2, start_size=2, state=state, backend="inproc", timeout=20.0) as session:
+    async def member(state, rank):
+        async with enter(job, min_size=2, start_size=2, state=state) as session:
             async for group in session.generations():
                 await group.adopt(state)
                 watch = group.watch_members() if group.size() == 2 else None
@@ -247,31 +207,23 @@ async def test_members_are_told_who_waits_to_join(job: str) -> None:
                     async with group.step():
                         await pace.wait()
                 if watch is not None:
-                    told.append([change[:2] async for change in _first(watch)])
-                    told.append([change[:2] async for change in _first(group.watch_members())])
+                    told.append((await anext(watch))[:2])
+                    told.append((await anext(group.watch_members()))[:2])
 
     founders = [asyncio.create_task(member(new_state(), rank)) for rank in range(2)]
-    store = await AsyncStore.connect("127.0.0.1", int(job.split(":")[2].split("/")[0]))
     await store.wait(["elastic/test/member/1", "elastic/test/member/2"])
     newcomer = asyncio.create_task(train(job, late, 0, min_size=2))
     await store.wait(["elastic/test/waiting/3"])
-    await store.close()
     pace.set()
     await asyncio.gather(*founders, newcomer)
-    assert told == [[(3, "waiting")]] * 4
+    assert told == [(3, "waiting")] * 4
 
 
-async def _first(watch: MemberWatch) -> AsyncIterator[MemberChange]:
-    yield await anext(watch)
-
-
-async def test_record_of_an_earlier_first_member_that_was_lost_is_replaced(
-    job: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_record_of_an_earlier_first_member_that_was_lost_is_replaced(job, monkeypatch, caplog):
     """The present one has not seen it yet when it writes its own."""
     begin, records = Job.begin_generation, []
 
-    async def begin_late(self: Job, after: GenerationRecord, number: int, members: tuple[int, ...], begun: int) -> bool:
+    async def begin_late(self, after, number, members, begun):
         records.append(number)
         if number == 2:
             await self.store.set("generation", GenerationRecord(2, (*members, 99)).encode())
@@ -280,8 +232,8 @@ async def test_record_of_an_earlier_first_member_that_was_lost_is_replaced(
     monkeypatch.setattr(Job, "begin_generation", begin_late)
     failed = []
 
-    async def member() -> None:
-        async with join(job, min_size=2, backend="inproc", timeout=20.0) as session:
+    async def member():
+        async with enter(job, min_size=2) as session:
             async for group in session.generations():
                 await group.barrier()
                 if not failed:
@@ -295,29 +247,27 @@ async def test_record_of_an_earlier_first_member_that_was_lost_is_replaced(
     assert "joins the job again" not in caplog.text
 
 
-async def test_member_that_is_cancelled_between_two_worlds_leaves_neither_open(
-    job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first: list[World] = []
-    opened: list[World] = []
-    closed: list[World] = []
+async def test_member_that_is_cancelled_between_two_worlds_leaves_neither_open(job, monkeypatch):
+    first = []
+    opened = []
+    closed = []
     has_begun, is_leaving, close, open_world = asyncio.Event(), asyncio.Event(), World.close, session_module.open_world
 
-    async def open_and_note(**options: Any) -> World:
+    async def open_and_note(**options):
         world = await open_world(**options)
         opened.append(world)
         return world
 
-    async def close_first_slowly(self: World) -> None:
+    async def close_first_slowly(self):
         await close(self)
         closed.append(self)
         if self in first:
             is_leaving.set()
             await asyncio.Event().wait()
 
-    async def founder() -> None:
+    async def founder():
         state = new_state()
-        async with join(job, state=state, backend="inproc", timeout=20.0) as session:
+        async with enter(job, state=state) as session:
             async for group in session.generations():
                 await group.adopt(state)
                 first.append(group.world)
@@ -327,18 +277,11 @@ async def test_member_that_is_cancelled_between_two_worlds_leaves_neither_open(
                 async with group.step():
                     pass
 
-    async def newcomer() -> None:
-        state = new_state()
-        async with join(job, state=state, backend="inproc", timeout=20.0) as session:
-            async for group in session.generations():
-                await group.adopt(state)
-                break
-
     monkeypatch.setattr(World, "close", close_first_slowly)
     monkeypatch.setattr(session_module, "open_world", open_and_note)
     founding = asyncio.create_task(founder())
     await has_begun.wait()
-    joining = asyncio.create_task(newcomer())
+    joining = asyncio.create_task(train(job, new_state(), 0))
     await is_leaving.wait()
     founding.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -349,22 +292,20 @@ async def test_member_that_is_cancelled_between_two_worlds_leaves_neither_open(
 
 
 @pytest.mark.parametrize("where", ["barrier", "announcement"])
-async def test_member_whose_call_is_cancelled_while_it_enters_a_world_enters_it(
-    job: str, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_member_whose_call_is_cancelled_while_it_enters_a_world_enters_it(job, where, monkeypatch):
     """The next call returns the group in which the others wait."""
     entering, may_enter, barrier, become_member = asyncio.Event(), asyncio.Event(), Group.barrier, Job.become_member
 
-    async def slow_barrier(group: Group) -> None:
+    async def slow_barrier(group):
         entering.set()
         await may_enter.wait()
         await barrier(group)
 
-    def first_barrier_slowly(self: Group, **options: Any) -> Any:
+    def first_barrier_slowly(self, **options):
         is_slow = where == "barrier" and self is session.group and not may_enter.is_set()
         return slow_barrier(self) if is_slow else barrier(self, **options)
 
-    async def become_member_slowly(self: Job, record: bytes = b"") -> None:
+    async def become_member_slowly(self, record=b""):
         if where == "announcement" and self.id == session.id:
             entering.set()
             await may_enter.wait()
@@ -372,8 +313,8 @@ async def test_member_whose_call_is_cancelled_while_it_enters_a_world_enters_it(
 
     monkeypatch.setattr(Group, "barrier", first_barrier_slowly)
     monkeypatch.setattr(Job, "become_member", become_member_slowly)
-    sizes: list[int] = []
-    async with join(job, min_size=2, backend="inproc", timeout=20.0) as session:
+    sizes = []
+    async with enter(job, min_size=2) as session:
         other = asyncio.create_task(train(job, new_state(), 0, min_size=2, sizes=sizes))
         first = asyncio.create_task(session.next_group())
         await entering.wait()
@@ -390,34 +331,32 @@ async def test_member_whose_call_is_cancelled_while_it_enters_a_world_enters_it(
     assert sizes == [2]
 
 
-async def test_member_that_cannot_announce_that_it_has_entered_a_world_has_no_group(
-    job: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_member_that_cannot_announce_that_it_has_entered_a_world_has_no_group(job, monkeypatch):
     become_member, errors = Job.become_member, [StoreConnectionError("the store has gone")]
 
-    async def fail_once(self: Job, record: bytes = b"") -> None:
+    async def fail_once(self, record=b""):
         if errors:
             raise errors.pop()
         await become_member(self, record)
 
     monkeypatch.setattr(Job, "become_member", fail_once)
-    async with join(job, backend="inproc", timeout=20.0) as session:
+    async with join(job) as session:
         with pytest.raises(StoreConnectionError, match="the store has gone"):
             await session.next_group()
         assert session.group is None
         assert await session.next_group() is not None
 
 
-async def test_group_without_change_ends_the_iteration(job: str) -> None:
-    async with join(job, backend="inproc") as session:
+async def test_group_without_change_ends_the_iteration(job):
+    async with enter(job) as session:
         groups = [group async for group in session.generations()]
     assert [group.size() for group in groups] == [1]
 
 
-async def test_session_of_a_blocking_program(job: str) -> None:
-    def program() -> int:
+async def test_session_of_a_blocking_program(job):
+    def program():
         state = new_state()
-        with join(job, state=state, backend="inproc", timeout=20.0) as session:
+        with enter(job, state=state) as session:
             for group in session.generations():
                 group.adopt(state).wait()
                 with group.step() as step:
@@ -429,13 +368,13 @@ async def test_session_of_a_blocking_program(job: str) -> None:
 
 
 @pytest.mark.parametrize(("where", "words"), [("tcp://127.0.0.1:1", "asyncdist://host:port/job"), ("x", "scheme")])
-async def test_wrong_address_is_refused(where: str, words: str) -> None:
+async def test_wrong_address_is_refused(where, words):
     with pytest.raises(UsageError, match=words):
         async with join(where):
             pass
 
 
-async def test_session_that_is_not_open_says_so(job: str) -> None:
+async def test_session_that_is_not_open_says_so(job):
     session = join(job)
     with pytest.raises(UsageError, match="the session of the job is not open: use it inside"):
         await anext(session.generations())
@@ -443,6 +382,6 @@ async def test_session_that_is_not_open_says_so(job: str) -> None:
         _ = session.id
 
 
-def test_least_number_of_members_is_positive() -> None:
+def test_least_number_of_members_is_positive():
     with pytest.raises(UsageError, match="min_size"):
         JobSession("asyncdist://127.0.0.1:1/x", 0, None, None, None, None)
