@@ -1,9 +1,6 @@
 """Jobs at a store server, and sessions of this process."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from asyncdist.store import StoreServer
 
 
 @pytest.fixture
-async def job() -> AsyncIterator[str]:
+async def job():
     """Return the URL of a job at a store server."""
     server = await StoreServer.start("127.0.0.1", 0)
     try:
@@ -28,7 +25,7 @@ def serving(job):
     """Serve an object under the name "it", and call it from another session: ``async with serving(object) as it``."""
 
     @contextlib.asynccontextmanager
-    async def serving(served: object, *, local: bool = True, **options) -> AsyncIterator[rpc.RemoteObject]:
+    async def serving(served, *, local=True, **options):
         settings = options.pop("settings", {})
         near, far = (Config(timeout=60.0, host=None if local else host, **settings) for host in ("near", "far"))
         async with rpc.serve({"it": served}, job, config=far, **options), rpc.connect(job, config=near):
@@ -37,10 +34,45 @@ def serving(job):
     return serving
 
 
-def assert_equal_and_writable(found: torch.Tensor, sent: torch.Tensor) -> None:
+def assert_equal_and_writable(found, sent):
     """Compare a tensor with the one that was sent, and overwrite it."""
     assert (found.dtype, found.shape) == (sent.dtype, sent.shape)
     assert found.requires_grad == sent.requires_grad
     assert torch.equal(found.resolve_conj(), sent.resolve_conj())
     with torch.no_grad():
         found.zero_()
+
+
+def caller_of(remote):
+    """Return the connection over which the calls of a remote object go."""
+    return remote._caller
+
+
+def num_open(remote):
+    """Return the number of calls that have not ended."""
+    return caller_of(remote).num_open
+
+
+def channels_of(session):
+    """Return the channels of a session to other processes."""
+    return session._port.channels
+
+
+def number_of(reference):
+    """Return the number by which its owner knows an object."""
+    return reference._number
+
+
+def lent_by(loans):
+    """Return the tensors that are lent over a channel."""
+    return loans._lent
+
+
+def tasks_of(lending):
+    """Return what still copies or waits for a device."""
+    return lending._tasks
+
+
+async def read_into(found, stream):
+    async for item in stream:
+        found.append(item)

@@ -1,9 +1,6 @@
 """Processes with a pretended device that serve and call, for tests that kill them while tensors are lent."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import torch
 
@@ -18,30 +15,30 @@ LARGE = 40_000
 class Keeper:
     """Has a tensor on its device, and takes tensors."""
 
-    def __init__(self, test: Any) -> None:
+    def __init__(self, test):
         self.test = test
         self.taken = 0
 
-    def use(self, session: rpc.RpcSession) -> None:
+    def use(self, session):
         self.lending = session.lending
         self.weights = self.lending.driver.tensor(torch.arange(float(LARGE)))
 
-    async def get(self) -> Any:
+    async def get(self):
         return self.weights
 
-    async def take(self, value: Any) -> float:
+    async def take(self, value):
         self.taken += 1
         return float(value.sum())
 
-    async def hold(self) -> None:
+    async def hold(self):
         """Let what this process computes from now on never be ready."""
         self.lending.driver.holds = True
 
-    async def hold_copies(self) -> None:
+    async def hold_copies(self):
         """Let the copies that this process begins from now on never be complete."""
         self.lending.stream.hold()
 
-    async def state(self) -> dict[str, int]:
+    async def state(self):
         return {
             "taken": self.taken,
             "mapped": len(self.lending.driver.mapped),
@@ -53,14 +50,14 @@ class Keeper:
 class Other:
     """An object whose calls wait for none of those of the keeper."""
 
-    async def ping(self) -> int:
+    async def ping(self):
         return 1
 
 
-def serve(test: Any, job: str, heartbeat: float = 60.0) -> None:
+def serve(test, job, heartbeat=60.0):
     """Serve a keeper and another object until the test kills this process."""
 
-    async def main() -> None:
+    async def main():
         session_module.DeviceLending = SharedLending  # type: ignore[misc]
         keeper = Keeper(test)
         config = Config(heartbeat=heartbeat, timeout=60.0)
@@ -72,10 +69,10 @@ def serve(test: Any, job: str, heartbeat: float = 60.0) -> None:
     asyncio.run(main())
 
 
-def call(test: Any, job: str, moment: str) -> None:
+def call(test, job, moment):
     """Call the keeper with a tensor of this device that is not ready, or that is being copied, and be killed."""
 
-    async def main() -> None:
+    async def main():
         session_module.DeviceLending = SharedLending  # type: ignore[misc]
         async with rpc.connect(job, config=Config(timeout=60.0)) as session:
             keeper, other = await rpc.find("keeper"), await rpc.find("other")

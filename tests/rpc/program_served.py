@@ -1,9 +1,6 @@
 """Processes that serve objects and call them, for tests that kill and stop them."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import torch
 
@@ -14,15 +11,15 @@ from asyncdist.config import Config
 class Worker:
     """Tells the test over a pipe what it does."""
 
-    def __init__(self, test: Any) -> None:
+    def __init__(self, test):
         self.test = test
         self.cancelled = 0
         self.weights = torch.arange(4.0)
 
-    async def echo(self, value: Any) -> Any:
+    async def echo(self, value):
         return value
 
-    async def wait(self) -> None:
+    async def wait(self):
         self.test.send("waiting")
         try:
             await asyncio.Event().wait()
@@ -30,25 +27,25 @@ class Worker:
             self.cancelled += 1
             raise
 
-    def wait_in_thread(self) -> None:
+    def wait_in_thread(self):
         self.test.send("waiting")
         self.test.recv()
 
-    async def stream(self) -> Any:
+    async def stream(self):
         for number in range(10**9):
             yield number
 
-    async def itself(self) -> rpc.RemoteReference:
+    async def itself(self):
         return rpc.refer(self)
 
-    async def num_cancelled(self) -> int:
+    async def num_cancelled(self):
         return self.cancelled
 
 
-def serve(test: Any, job: str, heartbeat: float, host: str | None, rank: int) -> None:
+def serve(test, job, heartbeat, host, rank):
     """Serve a worker under the name "worker" until the test says so."""
 
-    async def main() -> None:
+    async def main():
         config = Config(heartbeat=heartbeat, host=host, timeout=60.0)
         async with rpc.serve({"worker": Worker(test)}, job, rank=rank, config=config):
             test.send("serving")
@@ -57,10 +54,10 @@ def serve(test: Any, job: str, heartbeat: float, host: str | None, rank: int) ->
     asyncio.run(main())
 
 
-def call(test: Any, job: str) -> None:
+def call(test, job):
     """Call the worker, and be killed with the calls in flight."""
 
-    async def main() -> None:
+    async def main():
         async with rpc.connect(job):
             worker = await rpc.find("worker")
             calls = [worker.wait() for _ in range(10)]

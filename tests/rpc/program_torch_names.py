@@ -4,8 +4,6 @@ Rank 0 is an agent that lets observers run episodes, which call it back over its
 updates in batches, with functions that return futures. It prints what it computes.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 
@@ -161,4 +159,5 @@ def run_worker(rank, port):
 
 
 if __name__ == "__main__":
-    mp.spawn(run_worker, args=(int(sys.argv[2]),), nprocs=WORLD, join=True)
+    # The workers are forked, so that each of them has imported torch.
+    mp.start_processes(run_worker, args=(int(sys.argv[2]),), nprocs=WORLD, join=True, start_method="fork")

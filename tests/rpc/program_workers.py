@@ -1,10 +1,7 @@
 """Workers that use torch's RPC names, for tests that train with them, kill them and end them."""
 
-from __future__ import annotations
-
 import os
 import threading
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +14,12 @@ import asyncdist.rpc.blocking as rpc
 from tests.rpc import program_workers as importable
 
 WORLD = 4
-served: list[nn.Module] = []
-noted: list[int] = []
+served = []
+noted = []
 lock = threading.Lock()
 
 
-def table() -> nn.Module:
+def table():
     """Return the only table of the process, which two trainers share."""
     with lock:
         if not served:
@@ -31,24 +28,24 @@ def table() -> nn.Module:
     return served[0]
 
 
-def weights() -> torch.Tensor:
+def weights():
     return served[0].weight.detach().clone()
 
 
-def note(number: int) -> None:
+def note(number):
     noted.append(number)
     # A call that no code awaits makes another one.
     if number:
         rpc.rpc_async(rpc.get_worker_info().id, importable.note, args=(number - 1,))
 
 
-def begin(rank: int, port: int, world: int) -> None:
+def begin(rank, port, world):
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=8, rpc_timeout=60, device_maps={})
     options.init_method = f"tcp://127.0.0.1:{port}"
     rpc.init_rpc(f"worker{rank}", None, rank, world, options)
 
 
-def train(remote: rpc.RemoteModule, rank: int, steps: int) -> list[float]:
+def train(remote, rank, steps):
     """Train the table of another worker, and a layer that the trainers replicate."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 2))
@@ -66,7 +63,7 @@ def train(remote: rpc.RemoteModule, rank: int, steps: int) -> list[float]:
     return losses
 
 
-def hybrid(test: Any, rank: int, port: int) -> None:
+def hybrid(test, rank, port):
     """Train in two workers, with a third that has the table, and a fourth that tells them to."""
     if rank < 2:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(test.recv()))
@@ -85,7 +82,7 @@ def hybrid(test: Any, rank: int, port: int) -> None:
         dist.destroy_process_group()
 
 
-def on_one_port(test: Any, rank: int, port: int) -> None:
+def on_one_port(test, rank, port):
     """Meet where torch's process group has met."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -96,7 +93,7 @@ def on_one_port(test: Any, rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def leave_early(test: Any, rank: int, port: int) -> None:
+def leave_early(test, rank, port):
     """End with calls that no code awaits."""
     begin(rank, port, 2)
     if rank == 0:
@@ -105,7 +102,7 @@ def leave_early(test: Any, rank: int, port: int) -> None:
     test.send(len(importable.noted))
 
 
-def end(test: Any, rank: int, port: int, world: int, limit: float) -> None:
+def end(test, rank, port, world, limit):
     """Wait for the test, and end."""
     begin(rank, port, world)
     test.send("begun")

@@ -1,7 +1,5 @@
 """torch's names for remote calls: a program in the manner of torch's tutorials, and what is different."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -22,7 +20,7 @@ from tests.support.ports import free_port
 PROGRAM = Path(__file__).parent / "program_torch_names.py"
 
 
-def output_of(library: str) -> str:
+def output_of(library):
     command = [sys.executable, str(PROGRAM), library, str(free_port())]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -162,7 +160,7 @@ def test_device_map_to_another_device_is_refused():
 
 
 @rpc.functions.async_execution
-def batched(fails: bool = False):
+def batched(fails=False):
     future = torch.futures.Future()
     threading.Timer(0, future.set_result, [1]).start()
     if fails:

@@ -1,9 +1,8 @@
 """Calls between two sessions of this process: values, errors, deadlines, cancellation, order, credits."""
 
-from __future__ import annotations
-
 import asyncio
 import builtins
+import contextlib
 import functools
 import gc
 import threading
@@ -19,7 +18,7 @@ from asyncdist import rpc
 from asyncdist.errors import UsageError
 from asyncdist.rpc import conversation
 from asyncdist.rpc.values import Carrier
-from tests.rpc.conftest import assert_equal_and_writable
+from tests.rpc.conftest import assert_equal_and_writable, caller_of, num_open, read_into
 
 both_ways = pytest.mark.parametrize("local", [True, False], ids=["unix", "tcp"])
 
@@ -27,8 +26,8 @@ both_ways = pytest.mark.parametrize("local", [True, False], ids=["unix", "tcp"])
 class Echo:
     """Returns what it gets, and remembers what happens."""
 
-    def __init__(self) -> None:
-        self.log: list[object] = []
+    def __init__(self):
+        self.log = []
         self.begun = asyncio.Event()
         self.go_on = asyncio.Event()
 
@@ -62,6 +61,12 @@ class Echo:
 
     async def result(self):
         return object()
+
+    async def length(self, value):
+        return len(value)
+
+    def length_in_thread(self, value):
+        return len(value)
 
     def __call__(self, number):
         return number + 1
@@ -98,8 +103,7 @@ VALUES = [
 async def test_plain_values_arrive_as_they_are(serving):
     async with serving(Echo()) as it:
         for value in VALUES:
-            for found in (await it.echo(value), await it.plain(value)):
-                assert repr(found) == repr(value)
+            assert repr(await it.echo(value)) == repr(await it.plain(value)) == repr(value)
         assert await it.echo(1, [2], a=(3,)) == [[1, [2]], {"a": (3,)}]
         assert await it.echo() == [[], {}]
 
@@ -144,12 +148,11 @@ async def test_objects_arrive_as_what_they_are(serving):
 
 @both_ways
 async def test_long_bytes_and_long_plain_values_arrive_equal(serving, local):
-    values = [bytes(range(251)) * 40_000, [(number, "x") for number in range(20_000)]]
+    values = [bytes(range(251)) * 4_000, [(number, "x") for number in range(20_000)]]
     values.append({"deep": [values[0], torch.ones(100_000)], "short": b"ab"})
     async with serving(Echo(), local=local) as it:
         for value in values:
-            for found in (await it.echo(value), await it.plain(value)):
-                assert repr(found) == repr(value)
+            assert repr(await it.echo(value)) == repr(await it.plain(value)) == repr(value)
 
 
 def test_long_bytes_are_not_copied_into_the_message():
@@ -164,41 +167,51 @@ def test_long_bytes_are_not_copied_into_the_message():
 LONG = [(number,) for number in range(40_000)]
 
 
-async def read_into(found, stream):
-    async for item in stream:
-        found.append(item)
+class Echoing:
+    """Sends and takes long values, and short ones meanwhile."""
+
+    async def send(self):
+        return LONG
+
+    async def count(self, value):
+        return len(value)
+
+    async def short(self):
+        return 3
+
+
+@contextlib.contextmanager
+def held_back(monkeypatch, name):
+    """Let each value that a thread packs or reads wait until the test continues; yield the events of both."""
+    begun, go_on = threading.Event(), threading.Event()
+    function = getattr(Carrier, name)
+
+    def slowly(*args):
+        begun.set()
+        assert go_on.wait(60)
+        return function(*args)
+
+    monkeypatch.setattr(Carrier, name, slowly)
+    yield begun, go_on
+    go_on.set()
 
 
 @pytest.fixture
 def slow_reading(monkeypatch):
-    """Let each value that is read in a thread wait until the test continues."""
-    reading, go_on = threading.Event(), threading.Event()
-    unpack_aside = Carrier.unpack_aside
+    with held_back(monkeypatch, "unpack_aside") as events:
+        yield events
 
-    def unpack_slowly(*args):
-        reading.set()
-        assert go_on.wait(60)
-        return unpack_aside(*args)
 
-    monkeypatch.setattr(Carrier, "unpack_aside", unpack_slowly)
-    yield reading, go_on
-    go_on.set()
+@pytest.fixture
+def slow_packing(monkeypatch):
+    with held_back(monkeypatch, "pack_aside") as events:
+        yield events
 
 
 @pytest.mark.parametrize("way", ["arguments", "result"])
 async def test_long_value_is_read_while_the_loop_goes_on(serving, slow_reading, eventually, way):
-    class Other:
-        async def send(self):
-            return LONG
-
-        async def count(self, value):
-            return len(value)
-
-        async def short(self):
-            return 3
-
     reading, go_on = slow_reading
-    async with serving(Other()) as it:
+    async with serving(Echoing()) as it:
         long = it.send() if way == "result" else it.count(LONG)
         await eventually(reading.is_set)
         other = it.short()
@@ -211,14 +224,11 @@ async def test_long_value_is_read_while_the_loop_goes_on(serving, slow_reading, 
 
 
 async def test_later_items_of_a_stream_wait_for_one_that_is_being_read(serving, slow_reading, eventually):
-    class Source:
+    class Source(Echoing):
         async def items(self):
             for value in (1, LONG, 2, [*LONG, 3], 4):
                 yield value
             raise ValueError("the end")
-
-        async def short(self):
-            return 3
 
     reading, go_on = slow_reading
     async with serving(Source()) as it:
@@ -232,47 +242,24 @@ async def test_later_items_of_a_stream_wait_for_one_that_is_being_read(serving, 
         with pytest.raises(rpc.RemoteError, match="the end"):
             await task
         assert found == [1, LONG, 2, [*LONG, 3], 4]
-        assert it._caller.num_open == 0
+        assert num_open(it) == 0
 
 
 @pytest.mark.parametrize("end", ["cancel", "close"])
 async def test_value_that_is_being_read_when_its_call_ends_is_dropped(serving, slow_reading, eventually, end):
-    class Other:
-        async def send(self):
-            return LONG
-
-        async def short(self):
-            return 3
-
     reading, go_on = slow_reading
-    async with serving(Other()) as it:
+    async with serving(Echoing()) as it:
         call = it.send()
         await eventually(reading.is_set)
         if end == "cancel":
             call.cancel()
             go_on.set()
             assert await it.short() == 3
-            assert it._caller.num_open == 0
+            assert num_open(it) == 0
     if end == "close":
         with pytest.raises(rpc.CalleeLostError):
             await call
         go_on.set()
-
-
-@pytest.fixture
-def slow_packing(monkeypatch):
-    """Let all arguments that are packed in a thread wait until the test continues."""
-    packing, go_on = threading.Event(), threading.Event()
-    pack_aside = Carrier.pack_aside
-
-    def pack_slowly(*args):
-        packing.set()
-        assert go_on.wait(60)
-        return pack_aside(*args)
-
-    monkeypatch.setattr(Carrier, "pack_aside", pack_slowly)
-    yield packing, go_on
-    go_on.set()
 
 
 class Log:
@@ -281,11 +268,11 @@ class Log:
     def __init__(self):
         self.log = []
 
-    async def note(self, *values):
-        self.log += [len(value) if isinstance(value, list) else value for value in values]
-
     def note_in_thread(self, *values):
         self.log += [len(value) if isinstance(value, list) else value for value in values]
+
+    async def note(self, *values):
+        self.note_in_thread(*values)
 
 
 @pytest.mark.each_loop
@@ -298,16 +285,14 @@ async def test_later_calls_wait_for_long_arguments_that_are_being_packed_while_t
         await it.note(0)
         calls = [it.note(LONG), it.note(1), it.note_in_thread([*LONG, 2]), it.note_in_thread(3), it.note(4)]
         await eventually(packing.is_set)
-        ticks = 0
-        while ticks < 100:
+        for _ in range(100):
             await asyncio.sleep(0)
-            ticks += 1
         assert served.log == [0]
         assert not any(call.done() for call in calls)
         go_on.set()
         await asyncio.gather(*calls)
         assert served.log == [0, 40_000, 1, 40_001, 3, 4]
-        assert it._caller.num_open == 0
+        assert num_open(it) == 0
 
 
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
@@ -326,7 +311,7 @@ async def test_call_that_ends_while_its_arguments_are_being_packed_does_not_run(
         go_on.set()
         await it.note([*LONG, 2])
         assert served.log == [1, 40_001]
-        assert it._caller.num_open == 0
+        assert num_open(it) == 0
 
 
 async def test_session_that_closes_ends_calls_whose_arguments_are_being_packed(serving, slow_packing, eventually):
@@ -357,7 +342,7 @@ async def test_object_deep_in_long_arguments_is_pickled_by_the_loop_or_refused(s
             await calls[1]
         await calls[2]
         assert served.log == ([40_001, 1] if allow_pickle else [1])
-        assert it._caller.num_open == 0
+        assert num_open(it) == 0
 
 
 async def test_long_arguments_with_a_reference_and_a_tensor_arrive(serving):
@@ -374,12 +359,9 @@ async def test_long_arguments_with_a_reference_and_a_tensor_arrive(serving):
 
 
 async def test_long_value_with_a_reference_arrives(serving):
-    class Owner:
+    class Owner(Echoing):
         async def send(self):
             return [LONG, rpc.refer(self)]
-
-        async def short(self):
-            return 3
 
     async with serving(Owner()) as it:
         found, reference = await it.send()
@@ -464,27 +446,34 @@ async def test_exception_of_the_method_arrives_with_its_name_message_and_traceba
         assert "characters …" in caught.value.remote_message
 
 
+CANNOT_RUN = [
+    ("ehco", (), "has no method 'ehco'; did you mean 'echo'"),
+    ("value", (), "'value' is an attribute of an object of type Echo, not a method"),
+    ("count", (), "'count' is an attribute of an object of type Echo, not a method"),
+    ("_private", (), "'_private' is private"),
+    ("plain", (), "the arguments do not fit: "),
+    ("note", (1, 2), "the arguments do not fit: "),
+]
+
+
 @pytest.mark.parametrize(
-    ("method", "arguments", "reason"),
+    ("error", "method", "arguments", "reason"),
     [
-        ("ehco", (), "has no method 'ehco'; did you mean 'echo'"),
-        ("value", (), "'value' is an attribute of an object of type Echo, not a method"),
-        ("count", (), "'count' is an attribute of an object of type Echo, not a method"),
-        ("plain", (), "the arguments do not fit: "),
-        ("note", (1, 2), "the arguments do not fit: "),
+        *((rpc.CallRefusedError, *row) for row in CANNOT_RUN),
+        (rpc.ResultError, "numbers", (), "it is a generator: write the method as `async def` with `yield`"),
+        (rpc.ResultError, "result", (), r"builtins\.object cannot be sent"),
+        # An error of the method, not of its arguments.
+        (rpc.RemoteError, "length", (3,), "it raised TypeError: object of type 'int' has no len"),
+        (rpc.RemoteError, "length_in_thread", (3,), "it raised TypeError: object of type 'int' has no len"),
     ],
 )
-async def test_call_that_cannot_run_is_refused_with_the_reason(serving, method, arguments, reason):
+async def test_call_that_fails_tells_the_reason(serving, error, method, arguments, reason):
     async with serving(Echo()) as it:
-        with pytest.raises(rpc.CallRefusedError, match=f"it.{method}.. at {it.peer}: .*{reason}"):
+        with pytest.raises(error, match=rf"it.{method}.. at {it.peer}.*{reason}"):
             await it.call(method, arguments)
         assert await it.echo(1) == 1
-
-
-async def test_generator_is_refused_as_a_result(serving):
-    async with serving(Echo()) as it:
-        with pytest.raises(rpc.ResultError, match="it is a generator: write the method as `async def` with `yield`"):
-            await it.numbers()
+        with pytest.raises(AttributeError, match="private"):
+            it._private()
 
 
 async def test_callable_attribute_is_called_as_it_is_now(serving):
@@ -521,35 +510,6 @@ async def test_callable_attribute_is_called_as_it_is_now(serving):
         with pytest.raises(rpc.CallRefusedError, match=r"'broken' of an object of type .* ValueError: no such model"):
             await it.broken()
         assert await it.model() == 2
-
-
-async def test_private_methods_cannot_be_called(serving):
-    async with serving(Echo()) as it:
-        with pytest.raises(AttributeError, match="private"):
-            it._private()
-        with pytest.raises(rpc.CallRefusedError, match="'_private' is private"):
-            await it.call("_private")
-
-
-async def test_type_error_inside_the_method_is_its_own(serving):
-    class Wrong:
-        def plain(self):
-            return len(3)
-
-        async def coroutine(self):
-            return len(3)
-
-    async with serving(Wrong()) as it:
-        for method in ("plain", "coroutine"):
-            with pytest.raises(rpc.RemoteError, match="it raised TypeError: object of type 'int' has no len"):
-                await it.call(method)
-
-
-async def test_result_that_cannot_be_carried_is_an_error_of_its_own(serving):
-    async with serving(Echo()) as it:
-        with pytest.raises(rpc.ResultError, match=r"builtins\.object cannot be sent"):
-            await it.result()
-        assert await it.echo(1) == 1
 
 
 async def test_value_that_cannot_be_pickled_is_named_where_pickles_are_allowed(serving):
@@ -625,10 +585,7 @@ def tensor_of_kind(kind):
 async def test_pickle_that_only_the_caller_allows_is_refused(job):
     from asyncdist.config import Config
 
-    async with (
-        rpc.serve({"it": Echo()}, job, config=Config()),
-        rpc.connect(job, config=Config(allow_pickle=True)),
-    ):
+    async with rpc.serve({"it": Echo()}, job, config=Config()), rpc.connect(job, config=Config(allow_pickle=True)):
         it = await rpc.find("it")
         with pytest.raises(rpc.CallRefusedError, match="its arguments cannot be read: a peer sent a pickle"):
             await it.echo(Fraction(1, 2))
@@ -715,7 +672,7 @@ async def test_cancelled_calls_leave_nothing(serving):
                 await asyncio.sleep(0)
             call.cancel()
         assert torch.equal(await it.echo(data), data)
-        assert it._caller.num_open == 0
+        assert num_open(it) == 0
 
 
 # -- order ----------------------------------------------------------------------------------------------
@@ -780,7 +737,7 @@ async def test_long_arguments_are_sent_within_the_window(serving, monkeypatch):
         found = await asyncio.gather(*[it.echo(tensor) for tensor in tensors])
         assert all(torch.equal(*pair) for pair in zip(tensors, found, strict=True))
         waiting = [it.echo(tensor) for tensor in tensors]
-        assert it._caller._num_sent == 1
+        assert caller_of(it)._num_sent == 1
         await asyncio.gather(*waiting)
 
 
@@ -802,7 +759,7 @@ async def test_call_behind_a_cancelled_one_that_did_not_fit_is_sent(serving, mon
 async def test_damaged_call_ends_the_channel_of_its_caller_only(serving, job):
     async with serving(Echo()) as it, rpc.connect(job) as other:
         friend = await other.find("it")
-        channel = it._caller._channel
+        channel = caller_of(it)._channel
         channel.send(b"\x97\x00no call")
         with pytest.raises(rpc.CalleeLostError):
             await it.echo(1)

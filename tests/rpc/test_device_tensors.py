@@ -1,7 +1,5 @@
 """Calls with device tensors, over a pretended device: which are lent to their receiver, how long, and what goes wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -21,20 +19,21 @@ from asyncdist.errors import PeerLostError
 from asyncdist.rpc import blocking, wire
 from asyncdist.rpc import session as session_module
 from asyncdist.rpc.loans import DevicePart
-from tests.rpc.conftest import assert_equal_and_writable
+from tests.rpc.conftest import assert_equal_and_writable, caller_of, channels_of, lent_by, tasks_of
 from tests.support.device_tensors import CUDA, OnDevice, PretendLending, on_device
 from tests.support.devices import PretendStaged
 from tests.support.ports import free_port
 
 LARGE = 40_000
 """Elements of float32 of a tensor that is lent."""
+CONFIG = Config(timeout=60.0)
 
 
 class Echo:
     """Returns what it gets, changes what it has returned, and remembers."""
 
-    def __init__(self) -> None:
-        self.log: list[object] = []
+    def __init__(self):
+        self.log = []
         self.weights = on_device(torch.arange(float(LARGE)))
         self.begun = asyncio.Event()
         self.go_on = asyncio.Event()
@@ -78,7 +77,7 @@ def _pretended(monkeypatch):
 class Side:
     """One of the two sessions of a test, with one channel."""
 
-    def __init__(self, session: rpc.RpcSession) -> None:
+    def __init__(self, session):
         self.session = session
 
     async def ping(self):
@@ -87,7 +86,7 @@ class Side:
             assert await self.session.ping() == 1
 
     @property
-    def device(self) -> PretendLending:
+    def device(self):
         return self.session.lending
 
     @property
@@ -96,8 +95,12 @@ class Side:
 
     @property
     def loans(self):
-        (channel,) = self.session._port.channels
+        (channel,) = channels_of(self.session)
         return channel.context.loans
+
+    @property
+    def lent(self):
+        return lent_by(self.loans)
 
 
 @contextlib.asynccontextmanager
@@ -157,8 +160,8 @@ def tensors():
 async def test_tensors_of_all_layouts_arrive_equal_and_writable(job, eventually):
     async with acquainted(job, Echo(), eventually) as (it, _far, _near):
         for tensor in tensors():
-            for found in (await it.echo(tensor), await it.plain(tensor)):
-                assert_equal_and_writable(found, tensor)
+            assert_equal_and_writable(await it.echo(tensor), tensor)
+            assert_equal_and_writable(await it.plain(tensor), tensor)
             assert torch.count_nonzero(tensor)
         assert not passed_the_host()
 
@@ -259,8 +262,7 @@ async def test_memory_that_cannot_be_shared_goes_through_the_host(job, eventuall
 
 async def test_loan_that_cannot_be_mapped_after_all_brings_its_content(job, eventually, caplog):
     caplog.set_level(logging.INFO, "asyncdist")
-    echo = Echo()
-    async with acquainted(job, echo, eventually) as (it, far, near):
+    async with acquainted(job, Echo(), eventually) as (it, far, near):
         far.driver.refuses = RuntimeError("out of mappings")
         tensors = [on_device(torch.full((LARGE + number,), float(number))) for number in range(6)]
         found = await asyncio.gather(*[it.echo(tensor, torch.ones(2)) for tensor in tensors])
@@ -324,7 +326,7 @@ async def test_damaged_loan_ends_at_most_its_call(job, eventually, monkeypatch, 
         else:
             assert isinstance(outcome, rpc.CallRefusedError), outcome
         assert await it.echo(1) == 1
-        assert not near.loans._lent
+        assert not near.lent
 
 
 @pytest.mark.parametrize("message", [[wire.ANSWER, 77, ""], [wire.DECLINED, 77, "no"], [wire.LENT_BYTES, 77, ""]])
@@ -355,12 +357,11 @@ async def test_argument_is_kept_until_it_has_been_copied_and_no_longer(job, even
         del call
         gc.collect()
         await eventually(lambda: kept() is None)
-        assert not near.loans._lent
+        assert not near.lent
 
 
 async def test_result_is_as_it_was_when_the_method_returned(job, eventually):
-    echo = Echo()
-    async with acquainted(job, echo, eventually) as (it, _far, _near):
+    async with acquainted(job, Echo(), eventually) as (it, _far, _near):
         for number in range(3):
             assert torch.equal(await it.current(), torch.arange(float(LARGE)) + number)
         assert not passed_the_host()
@@ -379,15 +380,19 @@ async def test_calls_of_one_object_begin_in_their_order_although_a_tensor_comes_
         assert [type(each) for each in echo.log] == [OnDevice, str, torch.Tensor, int]
 
 
-@pytest.mark.parametrize("moment", ["before", "during"])
-@pytest.mark.parametrize("ends", ["cancelled", "overdue"])
+def hold(owner, borrower, moment):
+    """Let the owner's tensors never be ready, or the borrower's copies never be complete."""
+    if moment == "before":
+        owner.driver.holds = True
+    else:
+        borrower.device.stream.hold()
+
+
+@pytest.mark.parametrize(("moment", "ends"), [("before", "cancelled"), ("during", "cancelled"), ("during", "overdue")])
 async def test_call_that_ends_before_its_tensor_was_copied_returns_the_loan(job, eventually, moment, ends):
     echo = Echo()
     async with acquainted(job, echo, eventually) as (it, far, near):
-        if moment == "before":
-            near.driver.holds = True
-        else:
-            far.device.stream.hold()
+        hold(near, far, moment)
         tensor = on_device(torch.ones(LARGE))
         kept = weakref.ref(tensor.untyped_storage())
         call = it.call("note", [tensor], timeout=0.02 if ends == "overdue" else None)
@@ -402,7 +407,7 @@ async def test_call_that_ends_before_its_tensor_was_copied_returns_the_loan(job,
         near.driver.go_on()
         far.device.stream.release()
         del call
-        await eventually(lambda: not near.loans._lent)
+        await eventually(lambda: not near.lent)
         gc.collect()
         assert kept() is None
         assert not echo.log
@@ -411,31 +416,28 @@ async def test_call_that_ends_before_its_tensor_was_copied_returns_the_loan(job,
 @pytest.mark.parametrize("moment", ["before", "during"])
 async def test_result_that_nobody_wants_returns_the_loan(job, eventually, moment):
     async with acquainted(job, Echo(), eventually) as (it, far, near):
-        if moment == "before":
-            far.driver.holds = True
-        else:
-            near.device.stream.hold()
+        hold(far, near, moment)
         call = it.current()
         await near.ping()
         call.cancel()
         await near.ping()
         far.driver.go_on()
         near.device.stream.release()
-        await eventually(lambda: not far.loans._lent)
+        await eventually(lambda: not far.lent)
 
 
 async def test_call_that_waits_for_credit_and_is_given_up_ends_its_loan(job, eventually):
     async with acquainted(job, Echo(), eventually) as (it, _far, near):
-        caller = it._caller
+        caller = caller_of(it)
         caller._window = 1
         near.driver.holds = True
         first, second = (it.note(on_device(torch.ones(LARGE))) for _ in range(2))
-        assert len(near.loans._lent) == 2
+        assert len(near.lent) == 2
         second.cancel()
-        assert len(near.loans._lent) == 1
+        assert len(near.lent) == 1
         near.driver.go_on()
         await first
-        await eventually(lambda: not near.loans._lent)
+        await eventually(lambda: not near.lent)
 
 
 async def test_refused_call_returns_its_loan(job, eventually):
@@ -445,7 +447,7 @@ async def test_refused_call_returns_its_loan(job, eventually):
                 await it.call("missing", arguments)
             with pytest.raises(rpc.CallRefusedError, match="do not fit"):
                 await it.call("note", [*arguments, 1])
-        await eventually(lambda: not near.loans._lent)
+        await eventually(lambda: not near.lent)
 
 
 @pytest.mark.parametrize("which", ["argument", "result"])
@@ -461,15 +463,12 @@ async def test_no_memory_at_the_receiver_ends_the_call_with_the_reason(job, even
     echo.weights = on_device(torch.ones(LARGE + 1))
     async with acquainted(job, echo, eventually) as (it, far, near):
         monkeypatch.setattr(torch, "empty", full)
-        if which == "argument":
-            with pytest.raises(
-                rpc.CallRefusedError, match="the device has no memory for its tensors: CUDA out of memory"
-            ):
-                await it.note(on_device(torch.ones(LARGE + 1)))
-        else:
-            with pytest.raises(rpc.ResultError, match="the device has no memory for its tensors: CUDA out of memory"):
-                await it.current()
-        await eventually(lambda: not near.loans._lent and not far.loans._lent)
+        with pytest.raises(
+            rpc.CallRefusedError if which == "argument" else rpc.ResultError,
+            match="the device has no memory for its tensors: CUDA out of memory",
+        ):
+            await (it.note(on_device(torch.ones(LARGE + 1))) if which == "argument" else it.current())
+        await eventually(lambda: not near.lent and not far.lent)
         assert torch.equal(await it.echo(on_device(torch.ones(LARGE))), torch.ones(LARGE))
 
 
@@ -489,8 +488,7 @@ async def test_no_memory_for_the_copy_of_a_result_lets_it_go_through_the_host(jo
 
 @pytest.mark.each_loop
 async def test_items_of_a_stream_keep_their_order_and_content(job, eventually):
-    echo = Echo()
-    async with acquainted(job, echo, eventually) as (it, _far, _near):
+    async with acquainted(job, Echo(), eventually) as (it, _far, _near):
         found = [item async for item in it.items(12)]
         values = [item[0].item() if isinstance(item, torch.Tensor) else item for item in found]
         assert values == [value for number in range(12) for value in ([number, -number] if number % 2 else [number])]
@@ -507,23 +505,22 @@ async def test_generator_is_not_far_ahead_and_ends_with_the_loop_that_takes_its_
         for _ in range(3):
             await it.echo(1)
         assert len(echo.log) <= 17
-        await eventually(lambda: not far.loans._lent)
+        await eventually(lambda: not far.lent)
 
 
 @pytest.mark.parametrize("refusing", [False, True])
 async def test_one_tensor_for_many_receivers(job, eventually, refusing):
-    config = Config(timeout=60.0)
     tensor = on_device(torch.randn(LARGE))
     async with (
-        rpc.serve({"it": Echo()}, job, config=config),
-        rpc.serve({"it": Echo()}, job, config=config),
-        rpc.serve({"it": [Echo(), Echo()]}, job, config=config),
-        rpc.connect(job, config=config),
+        rpc.serve({"it": Echo()}, job, config=CONFIG),
+        rpc.serve({"it": Echo()}, job, config=CONFIG),
+        rpc.serve({"it": [Echo(), Echo()]}, job, config=CONFIG),
+        rpc.connect(job, config=CONFIG),
     ):
         everyone = await rpc.find_all("it", count=4)
         if refusing:
             PretendLending.all[1].kinds = []
-        loans = {each._caller.loans for each in everyone}
+        loans = {caller_of(each).loans for each in everyone}
         for found in await everyone.echo(tensor):
             assert torch.equal(found, tensor)
         await eventually(lambda: sum(each.lends(tensor) for each in loans) == 3 - refusing)
@@ -531,7 +528,7 @@ async def test_one_tensor_for_many_receivers(job, eventually, refusing):
         await everyone.note(tensor)
         assert OnDevice.num_to_host - before == refusing, "one copy in host memory for all who need it"
         assert await everyone.echo(1) == [1] * 4
-        assert not any(each._lent for each in loans)
+        assert not any(lent_by(each) for each in loans)
 
 
 async def test_references_are_read_and_written_on_the_device(job, eventually):
@@ -567,8 +564,7 @@ async def test_reference_beside_a_tensor_that_nobody_wants_is_returned(job, even
 
 
 async def test_output_of_a_remote_module_and_its_gradient_stay_on_the_device(job, eventually):
-    module = torch.nn.Identity()
-    async with acquainted(job, rpc.ServedModule(module), eventually) as (it, _far, _near):
+    async with acquainted(job, rpc.ServedModule(torch.nn.Identity()), eventually) as (it, _far, _near):
         remote = await rpc.RemoteModule.attach(it)
         inputs = on_device(torch.randn(LARGE)).requires_grad_()
         output = await remote(inputs)
@@ -581,19 +577,25 @@ async def test_output_of_a_remote_module_and_its_gradient_stay_on_the_device(job
 # -- the end of a session --------------------------------------------------------------------------------
 
 
-async def test_result_is_complete_although_its_session_ends_at_once(job, eventually):
-    config = Config(timeout=60.0)
+@contextlib.asynccontextmanager
+async def serving_to(calling, job, eventually):
+    """Serve an object that lends its result to a session; yield the object and the serving side."""
     tensor = on_device(torch.ones(LARGE))
-    async with rpc.connect(job, config=config) as calling:
+    async with rpc.serve({"it": Echo()}, job, config=CONFIG) as serving:
+        it, far = await calling.find("it"), Side(serving)
+        far.loans.lends(tensor)
+        await eventually(lambda: far.loans.lends(tensor))
+        yield it, far
+
+
+async def test_result_is_complete_although_its_session_ends_at_once(job, eventually):
+    async with rpc.connect(job, config=CONFIG) as calling:
         near = Side(calling)
-        async with rpc.serve({"it": Echo()}, job, config=config) as serving:
-            it, far = await calling.find("it"), Side(serving)
-            far.loans.lends(tensor)
-            await eventually(lambda: far.loans.lends(tensor))
+        async with serving_to(calling, job, eventually) as (it, far):
             near.device.stream.hold()
             call = it.current()
             await it.echo(1)
-            assert far.loans._lent
+            assert far.lent
             asyncio.get_running_loop().call_later(0.01, near.device.stream.release)
         assert torch.equal(await call, torch.arange(float(LARGE)))
         assert not passed_the_host()
@@ -601,20 +603,15 @@ async def test_result_is_complete_although_its_session_ends_at_once(job, eventua
 
 async def test_call_whose_owner_closes_before_the_copy_ends_with_an_error(job, eventually, monkeypatch):
     monkeypatch.setattr(session_module, "_RETURNED_WITHIN", 0.01)
-    config = Config(timeout=60.0)
-    tensor = on_device(torch.ones(LARGE))
-    async with rpc.connect(job, config=config) as calling:
-        async with rpc.serve({"it": Echo()}, job, config=config) as serving:
-            it, far = await calling.find("it"), Side(serving)
-            far.loans.lends(tensor)
-            await eventually(lambda: far.loans.lends(tensor))
+    async with rpc.connect(job, config=CONFIG) as calling:
+        async with serving_to(calling, job, eventually) as (it, far):
             far.driver.holds = True
             call = it.current()
             await it.echo(1)
         with pytest.raises(rpc.CalleeLostError) as caught:
             await call
         assert isinstance(caught.value, PeerLostError)
-        await eventually(lambda: not calling.lending._tasks)
+        await eventually(lambda: not tasks_of(calling.lending))
 
 
 def test_blocking_calls_under_torchs_names_use_the_same_path(until):

@@ -1,9 +1,8 @@
 """Names: finding who serves them, one or all, by rank, when they come and go; and calls to all."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -18,25 +17,26 @@ from asyncdist.rpc.wire import VERSION
 from asyncdist.store import StoreServer
 
 QUICK = Config(timeout=60.0)
+serve, connect = (functools.partial(open_session, config=QUICK) for open_session in (rpc.serve, rpc.connect))
 
 
 class Member:
-    def __init__(self, number: int) -> None:
+    def __init__(self, number):
         self.number = number
         self.cancelled = asyncio.Event()
 
-    async def who(self) -> int:
+    async def who(self):
         return self.number
 
     async def add(self, tensor):
         return tensor + self.number
 
-    async def odd_fails(self) -> int:
+    async def odd_fails(self):
         if self.number % 2:
             raise ValueError(f"{self.number} is odd")
         return self.number
 
-    async def wait(self) -> None:
+    async def wait(self):
         try:
             await asyncio.Event().wait()
         finally:
@@ -47,19 +47,19 @@ class Member:
 
 
 async def test_find_waits_until_somebody_serves(job):
-    async with rpc.connect(job, config=QUICK):
+    async with connect(job):
         finding = asyncio.ensure_future(rpc.find("late"))
         await asyncio.sleep(0.01)
         assert not finding.done()
-        async with rpc.serve({"late": Member(1)}, job, config=QUICK):
+        async with serve({"late": Member(1)}, job):
             assert await (await finding).who() == 1
 
 
 async def test_process_that_calls_by_another_version_is_not_found(job, monkeypatch):
     monkeypatch.setattr("asyncdist.rpc.session.VERSION", VERSION + 1)
-    async with rpc.serve({"it": Member(0)}, job, config=QUICK):
+    async with serve({"it": Member(0)}, job):
         monkeypatch.undo()
-        async with rpc.connect(job, config=QUICK):
+        async with connect(job):
             for _ in range(2):
                 with pytest.raises(
                     rpc.NameNotFoundError, match=f"makes calls of version {VERSION + 1}, and this process of {VERSION}"
@@ -68,10 +68,7 @@ async def test_process_that_calls_by_another_version_is_not_found(job, monkeypat
 
 
 async def test_find_that_finds_nobody_says_what_it_saw(job):
-    async with (
-        rpc.serve({"it": Member(0)}, job, rank=0, config=QUICK),
-        rpc.connect(job, config=QUICK) as session,
-    ):
+    async with serve({"it": Member(0)}, job, rank=0), connect(job) as session:
         with pytest.raises(
             rpc.NameNotFoundError, match=r"after 0\.05 s no process serves 'other' in .*no process has p"
         ):
@@ -84,11 +81,7 @@ async def test_find_that_finds_nobody_says_what_it_saw(job):
 
 
 async def test_rank_chooses_the_process(job):
-    async with (
-        rpc.serve({"it": Member(7)}, job, rank=7, config=QUICK),
-        rpc.serve({"it": Member(3)}, job, rank=3, config=QUICK),
-        rpc.connect(job, config=QUICK),
-    ):
+    async with serve({"it": Member(7)}, job, rank=7), serve({"it": Member(3)}, job, rank=3), connect(job):
         assert await (await rpc.find("it")).who() in (3, 7)
         found = await rpc.find("it", rank=3)
         assert (await found.who(), found.rank) == (3, 3)
@@ -96,10 +89,10 @@ async def test_rank_chooses_the_process(job):
 
 async def test_all_objects_of_all_processes_are_called_in_order(job):
     async with (
-        rpc.serve({"it": [Member(2), Member(3)]}, job, rank=1, config=QUICK),
-        rpc.serve({"it": [Member(0), Member(1)]}, job, rank=0, config=QUICK),
-        rpc.serve({"it": Member(4)}, job, config=QUICK),
-        rpc.connect(job, config=QUICK),
+        serve({"it": [Member(2), Member(3)]}, job, rank=1),
+        serve({"it": [Member(0), Member(1)]}, job, rank=0),
+        serve({"it": Member(4)}, job),
+        connect(job),
     ):
         members = await rpc.find_all("it", count=5)
         assert len(members) == 5
@@ -113,7 +106,7 @@ async def test_all_objects_of_all_processes_are_called_in_order(job):
 
 
 async def test_partial_failure_has_the_results_and_who_failed_why(job):
-    async with rpc.serve({"it": [Member(number) for number in range(5)]}, job), rpc.connect(job):
+    async with serve({"it": [Member(number) for number in range(5)]}, job), connect(job):
         members = await rpc.find_all("it")
         with pytest.raises(rpc.PartialError, match=r"2 of 5 failed: it\[1\].odd_fails.*1 is odd") as caught:
             await members.odd_fails()
@@ -131,7 +124,7 @@ async def test_long_arguments_of_a_call_to_all_are_packed_once(job, monkeypatch)
     packed = []
     pack_aside = Carrier.pack_aside
     monkeypatch.setattr(Carrier, "pack_aside", lambda *args: packed.append(1) or pack_aside(*args))
-    async with rpc.serve({"it": [Length(), Length()]}, job), rpc.serve({"it": Length()}, job), rpc.connect(job):
+    async with serve({"it": [Length(), Length()]}, job), serve({"it": Length()}, job), connect(job):
         lengths = await rpc.find_all("it", count=3)
         assert await lengths.of([(number,) for number in range(40_000)]) == [40_000] * 3
         assert packed == [1]
@@ -148,7 +141,7 @@ class Length:
 
 async def test_cancelled_call_to_all_cancels_all(job):
     objects = [Member(number) for number in range(3)]
-    async with rpc.serve({"it": objects}, job), rpc.connect(job):
+    async with serve({"it": objects}, job), connect(job):
         task = asyncio.ensure_future((await rpc.find_all("it")).wait())
         await asyncio.sleep(0.01)
         task.cancel()
@@ -159,8 +152,8 @@ async def test_cancelled_call_to_all_cancels_all(job):
 
 
 async def test_watch_tells_who_comes_and_goes(job):
-    async with rpc.connect(job, config=QUICK) as session, session.watch("it") as changes:
-        async with rpc.serve({"it": Member(0)}, job, rank=5, config=QUICK):
+    async with connect(job) as session, session.watch("it") as changes:
+        async with serve({"it": Member(0)}, job, rank=5):
             come = await anext(changes)
             assert come.record.about["rank"] == 5
         gone = await anext(changes)
@@ -168,11 +161,11 @@ async def test_watch_tells_who_comes_and_goes(job):
 
 
 async def test_limit_that_passes_before_a_change_does_not_end_a_watch(job):
-    async with rpc.connect(job, config=QUICK) as session, session.watch("it") as changes:
+    async with connect(job) as session, session.watch("it") as changes:
         for _ in range(2):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(anext(changes), 0.01)
-        async with rpc.serve({"it": Member(0)}, job, rank=5, config=QUICK):
+        async with serve({"it": Member(0)}, job, rank=5):
             assert (await anext(changes)).record.about["rank"] == 5
 
 
@@ -201,11 +194,7 @@ async def silent_process(job, name):
 
 
 async def test_process_that_does_not_answer_is_passed_over(job):
-    async with (
-        silent_process(job, "it") as connections,
-        rpc.serve({"it": Member(3)}, job, config=QUICK),
-        rpc.connect(job, config=QUICK),
-    ):
+    async with silent_process(job, "it") as connections, serve({"it": Member(3)}, job), connect(job):
         assert await (await rpc.find("it")).who() == 3
         assert connections
         # A handshake has 20 seconds, and the caller fewer.
@@ -223,7 +212,7 @@ async def test_handshake_that_takes_too_long_is_no_timeout_of_the_caller(job):
             rpc.NameNotFoundError, match=r"the silent process was lost .it did not answer within 0\.1 s"
         ):
             await rpc.find("it", timeout=1)
-        async with rpc.serve({"it": Member(3)}, job, config=QUICK):
+        async with serve({"it": Member(3)}, job):
             assert await (await finding).who() == 3
             assert await (await finding_all).who() == [3]
 
@@ -240,7 +229,7 @@ async def test_process_that_refuses_the_first_connections_is_tried_again(job, mo
             monkeypatch.undo()
         raise EOFError
 
-    async with rpc.serve({"it": Member(3)}, job, config=QUICK), rpc.connect(job, config=QUICK) as session:
+    async with serve({"it": Member(3)}, job), connect(job) as session:
         monkeypatch.setattr("asyncdist.net.connection.port.accept", refuse)
         found = await getattr(session, find)("it")
         assert await found.who() == (3 if find == "find" else [3])
@@ -248,9 +237,9 @@ async def test_process_that_refuses_the_first_connections_is_tried_again(job, mo
 
 
 async def test_session_that_ends_ends_the_calls_to_it(job):
-    async with rpc.connect(job, config=QUICK):
+    async with connect(job):
         member = Member(0)
-        async with rpc.serve({"it": member}, job, config=QUICK):
+        async with serve({"it": member}, job):
             it = await rpc.find("it")
             waiting = it.wait()
             await it.who()
@@ -273,8 +262,8 @@ async def test_call_of_a_plain_method_that_arrives_while_the_session_ends_is_los
 
     failures = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
-    async with rpc.connect(job, config=QUICK):
-        async with rpc.serve({"it": Plain()}, job, config=QUICK) as session:
+    async with connect(job):
+        async with serve({"it": Plain()}, job) as session:
             it = await rpc.find("it")
             assert await it.run() == 1
             # As after the first step of the end of the session.
@@ -292,15 +281,12 @@ async def test_object_calls_its_caller_back(job):
         async def ask(self, name):
             return await (await rpc.find(name)).who()
 
-    async with (
-        rpc.serve({"server": Server()}, job, config=QUICK),
-        rpc.serve({"client": Member(9)}, job, config=QUICK),
-    ):
+    async with serve({"server": Server()}, job), serve({"client": Member(9)}, job):
         assert await (await rpc.find("server")).ask("client") == 9
 
 
 async def test_session_that_is_not_open_says_so(job):
-    session = rpc.connect(job, config=Config(timeout=60.0))
+    session = rpc.connect(job)
 
     async def use_session():
         with pytest.raises(UsageError, match="is not open: use it inside its `async with` block"):
@@ -321,12 +307,12 @@ async def test_without_a_session_or_with_wrong_arguments_nothing_is_done(job):
     with pytest.raises(UsageError, match="no session for remote calls is open on this loop"):
         await rpc.find("it")
     with pytest.raises(UsageError, match="names that are texts"):
-        rpc.serve({3: Member(0)}, job)
+        serve({3: Member(0)}, job)
     with pytest.raises(UsageError, match="no object is served under the name 'it'"):
-        rpc.serve({"it": []}, job)
+        serve({"it": []}, job)
     with pytest.raises(UsageError, match="at least one thread"):
-        rpc.serve({}, job, threads=0)
-    session = rpc.connect(job)
+        serve({}, job, threads=0)
+    session = connect(job)
     async with session:
         with pytest.raises(UsageError, match="entered once"):
             await session.__aenter__()
@@ -341,9 +327,9 @@ async def test_process_with_another_token_is_refused(job):
 async def test_served_objects_are_found_again_in_the_store_that_follows_a_lost_one():
     server = await StoreServer.start("127.0.0.1", 0)
     job = f"asyncdist://127.0.0.1:{server.port}/job"
-    async with rpc.serve({"it": Member(3)}, job, config=Config(timeout=60.0)):
+    async with serve({"it": Member(3)}, job):
         await server.close()
         server = await StoreServer.start("127.0.0.1", server.port)
-        async with rpc.connect(job, config=Config(timeout=60.0)) as newcomer:
+        async with rpc.connect(job) as newcomer:
             assert await (await newcomer.find("it")).who() == 3
     await server.close()

@@ -1,7 +1,5 @@
 """Device tensors between real processes, over a pretended device that they share, of which some are killed and stopped."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import torch
 from asyncdist import rpc
 from asyncdist.config import Config
 from asyncdist.rpc import session as session_module
+from tests.rpc.conftest import caller_of, lent_by, tasks_of
 from tests.support.device_tensors import OnDevice
 from tests.support.shared_device import SharedLending
 
@@ -27,7 +26,7 @@ def _pretended(monkeypatch):
     monkeypatch.setattr(OnDevice, "num_to_host", 0)
 
 
-async def hear(process, expected: str) -> None:
+async def hear(process, expected):
     assert await asyncio.get_running_loop().run_in_executor(None, process.hear) == expected
 
 
@@ -35,7 +34,7 @@ async def hear(process, expected: str) -> None:
 def start(nursery, job):
     """Start a process that serves a keeper, and wait until it does."""
 
-    async def start(heartbeat: float = 60.0):
+    async def start(heartbeat=60.0):
         process = nursery.start(PROGRAM, "serve", job, heartbeat)
         await hear(process, "serving")
         return process
@@ -46,7 +45,7 @@ def start(nursery, job):
 async def acquainted(session, keeper, eventually):
     """Let both directions learn that the other process maps the memory; return a tensor that this process lends."""
     tensor = session.lending.driver.tensor(torch.ones(LARGE))
-    await eventually(lambda: keeper._caller.loans.lends(tensor))
+    await eventually(lambda: caller_of(keeper).loans.lends(tensor))
     async with asyncio.timeout(60):
         while True:
             before = session.lending.num_from_host
@@ -96,7 +95,7 @@ async def test_owner_killed_while_its_memory_is_mapped_ends_the_calls(start, job
         if moment == "during":
             assert lending.driver.mapped, "unmapped while the device copies"
             lending.stream.release()
-        await eventually(lambda: not lending._tasks and not lending.driver.mapped)
+        await eventually(lambda: not tasks_of(lending) and not lending.driver.mapped)
         # Its device and its loans go on with another process.
         await start()
         again = await rpc.find("keeper")
@@ -109,7 +108,7 @@ async def test_borrower_killed_ends_its_loans_and_others_are_served(start, job, 
     async with rpc.connect(job, config=CONFIG) as session:
         keeper, other = await rpc.find("keeper"), await rpc.find("other")
         tensor = await acquainted(session, keeper, eventually)
-        driver, loans = session.lending.driver, keeper._caller.loans
+        driver, loans = session.lending.driver, caller_of(keeper).loans
         if moment == "before":
             driver.holds = True
         elif moment == "during":
@@ -119,14 +118,14 @@ async def test_borrower_killed_ends_its_loans_and_others_are_served(start, job, 
         if moment == "after":
             await asyncio.gather(*calls)
         else:
-            assert loans._lent
+            assert lent_by(loans)
         process.kill()
         if moment != "after":
             for call in calls:
                 with pytest.raises(rpc.CalleeLostError):
                     await call
         process.wait()
-        await eventually(lambda: not loans._lent)
+        await eventually(lambda: not lent_by(loans))
         driver.go_on()
         await start()
         again = await rpc.find("keeper")
@@ -164,5 +163,5 @@ async def test_stopped_owner_ends_the_calls_within_the_heartbeat_limit(start, jo
         with pytest.raises(rpc.CalleeLostError) as caught:
             await call
         assert caught.value.noticed == "heartbeat"
-        await eventually(lambda: not session.lending._tasks and not session.lending.driver.mapped)
+        await eventually(lambda: not tasks_of(session.lending) and not session.lending.driver.mapped)
         process.resume()

@@ -1,7 +1,5 @@
 """Real processes that are killed and stopped with calls in flight: each call ends with its own error, others are served."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import torch
 from asyncdist import rpc
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
+from tests.rpc.conftest import num_open
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_served.py"
@@ -21,7 +20,7 @@ both_ways = pytest.mark.parametrize("host", [None, "far"], ids=["unix", "tcp"])
 def start(nursery, job):
     """Start a process that serves, and wait until it does."""
 
-    async def start(heartbeat: float = 60.0, host: str | None = None, rank: int = 0):
+    async def start(heartbeat=60.0, host=None, rank=0):
         process = nursery.start(PROGRAM, "serve", job, heartbeat, host, rank)
         await hear(process, "serving")
         return process
@@ -29,7 +28,7 @@ def start(nursery, job):
     return start
 
 
-async def hear(process, expected: str) -> None:
+async def hear(process, expected):
     assert await asyncio.get_running_loop().run_in_executor(None, process.hear) == expected
 
 
@@ -138,7 +137,7 @@ async def test_many_calls_to_a_stopped_process_all_end(start, job, host):
         assert {type(outcome) for outcome in outcomes[5000:]} == {rpc.CalleeLostError}
         assert {outcome.noticed for outcome in outcomes[5000:]} == {"heartbeat"}
         assert not outcomes[9999].may_have_run
-        assert worker._caller.num_open == 0
+        assert num_open(worker) == 0
         process.resume()
 
 

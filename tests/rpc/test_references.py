@@ -1,8 +1,7 @@
 """Remote references: reading, writing and calling what they refer to, and how long the object is kept."""
 
-from __future__ import annotations
-
 import asyncio
+import functools
 import gc
 import sys
 import weakref
@@ -13,14 +12,15 @@ import torch
 from asyncdist import rpc
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
+from tests.rpc.conftest import channels_of, number_of
 
-CONFIG = Config(timeout=60.0)
+serve, connect = (functools.partial(each, config=Config(timeout=60.0)) for each in (rpc.serve, rpc.connect))
 
 
 class Thing:
     """An object that is referred to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = 0
 
     async def add(self, number):
@@ -38,9 +38,9 @@ class Thing:
 class Owner:
     """Has weights, and makes things."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.weights = torch.arange(2_000_000.0).view(2000, 1000)
-        self.things: list[weakref.ref[Thing]] = []
+        self.things = []
         self.kept = None
 
     async def make(self):
@@ -61,7 +61,7 @@ class Owner:
         return await reference.call("add", 10)
 
     @property
-    def num_alive(self) -> int:
+    def num_alive(self):
         gc.collect()
         return sum(thing() is not None for thing in self.things)
 
@@ -132,7 +132,7 @@ async def test_only_what_is_named_is_offered(serving):
             await thing.write(torch.zeros(1))
         # No object of a reference leads to its attributes, whatever a caller sends.
         policy.things[0]().weights = policy.weights
-        it._address = (thing._number, 0)
+        it._address = (number_of(thing), 0)
         with pytest.raises(rpc.RemoteError, match="no references to attributes"):
             await it.other.ref()
     async with serving(Policy(), references=False) as it:
@@ -188,9 +188,9 @@ async def test_object_is_kept_while_a_reference_exists_and_forgotten_after_the_l
 
 async def test_reference_that_a_holder_passes_on_keeps_the_object(job, eventually):
     owner, holder = Owner(), Owner()
-    async with rpc.serve({"owner": owner}, job, config=CONFIG):
-        async with rpc.serve({"holder": holder}, job, config=CONFIG):
-            async with rpc.connect(job, config=CONFIG) as session:
+    async with serve({"owner": owner}, job):
+        async with serve({"holder": holder}, job):
+            async with connect(job) as session:
                 thing = await (await session.find("owner")).make()
                 third = await session.find("holder")
                 await third.keep(thing)
@@ -211,17 +211,14 @@ async def test_reference_passed_on_before_the_holder_has_connected_keeps_the_obj
             await self.next.keep(reference)
 
     owner, forwarder, last = Owner(), Forwarder(), Owner()
-    async with (
-        rpc.serve({"owner": owner}, job, config=CONFIG) as serving,
-        rpc.serve({"last": last}, job, config=CONFIG) as lasting,
-    ):
+    async with serve({"owner": owner}, job) as serving, serve({"last": last}, job) as lasting:
 
         def connected():
-            return {channel.peer.id for channel in serving._port.channels}
+            return {channel.peer.id for channel in channels_of(serving)}
 
-        async with rpc.serve({"forwarder": forwarder}, job, config=CONFIG) as forwarding:
+        async with serve({"forwarder": forwarder}, job) as forwarding:
             forwarder.next = await forwarding.find("last")
-            async with rpc.connect(job, config=CONFIG) as session:
+            async with connect(job) as session:
                 thing = await (await session.find("owner")).make()
                 # Neither the forwarder nor the last holder has talked to the owner before.
                 await (await session.find("forwarder")).forward(thing)
@@ -239,7 +236,7 @@ async def test_reference_passed_on_before_the_holder_has_connected_keeps_the_obj
 async def test_release_does_not_look_at_other_objects(job):
     owner, things = Owner(), [Thing() for _ in range(100)]
     objects = {"owner": owner, "things": things}
-    async with rpc.serve(objects, job, config=CONFIG) as serving, rpc.connect(job, config=CONFIG) as session:
+    async with serve(objects, job) as serving, connect(job) as session:
         maker = await session.find("owner")
         table = serving.references
 
@@ -247,9 +244,11 @@ async def test_release_does_not_look_at_other_objects(job):
             """Return the steps of two releases: of one object, and of all objects of a process that has gone."""
             first, second = await maker.make(), await maker.make()
             await asyncio.gather(first.call("add", 1), second.call("add", 1))
-            (channel,) = serving._port.channels
-            table.granted(channel, second._number, "gone")
-            return steps_of(lambda: table.released(channel, first._number, 1)), steps_of(lambda: table._expect("gone"))
+            (channel,) = channels_of(serving)
+            table.granted(channel, number_of(second), "gone")
+            return steps_of(lambda: table.released(channel, number_of(first), 1)), steps_of(
+                lambda: table._expect("gone")
+            )
 
         few = await num_steps()
         others = [await maker.make() for _ in range(100)]
@@ -278,11 +277,7 @@ def steps_of(call):
 
 async def test_many_passes_of_one_reference_leave_no_hold(job, eventually):
     owner, holder = Owner(), Owner()
-    async with (
-        rpc.serve({"owner": owner}, job, config=CONFIG) as serving,
-        rpc.serve({"holder": holder}, job, config=CONFIG),
-        rpc.connect(job, config=CONFIG) as session,
-    ):
+    async with serve({"owner": owner}, job) as serving, serve({"holder": holder}, job), connect(job) as session:
         thing = await (await session.find("owner")).make()
         third = await session.find("holder")
         await asyncio.gather(*[third.keep(thing) for _ in range(50)], *[third.drop() for _ in range(50)])
@@ -302,8 +297,8 @@ async def test_many_passes_of_one_reference_leave_no_hold(job, eventually):
 
 
 async def test_reference_whose_owner_ended_raises(job):
-    async with rpc.connect(job, config=CONFIG) as session:
-        async with rpc.serve({"owner": Owner()}, job, config=CONFIG):
+    async with connect(job) as session:
+        async with serve({"owner": Owner()}, job):
             thing = await (await session.find("owner")).make()
             assert await thing.call("add", 1) == 1
         with pytest.raises(rpc.CalleeLostError, match=r"<Thing>.add\(\) at .*cannot be reached"):
@@ -312,10 +307,10 @@ async def test_reference_whose_owner_ended_raises(job):
 
 async def test_hold_for_a_process_that_never_connects_ends(job, eventually):
     owner = Owner()
-    async with rpc.serve({"owner": owner}, job, config=CONFIG) as serving, rpc.connect(job, config=CONFIG) as session:
+    async with serve({"owner": owner}, job) as serving, connect(job) as session:
         thing = await (await session.find("owner")).make()
-        (channel,) = session.references._port.channels
-        number, table = thing._number, serving.references
+        (channel,) = channels_of(session.references)
+        number, table = number_of(thing), serving.references
         table.granted(channel, number, "a process that died")
         del thing
         gc.collect()

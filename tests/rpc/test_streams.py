@@ -1,7 +1,5 @@
 """Async generators as streams: items, back-pressure, the end, errors, and callers that leave early."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 
@@ -11,14 +9,15 @@ import torch
 from asyncdist import rpc
 from asyncdist.errors import UsageError
 from asyncdist.rpc.streams import WINDOW
+from tests.rpc.conftest import num_open, read_into
 
 
 class Source:
     """Yields numbers, and remembers how far it came and how it ended."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.sent = 0
-        self.ended: list[str] = []
+        self.ended = []
 
     async def count(self, until):
         try:
@@ -51,18 +50,13 @@ class Source:
         return 3
 
 
-async def read_into(found, stream):
-    async for item in stream:
-        found.append(item)
-
-
 async def test_items_arrive_in_order_and_the_stream_ends(serving):
     source = Source()
     async with serving(source) as it:
         assert [number async for number in it.count(1000)] == list(range(1000))
         assert [number async for number in it.count(0)] == []
         assert source.ended == ["done", "closed"] * 2
-        assert it._caller.num_open == 0
+        assert num_open(it) == 0
 
 
 async def test_awaited_call_of_a_stream_returns_it(serving):
@@ -102,7 +96,7 @@ async def test_stream_that_is_left_early_is_closed_at_the_callee(serving, eventu
         async with it.count(1000).__aiter__() as stream:
             assert await anext(stream) == 0
         await eventually(lambda: source.ended == ["closed"] * 2)
-        assert it._caller.num_open == 0
+        assert num_open(it) == 0
 
 
 async def test_cancelled_reader_closes_the_generator(serving, eventually):
@@ -121,15 +115,15 @@ async def test_cancelled_reader_closes_the_generator(serving, eventually):
             await task
         del task
         gc.collect()
-        await eventually(lambda: it._caller.num_open == 0)
+        await eventually(lambda: num_open(it) == 0)
 
 
 class Gate:
     """A stream whose first item comes when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.open = asyncio.Event()
-        self.ended: list[str] = []
+        self.ended = []
 
     async def items(self):
         try:
@@ -149,7 +143,7 @@ async def test_limit_that_passes_before_an_item_ends_the_waiting_only(serving):
                 await asyncio.wait_for(anext(stream), 0.01)
         gate.open.set()
         assert [item async for item in stream] == [1, 2]
-        assert it._caller.num_open == 0
+        assert num_open(it) == 0
 
 
 async def test_stream_that_is_dropped_before_its_first_item_is_cancelled(serving, eventually):
@@ -159,7 +153,7 @@ async def test_stream_that_is_dropped_before_its_first_item_is_cancelled(serving
             await asyncio.wait_for(anext(aiter(it.items())), 0.01)
         gc.collect()
         await eventually(lambda: gate.ended == ["closed"])
-        assert it._caller.num_open == 0
+        assert num_open(it) == 0
 
 
 async def test_error_of_the_generator_comes_after_its_items(serving):

@@ -1,7 +1,5 @@
 """Modules of other processes: forward and backward equal those of a local module, and gradients stay at the owner."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -22,7 +20,7 @@ CONFIG = Config(timeout=60.0)
 class Pair(nn.Module):
     """Has two outputs, of which one has no gradient, and takes a nested argument."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 3)
 
@@ -31,7 +29,7 @@ class Pair(nn.Module):
         return {"sum": found * (1 if scale is None else scale), "best": found.argmax(dim=1)}
 
 
-def model(seed: int, *sizes: int) -> nn.Module:
+def model(seed, *sizes):
     torch.manual_seed(seed)
     return nn.Sequential(*[nn.Linear(*pair) for pair in itertools.pairwise(sizes)])
 

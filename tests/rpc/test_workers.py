@@ -1,7 +1,5 @@
 """Workers under torch's RPC names, as real processes: hybrid training, where they meet, and how they end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ PROGRAM = Path(__file__).parent / "program_workers.py"
 def start(nursery):
     """Start some workers."""
 
-    def start(function: str, count: int, *args):
+    def start(function, count, *args):
         port = free_port()
         return [nursery.start(PROGRAM, function, rank, port, *args) for rank in range(count)]
 
