@@ -1,7 +1,5 @@
 """Arguments of the wrong kind, and forgotten awaits, end in a UsageError that says what to write."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect

@@ -1,7 +1,5 @@
 """The measurement of the links between hosts, and profiles: every rank gets the same model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -109,8 +107,6 @@ async def test_no_message_is_sent_that_would_take_longer_than_the_time_left(monk
     assert all(each["beta"] > 0.9e-6 for each in found)
 
 
-# -- lanes --------------------------------------------------------------------------------------------
-
 MANY = {FEW_LANES: 1e-8, MANY_LANES: 0.5e-8}
 
 
@@ -195,9 +191,6 @@ async def test_threads_are_tried_if_both_hosts_have_cores_for_them(cores, names)
         one, other = await asyncio.gather(*pairs)
     assert one.keys() == other.keys() == {FEW_LANES, MANY_LANES, *([MANY_LANES_WITH_THREADS] if cores else [])}
     assert len(one) == names
-
-
-# -- profiles -----------------------------------------------------------------------------------------
 
 
 async def test_profile_of_the_lowest_rank_replaces_the_measurement(tmp_path, monkeypatch):

@@ -1,11 +1,7 @@
 """Bounds on the number of Python frames that one small blocking call enters in the calling thread."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +12,7 @@ from tests.support.frames import frames_of
 CALLS = 100
 
 
-def fewest_frames(backend: str, path: Path, rank: int, counts: Sequence[int]) -> int:
+def fewest_frames(backend, path, rank, counts):
     """Return the fewest frames of all-reduces of ``counts`` elements; calls that wait for the peer enter more.
 
     Over shared memory they include the signal that wakes the peer: two threads of one process do not poll at the same time.
@@ -38,18 +34,18 @@ FIRST = range(2, 2 + CALLS)
     [("shm", REPEATED, 17), ("shm", FIRST, 68), ("tcp", REPEATED, 27)],
     ids=["shm repeated", "shm first", "tcp repeated"],
 )
-def test_all_reduce_enters_few_frames(backend: str, counts: Sequence[int], bound: int, tmp_path: Path) -> None:
+def test_all_reduce_enters_few_frames(backend, counts, bound, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         fewest = list(pool.map(lambda rank: fewest_frames(backend, tmp_path / "store", rank, counts), range(2)))
     assert min(fewest) <= bound
 
 
-def frames_over_links(path: Path, rank: int) -> dict[str, int]:
+def frames_over_links(path, rank):
     """Return the fewest frames of each collective on one element of each of two ranks, which repeats over tcp."""
     with dist.process_group("tcp", f"file://{path}", world_size=2, rank=rank) as group:
         one, two, row, blocks = torch.ones(1), torch.ones(2), [torch.ones(1)] * 2, list(torch.zeros(2).split(1))
         at_root = rank == 0
-        calls: dict[str, Callable[[], object]] = {
+        calls = {
             "broadcast": partial(group.broadcast, one, 0, background=False),
             "reduce": partial(group.reduce, one, 0, background=False),
             "all_gather": partial(group.all_gather, blocks, one, background=False),
@@ -66,7 +62,7 @@ def frames_over_links(path: Path, rank: int) -> dict[str, int]:
         return fewest
 
 
-def test_small_collectives_over_links_enter_few_frames(tmp_path: Path) -> None:
+def test_small_collectives_over_links_enter_few_frames(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         ranks = list(pool.map(lambda rank: frames_over_links(tmp_path / "store", rank), range(2)))
     fewest = {name: min(frames[name] for frames in ranks) for name in ranks[0]}

@@ -1,12 +1,8 @@
 """In debug mode a Work that a program drops without waiting for it is reported with the line of the call."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect
-import subprocess
-import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -132,13 +128,16 @@ async def main():
     dist.all_reduce(tensor)
     await dist.destroy_process_group()
 
-asyncio.run(main())
+def run(test):
+    asyncio.run(main())
 """
 
 
-def test_program_prints_file_line_and_source_of_the_dropped_call(tmp_path, debug):
+@pytest.mark.processes
+def test_program_prints_file_line_and_source_of_the_dropped_call(tmp_path, nursery):
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
-    run = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
-    assert f"{program}:8: RuntimeWarning: the Work of all_reduce on group 'world', rank 0, was dropped" in run.stderr
-    assert "\n  dist.all_reduce(tensor)\n" in run.stderr
+    rank = nursery.start(program, "run", environment={"ASYNCDIST_DEBUG": "1"})
+    assert rank.wait() == 0
+    assert f"{program}:8: RuntimeWarning: the Work of all_reduce on group 'world', rank 0, was dropped" in rank.output()
+    assert "\n  dist.all_reduce(tensor)\n" in rank.output()

@@ -1,7 +1,5 @@
 """The public names of the package: those of torch.distributed, with its arguments."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from types import ModuleType

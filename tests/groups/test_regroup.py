@@ -1,7 +1,5 @@
 """Agreements and successors of groups, among ranks of one process."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """The collectives' annotations and docstrings: of both APIs, equal where they must be, and with examples that run."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import inspect
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -28,11 +25,11 @@ SAME_IN_BOTH_APIS = {"isend", "irecv", "batch_isend_irecv"}
 NEVER_ASYNC = {"recv": "int", "recv_object_list": "int", "agree": "Agreed", "regroup": "Group"}
 
 
-def methods(module, name: str) -> dict[str, list[ast.FunctionDef]]:
+def methods(module, name):
     """Return the methods of a class by name; overloads are several of one name."""
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    found: dict[str, list[ast.FunctionDef]] = {}
+    found = {}
     for node in ast.walk(owner):
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             found.setdefault(node.name, []).append(node)
@@ -68,9 +65,6 @@ def test_annotations_of_the_collective_resolve_at_run_time(name):
     assert hints["return"] == list[asyncdist.Work[typing.Any]] or hints["return"].__origin__ is asyncdist.Work
 
 
-# -- docstrings -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_docstring_has_arguments_result_errors_and_example(name):
     text = inspect.getdoc(getattr(asyncdist, name))
@@ -82,7 +76,7 @@ def test_docstring_has_arguments_result_errors_and_example(name):
     ]
 
 
-def example_of(name: str) -> str:
+def example_of(name):
     text = inspect.getdoc(getattr(asyncdist, name))
     lines = [line.strip() for line in text[text.index("Example:") :].splitlines()[1:]]
     assert all(line.startswith((">>> ", "... ")) for line in lines)
@@ -107,10 +101,7 @@ async def test_example_of_the_docstring_runs(name):
         await scope["example"]()
 
 
-# -- values -----------------------------------------------------------------------------------------
-
-
-def outputs(make) -> Iterator[tuple[str, object, tuple[object, ...]]]:
+def outputs(make):
     """Yield collectives of one rank: the name, the argument that is the result, and the arguments."""
     one, other = make(), make()
     yield "all_reduce", one, (one,)

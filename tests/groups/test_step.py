@@ -1,7 +1,5 @@
 """Steps that all surviving members commit, or none: with errors, deaths and cancellations in and after the block."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

@@ -1,9 +1,6 @@
 """`asyncdist.groups.members.training_state`: which members receive a state, and what a transfer keeps."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from asyncdist.groups.members.training_state import State, adopt
 from asyncdist.testing.cluster import world_of
 
 
-def trained(seed: int, steps: int, size: int = 8) -> State:
+def trained(seed, steps, size=8):
     """Return a state whose optimizer has made a number of steps."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(size, size), torch.nn.BatchNorm1d(size), torch.nn.Linear(size, 1))
@@ -25,14 +22,14 @@ def trained(seed: int, steps: int, size: int = 8) -> State:
     return State(model=model, optimizer=optimizer, losses=[float(seed)] * steps, step=steps)
 
 
-def content(state: State) -> dict[str, Any]:
+def content(state):
     return {
         "model": state.model.state_dict(), "optimizer": state.optimizer.state_dict(), "losses": state.losses,
         "step": state.step,
     }  # fmt: skip
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(one, other):
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -42,11 +39,11 @@ def equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-async def adopt_all(groups: list[Any], states: list[State]) -> list[bool]:
+async def adopt_all(groups, states):
     return await asyncio.gather(*map(adopt, groups, states))
 
 
-async def test_first_adoption_makes_all_states_equal_to_that_of_rank_0() -> None:
+async def test_first_adoption_makes_all_states_equal_to_that_of_rank_0():
     async with world_of(3) as groups:
         states = [trained(seed, 0) for seed in range(3)]
         first = content(states[0])
@@ -54,7 +51,7 @@ async def test_first_adoption_makes_all_states_equal_to_that_of_rank_0() -> None
         assert all(equal(content(state), first) for state in states)
 
 
-async def test_newcomer_receives_the_state_with_the_highest_step() -> None:
+async def test_newcomer_receives_the_state_with_the_highest_step():
     async with world_of(3) as groups:
         states = [trained(0, 0) for _ in range(3)]
         await adopt_all(groups, states)
@@ -66,7 +63,7 @@ async def test_newcomer_receives_the_state_with_the_highest_step() -> None:
         assert states[0].step == 5
 
 
-async def test_equal_states_transfer_nothing_and_a_newcomer_with_more_steps_receives() -> None:
+async def test_equal_states_transfer_nothing_and_a_newcomer_with_more_steps_receives():
     async with world_of(2) as groups:
         states = [trained(0, 2), trained(0, 2)]
         await adopt_all(groups, states)
@@ -77,7 +74,7 @@ async def test_equal_states_transfer_nothing_and_a_newcomer_with_more_steps_rece
         assert equal(content(stranger), content(states[0]))
 
 
-async def test_large_tensors_arrive_in_the_memory_of_the_receiver() -> None:
+async def test_large_tensors_arrive_in_the_memory_of_the_receiver():
     async with world_of(2) as groups:
         states = [trained(seed, 1, size=256) for seed in range(2)]
         weight = states[1].model[0].weight
@@ -88,7 +85,7 @@ async def test_large_tensors_arrive_in_the_memory_of_the_receiver() -> None:
         assert equal(content(states[1]), content(states[0]))
 
 
-async def test_training_continues_alike_after_a_transfer() -> None:
+async def test_training_continues_alike_after_a_transfer():
     async with world_of(2) as groups:
         states = [trained(seed, 3) for seed in range(2)]
         await adopt_all(groups, states)
@@ -100,13 +97,13 @@ async def test_training_continues_alike_after_a_transfer() -> None:
         assert equal(content(states[0]), content(states[1]))
 
 
-async def test_receiver_does_not_wait_for_a_source_whose_group_has_failed_before() -> None:
+async def test_receiver_does_not_wait_for_a_source_whose_group_has_failed_before():
     """The source has not seen the versions of all members, and does not come to the group of the transfer."""
     async with world_of(3, timeout=300.0) as groups, asyncio.timeout(60.0):
         states = [trained(0, 1) for _ in groups]
         await adopt_all(groups, states)
         receiving = asyncio.create_task(adopt(groups[2], trained(1, 0)))
-        versions: list[Any] = [None] * 3
+        versions = [None] * 3
         version = [states[0]._history, states[0].step, sorted(states[0].parts())]
         bystander = asyncio.create_task(adopt(groups[1], states[1]))
         await groups[0].all_gather_object(versions, version)
@@ -116,7 +113,7 @@ async def test_receiver_does_not_wait_for_a_source_whose_group_has_failed_before
         assert groups[2].changed
 
 
-async def test_different_parts_are_refused_on_every_member() -> None:
+async def test_different_parts_are_refused_on_every_member():
     async with world_of(2) as groups:
         results = await asyncio.gather(
             adopt(groups[0], State(epoch=1)), adopt(groups[1], State(round=1)), return_exceptions=True
@@ -124,6 +121,6 @@ async def test_different_parts_are_refused_on_every_member() -> None:
     assert all(isinstance(result, UsageError) and "epoch" in str(result) for result in results)
 
 
-def test_a_missing_part_is_named() -> None:
+def test_a_missing_part_is_named():
     with pytest.raises(AttributeError, match=r"model=\.\.\."):
         _ = State(step=1).model

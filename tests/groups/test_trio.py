@@ -1,12 +1,11 @@
 """Works and worlds in trio, and in anyio on trio and on asyncio: scopes, timeouts, nurseries, failures."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
+import inspect
 import threading
-from functools import partial
+from functools import partial, wraps
 from time import monotonic
 from types import SimpleNamespace
 
@@ -68,41 +67,52 @@ def run(request):
     return partial(anyio.run, backend=request.param)
 
 
-# -- anyio on both loops, and trio ------------------------------------------------------------------------
+def in_anyio(*backends):
+    """Run a coroutine test in anyio on each of some loops, by default on both."""
+
+    def decorate(test):
+        @pytest.mark.parametrize("backend", backends or ["trio", "asyncio"])
+        @wraps(test)
+        def run(backend, **fixtures):
+            anyio.run(partial(test, **fixtures), backend=backend)
+
+        names = ["backend", *inspect.signature(test).parameters]
+        run.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        )
+        return run
+
+    return decorate
 
 
-def test_await_returns_the_value_of_the_operation(run, transport):
-    async def main():
-        async with world(2, transport) as (zero, one):
-            for count in (4, LARGE):
-                works = zero.all_reduce(ones(count)), one.all_reduce(ones(count))
-                assert [(await work).eq(2).all() for work in works] == [True, True]
-                # A second await returns the same value.
-                assert (await works[0]) is works[0].result()
-            works = zero.send(ones(), 1), one.recv(ones(), 0)
-            assert [await work for work in works] == [None, 0]
-            assert len(await joined([zero.all_reduce(ones()), one.all_reduce(ones())])) == 2
-
-    run(main)
+@in_anyio()
+async def test_await_returns_the_value_of_the_operation(transport):
+    async with world(2, transport) as (zero, one):
+        for count in (4, LARGE):
+            works = zero.all_reduce(ones(count)), one.all_reduce(ones(count))
+            assert [(await work).eq(2).all() for work in works] == [True, True]
+            # A second await returns the same value.
+            assert (await works[0]) is works[0].result()
+        works = zero.send(ones(), 1), one.recv(ones(), 0)
+        assert [await work for work in works] == [None, 0]
+        assert len(await joined([zero.all_reduce(ones()), one.all_reduce(ones())])) == 2
 
 
-def test_several_tasks_wait_for_one_work(run):
-    async def main():
-        async with world() as (zero, one):
-            work = zero.all_reduce(ones())
-            values = []
+@in_anyio()
+async def test_several_tasks_wait_for_one_work():
+    async with world() as (zero, one):
+        work = zero.all_reduce(ones())
+        values = []
 
-            async def waiter():
-                values.append(await work)
+        async def waiter():
+            values.append(await work)
 
-            async with anyio.create_task_group() as tasks:
-                for _ in range(5):
-                    tasks.start_soon(waiter)
-                await anyio.lowlevel.checkpoint()
-                tasks.start_soon(value_of, one.all_reduce(ones()))
-            assert [value is work.result() for value in values] == [True] * 5
-
-    run(main)
+        async with anyio.create_task_group() as tasks:
+            for _ in range(5):
+                tasks.start_soon(waiter)
+            await anyio.lowlevel.checkpoint()
+            tasks.start_soon(value_of, one.all_reduce(ones()))
+        assert [value is work.result() for value in values] == [True] * 5
 
 
 def test_cancelled_scope_stops_waiting_and_the_operation_continues(run, transport, caplog):
@@ -123,72 +133,64 @@ def test_cancelled_scope_stops_waiting_and_the_operation_continues(run, transpor
     assert not caplog.records
 
 
-def test_timeout_stops_waiting_and_the_operation_continues(run):
-    async def main():
-        async with world() as (zero, one):
-            work = zero.all_reduce(ones())
-            with anyio.move_on_after(0.01) as scope:
+@in_anyio()
+async def test_timeout_stops_waiting_and_the_operation_continues():
+    async with world() as (zero, one):
+        work = zero.all_reduce(ones())
+        with anyio.move_on_after(0.01) as scope:
+            await work
+        assert scope.cancelled_caught
+        with pytest.raises(TimeoutError):
+            with anyio.fail_after(0.01):
                 await work
-            assert scope.cancelled_caught
-            with pytest.raises(TimeoutError):
-                with anyio.fail_after(0.01):
-                    await work
-            await one.all_reduce(ones())
-            assert (await work).eq(2).all()
-
-    run(main)
+        await one.all_reduce(ones())
+        assert (await work).eq(2).all()
 
 
-def test_shielded_scope_waits_in_a_cancelled_one(run):
-    async def main():
-        async with world() as (zero, one):
-            work = zero.all_reduce(ones())
-            with anyio.CancelScope() as outer:
-                outer.cancel()
-                with anyio.CancelScope(shield=True):
-                    one.all_reduce(ones())
-                    assert (await work).eq(2).all()
-
-    run(main)
+@in_anyio()
+async def test_shielded_scope_waits_in_a_cancelled_one():
+    async with world() as (zero, one):
+        work = zero.all_reduce(ones())
+        with anyio.CancelScope() as outer:
+            outer.cancel()
+            with anyio.CancelScope(shield=True):
+                one.all_reduce(ones())
+                assert (await work).eq(2).all()
 
 
-def test_failure_of_a_work_cancels_its_task_group(run):
-    async def main():
-        async with world(3) as (zero, one, two):
-            works = two.recv(ones(), 0), zero.all_reduce(ones(3)), one.all_reduce(ones(5))
+@in_anyio()
+async def test_failure_of_a_work_cancels_its_task_group():
+    async with world(3) as (zero, one, two):
+        works = two.recv(ones(), 0), zero.all_reduce(ones(3)), one.all_reduce(ones(5))
 
-            async def all_of_them():
-                async with anyio.create_task_group() as tasks:
-                    for work in works:
-                        tasks.start_soon(value_of, work)
-
-            with pytest.raises(ExceptionGroup) as caught:
-                await all_of_them()
-            assert caught.group_contains(MismatchError)
-
-    run(main)
-
-
-def test_deadline_of_an_operation_and_an_abort_raise_their_errors(run):
-    async def main():
-        async with world() as (zero, one):
-            with pytest.raises(OperationTimeoutError):
-                await zero.all_reduce(ones(), timeout=0.01)
-            with pytest.raises(GroupAbortedError):
-                await one.all_reduce(ones())
-        async with world() as (zero, _):
-            work = zero.all_reduce(ones())
+        async def all_of_them():
             async with anyio.create_task_group() as tasks:
+                for work in works:
+                    tasks.start_soon(value_of, work)
 
-                async def aborted():
-                    with pytest.raises(GroupAbortedError, match="the reason"):
-                        await work
+        with pytest.raises(ExceptionGroup) as caught:
+            await all_of_them()
+        assert caught.group_contains(MismatchError)
 
-                tasks.start_soon(aborted)
-                await anyio.wait_all_tasks_blocked()
-                zero.abort("the reason")
 
-    run(main)
+@in_anyio()
+async def test_deadline_of_an_operation_and_an_abort_raise_their_errors():
+    async with world() as (zero, one):
+        with pytest.raises(OperationTimeoutError):
+            await zero.all_reduce(ones(), timeout=0.01)
+        with pytest.raises(GroupAbortedError):
+            await one.all_reduce(ones())
+    async with world() as (zero, _):
+        work = zero.all_reduce(ones())
+        async with anyio.create_task_group() as tasks:
+
+            async def aborted():
+                with pytest.raises(GroupAbortedError, match="the reason"):
+                    await work
+
+            tasks.start_soon(aborted)
+            await anyio.wait_all_tasks_blocked()
+            zero.abort("the reason")
 
 
 def test_error_for_which_a_cancelled_task_waited_is_not_logged(run, caplog):
@@ -239,35 +241,28 @@ def test_cancelled_opening_ends_before_the_scope_and_can_be_repeated(run, tmp_pa
     run(main)
 
 
-def test_world_closes_in_a_cancelled_scope(run, transport):
-    async def main():
-        async with anyio.create_task_group() as tasks, world(2, transport) as (zero, one):
-            zero.all_reduce(ones())
-            await one.all_reduce(ones())
-            tasks.cancel_scope.cancel()
-
-    run(main)
+@in_anyio()
+async def test_world_closes_in_a_cancelled_scope(transport):
+    async with anyio.create_task_group() as tasks, world(2, transport) as (zero, one):
+        zero.all_reduce(ones())
+        await one.all_reduce(ones())
+        tasks.cancel_scope.cancel()
 
 
-# -- trio alone -------------------------------------------------------------------------------------------
-
-
-def test_each_await_is_a_checkpoint_of_trio():
-    async def main():
-        with trio.testing.assert_checkpoints():
-            await completed(5)
-        async with world() as (zero, one):
-            work = zero.all_reduce(ones())
-            for each in (one.all_reduce(ones()), work, work):
-                with trio.testing.assert_checkpoints():
-                    await each
-            with trio.CancelScope() as scope:
-                scope.cancel()
-                await work
-            assert scope.cancelled_caught
-            assert work.result().eq(2).all()
-
-    trio.run(main)
+@in_anyio("trio")
+async def test_each_await_is_a_checkpoint_of_trio():
+    with trio.testing.assert_checkpoints():
+        await completed(5)
+    async with world() as (zero, one):
+        work = zero.all_reduce(ones())
+        for each in (one.all_reduce(ones()), work, work):
+            with trio.testing.assert_checkpoints():
+                await each
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await work
+        assert scope.cancelled_caught
+        assert work.result().eq(2).all()
 
 
 def test_long_operation_leaves_the_thread_of_trio_after_a_time_slice():
@@ -343,43 +338,39 @@ def test_work_that_completes_after_the_end_of_trio_disturbs_nothing(together):
     assert together(2, program)[0].eq(2).all()
 
 
-def test_result_of_a_coroutine_that_ignores_its_cancellation_is_returned():
-    async def main():
-        made = []
-        with trio.CancelScope() as scope:
-            token = trio.lowlevel.current_trio_token()
+@in_anyio("trio")
+async def test_result_of_a_coroutine_that_ignores_its_cancellation_is_returned():
+    made = []
+    with trio.CancelScope() as scope:
+        token = trio.lowlevel.current_trio_token()
 
-            async def stubborn():
-                token.run_sync_soon(scope.cancel)
-                try:
-                    await asyncio.Event().wait()
-                except asyncio.CancelledError:
-                    return "made"
+        async def stubborn():
+            token.run_sync_soon(scope.cancel)
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                return "made"
 
-            made.append(await run_on_background_loop(stubborn()))
-            await trio.lowlevel.checkpoint()
-        assert made == ["made"]
-        assert scope.cancelled_caught
-
-    trio.run(main)
+        made.append(await run_on_background_loop(stubborn()))
+        await trio.lowlevel.checkpoint()
+    assert made == ["made"]
+    assert scope.cancelled_caught
 
 
-def test_what_needs_asyncio_says_so():
-    async def main():
-        job, tensors = "asyncdist://127.0.0.1:1/job", {"a": ones()}
-        for enter in (
-            lambda: rpc.serve({}, job).__aenter__(),
-            lambda: rpc.connect(job).__aenter__(),
-            lambda: rpc.find("name"),
-            lambda: asyncdist.join(job).__aenter__(),
-            lambda: Publisher(tensors, job=job).__aenter__(),
-            lambda: Subscriber(tensors, job=job).__aenter__(),
-            lambda: AsyncStore.connect("127.0.0.1", 1),
-        ):
-            with pytest.raises(UsageError, match=r"needs a running event loop of asyncio.*trio.to_thread.run_sync"):
-                await enter()
-
-    trio.run(main)
+@in_anyio("trio")
+async def test_what_needs_asyncio_says_so():
+    job, tensors = "asyncdist://127.0.0.1:1/job", {"a": ones()}
+    for enter in (
+        lambda: rpc.serve({}, job).__aenter__(),
+        lambda: rpc.connect(job).__aenter__(),
+        lambda: rpc.find("name"),
+        lambda: asyncdist.join(job).__aenter__(),
+        lambda: Publisher(tensors, job=job).__aenter__(),
+        lambda: Subscriber(tensors, job=job).__aenter__(),
+        lambda: AsyncStore.connect("127.0.0.1", 1),
+    ):
+        with pytest.raises(UsageError, match=r"needs a running event loop of asyncio.*trio.to_thread.run_sync"):
+            await enter()
 
 
 def test_works_and_worlds_say_that_no_loop_runs(together):

@@ -1,7 +1,5 @@
 """mypy and pyright on a program that uses the installed package. `program_types` says what they must know."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -14,7 +12,7 @@ PROGRAM = Path(__file__).with_name("program_types.py")
 PYRIGHT = shutil.which("pyright") or shutil.which("basedpyright")
 
 
-def check(command: list[str], folder: Path) -> None:
+def check(command, folder):
     """Run a type checker outside of the checkout, where it sees the package as it is installed."""
     shutil.copy(PROGRAM, folder / "program.py")
     run = subprocess.run([*command, "program.py"], cwd=folder, capture_output=True, text=True)
@@ -23,7 +21,7 @@ def check(command: list[str], folder: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-def test_mypy_knows_results_and_rejects_wrong_arguments(tmp_path: Path) -> None:
+def test_mypy_knows_results_and_rejects_wrong_arguments(tmp_path):
     pytest.importorskip("mypy")
     check([sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache")], tmp_path)
 
@@ -31,7 +29,7 @@ def test_mypy_knows_results_and_rejects_wrong_arguments(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.skipif(PYRIGHT is None, reason="pyright is not installed")
-def test_pyright_knows_results_and_rejects_wrong_arguments(tmp_path: Path) -> None:
+def test_pyright_knows_results_and_rejects_wrong_arguments(tmp_path):
     options = {
         "typeCheckingMode": "standard",
         "reportUnnecessaryTypeIgnoreComment": "error",

@@ -23,11 +23,7 @@ def test_master_address_is_rank_0_without_an_agent():
 
 @pytest.mark.parametrize(
     ("url", "host", "port"),
-    [
-        ("tcp://10.0.0.1:23456", "10.0.0.1", 23456),
-        ("tcp://[::1]:23456", "::1", 23456),
-        ("tcp://node0:0", "node0", 0),
-    ],
+    [("tcp://10.0.0.1:23456", "10.0.0.1", 23456), ("tcp://[::1]:23456", "::1", 23456), ("tcp://node0:0", "node0", 0)],
 )
 def test_tcp(url, host, port):
     assert read(url, 0, 2) == InitMethod("direct", 0, 2, host, port)

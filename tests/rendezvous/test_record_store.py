@@ -159,9 +159,6 @@ async def test_record_of_a_later_rank_0_in_the_new_store_stays(eventually):
     await server.close()
 
 
-# -- files ----------------------------------------------------------------------------------------
-
-
 def test_folder_holds_one_file_per_world(tmp_path):
     for name, file in (("", "asyncdist.json"), ("a/b", "asyncdist-a%2Fb.json")):
         record = RecordFile(str(tmp_path), name)

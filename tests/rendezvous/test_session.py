@@ -11,13 +11,7 @@ import pytest
 from asyncdist.base.background_loop import background_loop
 from asyncdist.config import Config
 from asyncdist.environment import Launch
-from asyncdist.errors import (
-    AddressError,
-    AuthenticationError,
-    RendezvousError,
-    RendezvousTimeoutError,
-    UsageError,
-)
+from asyncdist.errors import AddressError, AuthenticationError, RendezvousError, RendezvousTimeoutError, UsageError
 from asyncdist.rendezvous import addresses, meet
 from asyncdist.rendezvous import join as joining
 from asyncdist.rendezvous.record_store import AddressRecord
@@ -539,7 +533,7 @@ async def test_local_user_without_the_token_cannot_end_a_forming_world(meet_as, 
     waiting = asyncio.create_task(leader.exchange(b"of 0"))
     await asyncio.sleep(0)
 
-    def intrude() -> None:
+    def intrude():
         with Peer(leader.server.port) as stranger:
             key = f"/{leader.keys('payload', 0, 1)}".encode()
             stranger.ask(Code.SET, key, b'\x00{"reason": "a sentence of the stranger\'s choice"}')

@@ -1,9 +1,5 @@
 """A job at a store, and publishers and subscribers on hosts of their own."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 
@@ -15,7 +11,7 @@ TOKEN = "a token for tests"
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def job(monkeypatch):
     """The URL of a job at a store, whose token is set."""
     monkeypatch.setenv("ASYNCDIST_TOKEN", TOKEN)
     config = Config.from_environment()
@@ -25,10 +21,10 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
+def on_host(monkeypatch):
     """Make a publisher or a subscriber as if on a host with a name: ``on_host("a", Subscriber, like=..., job=...)``."""
 
-    def make(host: str, kind: Callable[..., object], *args: object, **options: object) -> object:
+    def make(host, kind, *args, **options):
         monkeypatch.setenv("ASYNCDIST_HOST", host)
         made = kind(*args, **options)
         monkeypatch.delenv("ASYNCDIST_HOST")
@@ -37,19 +33,19 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
     return make
 
 
-def network(value: float = 0.0, width: int = 300) -> torch.nn.Sequential:
+def network(value=0.0, width=300):
     """Return a small network whose parameters and buffers all have one value."""
     model = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 10))
     return fill(model, value)
 
 
-def fill(model: torch.nn.Module, value: float) -> torch.nn.Module:
+def fill(model, value):
     """Set all parameters and buffers of a model to one value."""
     for tensor in model.state_dict().values():
         tensor.fill_(value)
     return model
 
 
-def values(model: torch.nn.Module) -> set[float]:
+def values(model):
     """Return the values that the parameters and buffers of a model have."""
     return {value for tensor in model.state_dict().values() for value in tensor.flatten().tolist()}

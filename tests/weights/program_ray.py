@@ -1,7 +1,5 @@
 """Two actors exchange tensors over the asyncdist transport of Ray; prints what they found."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -15,30 +13,30 @@ register_ray_transport()
 
 @ray.remote(num_cpus=0)
 class Learner:
-    def __init__(self) -> None:
+    def __init__(self):
         self.state = {"a": torch.zeros(1_000_000), "b": torch.ones(3, 4, dtype=torch.bfloat16), "none": torch.empty(0)}
 
     @ray.method(tensor_transport="asyncdist")
-    def weights(self, step: int) -> dict[str, torch.Tensor]:
+    def weights(self, step):
         self.state["a"].fill_(step)
         return self.state
 
-    def pid(self) -> int:
+    def pid(self):
         return os.getpid()
 
 
 @ray.remote(num_cpus=0, enable_tensor_transport=True)
 class Actor:
-    def load(self, state: dict[str, torch.Tensor]) -> tuple[float, float, list[int], int]:
+    def load(self, state):
         self.state = state
         mapped = sum("asyncdist-segment" in line for line in Path("/proc/self/maps").read_text().splitlines())
         return state["a"].min().item(), state["a"].max().item(), list(state["b"].shape), mapped
 
-    def again(self) -> float:
+    def again(self):
         return self.state["a"].max().item()
 
 
-def main() -> None:
+def main():
     variables = {name: os.environ[name] for name in ("PYTHONPATH", "ASYNCDIST_HOST") if name in os.environ}
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
     learner = Learner.remote()

@@ -1,11 +1,8 @@
 """A publisher and a subscriber as processes, which a test paces, kills, stops and replaces."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,12 +12,12 @@ from asyncdist.weights.errors import WeightsError
 LIMIT = 60.0
 
 
-def span(model: torch.nn.Linear) -> tuple[float, float]:
+def span(model):
     """Return the least and the greatest parameter."""
     return model.weight.min().item(), model.weight.max().item()
 
 
-def publisher(test: Any, job: str, width: int, tries: int = 0) -> None:
+def publisher(test, job, width, tries=0):
     """Publish a model whose parameters all equal the step that the test sends; without end if ``tries`` is set."""
     torch.set_num_threads(1)
     model = torch.nn.Linear(width, width, bias=False).requires_grad_(False)
@@ -36,7 +33,7 @@ def publisher(test: Any, job: str, width: int, tries: int = 0) -> None:
             step = step + 1 if tries and step < tries else test.recv()
 
 
-def subscriber(test: Any, job: str, width: int) -> None:
+def subscriber(test, job, width):
     """Swap each version in, and report it; then do what the test says until it says None."""
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)

@@ -1,7 +1,5 @@
 """A subscriber without a model gets a dict of all tensors that are published."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

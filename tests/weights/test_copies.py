@@ -1,7 +1,5 @@
 """Copies of a subscriber's model show what is published, whatever kind of module it is, or are refused."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

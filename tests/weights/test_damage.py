@@ -1,7 +1,5 @@
 """Sources that send wrong bytes, refuse or send nonsense, and strangers: errors name the cause, others are served."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 
@@ -28,14 +26,14 @@ STATE = {"first": torch.arange(500_000.0), "second": torch.arange(700_000.0), "s
 class Relay:
     """A reader on a host of its own that has the newest version, and that a test damages."""
 
-    def __init__(self, job: str) -> None:
+    def __init__(self, job):
         self.job = job
 
-    async def __aenter__(self) -> Relay:
+    async def __aenter__(self):
         await run_in_background(self._open())
         return self
 
-    async def _open(self) -> None:
+    async def _open(self):
         config = Config.from_environment().with_(host="host of the relay")
         self.exchange = await WeightsExchange.open(self.job, "weights", label="relay", config=config, timeout=LIMIT)
         version = await self.exchange.table.latest()
@@ -43,10 +41,10 @@ class Relay:
         self.held = await self.exchange.fetch(version, manifest, whole_selection(manifest.layout))
         self.name = self.exchange.port.address.name
 
-    def damage(self, name: str) -> None:
+    def damage(self, name):
         self.held.tensor(name).view(torch.uint8)[-1] ^= 1
 
-    async def __aexit__(self, *error: object) -> None:
+    async def __aexit__(self, *error):
         await run_in_background(self.exchange.close())
 
 
@@ -101,11 +99,11 @@ QUESTION = msgpack.packb([ASK, 7, "a version that is not there", "", 0, False, [
 class Nonsense:
     """A process of the job that sends what the test says to the publisher."""
 
-    def __init__(self, job: str, token: str) -> None:
+    def __init__(self, job, token):
         self.job, self.token = job, token
-        self.heard: list[object] = []
+        self.heard = []
 
-    async def send(self, head: bytes, buffers: list[memoryview]) -> None:
+    async def send(self, head, buffers):
         """Send a message and a question to the newest holder, and wait for the answer or the end of the channel."""
         config = Config.from_environment()
         exchange = await WeightsExchange.open(self.job, "weights", label="other", config=config, timeout=LIMIT)

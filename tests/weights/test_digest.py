@@ -1,7 +1,5 @@
 """The digest of a block changes with every change of its bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +11,7 @@ from asyncdist.weights.content.layout import BLOCK_NBYTES
 SIZES = [0, 1, 7, 8, 4095, 4096, 4097, 12288, 100_000, BLOCK_NBYTES]
 
 
-def block(nbytes: int) -> np.ndarray:
+def block(nbytes):
     return np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
 
 

@@ -1,7 +1,5 @@
 """From whom readers copy: simulated hosts that die, stall and join at every point."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -23,7 +21,7 @@ from asyncdist.weights.transfer.version_table import new_version
 PUBLISHER = "publisher"
 
 
-def record(process: str, host: str | None = None, *, complete: bool = False, selection: str = "") -> HolderRecord:
+def record(process, host=None, *, complete=False, selection=""):
     return HolderRecord(process, process, process if host is None else host, selection, complete, [])
 
 
@@ -33,26 +31,26 @@ class Hosts:
     Readers begin in the order of their numbers. ``links`` limits what a source sends in a step.
     """
 
-    def __init__(self, num_blocks: int, hosts: list[str]) -> None:
+    def __init__(self, num_blocks, hosts):
         self.num_blocks = num_blocks
         self.order = [PUBLISHER, *(f"reader{number}" for number in range(len(hosts)))]
         self.host = dict(zip(self.order, ["host of the publisher", *hosts], strict=True))
         self.here = dict.fromkeys(self.order, 0) | {PUBLISHER: num_blocks}
         self.alive = set(self.order)
-        self.gone_up: set[str] = set()
+        self.gone_up = set()
         self.steps = 0
         self.sent = dict.fromkeys(self.order, 0)
 
-    def records(self) -> dict[str, HolderRecord]:
+    def records(self):
         present = [each for each in self.order if each in self.alive and each not in self.gone_up]
         return {each: record(each, self.host[each], complete=self.here[each] == self.num_blocks) for each in present}
 
-    def source(self, reader: str) -> str | None:
+    def source(self, reader):
         records = self.records()
         sources = ranked_sources(self.order, records, record(reader, self.host[reader]), self.num_blocks)
         return sources[0].process if sources else None
 
-    def step(self) -> None:
+    def step(self):
         readers = [each for each in self.order if each in self.alive and self.here[each] < self.num_blocks]
         sources = {reader: self.source(reader) for reader in readers if reader not in self.gone_up}
         before, busy = dict(self.here), set()
@@ -69,11 +67,11 @@ class Hosts:
         self.steps += 1
 
     @property
-    def is_over(self) -> bool:
+    def is_over(self):
         living = self.alive - {PUBLISHER}
         return all(self.here[each] == self.num_blocks or each in self.gone_up for each in living)
 
-    def run(self, most: int = 10_000) -> None:
+    def run(self, most=10_000):
         while not self.is_over:
             self.step()
             assert self.steps < most, f"readers wait for each other: {self.here}, {self.records()}"
@@ -183,10 +181,10 @@ async def test_version_that_was_given_up_and_begun_anew_has_another_place_in_the
     class Channel:
         error = None
 
-        def __init__(self) -> None:
-            self.sent: list[tuple[int, list[object]]] = []
+        def __init__(self):
+            self.sent = []
 
-        def send(self, head: bytes) -> None:
+        def send(self, head):
             self.sent.append(decode(head))
 
     channel = Channel()

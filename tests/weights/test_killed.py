@@ -1,7 +1,5 @@
 """Publishers and subscribers that are killed and stopped at any time: no version is torn, and no memory is left."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """Layouts and manifests: where tensors lie, and what damaged ones are refused for."""
 
-from __future__ import annotations
-
 import msgpack
 import numpy as np
 import pytest
@@ -16,13 +14,11 @@ from asyncdist.weights.content.manifest import Manifest
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool]
 
 
-def manifest_of(layout: WeightsLayout) -> Manifest:
+def manifest_of(layout):
     return Manifest(layout, np.arange(len(layout.blocks), dtype=np.uint64))
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 700), max_size=3).map(tuple)), max_size=12),
-)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 700), max_size=3).map(tuple)), max_size=12))
 def test_blocks_cover_each_tensor_once_and_lie_apart(specs):
     layout = WeightsLayout([(f"tensor{number}", dtype, shape) for number, (dtype, shape) in enumerate(specs)])
     end = 0
@@ -62,10 +58,7 @@ def test_views_of_one_memory_with_other_shapes_have_their_own_places():
 
 @pytest.mark.parametrize(
     ("tensor", "match"),
-    [
-        (torch.eye(3).to_sparse(), "only dense tensors"),
-        (torch.nn.LazyLinear(3).weight, "run one forward first"),
-    ],
+    [(torch.eye(3).to_sparse(), "only dense tensors"), (torch.nn.LazyLinear(3).weight, "run one forward first")],
 )
 def test_tensor_that_cannot_be_published_is_named(tensor, match):
     with pytest.raises(UnsupportedError, match=f"layer.weight .*{match}"):

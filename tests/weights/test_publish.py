@@ -1,11 +1,8 @@
 """Publishers and subscribers in one process, on one host or on several that share no memory."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
 from typing import TypeVar
 
 import pytest
@@ -38,7 +35,7 @@ LIMIT = 30.0
 Work = TypeVar("Work", Publishing, Subscribing)
 
 
-async def take(subscriber: Subscriber) -> tuple[int, set[float]]:
+async def take(subscriber):
     """Swap the next version in, and return its step and the values of the model."""
     version = await subscriber.next(LIMIT)
     async with subscriber.swap(version) as model:
@@ -46,7 +43,7 @@ async def take(subscriber: Subscriber) -> tuple[int, set[float]]:
 
 
 @contextlib.asynccontextmanager
-async def opened(work: Work) -> AsyncIterator[Work]:
+async def opened(work):
     """Open the part of a publisher or a subscriber that works on the background loop, on this loop."""
     await work.open()
     try:
@@ -381,7 +378,7 @@ async def test_reader_enrolls_while_the_publisher_deletes_the_order_of_its_versi
 
 
 @contextlib.asynccontextmanager
-async def table_of(job: str) -> AsyncIterator[VersionTable]:
+async def table_of(job):
     """Open the keys that publishers and subscribers of a job share."""
     directory = await JobDirectory.open(job, "weights", config=Config.from_environment())
     try:
@@ -590,7 +587,7 @@ def test_blocking_publisher_and_subscriber_serve_threads(job):
             pass
         stop, torn = threading.Event(), []
 
-        def serve() -> None:
+        def serve():
             while not stop.is_set():
                 with subscriber.reading() as (served, version):
                     if values(served) != {float(version.step)}:

@@ -1,7 +1,5 @@
 """The tensor transport for Ray, with Ray's own actors, where Ray is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

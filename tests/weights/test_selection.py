@@ -1,7 +1,5 @@
 """Selections: the parts of a version that a reader has, and their bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

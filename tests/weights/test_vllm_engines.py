@@ -1,7 +1,5 @@
 """The weight-transfer engines for vLLM, with a stand-in for vLLM's side."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 
