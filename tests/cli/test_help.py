@@ -1,7 +1,5 @@
 """Help without the import of torch, and the errors for invalid arguments and settings."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """``asyncdist info``: versions, transports, devices, settings, and the choice of algorithms."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys
@@ -26,13 +24,13 @@ from asyncdist_transports.staged import Staged
 DEVICES = torch.cuda.is_available()
 
 
-def info(*arguments: str, **environment: str) -> str:
+def info(*arguments, **environment):
     run = CliRunner(env=environment).invoke(main, ["info", *arguments])
     assert run.exit_code == 0, run.output
     return run.output
 
 
-def row(output: str, first: str) -> list[str]:
+def row(output, first):
     """Return the words of the line that begins with ``first``."""
     (line,) = [line for line in output.splitlines() if line.split()[:1] == [first]]
     return line.split()

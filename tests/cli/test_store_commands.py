@@ -1,15 +1,11 @@
 """``asyncdist store status|get|set|keys|watch``: the commands that query a running store."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
-from typing import IO
 
 import pytest
 
@@ -59,7 +55,7 @@ def test_failed_reads_and_writes_of_standard_streams_are_reported():
 
 
 @contextlib.contextmanager
-def watching(port: int, *arguments: str) -> Iterator[IO[str]]:
+def watching(port, *arguments):
     """Run ``asyncdist store watch``; yield its output, and end it with Ctrl-C."""
     watch = command("--port", str(port), "watch", *arguments)
     with subprocess.Popen(watch, stdout=subprocess.PIPE, text=True, env=environment(PYTHONUNBUFFERED="1")) as process:

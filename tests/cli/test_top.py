@@ -1,7 +1,5 @@
 """The picture that ``asyncdist top`` draws, and what it says about arguments and jobs that are not there."""
 
-from __future__ import annotations
-
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
@@ -79,23 +77,17 @@ def test_healthy_job_is_ok_and_former_members_are_not_counted():
     assert "  ok" in text
 
 
-def test_job_that_is_not_there_is_an_error_with_exit_status_2(tmp_path):
-    run = CliRunner().invoke(main, ["top", f"127.0.0.1:{free_port()}", "--timeout", "0.2"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["127.0.0.1:{port}", "--timeout", "0.2"], "no store answered at 127.0.0.1"),
+        (["file://{folder}/none", "--timeout", "0.2"], "check that the job has begun"),
+        (["127.0.0.1:1", "--stacks", "-1"], "is not the number of a rank, and not 'all'"),
+        (["127.0.0.1:1", "--stacks", "first"], "is not the number of a rank, and not 'all'"),
+        (["http://127.0.0.1:1"], "has an unknown scheme"),
+    ],
+)
+def test_job_that_is_not_there_and_wrong_arguments_are_errors_with_exit_status_2(tmp_path, arguments, words):
+    run = CliRunner().invoke(main, ["top", *(each.format(port=free_port(), folder=tmp_path) for each in arguments)])
     assert run.exit_code == 2
-    assert "no store answered at 127.0.0.1" in run.output
-    run = CliRunner().invoke(main, ["top", f"file://{tmp_path}/none", "--timeout", "0.2"])
-    assert run.exit_code == 2
-    assert "check that the job has begun" in run.output
-
-
-@pytest.mark.parametrize("stacks", ["-1", "first"])
-def test_stacks_takes_a_rank_or_all(stacks):
-    run = CliRunner().invoke(main, ["top", "127.0.0.1:1", "--stacks", stacks])
-    assert run.exit_code == 2
-    assert "is not the number of a rank, and not 'all'" in run.output
-
-
-def test_unknown_scheme_is_named():
-    run = CliRunner().invoke(main, ["top", "http://127.0.0.1:1"])
-    assert run.exit_code == 2
-    assert "has an unknown scheme" in run.output
+    assert words in run.output

@@ -1,7 +1,5 @@
 """``asyncdist trace`` on dumps of real worlds."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixtures of the examples' tests: run an example under torchrun or alone, in an empty folder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

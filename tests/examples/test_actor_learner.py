@@ -1,7 +1,5 @@
 """The example `actor_learner.py`: actors play with the newest policy, and one of them is killed and replaced."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

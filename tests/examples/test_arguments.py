@@ -1,7 +1,5 @@
 """The examples refuse impossible arguments before the ranks meet and before they train."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

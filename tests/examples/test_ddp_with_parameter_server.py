@@ -1,7 +1,5 @@
 """The example `ddp_with_parameter_server.py`: an embedding on a server, and layers that two trainers hold in common."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

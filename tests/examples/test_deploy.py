@@ -1,7 +1,5 @@
 """The files of examples/deploy for Slurm, Kubernetes and containers, run by stand-ins of these."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The example `few_exchanges.py`: methods with few exchanges end as accurate as data-parallel training."""
 
-from __future__ import annotations
-
 import pytest
 
 PROGRAM = "few_exchanges.py"

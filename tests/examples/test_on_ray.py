@@ -1,7 +1,5 @@
 """The example on Ray, where Ray is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 

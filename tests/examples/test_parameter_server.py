@@ -1,7 +1,5 @@
 """The example `parameter_server.py`: gradients of workers of which one is killed and one is added."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

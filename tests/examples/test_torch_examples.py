@@ -1,7 +1,5 @@
 """The examples of sharded, tensor parallel and pipelined training, with few steps."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The example `weight_sync.py`: servers answer requests while they receive new weights."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

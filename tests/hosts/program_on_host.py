@@ -1,7 +1,5 @@
 """A rank on a host of its own: enters a network namespace, joins the world, and executes the commands of the test."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

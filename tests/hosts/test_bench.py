@@ -1,7 +1,5 @@
 """``asyncdist bench --hosts``: a whole run between two hosts, compared with gloo and plain sockets."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

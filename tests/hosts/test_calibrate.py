@@ -1,21 +1,20 @@
 """``asyncdist bench --calibrate`` measures links whose rate is known, and a job uses what it has written."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
+from asyncdist.cli import main
 from asyncdist.groups.calibration.profile import read_profile
-from asyncdist.testing.hosts import Hosts
 
 RATE, NS_PER_BYTE = "100mbit", 80.0
 """A rate that processes on a busy machine reach too."""
 
 
-def commands(hosts: Hosts, tmp_path, *command: str) -> list[subprocess.Popen[str]]:
+def commands(hosts, tmp_path, *command):
     return [
         subprocess.Popen(
             hosts.command(rank, sys.executable, *command),
@@ -45,15 +44,10 @@ def test_profile_has_the_rate_of_the_link(hosts, tmp_path):
     assert json.loads(path.read_text())["hosts"] == 2
 
 
-@pytest.mark.processes
-def test_ranks_on_one_host_are_refused(tmp_path, monkeypatch):
+def test_ranks_on_one_host_are_refused(tmp_path):
     path = tmp_path / "links.json"
-    command = [sys.executable, "-m", "asyncdist.cli", "bench", "--calibrate", str(path)]
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "0")
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert "all ranks of this job are on one host" in run.stderr
+    alone = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    run = CliRunner(env=alone).invoke(main, ["bench", "--calibrate", str(path)])
+    assert run.exit_code == 2
+    assert "all ranks of this job are on one host" in run.output
     assert not path.exists()

@@ -1,33 +1,16 @@
 """Networks other than two hosts on a plain link: IPv6 only, interfaces that lead nowhere, small packets, several rates."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from asyncdist.testing.hosts import DEAD_LINK, Hosts, HostsUnavailableError
-
-PROGRAM = Path(__file__).parent / "program_on_host.py"
+from tests.hosts.conftest import Job
 
 
 def sums_on(hosts, nursery, where, placed, count=300_000):
     """Let ranks placed on hosts meet and reduce; return the distinct values of each rank's sum."""
-    ranks = [
-        nursery.start(
-            PROGRAM, "on_host", hosts.namespaces[host], where, rank, len(placed),
-            environment={"ASYNCDIST_TOKEN": "for this test only", "ASYNCDIST_HOST": f"host{host}"},
-        )
-        for rank, host in enumerate(placed)
-    ]  # fmt: skip
-    for rank in ranks:
-        rank.hear()
-    for rank in ranks:
-        rank.say(("reduced", count))
-    found = [rank.hear()[0] for rank in ranks]
-    for rank in ranks:
-        rank.say(("end",))
-    assert [rank.wait() for rank in ranks] == [0] * len(ranks)
+    job = Job(hosts, nursery, where, placed)
+    found = [values[0] for values in job.all_do("reduced", count)]
+    job.end()
     return found
 
 

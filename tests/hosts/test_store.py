@@ -1,7 +1,5 @@
 """A store and its clients on hosts whose links go down: no packet says that the other side has gone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

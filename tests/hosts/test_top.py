@@ -1,14 +1,12 @@
 """``asyncdist top`` on a machine without a rank of the job."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 
 import pytest
 
-from tests.hosts.test_two_hosts import Job
+from tests.hosts.conftest import Job
 
 pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 

@@ -1,48 +1,12 @@
 """Ranks on two hosts: real processes, in network namespaces that only a veth pair joins."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
-PROGRAM = Path(__file__).parent / "program_on_host.py"
+from tests.hosts.conftest import Job
+
 MIB = 1 << 20
 # The rank that dies, and its step.
 _MOMENTS = [(0, 50), (0, 333), (0, 1200), (3, 3), (3, 50), (3, 1200)]
-
-
-class Job:
-    """Ranks in the networks of two hosts; by default four, of which 0 and 1 are on the first host.
-
-    Without ``named`` the ranks do not know that these are two hosts.
-    """
-
-    def __init__(self, hosts, nursery, where, placed=(0, 0, 1, 1), *, named=True, folders=(".", ".")):
-        token = {"ASYNCDIST_TOKEN": "for this test only"}
-        self.ranks = [
-            nursery.start(
-                PROGRAM, "on_host", hosts.namespaces[host], where, rank, len(placed), str(folders[host]),
-                environment={**token, "ASYNCDIST_HOST": f"host{host}"} if named else token,
-            )
-            for rank, host in enumerate(placed)
-        ]  # fmt: skip
-        for rank in self.ranks:
-            rank.hear()
-
-    def all_do(self, *order):
-        for rank in self.ranks:
-            rank.say(order)
-        return [rank.hear() for rank in self.ranks]
-
-    def one_does(self, rank, *order):
-        self.ranks[rank].say(order)
-        return self.ranks[rank].hear()
-
-    def end(self):
-        for rank in self.ranks:
-            rank.say(("end",))
-        assert [rank.wait() for rank in self.ranks] == [0] * len(self.ranks)
 
 
 @pytest.mark.parametrize("placed", [(0, 0, 1, 1), pytest.param((0, 1, 0, 1), marks=pytest.mark.exhaustive), (0, 1, 1)])
@@ -106,8 +70,7 @@ def test_killed_rank_is_named_on_both_hosts(hosts, nursery, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lost", "dies_at"),
-    [(0, 3), (3, 333), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in _MOMENTS)],
+    ("lost", "dies_at"), [(0, 3), (3, 333), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in _MOMENTS)]
 )
 def test_rank_that_dies_during_a_collective_is_named_on_both_hosts(hosts, nursery, tmp_path, lost, dies_at):
     job = Job(hosts, nursery, f"file://{tmp_path}/world")

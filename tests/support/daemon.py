@@ -52,11 +52,21 @@ def ended(*arguments: str, stdin: str | None = None, **settings: str) -> subproc
     return subprocess.run(command(*arguments), env=environment(**settings), input=stdin, **options)
 
 
+def refused(*arguments: str, **settings: str) -> str:
+    """Run ``asyncdist store`` where it cannot serve; return the only error that it prints."""
+    done = ended(*arguments, **settings)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert done.stderr.startswith("Error: ")
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
 def asked(*arguments: str, code: int = 0, stdin: str | None = None) -> str:
-    """Run a command that exits with ``code``; return its standard output, or its standard error if the code is not 0."""
-    done = ended(*arguments, stdin=stdin)
-    assert done.returncode == code, done
-    return done.stderr if code else done.stdout
+    """Run a command that queries a store, in this process; return its output, or its errors if ``code`` is not 0."""
+    unset = {name: None for name in os.environ if name.startswith("ASYNCDIST_")}
+    run = CliRunner(env=unset).invoke(main, ["store", *arguments], input=stdin)
+    assert run.exit_code == code, run.output
+    return run.stderr if code else run.stdout
 
 
 class Daemon:
@@ -77,11 +87,8 @@ class Daemon:
         return TCPStore(self.host, self.port, timeout=LIMIT, config=Config(token=token, store_reconnect=0.0))
 
     def ask(self, *arguments: str, code: int = 0, stdin: str | None = None) -> str:
-        """Run a command that queries this daemon, in this process; see `asked`."""
-        unset = {name: None for name in os.environ if name.startswith("ASYNCDIST_")}
-        run = CliRunner(env=unset).invoke(main, ["store", "--port", str(self.port), *arguments], input=stdin)
-        assert run.exit_code == code, run.output
-        return run.stderr if code else run.stdout
+        """Run a command that queries this daemon; see `asked`."""
+        return asked("--port", str(self.port), *arguments, code=code, stdin=stdin)
 
     def end(self) -> tuple[int, str]:
         """Wait until the daemon ends; return its exit code and its standard error."""

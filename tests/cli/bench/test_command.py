@@ -1,7 +1,5 @@
 """``asyncdist bench``: small runs, the end of their processes, and the options."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -27,12 +25,9 @@ needs_mpi = pytest.mark.skipif(mpi.mpi_missing() is not None, reason=str(mpi.mpi
 RIVAL = pytest.mark.parametrize("against", ["raw", pytest.param("mpi", marks=needs_mpi)])
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+def bench(*arguments):
     command = [sys.executable, "-m", "asyncdist.cli", "bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-
-
-# -- whole runs -------------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive
@@ -219,13 +214,10 @@ def test_no_rank_outlives_the_run(against, number, until):
             assert not list(Path(folder).glob("asyncdist-bench-*"))
 
 
-# -- options ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def plans(monkeypatch):
     """The plans of the command, which are recorded instead of executed."""
-    found: list[BenchPlan] = []
+    found = []
 
     def run(plan, progress):
         found.append(plan)
