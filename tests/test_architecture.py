@@ -67,6 +67,9 @@ DEEPER: set[str] = {
 }
 """Modules behind a contract that libraries import nevertheless. This list only shrinks."""
 
+MOST_PRIVATE_USES_IN_TESTS = 295
+"""How often tests use private attributes of objects other than themselves, and import private names. This only shrinks."""
+
 MOST_FLAT_MODULES = 6
 MOST_MODULES_IN_A_FOLDER = 15
 MOST_LINES_IN_A_FILE = 500
@@ -266,6 +269,19 @@ def test_locks_of_modules_are_new_in_forked_children() -> None:
                     kept.append(f"{name}.{target}")
     assert found
     assert kept == []
+
+
+def test_tests_use_few_private_names() -> None:
+    count = 0
+    for path in modules("tests").values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                of_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                names = [] if of_itself else [node.attr]
+            else:
+                names = [each.name for each in node.names] if isinstance(node, ast.ImportFrom) else []
+            count += sum(name.startswith("_") and not name.startswith("__") for name in names)
+    assert count <= MOST_PRIVATE_USES_IN_TESTS, "use public names, or a function of the folder's conftest"
 
 
 def test_library_neither_prints_nor_exits() -> None:

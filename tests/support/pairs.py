@@ -1,7 +1,5 @@
 """Parametrisation by pairs: some of the combinations of several parameters, which contain each pair of values."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests whose body runs on every rank of a world in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect
