@@ -25,19 +25,11 @@ from asyncdist.groups.members.member_ops import MemberOps
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.algorithms.selection import forced_by
 from asyncdist.kernel.collectives import data_movement, p2p
+from asyncdist.kernel.collectives.call_plan import CallPlan, Result, device_of, finish_call
 from asyncdist.kernel.collectives.group_context import GroupContext
 from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.kernel.collectives.object_ops import ObjectOps
 from asyncdist.kernel.collectives.operations import CallOptions, CollectiveOps, checked_tag
-from asyncdist.kernel.collectives.prepared import (
-    PreparedCollective,
-    Result,
-    device_of,
-    finish_call,
-    schedules_over_links,
-)
-from asyncdist.kernel.engine.direct_calls import LINK_POLLS, MAX_DIRECT_NBYTES, MAX_WAITING_NBYTES
-from asyncdist.kernel.engine.drivers.waiting import MOST_POLLS
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.kernel.engine.operation import Channel, Plan
 from asyncdist.kernel.engine.work import Work, completed
@@ -260,47 +252,24 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
 
     # -- starting -----------------------------------------------------------------------------
 
-    def _run(
-        self, name: str, prepared: PreparedCollective, tensors: Sequence[Any], result: Result, options: CallOptions
-    ) -> Work:
-        fingerprint, nbytes, native, recorded, _, fold, window = prepared
-        value, outputs, writes = result
+    def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
         mesh, channel = self.mesh, self.channel
         background, timeout, limit = options.get("background", True), options.get("timeout"), self.timeout
         if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
             limit = self._limit(name, background, timeout)
         # The number is taken last: a call that one rank refuses must not shift the numbers of that rank.
         number = next(channel.numbers)
-        entry = self.hooks.new_entry(self.name, name, number, fingerprint, nbytes)
+        entry = self.hooks.new_entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         observed = self.hooks.record(entry)
         wait = not background or (self.patient and _get_running_loop() is None)
         schedules: Iterable[Schedule]
-        schedule: Schedule | None = None
-        polls = LINK_POLLS
         try:
-            if native is not None:
-                schedule, polls = native(number, *tensors), MOST_POLLS
-                if observed is not None:
-                    schedule = observed.watch(schedule)
-            else:
-                if recorded is not None and self._native is None:
-                    schedules = (recorded(*tensors),)
-                else:
-                    schedules = schedules_over_links(prepared, tensors, number, self._native)
-                if observed is not None:
-                    schedules = observed.watch_all(schedules)
-                spins = wait and mesh.progress.waiting.spin > 0
-                if nbytes <= (MAX_WAITING_NBYTES if spins else MAX_DIRECT_NBYTES):
-                    schedules = listed = list(schedules)
-                    if len(listed) == 1:
-                        schedule = mesh.direct_calls.run(listed[0], channel, number, fingerprint, fold, spins=spins)
-            if schedule is not None:
-                if mesh.progress.attempt(schedule, channel, number, wait, polls, not background):
-                    value = finish_call(value, outputs, writes)
-                    if entry.finish():
-                        entry.run_hooks()
-                    return completed(value)
-                schedules = (schedule,)
+            schedule, schedules = plan.begin(number, tensors, channel, mesh.direct_calls, observed, wait)
+            if schedule and mesh.progress.attempt(schedule, channel, number, wait, plan.polls, not background):
+                value = finish_call(*result)
+                if entry.finish():
+                    entry.run_hooks()
+                return completed(value)
         # An operation that raises the error makes the group fail and notifies the peers.
         except Exception as cause:
             schedules = (raising(cause),)
@@ -309,8 +278,9 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
             if entry.finish(interruption):
                 entry.run_hooks()
             raise
-        plan = Plan(schedules, fingerprint, fold, functools.partial(finish_call, *result), window, nbytes)
-        return mesh.issue(channel, plan, entry, limit, background=background)
+        finish = functools.partial(finish_call, *result)
+        started = Plan(schedules, plan.fingerprint, plan.fold, finish, plan.window, plan.nbytes)
+        return mesh.issue(channel, started, entry, limit, background=background)
 
     def _limit(self, name: str, background: bool, timeout: Timeout) -> float:
         """Return the timeout of a call in seconds; raise if the group is destroyed or the call may not block here."""

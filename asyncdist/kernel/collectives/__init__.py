@@ -4,7 +4,7 @@ The algorithms are in `asyncdist.kernel.algorithms`. This folder applies them to
 
 `operations`     the collectives as methods of a group
 `object_ops`     the operations on Python objects as methods of a group
-`prepared`       the part of a call that is done once for tensors of the same dtypes and shapes
+`call_plan`      how all calls with tensors of the same dtypes and shapes run
 `validation`     checks of the users' arguments
 `reductions`     plans of reductions
 `data_movement`  plans of collectives that move data

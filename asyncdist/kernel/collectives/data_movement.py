@@ -1,8 +1,8 @@
 """Prepares the collectives that move data: which schedule, over which memory, with which fingerprint.
 
 Each function takes the `GroupContext` of the calling rank and the arguments of a call, with contiguous tensors and peers as
-ranks in the group. It checks the arguments and returns a `PreparedCollective`, which also runs later calls with tensors of
-the same dtypes and shapes. Large tensors are cut into parts: one for each lane, or segments if a part needs separate
+ranks in the group. It checks the arguments and returns a `CallPlan`, which also runs later calls with tensors of the same
+dtypes and shapes. Large tensors are cut into parts: one for each lane, or segments if a part needs separate
 memory.
 """
 
@@ -19,6 +19,7 @@ from asyncdist.errors import UsageError
 from asyncdist.kernel.algorithms import pairwise, recursive_doubling, tree
 from asyncdist.kernel.algorithms.schedule import Recv, Schedule, Send
 from asyncdist.kernel.collectives import validation
+from asyncdist.kernel.collectives.call_plan import CallPlan
 from asyncdist.kernel.collectives.first_rail import GATHERS
 from asyncdist.kernel.collectives.group_context import (
     Cut,
@@ -29,8 +30,7 @@ from asyncdist.kernel.collectives.group_context import (
     striped_blocks,
     stripes,
 )
-from asyncdist.kernel.collectives.prepared import PreparedCollective
-from asyncdist.kernel.collectives.recorded import LocalCopy, RecordedCall, Recording, recorded_blocks
+from asyncdist.kernel.collectives.recorded import LocalCopy, Recording, recorded_blocks
 from asyncdist.kernel.engine.operation import Plan
 from asyncdist.kernel.memory.buffers import (
     NOTHING,
@@ -46,30 +46,22 @@ from asyncdist.kernel.transport.wire_format import RUNS
 # -- movement -------------------------------------------------------------------------------------
 
 
-def broadcast(group: GroupContext, tensor: Any, root: int) -> PreparedCollective:
+def broadcast(group: GroupContext, tensor: Any, root: int) -> CallPlan:
     """Copy the root's tensor to every rank."""
     group.peer(root, "src")
     tensor = validation.single(tensor)
     count, nbytes = tensor.numel(), tensor.nbytes
     call = fingerprint(Collective.broadcast, tensor.dtype, tuple(tensor.shape), None, root)
-    native = group.native_for("broadcast")
-    if native is not None:
-        signature = CallSignature(Collective.broadcast, call, tensor.dtype, (count,), root=root)
-        return PreparedCollective(call, nbytes, native.prepare(signature))
-    hierarchical = group.hierarchical_for("broadcast")
-    if hierarchical is not None:
-        return PreparedCollective(
-            call,
-            nbytes,
-            parts=lambda tensor: hierarchical.broadcast(flat_memory(tensor), root, call),
-            window=hierarchical.window,
-        )
+    signature = CallSignature(Collective.broadcast, call, tensor.dtype, (count,), root=root)
+    if (plan := group.in_memory(signature, nbytes)) is not None:
+        return plan
+    if (hierarchical := group.hierarchical_for("broadcast")) is not None:
+        return group.in_parts(call, nbytes, lambda tensor: hierarchical.broadcast(flat_memory(tensor), root, call))
     in_tree = group.choose("broadcast", nbytes) == "tree"
     segment_count = max(1, group.config.segment_nbytes // tensor.itemsize)
     if group.is_recorded(nbytes) and (in_tree or count <= segment_count):
         run = tree.broadcast if in_tree else tree.chain_broadcast
-        recorded = RecordedCall(lambda memory: run(group.rank, group.size, root, memory), [tensor])
-        return PreparedCollective(call, nbytes, recorded=recorded.schedule)
+        return group.recorded(call, nbytes, lambda memory: run(group.rank, group.size, root, memory), [tensor])
 
     def parts(tensor: torch.Tensor) -> Iterable[Schedule]:
         memory = flat_memory(tensor)
@@ -78,10 +70,10 @@ def broadcast(group: GroupContext, tensor: Any, root: int) -> PreparedCollective
         each = segments(memory, segment_count)
         return (tree.chain_broadcast(group.rank, group.size, root, segment) for segment in each)
 
-    return PreparedCollective(call, nbytes, parts=parts, window=max(4, group.config.lanes))
+    return group.in_parts(call, nbytes, parts, window=max(4, group.config.lanes))
 
 
-def all_gather_list(group: GroupContext, outputs: Any, tensor: Any) -> PreparedCollective:
+def all_gather_list(group: GroupContext, outputs: Any, tensor: Any) -> CallPlan:
     """Gather every rank's tensor into a list."""
     blocks = validation.listed(outputs, group.size, "tensor_list")
     return _all_gather(
@@ -92,7 +84,7 @@ def all_gather_list(group: GroupContext, outputs: Any, tensor: Any) -> PreparedC
     )
 
 
-def all_gather_coalesced(group: GroupContext, tensor_lists: Any, tensors: Any) -> PreparedCollective:
+def all_gather_coalesced(group: GroupContext, tensor_lists: Any, tensors: Any) -> CallPlan:
     """Gather several tensors as one operation: rank ``r``'s ``tensors[i]`` into ``tensor_lists[r][i]``."""
     validation.check_length(tensor_lists, group.size, "output_tensor_lists")
     if not tensors or any(len(row) != len(tensors) for row in tensor_lists):
@@ -105,19 +97,15 @@ def all_gather_coalesced(group: GroupContext, tensor_lists: Any, tensors: Any) -
     columns = [
         validation.listed(column, group.size, "output_tensor_lists") for column in zip(*tensor_lists, strict=True)
     ]
-    prepared = _all_gather(group, list(zip(columns, tensors, strict=True)), rows_of)
-    call = prepared.native
-    if call is None:
-        return prepared
 
-    def start(sequence: int, tensor_lists: Any, tensors: Any) -> Schedule:
+    def arrange(tensor_lists: Any, tensors: Any) -> tuple[Any, ...]:
         columns = [list(column) for column in zip(*tensor_lists, strict=True)]
-        return call(sequence, columns[0], tensors[0]) if len(columns) == 1 else call(sequence, columns, tensors)
+        return (columns[0], tensors[0]) if len(columns) == 1 else (columns, tensors)
 
-    return prepared._replace(native=start)
+    return _all_gather(group, list(zip(columns, tensors, strict=True)), rows_of, arrange=arrange)
 
 
-def all_gather_single(group: GroupContext, output: Any, tensor: Any) -> PreparedCollective:
+def all_gather_single(group: GroupContext, output: Any, tensor: Any) -> CallPlan:
     """Gather every rank's tensor into one tensor, concatenated in group order."""
     blocks = validation.even(output, group.size, "output")
     return _all_gather(
@@ -136,10 +124,12 @@ def _all_gather(
     *,
     arguments: tuple[Any, ...] = (),
     contiguous: bool = False,
-) -> PreparedCollective:
+    arrange: Callable[..., tuple[Any, ...]] | None = None,
+) -> CallPlan:
     """Gather every rank's input into the blocks of every rank, for each row (blocks, own input).
 
-    ``arguments`` are those of a call with one row: the blocks, and the own input.
+    ``arguments`` are those of a call with one row: the blocks, and the own input. See `GroupContext.in_memory` for
+    ``arrange``.
     """
     counts: list[list[int]] = []
     layout: list[int] = []
@@ -156,18 +146,16 @@ def _all_gather(
     dtype, total = rows[0][1].dtype, sum(map(sum, counts))
     collective = Collective.all_gather if len(rows) == 1 else Collective.all_gather_coalesced
     nbytes, equal = total * dtype.itemsize, len(rows) == 1 and len(set(counts[0])) == 1
-    native, hierarchical = group.native_for("all_gather"), group.hierarchical_for("all_gather")
-    over_links = native is None and hierarchical is None
+    over_links, hierarchical = group.uses_links("all_gather"), group.hierarchical_for("all_gather")
     if over_links and _all_gather_algorithm(group, nbytes, contiguous) == "doubling":
         layout.append(RUNS)
     call = fingerprint(collective, dtype, total, None, None, tuple(layout))
-    if native is not None:
-        sizes = () if equal else tuple(count for row in counts for count in row)
-        signature = CallSignature(collective, call, dtype, (counts[0][group.rank],), sizes=sizes)
-        return PreparedCollective(call, nbytes, native.prepare(signature))
+    sizes = () if equal else tuple(count for row in counts for count in row)
+    signature = CallSignature(collective, call, dtype, (counts[0][group.rank],), sizes=sizes)
+    if (plan := group.in_memory(signature, nbytes, arrange)) is not None:
+        return plan
     if over_links and arguments and group.is_recorded(nbytes):
-        recorded = RecordedCall(_recorded_all_gather(group, nbytes, counts[0], contiguous), arguments)
-        return PreparedCollective(call, nbytes, recorded=recorded.schedule)
+        return group.recorded(call, nbytes, _recorded_all_gather(group, nbytes, counts[0], contiguous), arguments)
     row_parts = [
         _all_gather_row(group, sum(row) * own.itemsize, contiguous) for row, (_, own) in zip(counts, rows, strict=True)
     ]
@@ -181,7 +169,7 @@ def _all_gather(
         return (part for (blocks, _), of_row in zip(rows, row_parts, strict=True) for part in of_row(blocks))
 
     window = max(2, group.config.lanes) if hierarchical is None else hierarchical.window
-    return PreparedCollective(call, nbytes, parts=parts, window=window)
+    return group.in_parts(call, nbytes, parts, window=window)
 
 
 def _all_gather_row(group: GroupContext, nbytes: int, contiguous: bool) -> Callable[[Any], Iterator[Schedule]]:
@@ -208,7 +196,7 @@ def _recorded_all_gather(
     return record
 
 
-def gather(group: GroupContext, gather_list: Any, tensor: Any, root: int) -> PreparedCollective:
+def gather(group: GroupContext, gather_list: Any, tensor: Any, root: int) -> CallPlan:
     """Gather every rank's tensor in the root's list."""
     group.peer(root, "dst")
     if group.rank == root:
@@ -216,47 +204,36 @@ def gather(group: GroupContext, gather_list: Any, tensor: Any, root: int) -> Pre
         validation.same_sizes(blocks, tensor, "gather_list")
     elif gather_list:
         raise UsageError(f"gather_list belongs to the destination, rank {root} of the group: pass None elsewhere")
-    return _gather(group, gather_list, validation.single(tensor), root, group.blocks)
+    return _gather(group, gather_list, validation.single(tensor), root)
 
 
-def gather_single(group: GroupContext, output: Any, tensor: Any, root: int) -> PreparedCollective:
+def gather_single(group: GroupContext, output: Any, tensor: Any, root: int) -> CallPlan:
     """Gather every rank's tensor in the root's output, concatenated in group order."""
     group.peer(root, "dst")
     if group.rank == root:
         if output is None:
             raise UsageError("gather_tensor on the destination rank is missing")
         validation.same_sizes(validation.even(output, group.size, "gather_tensor"), tensor, "gather_tensor")
-    return _gather(group, output, validation.single(tensor), root, group.equal_blocks)
+    return _gather(group, output, validation.single(tensor), root)
 
 
-def _gather(group: GroupContext, output: Any, tensor: torch.Tensor, root: int, cut: Cut) -> PreparedCollective:
+def _gather(group: GroupContext, output: Any, tensor: torch.Tensor, root: int) -> CallPlan:
     count, nbytes = tensor.numel(), tensor.nbytes * group.size
     call = fingerprint(Collective.gather, tensor.dtype, (count,), None, root)
-    native = group.native_for("gather")
-    if native is not None:
-        signature = CallSignature(Collective.gather, call, tensor.dtype, (count,), root=root)
-        return PreparedCollective(call, nbytes, native.prepare(signature))
-    if group.is_recorded(nbytes):
+    signature = CallSignature(Collective.gather, call, tensor.dtype, (count,), root=root)
+    if (plan := group.in_memory(signature, nbytes)) is not None:
+        return plan
 
-        def record(output: Any, own: Memory) -> Recording:
-            blocks = recorded_blocks(output, [count] * group.size) if group.rank == root else []
-            if group.rank == root:
-                yield LocalCopy(blocks[root], own)
-            yield from pairwise.gather(group.rank, group.size, root, own, blocks)
-
-        return PreparedCollective(call, nbytes, recorded=RecordedCall(record, [output, tensor]).schedule)
-
-    def parts(output: Any, tensor: torch.Tensor) -> Iterable[Schedule]:
-        own, blocks = flat_memory(tensor), cut(output) if group.rank == root else []
+    def record(output: Any, own: Memory) -> Recording:
+        blocks = recorded_blocks(output, [count] * group.size) if group.rank == root else []
         if group.rank == root:
-            (own,) = copy_overlapping_inputs([own], blocks, {0: root})
-            blocks[root].tensor.copy_(own.tensor)
-        return (pairwise.gather(group.rank, group.size, root, own, blocks),)
+            yield LocalCopy(blocks[root], own)
+        yield from pairwise.gather(group.rank, group.size, root, own, blocks)
 
-    return PreparedCollective(call, nbytes, parts=parts)
+    return group.recorded(call, nbytes, record, [output, tensor])
 
 
-def scatter(group: GroupContext, tensor: Any, scatter_list: Any, root: int) -> PreparedCollective:
+def scatter(group: GroupContext, tensor: Any, scatter_list: Any, root: int) -> CallPlan:
     """Give each rank its tensor of the root's list."""
     group.peer(root, "src")
     tensor = validation.single(tensor)
@@ -268,32 +245,20 @@ def scatter(group: GroupContext, tensor: Any, scatter_list: Any, root: int) -> P
         raise UsageError(f"scatter_list belongs to the source, rank {root} of the group: pass None elsewhere")
     count, nbytes = tensor.numel(), tensor.nbytes * group.size
     call = fingerprint(Collective.scatter, tensor.dtype, (count,), None, root)
-    native = group.native_for("scatter")
-    if native is not None:
-        signature = CallSignature(Collective.scatter, call, tensor.dtype, (count,), root=root)
-        return PreparedCollective(call, nbytes, native.prepare(signature))
+    signature = CallSignature(Collective.scatter, call, tensor.dtype, (count,), root=root)
+    if (plan := group.in_memory(signature, nbytes)) is not None:
+        return plan
 
-    if group.is_recorded(nbytes):
-
-        def record(memory: Memory, scatter_list: Any) -> Recording:
-            blocks = recorded_blocks(scatter_list, [count] * group.size) if group.rank == root else []
-            if group.rank == root:
-                yield LocalCopy(memory, blocks[root])
-            yield from pairwise.scatter(group.rank, group.size, root, memory, blocks)
-
-        return PreparedCollective(call, nbytes, recorded=RecordedCall(record, [tensor, scatter_list]).schedule)
-
-    def parts(tensor: torch.Tensor, scatter_list: Any) -> Iterable[Schedule]:
-        memory, blocks = flat_memory(tensor), group.blocks(scatter_list)
+    def record(memory: Memory, scatter_list: Any) -> Recording:
+        blocks = recorded_blocks(scatter_list, [count] * group.size) if group.rank == root else []
         if group.rank == root:
-            blocks = list(copy_overlapping_inputs(blocks, [memory], {root: 0}))
-            memory.tensor.copy_(blocks[root].tensor)
-        return (pairwise.scatter(group.rank, group.size, root, memory, blocks),)
+            yield LocalCopy(memory, blocks[root])
+        yield from pairwise.scatter(group.rank, group.size, root, memory, blocks)
 
-    return PreparedCollective(call, nbytes, parts=parts)
+    return group.recorded(call, nbytes, record, [tensor, scatter_list])
 
 
-def all_to_all_lists(group: GroupContext, output_list: Any, input_list: Any) -> PreparedCollective:
+def all_to_all_lists(group: GroupContext, output_list: Any, input_list: Any) -> CallPlan:
     """Send ``input_list[i]`` to rank ``i``, and receive from it into ``output_list[i]``."""
     incoming = validation.listed(output_list, group.size, "output_tensor_list")
     outgoing = validation.listed(input_list, group.size, "input_tensor_list")
@@ -303,20 +268,17 @@ def all_to_all_lists(group: GroupContext, output_list: Any, input_list: Any) -> 
 
 def all_to_all_single(
     group: GroupContext, output: Any, tensor: Any, output_sizes: Sequence[int] | None, input_sizes: Sequence[int] | None
-) -> PreparedCollective:
+) -> CallPlan:
     """Exchange parts of one tensor, cut along the first dimension."""
     incoming = validation.split_counts(output, output_sizes, group.size, "output")
     outgoing = validation.split_counts(tensor, input_sizes, group.size, "input")
     cuts = _cut_by(incoming), _cut_by(outgoing)
-    prepared = _all_to_all(group, output, tensor, incoming, outgoing, *cuts)
-    call = prepared.native
-    if call is None or len({*incoming, *outgoing}) == 1:
-        return prepared
 
-    def start(sequence: int, output: torch.Tensor, tensor: torch.Tensor) -> Schedule:
-        return call(sequence, output.view(-1).split(incoming), tensor.view(-1).split(outgoing))
+    def arrange(output: torch.Tensor, tensor: torch.Tensor) -> tuple[Any, ...]:
+        return output.view(-1).split(incoming), tensor.view(-1).split(outgoing)
 
-    return prepared._replace(native=start)
+    equal = len({*incoming, *outgoing}) == 1
+    return _all_to_all(group, output, tensor, incoming, outgoing, *cuts, None if equal else arrange)
 
 
 def _cut_by(counts: Sequence[int]) -> Cut:
@@ -332,7 +294,8 @@ def _all_to_all(
     outgoing_counts: Sequence[int],
     cut_incoming: Cut,
     cut_outgoing: Cut,
-) -> PreparedCollective:
+    arrange: Callable[..., tuple[Any, ...]] | None = None,
+) -> CallPlan:
     """Send block ``i`` of the input to rank ``i``, and receive its block for this rank into block ``i`` of the output."""
     own_in, own_out = incoming_counts[group.rank], outgoing_counts[group.rank]
     incoming_dtype, dtype = ((each if isinstance(each, torch.Tensor) else each[0]).dtype for each in (output, tensor))
@@ -342,13 +305,11 @@ def _all_to_all(
         )
     call = fingerprint(Collective.all_to_all, dtype, 0, None, None)
     nbytes = sum(outgoing_counts) * dtype.itemsize
-    native = group.native_for("all_to_all")
-    if native is not None:
-        equal = len({*incoming_counts, *outgoing_counts}) == 1
-        sizes = () if equal else (*incoming_counts, *outgoing_counts)
-        signature = CallSignature(Collective.all_to_all, call, dtype, (own_out,), sizes=sizes)
-        return PreparedCollective(call, nbytes, native.prepare(signature))
-
+    equal = len({*incoming_counts, *outgoing_counts}) == 1
+    sizes = () if equal else (*incoming_counts, *outgoing_counts)
+    signature = CallSignature(Collective.all_to_all, call, dtype, (own_out,), sizes=sizes)
+    if (plan := group.in_memory(signature, nbytes, arrange)) is not None:
+        return plan
     if group.is_recorded(max(nbytes, sum(incoming_counts) * dtype.itemsize)):
 
         def record(output: Any, tensor: Any) -> Recording:
@@ -357,7 +318,7 @@ def _all_to_all(
             yield LocalCopy(incoming[group.rank], outgoing[group.rank])
             yield from pairwise.all_to_all(group.rank, group.size, outgoing, incoming)
 
-        return PreparedCollective(call, nbytes, recorded=RecordedCall(record, [output, tensor]).schedule)
+        return group.recorded(call, nbytes, record, [output, tensor])
 
     def parts(output: Any, tensor: Any) -> Iterable[Schedule]:
         incoming, own = cut_incoming(output), {group.rank: group.rank}
@@ -368,19 +329,17 @@ def _all_to_all(
             for sent, received in zip(cut_large(group, outgoing), cut_large(group, incoming), strict=True)
         ]
 
-    return PreparedCollective(call, nbytes, parts=parts, window=group.config.lanes)
+    return group.in_parts(call, nbytes, parts, window=group.config.lanes)
 
 
-def barrier(group: GroupContext) -> PreparedCollective:
+def barrier(group: GroupContext) -> CallPlan:
     """Complete when every rank has called the barrier."""
     call = fingerprint(Collective.barrier, None, 0, None, None)
-    native, hierarchical = group.native_for("barrier"), group.hierarchical_for("barrier")
-    if native is not None:
-        return PreparedCollective(call, 0, native.prepare(CallSignature(Collective.barrier, call, torch.uint8, (0,))))
-    if hierarchical is not None:
-        return PreparedCollective(call, 0, recorded=lambda: hierarchical.barrier(call))
-    recorded = RecordedCall(lambda: recursive_doubling.barrier(group.rank, group.size, NOTHING, NOTHING), [])
-    return PreparedCollective(call, 0, recorded=recorded.schedule)
+    if (plan := group.in_memory(CallSignature(Collective.barrier, call, torch.uint8, (0,)), 0)) is not None:
+        return plan
+    if (hierarchical := group.hierarchical_for("barrier")) is not None:
+        return group.one_part(call, 0, lambda: hierarchical.barrier(call))
+    return group.recorded(call, 0, lambda: recursive_doubling.barrier(group.rank, group.size, NOTHING, NOTHING), [])
 
 
 def monitored_barrier(group: GroupContext) -> Plan:

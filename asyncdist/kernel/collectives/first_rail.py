@@ -21,13 +21,14 @@ from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.algorithms.selection import Model, choose
 from asyncdist.kernel.collectives.node import NodeCollectives, plain, store_result, widened
 from asyncdist.kernel.collectives.recorded import RecordedCall
-from asyncdist.kernel.engine.direct_calls import MAX_WAITING_NBYTES
 from asyncdist.kernel.memory.bounded_cache import BoundedCache
 from asyncdist.kernel.memory.buffers import NOTHING, Memory, Scratch, TensorBlocks
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic, arithmetic
 from asyncdist.kernel.transport.native import PreparedCall
 
 _CACHED_CALLS = 512
+_MOST_NBYTES = 1 << 20
+"""Bytes of the largest collective that one rail carries alone."""
 _BARRIER_KERNELS = arithmetic(ReduceOp.MAX, torch.uint8)
 
 Sources = Sequence[Memory] | TensorBlocks
@@ -101,7 +102,7 @@ class FirstRailCollectives:
             lambda collective, nbytes: choose(collective, nbytes, hosts, model=model)
         )
         self.takes: Callable[[str, int], bool] = lru_cache(_CACHED_CALLS)(
-            lambda collective, nbytes: nbytes <= MAX_WAITING_NBYTES and travels_whole(collective, nbytes, layout, model)
+            lambda collective, nbytes: nbytes <= _MOST_NBYTES and travels_whole(collective, nbytes, layout, model)
         )
         """``takes(collective, nbytes)``: whether a collective of this size is faster here than over all rails."""
 

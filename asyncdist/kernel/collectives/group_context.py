@@ -11,14 +11,18 @@ import torch
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
+from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.algorithms.selection import Model, choose
 from asyncdist.kernel.collectives.arguments import whole_number_of
+from asyncdist.kernel.collectives.call_plan import LinkPlan, MemoryPlan
 from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
-from asyncdist.kernel.engine.direct_calls import MAX_DIRECT_NBYTES, MAX_WAITING_NBYTES
+from asyncdist.kernel.collectives.recorded import KEPT_NBYTES, RecordedCall, Recording
 from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks, block_memories, dtype_number, flat_memory
-from asyncdist.kernel.transport.native import Native
+from asyncdist.kernel.memory.reduce_kernels import Fold
+from asyncdist.kernel.transport.native import CallSignature, Native
 from asyncdist.kernel.transport.wire_format import Fingerprint, shape_checksum
 
+Parts = Iterable[Schedule]
 Cut = Callable[[Any], Sequence[Memory] | TensorBlocks]
 """``cut(value)`` returns the blocks of a list of tensors, or of one tensor that holds all blocks."""
 
@@ -57,9 +61,26 @@ class GroupContext:
             raise UsageError(f"{what}={rank} is this rank itself: a message to oneself is a copy")
         return rank
 
-    def native_for(self, collective: str) -> Native | None:
-        """Return the native collectives; None if the collective uses links. A forced algorithm uses links."""
-        return None if collective in self.forced else self.native
+    # -- plans ---------------------------------------------------------------------------------
+
+    def uses_links(self, collective: str) -> bool:
+        """Return whether a collective only sends messages. A forced algorithm does."""
+        return collective in self.forced or (self.native is None and self.hierarchical is None)
+
+    def in_memory(
+        self, signature: CallSignature, nbytes: int, arrange: Callable[..., tuple[Any, ...]] | None = None
+    ) -> MemoryPlan | None:
+        """Return the plan of a call in memory that all members reach; None if the collective uses links.
+
+        ``arrange(*tensors)`` returns what the native collective takes instead of the tensors of a call.
+        """
+        # The name of a member of an enumeration takes a Python frame.
+        if self.native is None or (self.forced and signature.collective.name.removesuffix("_coalesced") in self.forced):
+            return None
+        call = self.native.prepare(signature)
+        if arrange is None:
+            return MemoryPlan(signature.fingerprint, nbytes, call)
+        return MemoryPlan(signature.fingerprint, nbytes, lambda number, *tensors: call(number, *arrange(*tensors)))
 
     def hierarchical_for(self, collective: str) -> HierarchicalCollectives | None:
         """Return the hierarchical collectives; None if the collective uses links only. A forced algorithm does."""
@@ -70,11 +91,32 @@ class GroupContext:
         return self.config.lanes > 1 and nbytes >= self.config.stripe_nbytes
 
     def is_recorded(self, nbytes: int, *, keeps_scratch: bool = False) -> bool:
-        """Return whether the steps of a call over links are recorded: it is small, and has one part.
+        """Return whether the steps of a call over links are recorded: it has one part.
 
         ``keeps_scratch`` says that its recording keeps scratch of ``nbytes`` bytes.
         """
-        return nbytes <= (MAX_DIRECT_NBYTES if keeps_scratch else MAX_WAITING_NBYTES) and not self.is_striped(nbytes)
+        return not (self.is_striped(nbytes) or (keeps_scratch and nbytes > KEPT_NBYTES))
+
+    def recorded(
+        self,
+        call: int,
+        nbytes: int,
+        record: Callable[..., Recording],
+        arguments: Sequence[Any],
+        fold: Fold | None = None,
+    ) -> LinkPlan:
+        """Return the plan of a call over links whose steps are recorded; see `RecordedCall`."""
+        return self.one_part(call, nbytes, RecordedCall(record, arguments, fold).schedule, fold)
+
+    def one_part(self, call: int, nbytes: int, schedule: Callable[..., Schedule], fold: Fold | None = None) -> LinkPlan:
+        """Return the plan of a call over links that has one part, ``schedule(*tensors)``."""
+        return LinkPlan(call, nbytes, schedule, fold=fold, native=self.native)
+
+    def in_parts(
+        self, call: int, nbytes: int, parts: Callable[..., Parts], fold: Fold | None = None, window: int = 4
+    ) -> LinkPlan:
+        """Return the plan of a call over links in ``parts(*tensors)``, of which at most ``window`` run at once."""
+        return LinkPlan(call, nbytes, None, parts, fold, window, self.native)
 
     def blocks(self, value: Any) -> list[Memory]:
         """Return the memory of one block for each rank: a list of tensors, a tensor in equal parts, or None."""

@@ -1,6 +1,6 @@
 """The tensor operations that a `Group` and its `DeviceGroup` have in common.
 
-`CollectiveOps._call` is the one path of first and repeated calls: it looks up or makes the prepared call, which the
+`CollectiveOps._call` is the one path of first and repeated calls: it looks up or makes the plan, which the
 group then runs. Ranks in arguments are ranks in the group; `asyncdist` and `asyncdist.sync` translate global ranks.
 """
 
@@ -17,8 +17,8 @@ from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.kernel.collectives import data_movement, reductions, sparse
 from asyncdist.kernel.collectives.arguments import list_of, whole_number_of
+from asyncdist.kernel.collectives.call_plan import CallPlan, Result, cache_key, converted
 from asyncdist.kernel.collectives.group_context import GroupContext
-from asyncdist.kernel.collectives.prepared import PreparedCollective, Result, cache_key, converted
 from asyncdist.kernel.collectives.validation import TORCH_REDUCE_OP, reduction
 from asyncdist.kernel.engine.operation import Plan
 from asyncdist.kernel.engine.work import Work
@@ -66,7 +66,7 @@ class CollectiveOps(ABC):
     """``device``; None for the host, whose tensors are recognized faster."""
 
     def __init__(self) -> None:
-        self._prepared: BoundedCache[Hashable, PreparedCollective] = BoundedCache(_CACHED_CALLS)
+        self._plans: BoundedCache[Hashable, CallPlan] = BoundedCache(_CACHED_CALLS)
 
     # -- identity -------------------------------------------------------------------------------
 
@@ -91,14 +91,14 @@ class CollectiveOps(ABC):
     def _call(
         self,
         name: str,
-        prepare: Callable[..., PreparedCollective],
+        prepare: Callable[..., CallPlan],
         tensors: tuple[Any, ...],
         options: CallOptions,
         arguments: tuple[Any, ...] = (),
         *,
         writes: bool = True,
     ) -> Work:
-        """Start the collective that ``prepare(context, *tensors, *arguments)`` prepares; its value is ``tensors[0]``.
+        """Start the collective that ``prepare(context, *tensors, *arguments)`` plans; its value is ``tensors[0]``.
 
         ``writes`` says that this rank writes ``tensors[0]``.
         """
@@ -123,15 +123,15 @@ class CollectiveOps(ABC):
                 values, outputs = converted(tensors, self.device, writes=writes)
                 key = cache_key((name, arguments), values, contiguous=True)
             try:
-                prepared = self._prepared.get(key)
+                plan = self._plans.get(key)
             # An argument is not hashable: `prepare` refuses it with a proper message.
             except TypeError:
-                prepared = key = None
-            if prepared is None:
-                prepared = prepare(self.context, *values, *arguments)
+                plan = key = None
+            if plan is None:
+                plan = prepare(self.context, *values, *arguments)
                 if key is not None:
-                    self._prepared.add(key, prepared)
-            return self._run(name, prepared, values, (tensors[0] if tensors else None, outputs, writes), options)
+                    self._plans.add(key, plan)
+            return self._run(name, plan, values, (tensors[0] if tensors else None, outputs, writes), options)
         except UsageError as error:
             self.refused(name, error)
             raise
@@ -140,15 +140,8 @@ class CollectiveOps(ABC):
                 left.close()
 
     @abstractmethod
-    def _run(
-        self,
-        name: str,
-        prepared: PreparedCollective,
-        tensors: Sequence[Any],
-        result: Result,
-        options: CallOptions,
-    ) -> Work:
-        """Start a prepared collective with contiguous tensors; ``finish_call(*result)`` ends it and returns its value."""
+    def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
+        """Start a collective with contiguous tensors; ``finish_call(*result)`` ends it and returns its value."""
 
     def _run_plan(self, name: str, make: Callable[..., Plan], arguments: tuple[Any, ...], options: CallOptions) -> Work:
         """Start the collective over links that ``make(context, *arguments)`` plans."""

@@ -1,8 +1,7 @@
 """The steps of collectives over links, recorded once for all calls with tensors of the same dtypes and shapes.
 
 Making the memory, the blocks and the steps of a small call takes longer than exchanging its data. `RecordedCall` makes them
-when the call is prepared, and lets them belong to the tensors of one call at a time. `asyncdist.kernel.engine.direct_calls`
-keeps its own form of each recorded step.
+when the call is planned, and lets them belong to the tensors of one call at a time.
 """
 
 from __future__ import annotations
@@ -14,11 +13,15 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncdist.kernel.algorithms.schedule import Combine, Reduce, Schedule, Send, Step, Wait
-from asyncdist.kernel.engine.direct_calls import RecordedStep
+from asyncdist.kernel.engine.direct_calls import DirectStep
 from asyncdist.kernel.memory.buffers import Memory, TensorBlocks, flat_memory, overlapping_inputs, view_at
 from asyncdist.kernel.memory.reduce_kernels import Fold, divide
 
 _address_of = torch.Tensor.data_ptr
+KEPT_NBYTES = 64 << 10
+"""Bytes of the largest scratch that a recording takes and keeps."""
+_LONG_NBYTES = 1 << 20
+"""Bytes of a copy that torch makes, on several threads and without the GIL."""
 
 
 class LocalCopy(NamedTuple):
@@ -27,8 +30,16 @@ class LocalCopy(NamedTuple):
     place: Memory
     other: Memory
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether it needs the places as tensors."""
+        return self.place.nbytes > _LONG_NBYTES
+
     def run(self) -> None:
-        self.place.view[:] = self.other.view
+        if self.is_computed:
+            self.place.raw.copy_(self.other.raw)
+        else:
+            self.place.view[:] = self.other.view
 
 
 class LocalDivision(NamedTuple):
@@ -100,7 +111,7 @@ class RecordedCall:
         self._is_used = True
         try:
             for item in self._items:
-                if isinstance(item, RecordedStep):
+                if isinstance(item, DirectStep):
                     yield item
                 else:
                     item.run()
@@ -165,12 +176,12 @@ class _PlaceUse(NamedTuple):
 
 
 def _uses(item: Any) -> list[_PlaceUse]:
-    if isinstance(item, RecordedStep):
+    if isinstance(item, DirectStep):
         return [use for action in item for use in _uses(action)]
     if isinstance(item, _Fold):
         return _uses(item.action)
     if isinstance(item, LocalCopy | Combine):
-        computes = isinstance(item, Combine)
+        computes = isinstance(item, Combine) or item.is_computed
         return [_PlaceUse(item.place, True, computes), _PlaceUse(item.other, False, computes)]
     return [_PlaceUse(item.place, not isinstance(item, Send), isinstance(item, Reduce | LocalDivision))]
 
@@ -228,13 +239,13 @@ def _at(addresses: Sequence[int], ranges: Sequence[_Range]) -> list[tuple[int, i
 
 def _prepared(
     item: Step | Wait | LocalCopy | LocalDivision, fold: Fold | None
-) -> RecordedStep | LocalCopy | LocalDivision | _Fold:
+) -> DirectStep | LocalCopy | LocalDivision | _Fold:
     if isinstance(item, LocalCopy | LocalDivision):
         return item
     assert not isinstance(item, int), "a recording does not wait"
     if fold is not None and len(item) == 1 and isinstance(item[0], Combine):
         return _Fold(item[0], fold)
-    return RecordedStep(item)
+    return DirectStep(item)
 
 
 def _each(function: Callable[[torch.Tensor], Memory], argument: Any) -> Memory | list[Memory] | None:

@@ -19,12 +19,11 @@ from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.collectives import validation
 from asyncdist.kernel.collectives.arguments import list_of
+from asyncdist.kernel.collectives.call_plan import CallPlan
 from asyncdist.kernel.collectives.group_context import Cut, GroupContext, fingerprint, segments, striped_blocks, stripes
-from asyncdist.kernel.collectives.prepared import PreparedCollective
 from asyncdist.kernel.collectives.recorded import (
     LocalCopy,
     LocalDivision,
-    RecordedCall,
     Recording,
     performed,
     recorded_blocks,
@@ -32,7 +31,7 @@ from asyncdist.kernel.collectives.recorded import (
 from asyncdist.kernel.collectives.validation import reduction
 from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks, copy_overlapping_inputs, flat_memory
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
-from asyncdist.kernel.transport.native import CallSignature, PreparedCall
+from asyncdist.kernel.transport.native import CallSignature
 
 # Elements of a segment that is accumulated in separate memory.
 _SEGMENT_COUNT = 1 << 20
@@ -54,33 +53,25 @@ def _prescale(memory: Memory, op: Reduction) -> None:
         memory.tensor.copy_(_scaled(memory.tensor, op))
 
 
-def _prescaling(call: PreparedCall, op: Reduction, *, in_place: bool) -> PreparedCall:
-    """Return a call that first scales its tensor, in place or into a copy, if the reduction is PREMUL_SUM."""
-    if type(op) is not PremulSum:
-        return call
-
-    def scale_and_call(sequence: int, tensor: torch.Tensor) -> Schedule:
-        scaled = _scaled(tensor, op)
-        return call(sequence, tensor.copy_(scaled) if in_place else scaled)
-
-    return scale_and_call
+def _prescaling(op: PremulSum, *, in_place: bool) -> Callable[[torch.Tensor], tuple[Any, ...]]:
+    """Return a function that scales the tensor of a call, in place or into a copy."""
+    return lambda tensor: (tensor.copy_(_scaled(tensor, op)) if in_place else _scaled(tensor, op),)
 
 
 # -- all_reduce -------------------------------------------------------------------------------------
 
 
-def all_reduce(group: GroupContext, tensor: Any, op: Any) -> PreparedCollective:
+def all_reduce(group: GroupContext, tensor: Any, op: Any) -> CallPlan:
     """Reduce a tensor over the ranks, in place, the same bits on every rank."""
     tensor, op = validation.single(tensor), reduction(op)
     dtype, nbytes = tensor.dtype, tensor.nbytes
     kernels = arithmetic(op, dtype)
     call = fingerprint(Collective.all_reduce, dtype, tensor.shape, op, None)
-    native = group.native_for("all_reduce")
-    if native is not None:
-        signature = CallSignature(Collective.all_reduce, call, dtype, tensor.shape, kernels)
-        return PreparedCollective(call, nbytes, _prescaling(native.prepare(signature), op, in_place=True))
-    hierarchical = group.hierarchical_for("all_reduce")
-    if hierarchical is not None:
+    signature = CallSignature(Collective.all_reduce, call, dtype, tensor.shape, kernels)
+    arrange = _prescaling(op, in_place=True) if type(op) is PremulSum else None
+    if (plan := group.in_memory(signature, nbytes, arrange)) is not None:
+        return plan
+    if (hierarchical := group.hierarchical_for("all_reduce")) is not None:
         small = hierarchical.small_all_reduce(nbytes, kernels, call)
 
         def scaled(tensor: torch.Tensor) -> Memory:
@@ -89,23 +80,19 @@ def all_reduce(group: GroupContext, tensor: Any, op: Any) -> PreparedCollective:
             return memory
 
         if small is not None:
-            return PreparedCollective(call, nbytes, recorded=lambda tensor: small(scaled(tensor)), fold=kernels.fold)
-        return PreparedCollective(
-            call,
-            nbytes,
-            parts=lambda tensor: hierarchical.all_reduce([scaled(tensor)], kernels, call),
-            fold=kernels.fold,
-            window=hierarchical.window,
+            return group.one_part(call, nbytes, lambda tensor: small(scaled(tensor)), kernels.fold)
+        return group.in_parts(
+            call, nbytes, lambda tensor: hierarchical.all_reduce([scaled(tensor)], kernels, call), kernels.fold
         )
     algorithm = group.choose("all_reduce", nbytes)
     if _is_recorded(group, nbytes, op, kernels, keeps_scratch=algorithm == "doubling"):
-        recorded = RecordedCall(partial(_all_reduce_steps, group, kernels, algorithm, None), [tensor], kernels.fold)
-        return PreparedCollective(call, nbytes, recorded=recorded.schedule, fold=kernels.fold)
+        steps = partial(_all_reduce_steps, group, kernels, algorithm, None)
+        return group.recorded(call, nbytes, steps, [tensor], kernels.fold)
     over_links = _all_reduce_over_links(group, nbytes, dtype, op, kernels)
-    return PreparedCollective(call, nbytes, parts=over_links, fold=kernels.fold, window=group.window)
+    return group.in_parts(call, nbytes, over_links, kernels.fold, group.window)
 
 
-def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> PreparedCollective:
+def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> CallPlan:
     """Reduce several tensors of one dtype over the ranks, in place, as one operation."""
     op = reduction(op)
     if not (tensors := list_of("tensors", tensors, "tensors")):
@@ -116,9 +103,18 @@ def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> Prepared
     counts = tuple(tensor.numel() for tensor in tensors)
     call = fingerprint(Collective.all_reduce_coalesced, dtype, sum(counts), op, None, counts)
     nbytes = sum(counts) * dtype.itemsize
-    native = group.native_for("all_reduce")
-    if native is not None:
-        return PreparedCollective(call, nbytes, _native_coalesced(native.prepare, call, dtype, counts, op, kernels))
+
+    def arrange(tensors: Any) -> tuple[Any, ...]:
+        flat = [flat_memory(tensor) for tensor in tensors]
+        for memory in flat:
+            _prescale(memory, op)
+        return (flat[0].tensor if len(flat) == 1 else [memory.tensor for memory in flat],)
+
+    collective = Collective.all_reduce if len(counts) == 1 else Collective.all_reduce_coalesced
+    sizes = () if len(counts) == 1 else counts
+    signature = CallSignature(collective, call, dtype, (sum(counts),), kernels, sizes=sizes)
+    if (plan := group.in_memory(signature, nbytes, arrange)) is not None:
+        return plan
     hierarchical = group.hierarchical_for("all_reduce")
     each_over_links = [_all_reduce_over_links(group, count * dtype.itemsize, dtype, op, kernels) for count in counts]
 
@@ -131,31 +127,7 @@ def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> Prepared
         return hierarchical.all_reduce(flat, kernels, call)
 
     window = group.window if hierarchical is None else hierarchical.window
-    return PreparedCollective(call, nbytes, parts=parts, fold=kernels.fold, window=window)
-
-
-def _native_coalesced(
-    prepare: Callable[[CallSignature], PreparedCall],
-    call: int,
-    dtype: torch.dtype,
-    counts: tuple[int, ...],
-    op: Reduction,
-    kernels: Arithmetic,
-) -> PreparedCall:
-    if len(counts) == 1:
-        alone = prepare(CallSignature(Collective.all_reduce, call, dtype, counts, kernels))
-        one = _prescaling(alone, op, in_place=True)
-        return lambda sequence, tensors: one(sequence, tensors[0].view(-1))
-    collective = Collective.all_reduce_coalesced
-    several = prepare(CallSignature(collective, call, dtype, (sum(counts),), kernels, sizes=counts))
-
-    def scale_and_call(sequence: int, tensors: Any) -> Schedule:
-        flat = [flat_memory(tensor) for tensor in tensors]
-        for memory in flat:
-            _prescale(memory, op)
-        return several(sequence, [memory.tensor for memory in flat])
-
-    return scale_and_call
+    return group.in_parts(call, nbytes, parts, kernels.fold, window)
 
 
 def _all_reduce_over_links(
@@ -236,18 +208,18 @@ def _all_reduce_wide(group: GroupContext, memory: Memory, kernels: Arithmetic, s
 # -- reduce -----------------------------------------------------------------------------------------
 
 
-def reduce(group: GroupContext, tensor: Any, root: int, op: Any) -> PreparedCollective:
+def reduce(group: GroupContext, tensor: Any, root: int, op: Any) -> CallPlan:
     """Reduce the tensor to ``root``; the tensors of the other ranks keep their content."""
     group.peer(root, "dst")
     tensor, op = validation.single(tensor), reduction(op)
     at_root, dtype, nbytes = group.rank == root, tensor.dtype, tensor.nbytes
     kernels = arithmetic(op, dtype)
     call = fingerprint(Collective.reduce, dtype, tensor.shape, op, root)
-    native, hierarchical = group.native_for("reduce"), group.hierarchical_for("reduce")
-    if native is not None:
-        signature = CallSignature(Collective.reduce, call, dtype, tensor.shape, kernels, root)
-        return PreparedCollective(call, nbytes, _prescaling(native.prepare(signature), op, in_place=at_root))
-    if hierarchical is not None:
+    signature = CallSignature(Collective.reduce, call, dtype, tensor.shape, kernels, root)
+    arrange = _prescaling(op, in_place=at_root) if type(op) is PremulSum else None
+    if (plan := group.in_memory(signature, nbytes, arrange)) is not None:
+        return plan
+    if (hierarchical := group.hierarchical_for("reduce")) is not None:
 
         def parts(tensor: torch.Tensor) -> Iterable[Schedule]:
             memory = flat_memory(tensor)
@@ -257,18 +229,17 @@ def reduce(group: GroupContext, tensor: Any, root: int, op: Any) -> PreparedColl
                 memory = Memory(_scaled(memory.tensor, op))
             return hierarchical.reduce(memory, root, kernels, call)
 
-        return PreparedCollective(call, nbytes, parts=parts, fold=kernels.fold, window=hierarchical.window)
+        return group.in_parts(call, nbytes, parts, kernels.fold)
     in_tree = group.choose("reduce", nbytes) == "tree"
     if in_tree and _is_recorded(group, nbytes, op, kernels, keeps_scratch=True):
-        recorded = RecordedCall(_recorded_reduce(group, root, kernels), [tensor])
-        return PreparedCollective(call, nbytes, recorded=recorded.schedule, fold=kernels.fold)
+        return group.recorded(call, nbytes, _recorded_reduce(group, root, kernels), [tensor], kernels.fold)
     run = _reduce_tree if in_tree else _reduce_scattered
 
     def segment_parts(tensor: torch.Tensor) -> Iterable[Schedule]:
         memory = flat_memory(tensor)
         return (run(group, segment, root, op, kernels) for segment in segments(memory, _SEGMENT_COUNT))
 
-    return PreparedCollective(call, nbytes, parts=segment_parts, fold=kernels.fold, window=group.window)
+    return group.in_parts(call, nbytes, segment_parts, kernels.fold, group.window)
 
 
 def _recorded_reduce(group: GroupContext, root: int, kernels: Arithmetic) -> Callable[..., Recording]:
@@ -315,21 +286,19 @@ def _reduce_scattered(group: GroupContext, memory: Memory, root: int, op: Reduct
 # -- reduce_scatter ---------------------------------------------------------------------------------
 
 
-def reduce_scatter_list(group: GroupContext, output: Any, input_list: Any, op: Any) -> PreparedCollective:
+def reduce_scatter_list(group: GroupContext, output: Any, input_list: Any, op: Any) -> CallPlan:
     """Reduce ``input_list[i]`` over the ranks into rank ``i``'s output."""
     blocks = validation.listed(input_list, group.size, "input_list")
     return _reduce_scatter(group, output, input_list, blocks, reduction(op), group.blocks)
 
 
-def reduce_scatter_single(group: GroupContext, output: Any, tensor: Any, op: Any) -> PreparedCollective:
+def reduce_scatter_single(group: GroupContext, output: Any, tensor: Any, op: Any) -> CallPlan:
     """Reduce the ``i``-th equal part of a tensor over the ranks into rank ``i``'s output."""
     blocks = validation.even(tensor, group.size, "input")
     return _reduce_scatter(group, output, tensor, blocks, reduction(op), group.equal_blocks)
 
 
-def _reduce_scatter(
-    group: GroupContext, output: Any, inputs: Any, blocks: Any, op: Reduction, cut: Cut
-) -> PreparedCollective:
+def _reduce_scatter(group: GroupContext, output: Any, inputs: Any, blocks: Any, op: Reduction, cut: Cut) -> CallPlan:
     """Reduce block ``i`` of the inputs to rank ``i``'s output; inputs keep their content."""
     output, mine = validation.single(output), blocks[group.rank]
     count, dtype = output.numel(), output.dtype
@@ -341,23 +310,19 @@ def _reduce_scatter(
     counts = tuple(block.numel() for block in blocks)
     total = sum(counts)
     call, nbytes = fingerprint(Collective.reduce_scatter, dtype, total, op, None, counts), total * dtype.itemsize
-    native, hierarchical = group.native_for("reduce_scatter"), group.hierarchical_for("reduce_scatter")
-    if native is not None:
-        sizes = () if len(set(counts)) == 1 else counts
-        signature = CallSignature(Collective.reduce_scatter, call, dtype, output.shape, kernels, sizes=sizes)
-        prepared = native.prepare(signature)
-        if not isinstance(op, PremulSum):
-            return PreparedCollective(call, nbytes, prepared)
 
-        def scale_and_call(sequence: int, output: torch.Tensor, inputs: Any) -> Schedule:
-            cut_inputs = cut(inputs)
-            return prepared(sequence, output, [_scaled(cut_inputs[rank].tensor, op) for rank in range(group.size)])
+    def scaled(output: torch.Tensor, inputs: Any) -> tuple[Any, ...]:
+        cut_inputs = cut(inputs)
+        return output, [_scaled(cut_inputs[rank].tensor, op) for rank in range(group.size)]
 
-        return PreparedCollective(call, nbytes, scale_and_call)
-
+    sizes = () if len(set(counts)) == 1 else counts
+    signature = CallSignature(Collective.reduce_scatter, call, dtype, output.shape, kernels, sizes=sizes)
+    if (plan := group.in_memory(signature, nbytes, scaled if isinstance(op, PremulSum) else None)) is not None:
+        return plan
+    hierarchical = group.hierarchical_for("reduce_scatter")
     if hierarchical is None and _is_recorded(group, nbytes, op, kernels):
-        recorded = RecordedCall(_recorded_reduce_scatter(group, counts, kernels), [output, inputs])
-        return PreparedCollective(call, nbytes, recorded=recorded.schedule, fold=kernels.fold)
+        record = _recorded_reduce_scatter(group, counts, kernels)
+        return group.recorded(call, nbytes, record, [output, inputs], kernels.fold)
 
     def parts(output: torch.Tensor, inputs: Any) -> Iterable[Schedule]:
         memory, blocks = flat_memory(output), cut(inputs)
@@ -371,7 +336,7 @@ def _reduce_scatter(
         return [_reduce_scatter_part(group, each, results[lane], kernels) for lane, each in enumerate(stripes)]
 
     window = group.window if hierarchical is None else hierarchical.window
-    return PreparedCollective(call, nbytes, parts=parts, fold=kernels.fold, window=window)
+    return group.in_parts(call, nbytes, parts, kernels.fold, window)
 
 
 def _recorded_reduce_scatter(

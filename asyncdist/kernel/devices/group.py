@@ -31,8 +31,8 @@ from asyncdist.errors import (
 )
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.collectives import p2p
+from asyncdist.kernel.collectives.call_plan import CallPlan, MemoryPlan, Result, finish_call
 from asyncdist.kernel.collectives.operations import CallOptions, CollectiveOps
-from asyncdist.kernel.collectives.prepared import PreparedCollective, Result, finish_call
 from asyncdist.kernel.devices.completion_watcher import CompletionWatcher, Pending
 from asyncdist.kernel.devices.cpu_group import CpuGroup
 from asyncdist.kernel.devices.desync_detector import DesyncDetector
@@ -145,20 +145,13 @@ class DeviceGroup(CollectiveOps):
     def _group_for(self, value: Any) -> DeviceGroup:
         return self
 
-    def _run(
-        self,
-        name: str,
-        prepared: PreparedCollective,
-        tensors: Sequence[Any],
-        result: Result,
-        options: CallOptions,
-    ) -> Work:
+    def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
         inline = self._backend is not None and not self._backend.blocks
         finish = functools.partial(finish_call, *result)
-        plan = Plan(fingerprint=prepared.fingerprint, finish=finish, nbytes=prepared.nbytes)
-        assert prepared.native is not None
-        do = functools.partial(self._run_collective, prepared.native, tensors)
-        return self._start(name, None, plan, options, self._executor, do, held=tensors, inline=inline)
+        started = Plan(fingerprint=plan.fingerprint, finish=finish, nbytes=plan.nbytes)
+        assert isinstance(plan, MemoryPlan)
+        do = functools.partial(self._run_collective, plan.call, tensors)
+        return self._start(name, None, started, options, self._executor, do, held=tensors, inline=inline)
 
     def _start(
         self,
@@ -235,12 +228,12 @@ class DeviceGroup(CollectiveOps):
             self._fail(pending, cause)
 
     def _run_collective(
-        self, native: PreparedCall, tensors: Sequence[Any], pending: Pending, before: DeviceEvent | None
+        self, call: PreparedCall, tensors: Sequence[Any], pending: Pending, before: DeviceEvent | None
     ) -> None:
         self._context.deadline = pending.deadline
         with self._streams.on_comm_stream():
             self._streams.wait_event(before)
-            for _ in native(pending.entry.seq, *tensors):
+            for _ in call(pending.entry.seq, *tensors):
                 pass
             finish = pending.plan.finish
             value = None if finish is None else finish()

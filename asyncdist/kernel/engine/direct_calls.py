@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from asyncdist.kernel.algorithms.schedule import END_ATTEMPT, Action, Combine, Recv, Reduce, Schedule, Send, Step
+from asyncdist.kernel.algorithms.schedule import END_ATTEMPT, Action, Combine, Recv, Reduce, Schedule, Send
 from asyncdist.kernel.engine.call_checker import CollectiveChecker
+from asyncdist.kernel.engine.drivers.waiting import Waiting
+from asyncdist.kernel.engine.executor import Peers
 from asyncdist.kernel.engine.operation import Begun, Channel, Operation
 from asyncdist.kernel.memory.buffers import NOTHING, Memory, Scratch
 from asyncdist.kernel.memory.reduce_kernels import Fold
-from asyncdist.kernel.transport.base import Link, MatchingQueue
 from asyncdist.kernel.transport.wire_format import DATA, pack_tail
 
 MAX_DIRECT_NBYTES = 64 << 10
@@ -49,80 +50,80 @@ class _Message:
         self.tail = _FIRST_PART + pack_tail(fingerprint, place.nbytes, DATA)
 
 
-class DirectStep:
-    """A step in the form in which `DirectCalls` performs it.
+class DirectStep(tuple[Action, ...]):
+    """A step in the form in which `DirectCalls` performs it. A recorded step is one, which many calls yield in turn.
 
     Attributes:
         combines: Its local actions.
         sends: Its outgoing messages.
-        receives: Its incoming messages.
+        receives: Its incoming messages; None until `prepare`.
         borrows: Whether it takes scratch in each use, and not once.
     """
 
-    __slots__ = ("_reduced", "borrows", "combines", "receives", "sends")
+    combines: list[Combine]
+    sends: list[_Message]
+    receives: list[_Message] | None = None
+    borrows: bool
 
-    def __init__(self, step: Step, members: Sequence[int], fingerprint: int, scratch: Scratch) -> None:
-        self.combines: list[Combine] = []
-        self.sends: list[_Message] = []
-        self.receives: list[_Message] = []
-        self._reduced: list[_Message] = []
-        for action in step:
+    def prepare(self, members: Sequence[int], fingerprint: int, scratch: Scratch, *, recorded: bool) -> None:
+        """Make the messages of the step. A recorded step keeps small scratch."""
+        combines: list[Combine] = []
+        sends: list[_Message] = []
+        receives: list[_Message] = []
+        nbytes = 0
+        for action in self:
             if isinstance(action, Combine):
-                self.combines.append(action)
+                combines.append(action)
                 continue
             place: Memory = action.place
             if isinstance(action, Reduce):
                 place = scratch.take(place.count, place.wire or place.dtype)
+                nbytes += place.nbytes
             message = _Message(action, members[action.peer], place, fingerprint)
-            (self.sends if isinstance(action, Send) else self.receives).append(message)
-            if message.is_reduced:
-                self._reduced.append(message)
-        nbytes = sum(message.place.nbytes for message in self._reduced)
-        self.borrows = type(step) is not RecordedStep or nbytes > MAX_DIRECT_NBYTES
+            (sends if isinstance(action, Send) else receives).append(message)
+        self.borrows = not recorded or nbytes > MAX_DIRECT_NBYTES
+        # Last: an error, such as exhausted memory, leaves nothing prepared.
+        self.combines, self.sends, self.receives = combines, sends, receives
 
     def take_scratch(self, scratch: Scratch) -> None:
         """Take scratch for another use."""
-        for message in self._reduced:
-            place = message.action.place
-            message.place = scratch.take(place.count, place.wire or place.dtype)
+        for message in self.receives or ():
+            if message.is_reduced:
+                place = message.action.place
+                message.place = scratch.take(place.count, place.wire or place.dtype)
 
     def give_scratch(self, scratch: Scratch) -> None:
         """Return the scratch of a step that is complete."""
-        for message in self._reduced:
-            scratch.give(message.place)
-            message.place = NOTHING
-
-
-class RecordedStep(tuple[Action, ...]):
-    """A step that is yielded in many calls, in turn. Its direct form is made once, and keeps small scratch."""
-
-    direct: DirectStep | None = None
+        for message in self.receives or ():
+            if message.is_reduced:
+                scratch.give(message.place)
+                message.place = NOTHING
 
 
 class DirectCalls:
     """The direct calls of one rank. Called under the lock of the world's `Progress`.
 
     Args:
-        links: The links that have been made, by peer.
-        inboxes: The matching queues that have been made, by peer.
+        peers: The rank's endpoint.
         operations: The pending operations, by the first 12 bytes of the keys of their messages.
         checker: Compares calls with those that peers have made before this rank.
         scratch: Memory for what is received and then reduced.
+        waiting: How the rank waits for peers.
     """
 
     def __init__(
         self,
-        links: Mapping[int, Link],
-        inboxes: Mapping[int, MatchingQueue],
+        peers: Peers,
         operations: Mapping[bytes, Operation],
         checker: CollectiveChecker,
         scratch: Scratch,
+        waiting: Waiting,
     ) -> None:
-        self._links, self._inboxes, self._operations = links, inboxes, operations
-        self._checker, self._scratch = checker, scratch
+        self._links, self._inboxes, self._operations = peers.links, peers.inboxes, operations
+        self._checker, self._scratch, self.waiting = checker, scratch, waiting
 
     def run(
-        self, schedule: Schedule, channel: Channel, number: int, fingerprint: int, fold: Fold | None, *, spins: bool
+        self, schedule: Schedule, channel: Channel, number: int, fingerprint: int, fold: Fold | None, spins: bool
     ) -> Schedule:
         """Return the schedule that runs the only part of a collective directly, or in an operation.
 
@@ -144,12 +145,9 @@ class DirectCalls:
             if key in operations or isinstance(step, int) or not step:
                 yield step
                 continue
-            recorded = step if type(step) is RecordedStep else None
-            direct = None if recorded is None else recorded.direct
-            if direct is None:
-                direct = DirectStep(step, channel.members, fingerprint, scratch)
-                if recorded is not None:
-                    recorded.direct = direct
+            direct = step if type(step) is DirectStep else DirectStep(step)
+            if direct.receives is None:
+                direct.prepare(channel.members, fingerprint, scratch, recorded=direct is step)
             elif direct.borrows:
                 direct.take_scratch(scratch)
             rest = self._begin(direct, key, fold)

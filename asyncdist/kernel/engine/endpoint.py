@@ -115,7 +115,7 @@ class Endpoint:
         self.open, self.end = failures.open, failures.end
         self._checker = CollectiveChecker(self.recorder, failures.channels, self.operations, failures.fail)
         self.difference = self._checker.difference
-        self.direct_calls = DirectCalls(self.links, self.inboxes, self.operations, self._checker, scratch)
+        self.direct_calls = DirectCalls(self, self.operations, self._checker, scratch, self.progress.waiting)
         send = self._send_unordered
         self._probes = WaitProbes(rank, self.operations, self._pending_for, send, self.timers, monotonic)
         self.processes: Sequence[dict[str, Any] | None] = ()

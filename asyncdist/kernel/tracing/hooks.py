@@ -216,27 +216,6 @@ class ObservedEntry(Entry):
             counted[rank] = max(since, until)
         return waits
 
-    def watch(self, schedule: Schedule) -> Schedule:
-        """Run a native schedule, and measure for which ranks it waits."""
-        # Group rank, or () while the schedule works.
-        awaited: Any = ()
-        since = 0.0
-        try:
-            for step in schedule:
-                # Equal steps are nearly always the same object. Where they are not, this only adds twice.
-                if step is not awaited:
-                    now = perf_counter()
-                    if awaited != ():
-                        self.spans.append((self.of.ranks[awaited], since, now))
-                    awaited, since = step, now
-                yield step
-        except BaseException:
-            schedule.close()
-            raise
-        finally:
-            if awaited != ():
-                self.spans.append((self.of.ranks[awaited], since, perf_counter()))
-
     def watch_all(self, schedules: Iterable[Schedule]) -> Iterable[Schedule]:
         """Return the parts of the operation, which then measure for which ranks they wait.
 
@@ -244,10 +223,11 @@ class ObservedEntry(Entry):
         sender. The number of the parts stays known where it was.
         """
         if isinstance(schedules, Collection):
-            return _WatchedParts(schedules, self._watch_part)
-        return map(self._watch_part, schedules)
+            return _WatchedParts(schedules, self.watch)
+        return map(self.watch, schedules)
 
-    def _watch_part(self, schedule: Schedule) -> Schedule:
+    def watch(self, schedule: Schedule) -> Schedule:
+        """Run a schedule, and measure for which ranks it waits; see `watch_all`."""
         ranks, spans = self.of.ranks, self.spans
         awaited: Sequence[int] = ()
         last: Step | Wait = ()

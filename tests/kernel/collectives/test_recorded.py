@@ -18,7 +18,7 @@ from asyncdist.errors import GroupAbortedError, MismatchError
 from asyncdist.kernel.algorithms import pairwise
 from asyncdist.kernel.algorithms.schedule import Send
 from asyncdist.kernel.collectives.recorded import LocalCopy, RecordedCall, recorded_blocks
-from asyncdist.kernel.engine.direct_calls import RecordedStep
+from asyncdist.kernel.engine.direct_calls import DirectStep
 from asyncdist.kernel.transport.base import Receive
 from asyncdist.kernel.transport.wire_format import KEY
 from asyncdist.testing.cluster import world_of
@@ -314,7 +314,7 @@ def gathering(output, tensor):
 def test_own_block_may_be_the_input():
     output = torch.tensor([1.0, 2.0, 0.0, 0.0])
     call = gathering(output, output[:2])
-    assert [type(step) for step in call.schedule(output, output[:2])] == [RecordedStep]
+    assert [type(step) for step in call.schedule(output, output[:2])] == [DirectStep]
     assert output.tolist() == [1, 2, 0, 0]
 
 
@@ -358,7 +358,7 @@ async def test_recorded_all_reduce_with_each_algorithm(algorithm, nbytes, op):
 def test_call_that_begins_during_another_makes_its_own_steps():
     call = gathering(torch.zeros(4), torch.zeros(2))
     first, second, third = (call.schedule(torch.zeros(4), torch.ones(2)) for _ in range(3))
-    assert type(next(first)) is RecordedStep
+    assert type(next(first)) is DirectStep
     assert type(next(second)) is tuple
     first.close()
-    assert type(next(third)) is RecordedStep
+    assert type(next(third)) is DirectStep

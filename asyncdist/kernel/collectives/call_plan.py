@@ -1,54 +1,134 @@
-"""Prepared collectives: the work that is done once for all calls with tensors of the same dtypes and shapes.
+"""Call plans: how all calls with tensors of the same dtypes and shapes run. The work of making one is done once.
 
-`reductions` and `data_movement` prepare the calls; `Group` and `DeviceGroup` cache and run them. A prepared call takes
-contiguous tensors; `converted` makes them from the users' arguments.
+`reductions` and `data_movement` make the plans; `Group` and `DeviceGroup` cache and run them. A plan takes contiguous
+tensors; `converted` makes them from the users' arguments.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
 from asyncdist.errors import UsageError
 from asyncdist.kernel.algorithms.schedule import Schedule
+from asyncdist.kernel.engine.direct_calls import LINK_POLLS, MAX_DIRECT_NBYTES, MAX_WAITING_NBYTES, DirectCalls
+from asyncdist.kernel.engine.drivers.waiting import MOST_POLLS
+from asyncdist.kernel.engine.operation import Channel
 from asyncdist.kernel.memory.buffers import OutputTensor, increment_versions, input_memory
 from asyncdist.kernel.memory.reduce_kernels import Fold
+from asyncdist.kernel.tracing.hooks import ObservedEntry
 from asyncdist.kernel.transport.native import Native, PreparedCall, preceded
 
 _Tensor = torch.Tensor
 
+Observed = ObservedEntry | None
+Schedules = tuple[Schedule | None, Iterable[Schedule]]
 
-class PreparedCollective(NamedTuple):
-    """The common part of all calls with tensors of the same dtypes and shapes.
+
+class CallPlan(ABC):
+    """How all calls with tensors of the same dtypes and shapes run: in memory that all members reach, or over links.
+
+    A plan may begin many calls, with the same tensors or with others, also while earlier ones run. It keeps no tensor.
 
     Attributes:
         fingerprint: Fingerprint of the call.
         nbytes: Number of bytes that the call moves.
-        native: Makes the schedule of a native collective; None if the call uses links.
-        recorded: ``recorded(*tensors)`` is the only schedule of a small call over links; None for any other call.
-        parts: ``parts(*tensors)`` are the schedules of any other call over links.
+        polls: Polls of the schedule after which a waiting thread looks at the clock and offers its core, at most.
         fold: Arithmetic of the actions Reduce and Combine.
-        window: Largest number of parts that run at once.
+        window: Largest number of schedules that run at once.
     """
 
+    polls: ClassVar[int]
     fingerprint: int
     nbytes: int
-    native: PreparedCall | None = None
-    recorded: Callable[..., Schedule] | None = None
-    parts: Callable[..., Iterable[Schedule]] | None = None
     fold: Fold | None = None
-    window: int = 4
+    window = 4
+
+    @abstractmethod
+    def begin(
+        self, number: int, tensors: Sequence[Any], channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
+    ) -> Schedules:
+        """Return how the n-th collective of a group moves the contiguous tensors of one call.
+
+        Args:
+            number: The number of the collective.
+            tensors: The arguments of the call, in the order of the group's method.
+            channel: The channel of the group.
+            calls: Runs schedules over links without an operation.
+            observed: Measures for which ranks the call waits; None unless there are hooks.
+            wait: Whether the calling thread waits for its peers.
+
+        Returns:
+            The schedule that the calling thread tries to complete, None if the call is worth no attempt, and the schedules
+            of the operation if it does not.
+        """
 
 
-def schedules_over_links(
-    prepared: PreparedCollective, tensors: Sequence[Any], number: int, native: Native | None
-) -> Iterable[Schedule]:
-    """Return the schedules of a call over links; the first also publishes the call to a group that has a ``native``."""
-    recorded, parts = prepared.recorded, prepared.parts
-    schedules = parts(*tensors) if parts else () if recorded is None else (recorded(*tensors),)
-    return schedules if native is None else preceded(native.publish(number, prepared.fingerprint), schedules)
+class MemoryPlan(CallPlan):
+    """Moves data in memory that all members reach, or on a device: ``call(number, *tensors)`` is the only schedule."""
+
+    polls = MOST_POLLS
+
+    def __init__(self, fingerprint: int, nbytes: int, call: PreparedCall) -> None:
+        self.fingerprint, self.nbytes, self.call = fingerprint, nbytes, call
+
+    def begin(
+        self, number: int, tensors: Sequence[Any], channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
+    ) -> Schedules:
+        schedule = self.call(number, *tensors)
+        if observed is not None:
+            schedule = observed.watch(schedule)
+        return schedule, (schedule,)
+
+
+class LinkPlan(CallPlan):
+    """Sends messages.
+
+    Args:
+        fingerprint: As the attribute.
+        nbytes: As the attribute.
+        schedule: ``schedule(*tensors)`` is the only schedule of a call; None if it has several.
+        parts: Otherwise ``parts(*tensors)`` are its schedules.
+        fold: As the attribute.
+        window: As the attribute.
+        native: The other collectives of the group, if its members have memory in common: they learn of each call.
+    """
+
+    polls = LINK_POLLS
+
+    def __init__(
+        self,
+        fingerprint: int,
+        nbytes: int,
+        schedule: Callable[..., Schedule] | None = None,
+        parts: Callable[..., Iterable[Schedule]] = tuple,
+        fold: Fold | None = None,
+        window: int = 4,
+        native: Native | None = None,
+    ) -> None:
+        self.fingerprint, self.nbytes, self.fold, self.window = fingerprint, nbytes, fold, window
+        self._schedule, self._parts, self._native = schedule, parts, native
+
+    def begin(
+        self, number: int, tensors: Sequence[Any], channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
+    ) -> Schedules:
+        schedules: Iterable[Schedule]
+        schedules = self._parts(*tensors) if self._schedule is None else (self._schedule(*tensors),)
+        if self._native is not None:
+            schedules = preceded(self._native.publish(number, self.fingerprint), schedules)
+        if observed is not None:
+            schedules = observed.watch_all(schedules)
+        spins = wait and calls.waiting.spin > 0
+        if self.nbytes > (MAX_WAITING_NBYTES if spins else MAX_DIRECT_NBYTES):
+            return None, schedules
+        schedules = listed = list(schedules)
+        if len(listed) != 1:
+            return None, schedules
+        schedule = calls.run(listed[0], channel, number, self.fingerprint, self.fold, spins)
+        return schedule, (schedule,)
 
 
 def cache_key(
