@@ -12,9 +12,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection
 from time import monotonic
+from typing import Protocol
 
 from asyncdist.base.timers import TimerTable
 from asyncdist.errors import ExcludedError, GroupAbortedError, GroupError, NoQuorumError, OperationTimeoutError, ranks
+from asyncdist.kernel.engine.group_failures import GroupFailures
 from asyncdist.kernel.engine.operation import Channel
 from asyncdist.kernel.membership.agreement import Agreement, AgreementKind, AgreementMessage, Decision
 from asyncdist.kernel.transport.wire_format import AGREE, pack_key
@@ -56,35 +58,33 @@ class _Running:
         self.accused_since: float | None = None
 
 
+class AgreementHost(Protocol):
+    """The part of the endpoint that agreements use."""
+
+    def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None: ...
+
+    def has_ended(self, peer: int) -> bool: ...
+
+    def hears(self, peer: int) -> bool:
+        """Return whether this rank hears the heartbeats of a peer."""
+
+    def watch(self, peer: int) -> None:
+        """Open a link to a peer, so that its loss is noticed."""
+
+
 class Agreements:
     """The agreements of one rank.
 
     Args:
         rank: This rank.
-        channels: The open groups, by the first 8 bytes of their messages' keys.
-        lost_peers: The errors of lost peers, by rank.
+        failures: The groups, and the peers that are lost.
         timers: The timers of the endpoint.
-        send: Sends a control message: peer, kind, key, body.
-        has_ended: Returns whether a peer is known to take part in nothing any more: its process has ended, or it has left.
-        watch: Opens a link to a peer, so that its loss is noticed.
-        lose: Declares a peer lost, with the reason.
-        hears: Returns whether this rank hears the heartbeats of a peer.
+        host: The rank's endpoint.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        channels: dict[bytes, Channel],
-        lost_peers: dict[int, GroupError],
-        timers: TimerTable,
-        send: Callable[[int, int, bytes, bytes], None],
-        has_ended: Callable[[int], bool],
-        watch: Callable[[int], None],
-        lose: Callable[[int, str], None],
-        hears: Callable[[int], bool],
-    ) -> None:
-        self._rank, self._channels, self._lost_peers, self._timers = rank, channels, lost_peers, timers
-        self._send, self._has_ended, self._watch, self._lose, self._hears = send, has_ended, watch, lose, hears
+    def __init__(self, rank: int, failures: GroupFailures, timers: TimerTable, host: AgreementHost) -> None:
+        self._rank, self._failures, self._timers, self._host = rank, failures, timers, host
+        self._channels, self._lost_peers = failures.channels, failures.lost_peers
         self._running: dict[bytes, _Running] = {}
         self._early: dict[bytes, list[tuple[int, AgreementMessage]]] = {}
         """Messages for groups that this rank has not made yet."""
@@ -142,7 +142,7 @@ class Agreements:
             elif key[:8] in self._left:
                 if message.kind in (AgreementKind.PROMISE, AgreementKind.PREPARE):
                     answer = AgreementMessage(AgreementKind.QUIT, reason=self._left[key[:8]])
-                    self._send(peer, AGREE, key[:12], answer.pack())
+                    self._host.send_unordered(peer, AGREE, key[:12], answer.pack())
                 return
             else:
                 self._early.setdefault(key[:12], []).append((peer, message))
@@ -196,7 +196,7 @@ class Agreements:
         reason = why[1:-1] if why.startswith("(") and why.endswith(")") else why
         if not reason.startswith("rank "):
             reason = f"rank {self._rank} had lost it ({reason})"
-        if self._has_ended(peer):
+        if self._host.has_ended(peer):
             running.agreement.end(peer, reason)
         else:
             running.agreement.lose(peer, reason)
@@ -205,7 +205,7 @@ class Agreements:
         """Send what an agreement has to say, and end it or look at it again later."""
         agreement = running.agreement
         for peer, message in agreement.take_outbox():
-            self._send(peer, AGREE, running.key, message.pack())
+            self._host.send_unordered(peer, AGREE, running.key, message.pack())
         decision = agreement.decision
         if decision is not None:
             error = None
@@ -238,17 +238,17 @@ class Agreements:
         """Find members that have ended unnoticed, ask those that have not voted, and give up in time."""
         agreement, now = running.agreement, monotonic()
         for peer in list(agreement.excluded):
-            if self._has_ended(peer) and peer in self._lost_peers:
+            if self._host.has_ended(peer) and peer in self._lost_peers:
                 self._report_loss(running, peer)
         for peer in agreement.awaited:
             if peer == self._rank:
                 continue
-            if self._has_ended(peer):
-                self._lose(peer, "its process has ended")
+            if self._host.has_ended(peer):
+                self._failures.lose_after_reading(peer, "its process has ended")
                 if peer not in self._lost_peers:  # it has left, and its last data may still arrive
                     agreement.end(peer, f"rank {peer} has left")
             else:
-                self._watch(peer)
+                self._host.watch(peer)
         self._lose_accused(running, now)
         has_failed, waits_long = running.channel.error is not None, running.pause >= _ASK_AFTER
         if waits_long:
@@ -258,8 +258,8 @@ class Agreements:
         if has_failed and waits_long:
             # Others may be the next coordinators, and lost too.
             for peer in agreement.members:
-                if peer != self._rank and not self._hears(peer):
-                    self._watch(peer)
+                if peer != self._rank and not self._host.hears(peer):
+                    self._host.watch(peer)
         running.pause = min(2 * running.pause, _LONGEST_LOOK)
         if agreement.has_quorum_without(self._accused(running)):
             running.hopeless_since = None
@@ -278,7 +278,7 @@ class Agreements:
 
         Its own detector would take another timeout, or never know a member to which this rank had no connection.
         """
-        accused = {peer: why for peer, why in running.agreement.accused.items() if not self._hears(peer)}
+        accused = {peer: why for peer, why in running.agreement.accused.items() if not self._host.hears(peer)}
         running.accused_since = (running.accused_since or monotonic()) if accused else None
         return accused
 
@@ -287,7 +287,7 @@ class Agreements:
         if running.accused_since is not None and now >= running.accused_since + _grace_of(running, accused):
             running.accused_since = None
             for peer, why in accused.items():
-                self._lose(peer, why)
+                self._failures.lose_after_reading(peer, why)
 
     def _give_up(self, running: _Running, error: GroupError) -> None:
         running.agreement.quit(f"rank {self._rank} gave up: {error.reason}")

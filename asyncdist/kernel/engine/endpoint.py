@@ -106,9 +106,8 @@ class Endpoint:
         self.inboxes: dict[int, MatchingQueue] = {}
         self.timers = TimerTable()
         self.failures = failures = GroupFailures(
-            config, self.recorder, self._executor, self.transport_selector, self.timers, self.link, self._discard,
-            self._read_arrived, self.call_later,
-        )  # fmt: skip
+            config, self.recorder, self._executor, self.transport_selector, self.timers, self
+        )
         self.lost_peers = failures.lost_peers
         # Bound here, because a forwarding method would cost each call a Python frame.
         self.fail, self.gone, self.lost, self.suspect = failures.fail, failures.gone, failures.lost, failures.suspect
@@ -116,19 +115,12 @@ class Endpoint:
         self._checker = CollectiveChecker(self.recorder, failures.channels, self.operations, failures.fail)
         self.difference = self._checker.difference
         self.direct_calls = DirectCalls(self, self.operations, self._checker, scratch, self.progress.waiting)
-        send = self._send_unordered
-        self._probes = WaitProbes(rank, self.operations, self._pending_for, send, self.timers, monotonic)
+        self._probes = WaitProbes(self, monotonic)
         self.processes: Sequence[dict[str, Any] | None] = ()
         """The identities of all ranks' processes, by rank. Without them no process of a peer is known to have ended."""
-        self.agreements = Agreements(
-            rank, failures.channels, failures.lost_peers, self.timers, self._send_unordered, self.has_ended, self._watch,
-            failures.lose_after_reading, self._hears,
-        )  # fmt: skip
+        self.agreements = Agreements(rank, failures, self.timers, self)
         failures.observers.append(self._on_change)
-        self._heartbeat = Heartbeat(
-            rank, config.heartbeat, self.transport_selector, failures, self._send_unordered, self._read_arrived,
-            self._state_of, self.call_later,
-        )  # fmt: skip
+        self._heartbeat = Heartbeat(rank, config.heartbeat, self.transport_selector, failures, self)
         failures.silence_of = self._heartbeat.silence_of
         self.model = Model(segment_nbytes=config.segment_nbytes)
         """Selects the schedules of groups that are made from now on; equal on all ranks."""
@@ -240,12 +232,14 @@ class Endpoint:
         channel.highest = max(channel.highest, operation.sequence)
         self._executor.start(operation)
 
-    def _discard(self, prefix: bytes) -> None:
+    def discard(self, prefix: bytes) -> None:
+        """Drop the messages of a group, by the first 8 bytes of their keys."""
         self._checker.forget(prefix)
         for inbox in self.inboxes.values():
             inbox.purge(prefix)
 
-    def _read_arrived(self, peer: int) -> None:
+    def read_arrived(self, peer: int) -> None:
+        """Read what has arrived from a peer."""
         self.transport_selector.read_arrived(self.inbox(peer))
 
     # -- what the executor needs: Peers --------------------------------------------------------
@@ -280,7 +274,7 @@ class Endpoint:
         trouble = self.connectivity_problem(awaited(operation))
         return timeout_error(operation, self._probes.findings(operation), trouble)
 
-    def _pending_for(self, key: bytes) -> tuple[Operation | None, bool]:
+    def pending_for(self, key: bytes) -> tuple[Operation | None, bool]:
         """Return the operation with which to answer a probe about ``key``, and whether that collective is complete.
 
         It is the same collective if it is pending, else the oldest operation of the group, else the oldest of all.
@@ -293,7 +287,8 @@ class Endpoint:
             operation = next((one for one in self.operations.values() if one.channel in both), None)
         return operation or next(iter(self.operations.values()), None), False
 
-    def _send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
+    def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None:
+        """Send a control message, unless the peer is gone or not reachable."""
         if self.failures.accepts_notices(peer):
             with contextlib.suppress(TransportUnavailableError, OSError):
                 self.link(peer).send_unordered(Outgoing(peer, key[:12] + bytes(4), 0, memoryview(body), None, kind))
@@ -306,10 +301,12 @@ class Endpoint:
             return True
         return bool(self.processes) and has_ended(self.processes[peer], self.processes[self.rank])
 
-    def _state_of(self, peer: int) -> ProcessState | None:
+    def state_of(self, peer: int) -> ProcessState | None:
+        """Return what the process of a peer does; None if this process cannot see it."""
         return process_state(self.processes[peer], self.processes[self.rank]) if self.processes else None
 
-    def _hears(self, peer: int) -> bool:
+    def hears(self, peer: int) -> bool:
+        """Return whether this rank hears the heartbeats of a peer."""
         return self._heartbeat.hears(peer)
 
     def _state(self) -> dict[str, Any]:
@@ -335,7 +332,7 @@ class Endpoint:
         """Return what a peer's process does, as a clause; empty if this rank cannot see it. Any thread may call it."""
         if bool(self.processes) and has_ended(self.processes[peer], self.processes[self.rank]):
             return "its process has ended"
-        state = self._state_of(peer)
+        state = self.state_of(peer)
         return "" if state is None else state.text
 
     def pid_of(self, peer: int) -> int | None:
@@ -346,7 +343,8 @@ class Endpoint:
     def _pids(self) -> list[int] | None:
         return pids_of_machine(self.processes, self.rank) if self.processes else [os.getpid()]
 
-    def _watch(self, peer: int) -> None:
+    def watch(self, peer: int) -> None:
+        """Open a link to a peer, so that its loss is noticed."""
         if self.failures.accepts_notices(peer):
             with contextlib.suppress(TransportUnavailableError, OSError):
                 self.link(peer).open()

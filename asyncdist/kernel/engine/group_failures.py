@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from asyncdist.base.descriptors import is_exhausted
 from asyncdist.base.timers import TimerTable
@@ -47,6 +47,21 @@ _NOTIFY_AGAIN = 1.0
 """Seconds after which a notice is sent again if this process had no file descriptor for it."""
 
 
+class FailureHost(Protocol):
+    """The part of the endpoint that failures use."""
+
+    def link(self, peer: int) -> Link: ...
+
+    def discard(self, prefix: bytes) -> None:
+        """Drop the messages of a group, by the first 8 bytes of their keys."""
+
+    def read_arrived(self, peer: int) -> None:
+        """Read what has arrived from a peer."""
+
+    def call_later(self, callback: Callable[[], None]) -> None:
+        """Let a driver call a function, before the callbacks of operations that fail later."""
+
+
 class GroupFailures:
     """The open groups, the failed groups and the lost peers of one rank.
 
@@ -56,10 +71,7 @@ class GroupFailures:
         executor: The executor, whose operations fail with their groups.
         selector: The transports; they forget a lost peer.
         timers: The timers of the endpoint.
-        link: Returns the link to a peer, and raises `GroupError` for a lost peer.
-        discard: Drops the messages of a group, by the first 8 bytes of their keys.
-        read_arrived: Reads what has arrived from a peer.
-        call_later: Lets a driver call a function, before the callbacks of operations that fail later.
+        host: The rank's endpoint.
     """
 
     def __init__(
@@ -69,15 +81,11 @@ class GroupFailures:
         executor: Executor,
         selector: TransportSelector,
         timers: TimerTable,
-        link: Callable[[int], Link],
-        discard: Callable[[bytes], None],
-        read_arrived: Callable[[int], None],
-        call_later: Callable[[Callable[[], None]], None],
+        host: FailureHost,
     ) -> None:
         self._rank, self._world_size, self._config = recorder.rank, recorder.world_size, config
         self._recorder, self._executor, self._selector, self._timers = recorder, executor, selector, timers
-        self._link, self._discard_messages, self._read_arrived = link, discard, read_arrived
-        self._call_later = call_later
+        self._host = host
         self.channels: dict[bytes, Channel] = {}
         """The open groups, by the first 8 bytes of their messages' keys."""
         self.ended: dict[bytes, GroupError | None] = {}
@@ -164,7 +172,7 @@ class GroupFailures:
             self.failing.add(channel.prefix)
         # As it is before its operations fail. A driver writes it: the lock is held here, maybe by the thread that beats.
         content = self._recorder.content(error.summary, with_stacks=True) if self._config.dump_dir else None
-        self._call_later(functools.partial(self._tell, channel.name, error, content))
+        self._host.call_later(functools.partial(self._tell, channel.name, error, content))
         for one in (channel, channel.sibling):
             if one is not None and one.error is None:
                 one.error = error
@@ -210,7 +218,7 @@ class GroupFailures:
         self.ended[channel.prefix] = error
         if len(self.ended) > _MAX_ENDED:
             del self.ended[next(iter(self.ended))]
-        self._discard_messages(channel.prefix)
+        self._host.discard(channel.prefix)
 
     # -- notices -------------------------------------------------------------------------------
 
@@ -220,7 +228,7 @@ class GroupFailures:
             if not self.accepts_notices(peer):
                 continue
             try:
-                self._link(peer).send(notice(peer))
+                self._host.link(peer).send(notice(peer))
             except TransportUnavailableError:
                 pass
             except OSError as cause:
@@ -300,7 +308,7 @@ class GroupFailures:
 
     def lose_after_reading(self, peer: int, reason: str) -> None:
         """Declare a peer lost, unless a message explains its end that has arrived and has not been read yet."""
-        self._read_arrived(peer)
+        self._host.read_arrived(peer)
         self.lost(peer, reason)
 
     def _waits_for(self, channel: Channel, peer: int) -> bool:

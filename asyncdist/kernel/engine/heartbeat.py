@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Set
 from time import monotonic
+from typing import Protocol
 
 import msgpack
 
@@ -33,6 +34,19 @@ _MOST_WITNESSES = 8
 """The number of ranks that are asked about a suspect. Asking may open connections to them."""
 
 
+class HeartbeatHost(Protocol):
+    """The part of the endpoint that the heartbeat uses."""
+
+    def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None: ...
+
+    def read_arrived(self, peer: int) -> None: ...
+
+    def state_of(self, peer: int) -> ProcessState | None: ...
+
+    def call_later(self, callback: Callable[[], None]) -> None:
+        """Let a driver call a function: a log handler may take long, and the thread must go on beating."""
+
+
 class Heartbeat:
     """The heartbeats of one rank, and its detectors: one for each transport that carries heartbeats.
 
@@ -41,10 +55,7 @@ class Heartbeat:
         timeout: Seconds of silence after which a peer is lost; 0 for no heartbeats.
         selector: The transports.
         failures: Learns which peers are lost.
-        send: Sends a control message: peer, kind, key, body.
-        read_arrived: Reads what has arrived from a peer.
-        state_of: Returns what the process of a peer does; None if this process cannot see it.
-        call_later: Lets a driver call a function: a log handler may take long, and the thread must go on beating.
+        host: The rank's endpoint.
     """
 
     def __init__(
@@ -53,14 +64,10 @@ class Heartbeat:
         timeout: float,
         selector: TransportSelector,
         failures: GroupFailures,
-        send: Callable[[int, int, bytes, bytes], None],
-        read_arrived: Callable[[int], None],
-        state_of: Callable[[int], ProcessState | None],
-        call_later: Callable[[Callable[[], None]], None],
+        host: HeartbeatHost,
     ) -> None:
         self._rank, self._timeout, self._selector, self._failures = rank, timeout, selector, failures
-        self._send, self._read_arrived, self._state_of = send, read_arrived, state_of
-        self._call_later = call_later
+        self._host = host
         beating = [transport for transport in selector.transports if transport.beats] if timeout else []
         self._detectors: dict[Transport, Detector] = {
             transport: Detector(timeout, selector.on_host_of) for transport in beating
@@ -124,7 +131,7 @@ class Heartbeat:
             return False
         changed = passed > SUSPECTED_AFTER * self._timeout
         if changed:
-            self._call_later(functools.partial(self._warn, passed))
+            self._host.call_later(functools.partial(self._warn, passed))
         for transport, detector in self._detectors.items():
             changed |= self._look_at(transport, detector)
             for peer in detector.suspects:
@@ -163,12 +170,12 @@ class Heartbeat:
         else:
             state = "recovered" if verdict.liveness is Liveness.RECOVERED else "become suspect"
             text = f"rank {verdict.peer} has {state}, after {verdict.silence:.1f} s without a heartbeat"
-            self._call_later(functools.partial(log.info, "rank %d: %s", self._rank, text))
+            self._host.call_later(functools.partial(log.info, "rank %d: %s", self._rank, text))
             self._failures.observe(verdict.peer, verdict.liveness, text)
 
     def _reason(self, transport: Transport, verdict: Verdict) -> str:
         said = f"no heartbeat for {verdict.silence:.1f} s"
-        if state := self._state_of(verdict.peer):
+        if state := self._host.state_of(verdict.peer):
             return f"{said}: {state.text}"
         if verdict.heard_by:
             return (
@@ -185,24 +192,24 @@ class Heartbeat:
 
     def _investigate(self, detector: Detector, peer: int) -> None:
         # A goodbye, or the end of the connection, may have arrived while no thread drove this rank.
-        self._read_arrived(peer)
-        if state := self._state_of(peer):
+        self._host.read_arrived(peer)
+        if state := self._host.state_of(peer):
             if state.is_working or state.is_traced:
                 detector.excuse(peer, without_limit=state.is_traced)
             return
         heard = [other for other in detector.peers if other not in detector.suspects]
         witnesses = dict.fromkeys([*self._selector.on_host_of(peer), *heard])
         for witness in [each for each in witnesses if each not in (peer, self._rank)][:_MOST_WITNESSES]:
-            self._send(witness, SUSPECT, bytes(12), msgpack.packb(peer))
+            self._host.send_unordered(witness, SUSPECT, bytes(12), msgpack.packb(peer))
 
     def on_question(self, asker: int, body: bytes) -> None:
         """Tell a peer whether this rank hears a suspect, and what the suspect's process does if it can be seen."""
         suspect = _unpack(body)
         for detector in self._detectors.values():
             if isinstance(suspect, int) and suspect in detector.peers:
-                state = self._state_of(suspect) or ProcessState()
+                state = self._host.state_of(suspect) or ProcessState()
                 answer = (suspect, suspect not in detector.suspects, state.is_working, state.is_traced)
-                self._send(asker, HEARD, bytes(12), msgpack.packb(answer))
+                self._host.send_unordered(asker, HEARD, bytes(12), msgpack.packb(answer))
                 return
 
     def on_answer(self, witness: int, body: bytes) -> None:

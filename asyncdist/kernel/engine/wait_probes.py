@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgpack
 
@@ -121,30 +121,33 @@ class _Probe:
     reported: tuple[Finding, ...] = ()
 
 
+class ProbeHost(Protocol):
+    """The part of the endpoint that the probes use."""
+
+    rank: int
+    timers: TimerTable
+
+    @property
+    def operations(self) -> Mapping[bytes, Operation]:
+        """The pending operations, by key."""
+
+    def pending_for(self, key: bytes) -> tuple[Operation | None, bool]:
+        """Return the operation with which to answer a probe about ``key``, and whether that collective is complete."""
+
+    def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None: ...
+
+
 class WaitProbes:
     """The probes of one rank. Called under the lock of its `Progress`.
 
     Args:
-        rank: This rank.
-        operations: The pending operations by key, the oldest first.
-        pending: Returns the pending operation with which to answer a question about a key, and whether the collective of
-            that key is complete; None and False for an idle rank.
-        send: Sends a control message: peer, kind, key, body.
-        timers: The timers of the endpoint.
+        host: The rank's endpoint.
         clock: The monotonic clock.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        operations: Mapping[bytes, Operation],
-        pending: Callable[[bytes], tuple[Operation | None, bool]],
-        send: Callable[[int, int, bytes, bytes], None],
-        timers: TimerTable,
-        clock: Callable[[], float],
-    ) -> None:
-        self._rank, self._operations, self._pending = rank, operations, pending
-        self._send, self._timers, self._clock = send, timers, clock
+    def __init__(self, host: ProbeHost, clock: Callable[[], float]) -> None:
+        self._rank, self._operations, self._timers = host.rank, host.operations, host.timers
+        self._host, self._clock = host, clock
         self._probes: dict[bytes, _Probe] = {}
 
     def begin(self, operation: Operation, left: float) -> _Probe:
@@ -158,7 +161,7 @@ class WaitProbes:
         for peer in awaited(operation):
             if peer >= 0 and peer not in probe.asked:
                 probe.asked[peer] = now
-                self._send(peer, PROBE, key[:12], question)
+                self._host.send_unordered(peer, PROBE, key[:12], question)
         # Ranks that have not answered by then are findings.
         self._timers.schedule(probe, now + probe.patience, functools.partial(self._report, key))
         return probe
@@ -170,13 +173,13 @@ class WaitProbes:
             asker, left = bytes(asker), float(left)
         except (ValueError, TypeError):
             return
-        operation, is_complete = self._pending(key)
+        operation, is_complete = self._host.pending_for(key)
         answer = Answer(is_complete=is_complete)
         if operation is not None and not is_complete:
             probe = self.begin(operation, left)
             probe.askers.add((peer, asker))
             answer = Answer.of(operation, self._findings(operation, probe))
-        self._send(peer, WAITING, key, answer.pack(asker))
+        self._host.send_unordered(peer, WAITING, key, answer.pack(asker))
 
     def on_answer(self, peer: int, body: bytes) -> None:
         """Store the answer of a peer, and report what it changes."""
@@ -204,7 +207,7 @@ class WaitProbes:
             probe.reported = findings
             answer = Answer.of(operation, findings)
             for peer, asker in probe.askers:
-                self._send(peer, WAITING, key[:12], answer.pack(asker))
+                self._host.send_unordered(peer, WAITING, key[:12], answer.pack(asker))
 
     def _findings(self, operation: Operation, probe: _Probe) -> tuple[Finding, ...]:
         now, own = self._clock(), Answer.of(operation)
@@ -233,7 +236,7 @@ class WaitProbes:
             return None
         if own.is_message:
             key = pack_key(collective.group, collective.sequence, 0)[:12]
-            operation, is_complete = self._pending(key)
+            operation, is_complete = self._host.pending_for(key)
             if is_complete or (operation is not None and operation.key == key):
                 return None
         text = (

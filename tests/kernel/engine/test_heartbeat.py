@@ -44,11 +44,10 @@ class Rank:
     def __init__(self, job, rank, *wires):
         self.job, self.rank, self.wires = job, rank, wires
         self.lost, self.leaving, self.read, self.states, self.observed = {}, set(), [], {}, []
-        self.heartbeat = Heartbeat(
-            rank, job.timeout, SimpleNamespace(transports=list(wires), on_host_of=lambda peer: job.hosts.get(peer, ())),
-            SimpleNamespace(accepts_notices=self.accepts_notices, lost=self.lose, observe=self.observe), self.send,
-            self.read.append, self.states.get, lambda call: call(),
-        )  # fmt: skip
+        selector = SimpleNamespace(transports=list(wires), on_host_of=lambda peer: job.hosts.get(peer, ()))
+        self.read_arrived, self.state_of = self.read.append, self.states.get
+        failures = SimpleNamespace(accepts_notices=self.accepts_notices, lost=self.lose, observe=self.observe)
+        self.heartbeat = Heartbeat(rank, job.timeout, selector, failures, self)
 
     def accepts_notices(self, peer):
         return peer not in self.lost and peer not in self.leaving
@@ -59,7 +58,10 @@ class Rank:
     def observe(self, peer, liveness, reason):
         self.observed.append((peer, liveness))
 
-    def send(self, peer, kind, key, body):
+    def call_later(self, callback):
+        callback()
+
+    def send_unordered(self, peer, kind, key, body):
         self.job.sent.append((self.rank, peer, kind, body))
 
 

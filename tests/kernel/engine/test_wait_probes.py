@@ -24,7 +24,7 @@ class Rank:
     def __init__(self, rank, network):
         self.rank, self.network = rank, network
         self.operations, self.timers, self.complete = {}, TimerTable(), set()
-        self.probes = WaitProbes(rank, self.operations, self.pending, self.send, self.timers, lambda: network.now)
+        self.probes = WaitProbes(self, lambda: network.now)
 
     def call(self, name, peers, sequence=1, number=GROUP):
         members = range(len(self.network.ranks))
@@ -40,12 +40,12 @@ class Rank:
         self.operations[operation.key] = operation
         return operation
 
-    def pending(self, key):
+    def pending_for(self, key):
         if key[:12] in self.complete:
             return None, True
         return self.operations.get(key[:12]) or next(iter(self.operations.values()), None), False
 
-    def send(self, peer, kind, key, body):
+    def send_unordered(self, peer, kind, key, body):
         self.network.queue.append((self.rank, peer, kind, key, body))
 
     def receive(self, peer, kind, key, body):
