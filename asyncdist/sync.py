@@ -127,14 +127,14 @@ def destroy_process_group(group: default_world.AnyGroup = None) -> None:
     if isinstance(group, Group) and group is not default_world.default_group():
         group.close()
     elif group is None or isinstance(group, Group):
-        default_world.default_world().mesh.progress.refuse_loop_thread("destroy_process_group")
+        default_world.default_world().endpoint.progress.refuse_loop_thread("destroy_process_group")
         _close(default_world.take_world())
     else:
         default_world.refuse_other_kinds(group)
 
 
 def _close(world: World) -> None:
-    loop = world.mesh.progress.loop
+    loop = world.endpoint.progress.loop
     world.leave()
     if loop is background_loop().loop:
         background_loop().run(world.close())

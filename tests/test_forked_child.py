@@ -163,7 +163,7 @@ def test_port_of_a_killed_store_is_free_while_a_forked_child_lives():
 async def test_child_runs_no_timer_of_its_parent():
     """Timers of transports use the parent's sockets, whose numbers mean other files in the child."""
     async with world_of(1, transport="shm") as groups:
-        timers = groups[0].mesh.timers
+        timers = groups[0].endpoint.timers
         timers.schedule("test", time.monotonic(), lambda: None)
         child = os.fork()
         if child == 0:

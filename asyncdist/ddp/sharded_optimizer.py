@@ -217,7 +217,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             GroupError: A rank died. Ranks may hold old or new values of each share: call `set_group` on the survivors.
             LoopThreadError: The calling thread runs an event loop.
         """
-        self._group.mesh.progress.refuse_loop_thread("ZeroRedundancyOptimizer.step")
+        self._group.endpoint.progress.refuse_loop_thread("ZeroRedundancyOptimizer.step")
         loss = self._local_step(closure, arguments)
         self._exchange(self._shares)
         return loss

@@ -121,8 +121,8 @@ class Reconfiguration:
         token = own.token if own.is_generated else None
         world_id, member_id = "", 0
         lost: tuple[int, ...] = ()
-        if group is not None and group.mesh.world_id != self._abandoned:
-            world_id, member_id, lost = group.mesh.world_id, group.mesh.rank, tuple(group.mesh.lost_peers)
+        if group is not None and group.endpoint.world_id != self._abandoned:
+            world_id, member_id, lost = group.endpoint.world_id, group.endpoint.rank, tuple(group.endpoint.lost_peers)
         return ProcessHandle(self._process, own.host, own.port, token, world_id, member_id, lost)
 
     async def form(self, group: Group | None, uuid: int, handles: Iterable[str], timeout: float) -> Group:
@@ -165,7 +165,7 @@ class Reconfiguration:
                 return await self._form_world(name, members, rank, deadline)
             except BaseException:
                 if group is not None:
-                    self._abandoned = group.mesh.world_id
+                    self._abandoned = group.endpoint.world_id
                 raise
 
     async def _form_world(self, name: str, members: Sequence[ProcessHandle], rank: int, deadline: Deadline) -> Group:
@@ -213,7 +213,7 @@ class Reconfiguration:
         """
         kept = set() if successor is None or successor.world is not group.world else set(successor.member_ids)
         if group.error is None and set(group.member_ids) - kept:
-            group.abort(f"rank {group.mesh.rank} goes on in another group")
+            group.abort(f"rank {group.endpoint.rank} goes on in another group")
         group.close()
         if world is not None:
             # Not awaited: the first rank of a world waits for the others, some of which stay in it.

@@ -257,7 +257,7 @@ def get_backend(group: AnyGroup = None) -> str:
     A group of one rank returns the requested back end. `init_process_group` accepts every returned value.
     """
     of = resolve_group(group)
-    return ",".join(of.mesh.transport_selector.used(of.member_ids)) or of.mesh.backend
+    return ",".join(of.endpoint.transport_selector.used(of.member_ids)) or of.endpoint.backend
 
 
 def get_process_group_ranks(group: AnyGroup = None) -> list[int]:

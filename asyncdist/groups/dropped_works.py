@@ -100,7 +100,7 @@ class DebugGroup(Group):
             kind: Any = type(work)
             work.__class__ = _tracked_class(kind)
             assert isinstance(work, TrackedWork)
-            work._call = (*call_site(), f"{name} on group {self.name!r}, rank {self.mesh.rank},")
+            work._call = (*call_site(), f"{name} on group {self.name!r}, rank {self.endpoint.rank},")
         return work
 
     def _call(

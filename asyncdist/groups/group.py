@@ -73,7 +73,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
 
     def __init__(
         self,
-        mesh: Endpoint,
+        endpoint: Endpoint,
         ranks: Sequence[int],
         name: str,
         timeout: float,
@@ -89,30 +89,30 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         self.ranks = tuple(ranks)
         self.member_ids = self.ranks if member_ids is None else tuple(member_ids)
         self.timeout = timeout
-        self.mesh = mesh
+        self.endpoint = endpoint
         self.generation = generation
-        self._rank = self.member_ids.index(mesh.rank)
-        self.lineage = lineage or (mesh.world_id, name, *self.member_ids, nonce)
+        self._rank = self.member_ids.index(endpoint.rank)
+        self.lineage = lineage or (endpoint.world_id, name, *self.member_ids, nonce)
         """The state that the channels of all generations share."""
         number = channel_of(*self.lineage, generation=generation)
         messages = channel_of(*self.lineage, "point to point", generation=generation)
-        self.channel = Channel(number, name, self.member_ids, mesh.rank)
-        self._messages = Channel(messages, name, self.member_ids, mesh.rank, point_to_point=True)
+        self.channel = Channel(number, name, self.member_ids, endpoint.rank)
+        self._messages = Channel(messages, name, self.member_ids, endpoint.rank, point_to_point=True)
         self.channel.sibling, self._messages.sibling = self._messages, self.channel
-        forced = forced_by(mesh.config)
-        model = mesh.model
+        forced = forced_by(endpoint.config)
+        model = endpoint.model
         try:
-            self._native = mesh.transport_selector.native(self.channel) if len(self.ranks) > 1 else None
-            layout = mesh.transport_selector.node_layout(self.channel) if self._native is None else None
+            self._native = endpoint.transport_selector.native(self.channel) if len(self.ranks) > 1 else None
+            layout = endpoint.transport_selector.node_layout(self.channel) if self._native is None else None
         except SharedMemoryError as cause:
-            mesh.refuse(self.channel, cause)
+            endpoint.refuse(self.channel, cause)
             raise
         hierarchical = None if layout is None else HierarchicalCollectives(*layout, model, Scratch())
         self.context = GroupContext(
-            self._rank, len(self.ranks), mesh.config, model, forced, Scratch(), max(2, mesh.config.lanes),
+            self._rank, len(self.ranks), endpoint.config, model, forced, Scratch(), max(2, endpoint.config.lanes),
             native=self._native, hierarchical=hierarchical,
         )  # fmt: skip
-        self.hooks = GroupHooks(self.member_ids, mesh.rank, mesh.recorder.add, everywhere=world is not None)
+        self.hooks = GroupHooks(self.member_ids, endpoint.rank, endpoint.recorder.add, everywhere=world is not None)
         self._closed = False
         self._devices: dict[torch.device, DeviceGroup] = {}
         self.patient = False
@@ -120,16 +120,16 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         self.aborted = False
         """Whether this rank has called `abort`. `error` may be set a moment later."""
         self.world = world
-        MemberOps.__init__(self, mesh, self.member_ids)
+        MemberOps.__init__(self, endpoint, self.member_ids)
         # Not `submit`, which may run callbacks: some callers hold a lock.
-        mesh.progress.post(self._open)
+        endpoint.progress.post(self._open)
 
     def _open(self) -> None:
         collectives = self._native or self.context.hierarchical
         if collectives is not None:
             collectives.open()
-        self.mesh.open(self.channel)
-        self.mesh.open(self._messages)
+        self.endpoint.open(self.channel)
+        self.endpoint.open(self._messages)
 
     # -- identity -------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
 
         nonce = self.channel.number + len(self._devices)
         host = self._companion(f"its {device.type} tensors", nonce)
-        kinds = registry.device_backends(self.mesh.backend, device.type)
+        kinds = registry.device_backends(self.endpoint.backend, device.type)
         made = self._devices[device] = DeviceGroup(host, device, kinds, owner=self)
         return made
 
@@ -248,12 +248,12 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
 
     def _companion(self, purpose: str, nonce: int) -> Group:
         name = f"{self.name} ({purpose})"
-        return Group(self.mesh, self.ranks, name, self.timeout, member_ids=self.member_ids, nonce=nonce)
+        return Group(self.endpoint, self.ranks, name, self.timeout, member_ids=self.member_ids, nonce=nonce)
 
     # -- starting -----------------------------------------------------------------------------
 
     def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
-        mesh, channel = self.mesh, self.channel
+        endpoint, channel = self.endpoint, self.channel
         background, timeout, limit = options.get("background", True), options.get("timeout"), self.timeout
         if timeout is not None or self._closed or (not background and _get_running_loop() is not None):
             limit = self._limit(name, background, timeout)
@@ -264,8 +264,8 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         wait = not background or (self.patient and _get_running_loop() is None)
         schedules: Iterable[Schedule]
         try:
-            schedule, schedules = plan.begin(number, tensors, channel, mesh.direct_calls, observed, wait)
-            if schedule and mesh.progress.attempt(schedule, channel, number, wait, plan.polls, not background):
+            schedule, schedules = plan.begin(number, tensors, channel, endpoint.direct_calls, observed, wait)
+            if schedule and endpoint.progress.attempt(schedule, channel, number, wait, plan.polls, not background):
                 value = finish_call(*result)
                 if entry.finish():
                     entry.run_hooks()
@@ -280,14 +280,14 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
             raise
         finish = functools.partial(finish_call, *result)
         started = Plan(schedules, plan.fingerprint, plan.fold, finish, plan.window, plan.nbytes)
-        return mesh.issue(channel, started, entry, limit, background=background)
+        return endpoint.issue(channel, started, entry, limit, background=background)
 
     def _limit(self, name: str, background: bool, timeout: Timeout) -> float:
         """Return the timeout of a call in seconds; raise if the group is destroyed or the call may not block here."""
         if self._closed:
             raise NotInitializedError("the group was destroyed: make a new one")
         if not background:
-            self.mesh.progress.refuse_loop_thread(name)
+            self.endpoint.progress.refuse_loop_thread(name)
         return self.timeout if timeout is None else seconds(timeout)
 
     def _start_plan(self, name: str, plan: Plan, tag: int | None, background: bool, limit: float) -> Work:
@@ -301,7 +301,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
             plan.parts = preceded(self._native.publish(entry.seq, plan.fingerprint), plan.parts)
         if observed is not None:
             plan.parts = observed.watch_all(plan.parts)
-        return self.mesh.issue(channel, plan, entry, limit, background=background)
+        return self.endpoint.issue(channel, plan, entry, limit, background=background)
 
     def _run_plan(
         self,
@@ -369,7 +369,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         is_default = world is not None and world.group is self
         ranks = [rank for rank, member in zip(self.ranks, self.member_ids, strict=True) if member in set(member_ids)]
         successor = type(self)(
-            self.mesh, range(len(member_ids)) if is_default else ranks, f"{self.lineage[1]} (regrouped {regrouped})",
+            self.endpoint, range(len(member_ids)) if is_default else ranks, f"{self.lineage[1]} (regrouped {regrouped})",
             self.timeout, member_ids=member_ids, world=world, lineage=self.lineage, generation=regrouped,
         )  # fmt: skip
         successor.generation = self.generation + 1
@@ -390,12 +390,12 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         """Fail all pending operations of this group on every rank. The group then refuses further operations."""
 
         def fail() -> None:
-            error = GroupAbortedError(f"rank {self.mesh.rank} aborted: {reason}", peer=self.mesh.rank)
-            self.mesh.fail(self.channel, error)
+            error = GroupAbortedError(f"rank {self.endpoint.rank} aborted: {reason}", peer=self.endpoint.rank)
+            self.endpoint.fail(self.channel, error)
 
         self.aborted = True
-        self.mesh.progress.submit(fail)
-        self.mesh.progress.ensure_driven()
+        self.endpoint.progress.submit(fail)
+        self.endpoint.progress.ensure_driven()
 
     def close(self) -> None:
         """Destroy this group on this rank. Pending operations fail. Idempotent; does not notify the other ranks."""
@@ -403,13 +403,13 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
             self._closed = True
             for device in list(self._devices.values()):
                 device.close()
-            reason = f"rank {self.mesh.rank} has destroyed the group"
-            self.mesh.progress.submit(lambda: self.mesh.agreements.leave(self.channel, reason, entirely=True))
-            self.mesh.progress.submit(self.watches.end)
-            self.mesh.progress.submit(lambda: self.mesh.end(self.channel))
-            self.mesh.progress.submit(lambda: self.mesh.end(self._messages))
+            reason = f"rank {self.endpoint.rank} has destroyed the group"
+            self.endpoint.progress.submit(lambda: self.endpoint.agreements.leave(self.channel, reason, entirely=True))
+            self.endpoint.progress.submit(self.watches.end)
+            self.endpoint.progress.submit(lambda: self.endpoint.end(self.channel))
+            self.endpoint.progress.submit(lambda: self.endpoint.end(self._messages))
             collectives = self._native or self.context.hierarchical
             if collectives is not None:
-                self.mesh.progress.submit(collectives.close)
+                self.endpoint.progress.submit(collectives.close)
             if self.world is not None:
                 self.world.forget(self)

@@ -57,7 +57,7 @@ class World(ProcessBound):
     def __init__(
         self,
         meeting: RendezvousSession,
-        mesh: Endpoint,
+        endpoint: Endpoint,
         name: str,
         timeout: float,
         user_loop: asyncio.AbstractEventLoop | None = None,
@@ -66,14 +66,14 @@ class World(ProcessBound):
     ) -> None:
         self.meeting = meeting
         self.status_port = status_port
-        self.mesh = mesh
+        self.endpoint = endpoint
         self.name = name
         self.timeout = timeout
         self.groups: list[Group] = []
         self._left = False
         self._group_class = group_class
         self._made: dict[tuple[Any, ...], itertools.count[int]] = {}
-        group = self.new_group(range(mesh.world_size), name or "world")
+        group = self.new_group(range(endpoint.world_size), name or "world")
         assert group is not None
         self.group = group
         self._user_loop = user_loop
@@ -90,7 +90,7 @@ class World(ProcessBound):
         """Return the record with which ``asyncdist top`` finds this rank; empty without a status port."""
         if self.status_port is None:
             return b""
-        return self.meeting.status_record([(self.mesh.rank, *self.status_port.address)]).encode()
+        return self.meeting.status_record([(self.endpoint.rank, *self.status_port.address)]).encode()
 
     def new_group(self, ranks: Sequence[int] | None, name: str | None = None, timeout: Timeout = None) -> Group | None:
         """Make a group of some of the world's ranks, without communication.
@@ -110,7 +110,7 @@ class World(ProcessBound):
             UsageError: ``ranks`` is empty, repeats a rank, or names a rank outside the world.
         """
         # Global ranks number the members of the default group, which regrouping replaces.
-        ids = self.group.member_ids if hasattr(self, "group") else tuple(range(self.mesh.world_size))
+        ids = self.group.member_ids if hasattr(self, "group") else tuple(range(self.endpoint.world_size))
         members = tuple(range(len(ids)))
         if ranks is not None:
             members = tuple(whole_number_of("a rank", rank) for rank in list_of("ranks", ranks, "global ranks"))
@@ -143,11 +143,11 @@ class World(ProcessBound):
                 "this rank has left the world that the group would belong to: make a new world first"
             )
         nonce = next(self._made.setdefault((name, chosen), itertools.count()))
-        if self.mesh.rank not in chosen:
+        if self.endpoint.rank not in chosen:
             return None
         shown = name or f"group of ranks {list(members)}" + (f" ({nonce + 1})" if nonce else "")
         limit = seconds(timeout, self.timeout)
-        group = self._group_class(self.mesh, members, shown, limit, member_ids=chosen, nonce=nonce, world=self)
+        group = self._group_class(self.endpoint, members, shown, limit, member_ids=chosen, nonce=nonce, world=self)
         self.groups.append(group)
         return group
 
@@ -172,7 +172,7 @@ class World(ProcessBound):
             task_factory.remove(loop, factory)
         for group in list(self.groups):
             group.close()
-        self.mesh.close()
+        self.endpoint.close()
 
     def forget(self, group: Group) -> None:
         """Drop the reference to a destroyed group, so that its memory can be freed."""
@@ -183,13 +183,13 @@ class World(ProcessBound):
     async def close(self) -> None:
         """Disconnect from the peers and then from the store. Idempotent; runs on the loop that opened the world."""
         try:
-            flushed = self.mesh.notices_flushed()
+            flushed = self.endpoint.notices_flushed()
             async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, Deadline.after(LAST_WORDS)):
                 if flushed.is_completed():
                     break
         finally:
             self.leave()
-            if not self.mesh.of_parent:
+            if not self.endpoint.of_parent:
                 await self.meeting.close()
 
 
@@ -283,14 +283,14 @@ async def _meet(
         local_rank = Launch.from_environment().local_rank
         serve_configured_metrics(config, meeting.rank if local_rank is None else local_rank)
         config = config.with_(token=meeting.token)
-        mesh = Endpoint(
+        endpoint = Endpoint(
             meeting.rank, meeting.world_size, meeting.world_id, config, kinds, home, backend or config.transport
         )
         port: StatusPort | None = None
         try:
             port = StatusPort(meeting.listen_host, config) if config.status else None
             own = {
-                "addresses": mesh.listen(meeting.listen_host),
+                "addresses": endpoint.listen(meeting.listen_host),
                 "version": VERSION,
                 "settings": shared_settings(config),
                 "process": process_identity(config.host),
@@ -299,23 +299,23 @@ async def _meet(
             }
             ranks = [msgpack.unpackb(payload) for payload in await meeting.exchange(msgpack.packb(own), more=True)]
             _compare(ranks, meeting.rank)
-            mesh.processes = [rank["process"] for rank in ranks]
-            probes = mesh.probe_peers([rank["addresses"] for rank in ranks], meeting.remaining())
+            endpoint.processes = [rank["process"] for rank in ranks]
+            probes = endpoint.probe_peers([rank["addresses"] for rank in ranks], meeting.remaining())
             reached = await meeting.before_exchange(probes)
-            hosts = measurement.first_of_hosts(mesh.processes) if config.calibrate else []
+            hosts = measurement.first_of_hosts(endpoint.processes) if config.calibrate else []
             values = next((rank["profile"] for rank in ranks if rank["profile"] is not None), None)
             measures = values is None and len(hosts) > 1
             exchanged = await meeting.exchange(msgpack.packb(reached), more=measures)
-            mesh.finalize([msgpack.unpackb(each) for each in exchanged])
+            endpoint.finalize([msgpack.unpackb(each) for each in exchanged])
             if measures:
-                await _calibrate(mesh, config, meeting, hosts)
+                await _calibrate(endpoint, config, meeting, hosts)
             elif values is not None:
-                _use(mesh, config, values, profile.MODEL_FROM_PROFILE)
-            world = make_world(meeting, mesh, status_port=port)
+                _use(endpoint, config, values, profile.MODEL_FROM_PROFILE)
+            world = make_world(meeting, endpoint, status_port=port)
         except BaseException:
             if port is not None:
                 port.close()
-            mesh.close()
+            endpoint.close()
             raise
         return await _answer_status(world, [rank["status"] for rank in ranks])
     except BaseException:
@@ -323,24 +323,24 @@ async def _meet(
         raise
 
 
-async def _calibrate(mesh: Endpoint, config: Config, meeting: RendezvousSession, hosts: Sequence[int]) -> None:
+async def _calibrate(endpoint: Endpoint, config: Config, meeting: RendezvousSession, hosts: Sequence[int]) -> None:
     """Measure the links between hosts on their first ranks, and give every rank the same model."""
     found: profile.Values | None = None
     if meeting.rank in hosts:
-        measuring = measurement.measure_links(mesh, hosts, lanes=config.lanes == 0)
+        measuring = measurement.measure_links(endpoint, hosts, lanes=config.lanes == 0)
         found = await meeting.before_exchange(measuring)
     values = profile.combined([msgpack.unpackb(each) for each in await meeting.exchange(msgpack.packb(found))])
-    _use(mesh, config, values, f"a measurement between {len(hosts)} hosts at the start")
+    _use(endpoint, config, values, f"a measurement between {len(hosts)} hosts at the start")
 
 
-def _use(mesh: Endpoint, config: Config, values: profile.Values, source: str) -> None:
+def _use(endpoint: Endpoint, config: Config, values: profile.Values, source: str) -> None:
     """Let the groups of a rank use measured values, where no setting says otherwise."""
-    mesh.model = profile.model_of(mesh.model, values, source)
+    endpoint.model = profile.model_of(endpoint.model, values, source)
     if config.lanes == 0:
         # The number of lanes must be equal on all ranks, which the use of threads need not.
         measured = profile.lanes_of(values)
         threads = measured.pop("tcp_threads", "auto")
-        mesh.config = mesh.config.with_(
+        endpoint.config = endpoint.config.with_(
             tcp_threads=threads if config.tcp_threads == "auto" else config.tcp_threads, **measured
         )
 
@@ -349,7 +349,7 @@ async def _answer_status(world: World, addresses: Sequence[Any]) -> World:
     """Begin to answer ``asyncdist top``, and let rank 0 publish where; return the world, or close it after an error."""
     try:
         if world.status_port is not None:
-            await world.status_port.serve(world.mesh, addresses, world.describe)
+            await world.status_port.serve(world.endpoint, addresses, world.describe)
         await world.meeting.publish_status([(rank, *each) for rank, each in enumerate(addresses) if each is not None])
     except BaseException:
         world.leave()

@@ -31,13 +31,13 @@ class StatusGathering:
     """The questions of one rank to the others. It keeps its connections until `close`.
 
     Args:
-        mesh: The endpoint of this rank.
+        endpoint: The endpoint of this rank.
         addresses: The status port of each rank, by rank; None for a rank without one.
         security: The settings of the handshake with them.
     """
 
-    def __init__(self, mesh: Endpoint, addresses: Sequence[Address | None], security: Security) -> None:
-        self._mesh, self._addresses, self._security = mesh, addresses, security
+    def __init__(self, endpoint: Endpoint, addresses: Sequence[Address | None], security: Security) -> None:
+        self._endpoint, self._addresses, self._security = endpoint, addresses, security
         self._connections: dict[int, LoopSocket] = {}
         self._asking: dict[int, asyncio.Task[dict[str, Any]]] = {}
 
@@ -47,9 +47,9 @@ class StatusGathering:
         A rank that has not answered an earlier question is not waited for again.
         """
         fresh = set()
-        for rank in range(self._mesh.world_size):
+        for rank in range(self._endpoint.world_size):
             earlier = self._asking.get(rank)
-            if rank == self._mesh.rank or (earlier is not None and not earlier.done()):
+            if rank == self._endpoint.rank or (earlier is not None and not earlier.done()):
                 continue
             if earlier is not None and not earlier.cancelled():
                 earlier.exception()
@@ -110,7 +110,7 @@ class StatusGathering:
         """Say what the processes of silent ranks do, as this rank sees them or another one on their host."""
         unseen: dict[int, list[int]] = {}
         for rank in silent:
-            seen = self._mesh.look_at(rank)
+            seen = self._endpoint.look_at(rank)
             if seen:
                 silent[rank] = seen
                 continue
@@ -123,7 +123,7 @@ class StatusGathering:
                 silent.update({int(rank): str(seen) for rank, seen in answer["seen"] if seen and rank in silent})
 
     def _share_a_host(self, rank: int, other: int) -> bool:
-        first, second = self._mesh.processes[rank], self._mesh.processes[other]
+        first, second = self._endpoint.processes[rank], self._endpoint.processes[other]
         return first is not None and second is not None and first["host"] == second["host"]
 
 

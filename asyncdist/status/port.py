@@ -52,21 +52,21 @@ class StatusPort:
         self._viewers: EvictingQueue[LoopSocket] = EvictingQueue(_MOST_VIEWERS, LoopSocket.close)
         """The authenticated connections, those that have asked nothing for the longest time first."""
         self._closed = False
-        self._mesh: Endpoint | None = None
+        self._endpoint: Endpoint | None = None
         self._addresses: Sequence[Address | None] = ()
         self._describe: Callable[[], Mapping[str, Any]] = dict
 
     async def serve(
-        self, mesh: Endpoint, addresses: Sequence[Address | None], describe: Callable[[], Mapping[str, Any]]
+        self, endpoint: Endpoint, addresses: Sequence[Address | None], describe: Callable[[], Mapping[str, Any]]
     ) -> None:
         """Begin to answer.
 
         Args:
-            mesh: The endpoint of this rank.
+            endpoint: The endpoint of this rank.
             addresses: The status ports of all ranks, by rank.
             describe: Returns further values for the answers of this rank. It is called on the port's own thread.
         """
-        self._mesh, self._addresses, self._describe = mesh, addresses, describe
+        self._endpoint, self._addresses, self._describe = endpoint, addresses, describe
         await on_loop(self._loop, self._start())
 
     def close(self) -> None:
@@ -85,10 +85,10 @@ class StatusPort:
 
     async def _start(self) -> None:
         if not self._closed:
-            assert self._mesh is not None
-            self._security = status_security(self._mesh.world_id, self._config.token, self._tls)
+            assert self._endpoint is not None
+            self._security = status_security(self._endpoint.world_id, self._config.token, self._tls)
             self._acceptor = Acceptor(
-                self._sock, self._prove, self._serve, what=f"rank {self._mesh.rank}: the status port",
+                self._sock, self._prove, self._serve, what=f"rank {self._endpoint.rank}: the status port",
                 most=_MOST_HANDSHAKES, timeout=self._config.handshake_timeout, loop=self._loop,
             )  # fmt: skip
 
@@ -104,8 +104,8 @@ class StatusPort:
         return await accept(sock, self._security)
 
     async def _serve(self, connection: LoopSocket) -> None:
-        assert self._mesh is not None
-        gathering = StatusGathering(self._mesh, self._addresses, self._security)
+        assert self._endpoint is not None
+        gathering = StatusGathering(self._endpoint, self._addresses, self._security)
         with contextlib.closing(connection), contextlib.closing(gathering):
             try:
                 await self._converse(connection, gathering)
@@ -113,7 +113,7 @@ class StatusPort:
             except (OSError, EOFError):
                 pass
             except ProtocolError as error:
-                log.warning("rank %d: the status port ended a connection: %s", self._mesh.rank, error.summary)
+                log.warning("rank %d: the status port ended a connection: %s", self._endpoint.rank, error.summary)
             finally:
                 self._viewers.discard(connection)
 
@@ -130,32 +130,32 @@ class StatusPort:
     # -- answers -----------------------------------------------------------------------------------
 
     async def _answer(self, question: Mapping[str, Any], gathering: StatusGathering) -> dict[str, Any]:
-        mesh = self._mesh
-        assert mesh is not None
+        endpoint = self._endpoint
+        assert endpoint is not None
         if "look_at" in question:
-            ranks = [rank for rank in question["look_at"] if 0 <= rank < mesh.world_size]
-            return {"seen": [(rank, mesh.look_at(rank)) for rank in ranks]}
+            ranks = [rank for rank in question["look_at"] if 0 <= rank < endpoint.world_size]
+            return {"seen": [(rank, endpoint.look_at(rank)) for rank in ranks]}
         asked = {**question, "gather": False}
         if not question["gather"]:
             return self._status(asked)
         found = await gathering.gather(asked, min(float(question["limit"]), _LONGEST_LIMIT))
-        answers = found.answers | {mesh.rank: self._status(asked)}
+        answers = found.answers | {endpoint.rank: self._status(asked)}
         return {
-            "world": mesh.world_id,
-            "world_size": mesh.world_size,
-            "answered_by": mesh.rank,
+            "world": endpoint.world_id,
+            "world_size": endpoint.world_size,
+            "answered_by": endpoint.rank,
             "addresses": list(self._addresses),
             "ranks": [answers[rank] for rank in sorted(answers)],
-            "silent": [(rank, why, mesh.pid_of(rank)) for rank, why in sorted(found.silent.items())],
+            "silent": [(rank, why, endpoint.pid_of(rank)) for rank, why in sorted(found.silent.items())],
         }
 
     def _status(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        mesh = self._mesh
-        assert mesh is not None
-        content = mesh.recorder.content(
+        endpoint = self._endpoint
+        assert endpoint is not None
+        content = endpoint.recorder.content(
             "asyncdist top",
             min(int(question["calls"]), _MOST_CALLS),
             window=max(0.1, float(question["window"])),
-            with_stacks=mesh.rank in question["stacks"],
+            with_stacks=endpoint.rank in question["stacks"],
         )
         return {**content, **self._describe()}

@@ -104,8 +104,8 @@ async def peer_declared_lost_is_told(transport: str) -> None:
         await asyncio.gather(*(group.all_reduce(torch.ones(3)) for group in (zero, one)))
         issued = monotonic()
         received = one.recv(torch.zeros(1), 0, timeout=_PATIENCE)
-        zero.mesh.post(lambda: zero.mesh.lost(1, "the connection broke"))
-        zero.mesh.progress.ensure_driven()
+        zero.endpoint.post(lambda: zero.endpoint.lost(1, "the connection broke"))
+        zero.endpoint.progress.ensure_driven()
         await _raises_lost(received, issued)
 
 

@@ -256,12 +256,12 @@ class ProxiedWorld:
     A connection carries the messages of the rank that opened it.
 
     Attributes:
-        meshes: The endpoints by rank.
+        endpoints: The endpoints by rank.
         groups: The groups of all ranks, by rank.
         proxies: By (writer, reader), the proxy of the connections that the writer opens to the reader.
     """
 
-    meshes: list[Endpoint]
+    endpoints: list[Endpoint]
     groups: list[Group]
     proxies: dict[tuple[int, int], Proxy]
     _made: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -269,7 +269,7 @@ class ProxiedWorld:
     def new_group(self, ranks: list[int], timeout: float = PATIENCE) -> dict[int, Group]:
         """Make a group of some ranks; return each rank's `Group` by rank."""
         nonce = next(self._made)
-        return {rank: Group(self.meshes[rank], ranks, f"ranks {ranks}", timeout, nonce=nonce) for rank in ranks}
+        return {rank: Group(self.endpoints[rank], ranks, f"ranks {ranks}", timeout, nonce=nonce) for rank in ranks}
 
 
 @contextlib.contextmanager
@@ -288,22 +288,24 @@ def proxied_world(
     kinds = registry.selected("tcp")
     world_id = secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
-        meshes = [Endpoint(rank, size, world_id, config, kinds, home) for rank in range(size)]
-        for mesh in meshes:
-            stack.callback(mesh.close)
-        listening = [mesh.listen("127.0.0.1")["tcp"] for mesh in meshes]
+        endpoints = [Endpoint(rank, size, world_id, config, kinds, home) for rank in range(size)]
+        for endpoint in endpoints:
+            stack.callback(endpoint.close)
+        listening = [endpoint.listen("127.0.0.1")["tcp"] for endpoint in endpoints]
         proxies = {
             (writer, reader): stack.enter_context(Proxy(listening[reader]["host"], listening[reader]["port"]))
             for writer in range(size)
             for reader in range(size)
             if writer != reader
         }
-        for rank, mesh in enumerate(meshes):
-            mesh.transport_selector.set_addresses(
+        for rank, endpoint in enumerate(endpoints):
+            endpoint.transport_selector.set_addresses(
                 [_behind(proxies.get((rank, peer)), listening[peer]) for peer in range(size)]
             )
-            mesh.finalize([{}] * size)
-        yield ProxiedWorld(meshes, [Group(mesh, range(size), "world", timeout) for mesh in meshes], proxies)
+            endpoint.finalize([{}] * size)
+        yield ProxiedWorld(
+            endpoints, [Group(endpoint, range(size), "world", timeout) for endpoint in endpoints], proxies
+        )
 
 
 def _behind(proxy: Proxy | None, listening: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -111,7 +111,7 @@ class TorchGroup(ProcessBound):
         if isinstance(group, Group):
             # Without a free core, the background loop's thread would take the calling thread's core. The calling thread
             # therefore spins for its peers; it usually waits soon anyway, such as DDP after its last bucket.
-            group.patient = not has_free_cores(group.mesh.transport_selector.local_size, torch.get_num_threads())
+            group.patient = not has_free_cores(group.endpoint.transport_selector.local_size, torch.get_num_threads())
 
     def rank(self) -> int:
         return self.group.rank()

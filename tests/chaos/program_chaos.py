@@ -165,13 +165,13 @@ class ChaosProcess:
     def connect_through_proxies(self):
         probe = Endpoint.probe_peers
 
-        async def probe_through_proxies(mesh, addresses, timeout):
-            instead = self.ask_for_addresses(mesh.rank, [each.get("tcp") for each in addresses])
+        async def probe_through_proxies(endpoint, addresses, timeout):
+            instead = self.ask_for_addresses(endpoint.rank, [each.get("tcp") for each in addresses])
             through = [
                 {**each, "tcp": {**each["tcp"], "host": other[0], "port": other[1]}} if other else each
                 for each, other in zip(addresses, instead, strict=True)
             ]
-            return await probe(mesh, through, timeout)
+            return await probe(endpoint, through, timeout)
 
         Endpoint.probe_peers = probe_through_proxies
 
@@ -233,7 +233,7 @@ class ChaosProcess:
 
     def enter(self, group, members, identity):
         place = group.member_ids[group.rank()]
-        self.say("entered", group.generation, group.rank(), members, identity, (group.mesh.world_id, place))
+        self.say("entered", group.generation, group.rank(), members, identity, (group.endpoint.world_id, place))
 
     async def rounds(self, group, state=None):
         """Run rounds until the group has changed, or until all end; return whether all end."""

@@ -41,12 +41,12 @@ async def sums(world, count=1000):
     return [tensor[-1].item() for tensor in tensors]
 
 
-def tcp_of(mesh):
-    return mesh.transport_selector.transports[0]
+def tcp_of(endpoint):
+    return endpoint.transport_selector.transports[0]
 
 
 def num_connections(world):
-    return [len(tcp_of(mesh).connections) for mesh in world.meshes]
+    return [len(tcp_of(endpoint).connections) for endpoint in world.endpoints]
 
 
 @contextlib.asynccontextmanager
@@ -91,7 +91,7 @@ async def test_garbage_on_the_listener_is_refused_and_logged(eventually, caplog,
 @pytest.mark.parametrize(("token", "world_id"), [("another token", None), (None, None), (TOKEN, "another world")])
 async def test_connection_without_valid_proof_is_refused(caplog, eventually, token, world_id):
     async with connected_pair() as world:
-        purpose = f"peer of world {world_id or world.meshes[0].world_id}"
+        purpose = f"peer of world {world_id or world.endpoints[0].world_id}"
 
         refused = "refused the token of this process" if token else "requires a token, and this process has none"
 
@@ -106,7 +106,7 @@ async def test_connection_without_valid_proof_is_refused(caplog, eventually, tok
 @pytest.mark.parametrize("rank", [0, 2, 65535])
 async def test_connection_with_impossible_rank_is_refused(caplog, eventually, rank):
     async with connected_pair() as world:
-        where, world_id = address(world, 0), world.meshes[0].world_id
+        where, world_id = address(world, 0), world.endpoints[0].world_id
         with await asyncio.to_thread(impostor, where, world_id, rank, TOKEN):
             await eventually(lambda: f"claims to come from rank {rank}" in caplog.text)
             await eventually(lambda: num_connections(world) == world.num_connections)
@@ -136,7 +136,7 @@ async def test_ranks_with_timed_out_handshakes_reconnect():
 
 async def test_hundreds_of_silent_connections_do_not_block_peers(eventually):
     async with connected_pair() as world:
-        where, world_id = address(world, 0), world.meshes[0].world_id
+        where, world_id = address(world, 0), world.endpoints[0].world_id
         strangers = []
         try:
             strangers.extend(connect(where) for _ in range(600))
@@ -145,7 +145,7 @@ async def test_hundreds_of_silent_connections_do_not_block_peers(eventually):
             assert num_connections(world)[0] < world.num_connections[0] + 300
             assert await sums(world) == [3.0, 3.0]
             with await asyncio.to_thread(impostor, where, world_id, 1, TOKEN):
-                connections = tcp_of(world.meshes[0]).connections
+                connections = tcp_of(world.endpoints[0]).connections
                 await eventually(
                     lambda: any(
                         each.peer is not None for each in list(connections.values())[world.num_connections[0] :]
@@ -171,14 +171,14 @@ async def test_refused_connections_do_not_flood_the_log(caplog, eventually):
 @pytest.mark.parametrize("says", [b"", MAGIC[:5], MAGIC + bytes(NONCE_NBYTES)], ids=["nothing", "half", "a hello"])
 async def test_strangers_do_not_delay_the_loss_of_a_peer(monkeypatch, eventually, says):
     with proxied_world(3, home=asyncio.get_running_loop(), config=Config(token=TOKEN)) as world:
-        where, mesh = world.proxies[1, 0].target, world.meshes[0]
+        where, endpoint = world.proxies[1, 0].target, world.endpoints[0]
         with connect(where) as stranger:
             stranger.sendall(says)
-            with await asyncio.to_thread(impostor, where, mesh.world_id, 2, TOKEN):
-                await eventually(lambda: tcp_of(mesh).may_receive_from(2))
+            with await asyncio.to_thread(impostor, where, endpoint.world_id, 2, TOKEN):
+                await eventually(lambda: tcp_of(endpoint).may_receive_from(2))
                 receiving = world.groups[0].recv(torch.zeros(2), 2)
                 suspected = []
-                monkeypatch.setattr(mesh, "suspect", lambda *args: suspected.append(args))
+                monkeypatch.setattr(endpoint, "suspect", lambda *args: suspected.append(args))
             with pytest.raises(PeerLostError, match="connection closed"):
                 await receiving
         assert suspected == []
@@ -206,7 +206,7 @@ class Failing:
 
 
 def failing_listener(world, monkeypatch, code, times):
-    listener = tcp_of(world.meshes[0])._listener
+    listener = tcp_of(world.endpoints[0])._listener
     failing = Failing(listener.listening.sock, code, times)
     monkeypatch.setattr(listener.listening, "sock", failing)
     return listener, failing
@@ -225,7 +225,7 @@ async def test_listener_pauses_after_an_accept_error_and_reports_it(caplog, even
         with connect(address(world, 0)):
             await eventually(lambda: failing.calls)
             assert listener.paused
-            assert listener.fileno() not in [descriptor for descriptor, _ in tcp_of(world.meshes[0]).waits()]
+            assert listener.fileno() not in [descriptor for descriptor, _ in tcp_of(world.endpoints[0]).waits()]
             assert await sums(world) == [3.0, 3.0]
             assert caplog.text.count(f"cannot accept connections at port {listener.port}: [Errno {code}]") == 1
             failing.left = 0
@@ -287,7 +287,7 @@ async def test_authenticated_peer_sending_damaged_frames_is_lost(eventually, cap
     with proxied_world(3, home=asyncio.get_running_loop(), config=Config(token=TOKEN)) as world:
         pair = world.new_group([0, 1])
         receiving = world.groups[0].recv(torch.zeros(1), 2)
-        where, world_id = world.proxies[1, 0].target, world.meshes[0].world_id
+        where, world_id = world.proxies[1, 0].target, world.endpoints[0].world_id
         with await asyncio.to_thread(impostor, where, world_id, 2, TOKEN) as peer:
             peer.sendall(frame)
             with pytest.raises(PeerLostError, match=says) as lost:
@@ -301,12 +301,12 @@ async def test_authenticated_peer_may_send_unexpected_messages(eventually):
     """A rank stores messages for unknown groups up to the limit, and drops them when the world closes."""
     config = Config(token=TOKEN, aside_nbytes=1 << 18)
     with proxied_world(3, home=asyncio.get_running_loop(), config=config) as world:
-        where, world_id = world.proxies[1, 0].target, world.meshes[0].world_id
+        where, world_id = world.proxies[1, 0].target, world.endpoints[0].world_id
         with await asyncio.to_thread(impostor, where, world_id, 2, TOKEN) as peer:
             peer.setblocking(False)
             frame = pack_header(pack_key(99, 1, 0), 7, 1 << 14, DATA) + bytes(1 << 14)
             flooding = asyncio.ensure_future(asyncio.get_running_loop().sock_sendall(peer, frame * 200))
-            inbox = world.meshes[0].inbox(2)
+            inbox = world.endpoints[0].inbox(2)
             await eventually(lambda: inbox.aside_nbytes >= (1 << 18) - (1 << 14))
             assert inbox.aside_nbytes <= 1 << 18
             pair = world.new_group([0, 1])
@@ -319,7 +319,7 @@ async def test_authenticated_peer_may_send_unexpected_messages(eventually):
 async def test_authenticated_peer_that_disconnects_mid_message_is_lost(eventually, nbytes):
     with proxied_world(3, home=asyncio.get_running_loop(), config=Config(token=TOKEN)) as world:
         receiving = world.groups[0].recv(torch.zeros(2), 2)
-        where, world_id = world.proxies[1, 0].target, world.meshes[0].world_id
+        where, world_id = world.proxies[1, 0].target, world.endpoints[0].world_id
         # A dead rank's listener refuses connections too: only the end of its connection to rank 0 reports the death.
         world.proxies[0, 2].refuse()
         with await asyncio.to_thread(impostor, where, world_id, 2, TOKEN) as peer:

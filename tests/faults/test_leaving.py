@@ -61,7 +61,7 @@ def test_abort_from_a_thread_reaches_all_ranks_although_sender_leaves_at_once(tr
 async def test_leaving_after_failure_waits_for_silent_peers_only_until_timeout(transport):
     async with world_of(2, transport=transport) as (_, leaver):
         leaver.abort("on purpose")
-        leaver.mesh.notices_flushed = lambda: Until(lambda: False)
+        leaver.endpoint.notices_flushed = lambda: Until(lambda: False)
         async with asyncio.timeout(5.0):
             await leaver.world.close()
 

@@ -209,7 +209,7 @@ async def test_receive_from_any_source_gets_messages_of_left_ranks_then_fails(tr
         for group in senders:
             await group.send(torch.full((2,), float(group.rank())), 0)
             group.world.leave()
-        await eventually(lambda: all(receiver.mesh.gone(peer) for peer in (1, 2)))
+        await eventually(lambda: all(receiver.endpoint.gone(peer) for peer in (1, 2)))
         room = [torch.zeros(2) for _ in senders]
         assert sorted([await receiver.recv(one, None) for one in room]) == [1, 2]
         assert sorted(one.tolist() for one in room) == [[1.0, 1.0], [2.0, 2.0]]
@@ -224,7 +224,7 @@ async def left_behind(request, eventually):
     Rank 1 has read the end of its own connection: with a goodbye, unless rank 0 did not learn whose connection it was.
     """
     with proxied_world(2, home=asyncio.get_running_loop()) as world:
-        (leaver,), (tcp,) = (mesh.transport_selector.transports for mesh in world.meshes)
+        (leaver,), (tcp,) = (endpoint.transport_selector.transports for endpoint in world.endpoints)
 
         def connections_to_leaver():
             return [connection for connection in tcp.connections.values() if connection.peer == 0]
@@ -238,7 +238,7 @@ async def left_behind(request, eventually):
         if request.param:
             await eventually(lambda: any(connection.peer == 1 for connection in leaver.connections.values()))
         await world.groups[0].send(torch.ones(3), 1)
-        world.meshes[0].close()
+        world.endpoints[0].close()
         await eventually(lambda: not connections_to_leaver())
         yield world, receiving
         assert receiving.is_success()
@@ -253,11 +253,11 @@ async def test_rank_that_left_before_accepting_may_have_sent_on_its_own_connecti
 
 async def test_delayed_process_reads_pending_bytes_before_declaring_peer_lost(left_behind):
     world, receiving = left_behind
-    proxy, due = world.proxies[0, 1], world.meshes[1].next_deadline()
+    proxy, due = world.proxies[0, 1], world.endpoints[1].next_deadline()
 
     def block_the_loop():
         proxy.release()
-        proxy.until(lambda: proxy.passed_nbytes == HEADER + 12 + len(world.meshes[0].closing_frames(1)))
+        proxy.until(lambda: proxy.passed_nbytes == HEADER + 12 + len(world.endpoints[0].closing_frames(1)))
         while time.monotonic() < due:
             time.sleep(0.01)
 
@@ -273,9 +273,9 @@ async def test_pending_messages_of_left_rank_are_kept(eventually):
         room = torch.zeros(50_000)
         await asyncio.gather(stayer.recv(torch.zeros(1), 0), leaver.send(torch.ones(1), 1))
         await leaver.send(torch.ones(50_000), 1, tag=2)
-        world.meshes[0].close()
-        await eventually(lambda: bool(world.meshes[1].timers))
-        await eventually(lambda: not world.meshes[1].timers)
+        world.endpoints[0].close()
+        await eventually(lambda: bool(world.endpoints[1].timers))
+        await eventually(lambda: not world.endpoints[1].timers)
         await stayer.recv(room, 0, tag=2)
         assert torch.equal(room, torch.ones(50_000))
 
@@ -284,7 +284,7 @@ async def test_group_with_left_rank_fails_only_when_rank_is_needed(transport, ev
     async with world_of(3, transport=transport) as groups:
         await asyncio.gather(*(group.barrier() for group in groups))
         groups[2].world.leave()
-        await eventually(lambda: all(group.mesh.gone(2) for group in groups[:2]))
+        await eventually(lambda: all(group.endpoint.gone(2) for group in groups[:2]))
         made = [group.world.new_group([0, 1, 2]) for group in groups[:2]]
         room = torch.zeros(4)
         await asyncio.gather(made[0].send(torch.ones(4), 1), made[1].recv(room, 0))
@@ -296,7 +296,7 @@ async def test_group_with_left_rank_fails_only_when_rank_is_needed(transport, ev
 
 def redirect(group, peer, where):
     """Let the connection to a peer, which is not open yet, go to another address."""
-    group.mesh.link(peer)._where = where
+    group.endpoint.link(peer)._where = where
 
 
 async def test_unreachable_address_is_reported_on_both_ranks():

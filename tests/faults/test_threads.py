@@ -68,9 +68,9 @@ def test_closing_world_releases_blocked_threads(threads, until):
         groups = [world.groups[0], world.new_group([0, 1])[0], world.new_group([1, 0])[0]]
         waiting = [threads.submit(outcome, group.all_reduce, torch.ones(10)) for group in groups]
         other = threads.submit(outcome, world.groups[1].recv, torch.ones(1), 0)
-        until(lambda: len(world.meshes[0].operations) == 3)
+        until(lambda: len(world.endpoints[0].operations) == 3)
         since = Stopwatch()
-        world.meshes[0].close()
+        world.endpoints[0].close()
         for future in waiting:
             error, at = future.result()
             assert isinstance(error, GroupAbortedError | NotInitializedError)
@@ -84,7 +84,7 @@ def test_abort_from_another_thread_releases_blocked_thread(threads, until):
     with proxied_world(2) as world:
         warmed(world, threads)
         waiting = [threads.submit(outcome, group.recv, torch.ones(1), 1 - group.rank()) for group in world.groups]
-        until(lambda: all(mesh.operations for mesh in world.meshes))
+        until(lambda: all(endpoint.operations for endpoint in world.endpoints))
         world.groups[1].abort("enough")
         for future in waiting:
             error, _ = future.result()

@@ -62,12 +62,12 @@ async def test_ranks_on_several_hosts_measure_and_share_one_model(transport, mon
     monkeypatch.setattr(measurement, "LIMIT", LONG)
     hosts = ["a", "a", "b", "b", "c"]
     async with world_of(5, transport=transport, hosts=hosts, config=Config(calibrate=True)) as groups:
-        (model,) = {group.mesh.model for group in groups}
+        (model,) = {group.endpoint.model for group in groups}
         assert model.source == "a measurement between 3 hosts at the start"
         assert all(value > 0 for value in (model.alpha, model.beta, model.overhead))
-        assert all(group.context.model is group.mesh.model for group in groups)
+        assert all(group.context.model is group.endpoint.model for group in groups)
         # The recorder is for the program's operations.
-        assert [group.mesh.recorder.last for group in groups] == [None] * 5
+        assert [group.endpoint.recorder.last for group in groups] == [None] * 5
         tensors = [torch.ones(1000) for _ in groups]
         await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
         assert all((tensor == 5).all() for tensor in tensors)
@@ -77,12 +77,12 @@ async def test_ranks_on_several_hosts_measure_and_share_one_model(transport, mon
 async def test_nothing_is_measured_on_one_host_or_if_the_setting_says_so(hosts, calibrate, monkeypatch):
     monkeypatch.setattr(measurement, "measure_links", None)
     async with world_of(2, hosts=hosts, config=Config(calibrate=calibrate)) as groups:
-        assert {group.mesh.model for group in groups} == {Model(segment_nbytes=Config().segment_nbytes)}
+        assert {group.endpoint.model for group in groups} == {Model(segment_nbytes=Config().segment_nbytes)}
 
 
 async def test_measurement_without_time_leaves_a_world_that_works():
     async with world_of(2) as groups:
-        found = await asyncio.gather(*(measure_links(group.mesh, [0, 1], limit=0.0) for group in groups))
+        found = await asyncio.gather(*(measure_links(group.endpoint, [0, 1], limit=0.0) for group in groups))
         assert found == [{}, {}]
         tensors = [torch.ones(3), torch.ones(3)]
         await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
@@ -101,7 +101,7 @@ async def test_no_message_is_sent_that_would_take_longer_than_the_time_left(monk
 
     monkeypatch.setattr(measurement._Ring, "shift", shift)
     async with world_of(2) as groups:
-        found = await asyncio.gather(*(measure_links(group.mesh, [0, 1], limit=0.5) for group in groups))
+        found = await asyncio.gather(*(measure_links(group.endpoint, [0, 1], limit=0.5) for group in groups))
     # A link of 1 MB/s carries 64 KiB twice in half a second, but not 256 KiB twice.
     assert max(sent) < 1 << 20
     assert all(each["beta"] > 0.9e-6 for each in found)
@@ -174,10 +174,11 @@ async def test_lanes_of_a_slow_link_are_not_measured():
     async with world_of(2, transport="tcp") as groups:
         until = time.monotonic() + 0.01
         pairs = (
-            measure_lanes(group.mesh, [0, 1], "calibration", beta=1e-6, until=until, threads=True) for group in groups
+            measure_lanes(group.endpoint, [0, 1], "calibration", beta=1e-6, until=until, threads=True)
+            for group in groups
         )
         assert await asyncio.gather(*pairs) == [{}, {}]
-        assert [group.mesh.config.lanes for group in groups] == [DEFAULT_LANES] * 2
+        assert [group.endpoint.config.lanes for group in groups] == [DEFAULT_LANES] * 2
 
 
 @pytest.mark.parametrize(("cores", "names"), [(True, 3), (False, 2)])
@@ -185,8 +186,8 @@ async def test_threads_are_tried_if_both_hosts_have_cores_for_them(cores, names)
     async with world_of(2, transport="tcp") as groups:
         until = time.monotonic() + 60.0
         pairs = [
-            measure_lanes(groups[0].mesh, [0, 1], "calibration", beta=1e-8, until=until, threads=True),
-            measure_lanes(groups[1].mesh, [0, 1], "calibration", beta=1e-9, until=until, threads=cores),
+            measure_lanes(groups[0].endpoint, [0, 1], "calibration", beta=1e-8, until=until, threads=True),
+            measure_lanes(groups[1].endpoint, [0, 1], "calibration", beta=1e-9, until=until, threads=cores),
         ]
         one, other = await asyncio.gather(*pairs)
     assert one.keys() == other.keys() == {FEW_LANES, MANY_LANES, *([MANY_LANES_WITH_THREADS] if cores else [])}
@@ -200,7 +201,7 @@ async def test_profile_of_the_lowest_rank_replaces_the_measurement(tmp_path, mon
     assert json.loads(path.read_text())["hosts"] == 2
     config = Config(profile=str(path))
     async with world_of(3, hosts=["a", "b", "b"], config=config) as groups:
-        (model,) = {group.mesh.model for group in groups}
+        (model,) = {group.endpoint.model for group in groups}
         assert (model.alpha, model.beta, model.overhead) == (2e-3, 8e-9, 20e-6)
         assert model.segment_nbytes == config.segment_nbytes
         assert "ASYNCDIST_PROFILE" in model.source

@@ -30,7 +30,7 @@ transports = pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
 
 async def sums(groups):
     """All-reduce the ids of the members, and return the results."""
-    tensors = [torch.tensor([group.mesh.rank]) for group in groups]
+    tensors = [torch.tensor([group.endpoint.rank]) for group in groups]
     await asyncio.gather(*(group.all_reduce(tensor) for group, tensor in zip(groups, tensors, strict=True)))
     return [tensor.item() for tensor in tensors]
 
@@ -100,7 +100,7 @@ async def test_survivors_get_dense_ranks_and_keep_their_ids(transport, dead):
         assert await sums(groups) == [6] * 4
         groups[dead].world.leave()
         rest = [group for group in groups if group is not groups[dead]]
-        ids = tuple(group.mesh.rank for group in rest)
+        ids = tuple(group.endpoint.rank for group in rest)
         new = await regrouped(rest)
         for rank, group in enumerate(new):
             assert (group.rank(), group.size(), group.generation) == (rank, 3, 1)
@@ -120,11 +120,11 @@ async def test_survivors_are_not_busy_with_a_failure_that_they_have_survived(tra
         groups[2].world.leave()
         failed = await asyncio.gather(*(group.barrier() for group in groups[:2]), return_exceptions=True)
         assert {type(error) for error in failed} == {PeerLostError}
-        assert all(group.mesh.busy() for group in groups[:2])
+        assert all(group.endpoint.busy() for group in groups[:2])
         new = await regrouped(groups[:2])
         for group in new:
-            await eventually(lambda group=group: not group.mesh.busy())
-            assert group.mesh.only_receives()
+            await eventually(lambda group=group: not group.endpoint.busy())
+            assert group.endpoint.only_receives()
         assert await sums(new) == [1] * 2
 
 
@@ -138,10 +138,10 @@ async def test_failed_groups_that_have_ended_leave_no_state_that_grows():
             for group in both:
                 group.close()
         for group in groups:
-            failures = group.mesh.failures
+            failures = group.endpoint.failures
             assert len(failures.failed) == MAX_CLOSING_FAILURES
             assert not failures.failing
-            assert not group.mesh.busy()
+            assert not group.endpoint.busy()
         assert await sums(groups) == [1] * 2
 
 
@@ -285,7 +285,7 @@ async def test_world_closed_during_regroup_fails_the_waiter():
 async def test_excluded_member_learns_who_excluded_it_and_why():
     """Rank 0 holds rank 2 lost, but rank 1 does not, and tells it."""
     async with world_of(3) as groups:
-        groups[0].mesh.progress.submit(lambda: groups[0].mesh.lost(2, "no heartbeat"))
+        groups[0].endpoint.progress.submit(lambda: groups[0].endpoint.lost(2, "no heartbeat"))
         results = await asyncio.gather(*(group.regroup() for group in groups), return_exceptions=True)
         assert [group.member_ids for group in results[:2]] == [(0, 1)] * 2
         assert isinstance(results[2], ExcludedError)
@@ -294,9 +294,9 @@ async def test_excluded_member_learns_who_excluded_it_and_why():
 
 async def test_every_member_learns_how_a_loss_was_noticed_and_when_the_peer_was_last_heard():
     async with world_of(3) as groups:
-        mesh = groups[0].mesh
-        mesh.failures.silence_of = {2: 1.5}.get
-        mesh.progress.submit(lambda: mesh.lost(2, "connection closed"))
+        endpoint = groups[0].endpoint
+        endpoint.failures.silence_of = {2: 1.5}.get
+        endpoint.progress.submit(lambda: endpoint.lost(2, "connection closed"))
         results = await asyncio.gather(*(group.barrier() for group in groups[:2]), return_exceptions=True)
         assert [(type(each), each.peer, each.noticed, each.last_heard) for each in results] == [
             (PeerLostError, 2, "connection", 1.5)
@@ -308,8 +308,8 @@ async def test_one_of_two_members_that_hold_each_other_lost_is_left_out(transpor
     """Rank 0 reaches all. A group of all four would fail at once, again and again."""
     async with world_of(4, transport=transport) as groups:
         for one, other in ((1, 2), (2, 1)):
-            mesh = groups[one].mesh
-            mesh.progress.submit(lambda mesh=mesh, other=other: mesh.lost(other, "no heartbeat"))
+            endpoint = groups[one].endpoint
+            endpoint.progress.submit(lambda endpoint=endpoint, other=other: endpoint.lost(other, "no heartbeat"))
         results = await asyncio.gather(*(group.regroup() for group in groups), return_exceptions=True)
         assert isinstance(results[2], ExcludedError)
         assert "go on without rank 2: rank 1 had lost it (no heartbeat)" in str(results[2])
@@ -321,8 +321,8 @@ async def test_one_of_two_members_that_hold_each_other_lost_is_left_out(transpor
 async def test_step_of_an_excluded_member_is_not_committed_and_not_raised():
     async with world_of(3) as groups:
         for one, other in ((0, 2), (1, 2), (2, 0), (2, 1)):
-            mesh = groups[one].mesh
-            mesh.progress.submit(lambda mesh=mesh, other=other: mesh.lost(other, "no heartbeat"))
+            endpoint = groups[one].endpoint
+            endpoint.progress.submit(lambda endpoint=endpoint, other=other: endpoint.lost(other, "no heartbeat"))
 
         async def step_of(group):
             async with group.step() as step:
@@ -337,8 +337,8 @@ async def test_step_of_an_excluded_member_is_not_committed_and_not_raised():
 async def test_member_that_reaches_nobody_does_not_go_on_alone():
     async with world_of(3) as groups:
         for peer in (0, 1):
-            groups[2].mesh.progress.submit(lambda peer=peer: groups[2].mesh.lost(peer, "no heartbeat"))
-            groups[peer].mesh.progress.submit(lambda peer=peer: groups[peer].mesh.lost(2, "no heartbeat"))
+            groups[2].endpoint.progress.submit(lambda peer=peer: groups[2].endpoint.lost(peer, "no heartbeat"))
+            groups[peer].endpoint.progress.submit(lambda peer=peer: groups[peer].endpoint.lost(2, "no heartbeat"))
         results = await asyncio.gather(*(group.regroup() for group in groups), return_exceptions=True)
         assert [group.member_ids for group in results[:2]] == [(0, 1)] * 2
         assert isinstance(results[2], NoQuorumError)
@@ -373,15 +373,15 @@ async def test_frames_of_earlier_generations_are_dropped_and_counted(transport):
     async with world_of(2, transport=transport) as groups:
         old = groups[0].channel.number
         new = await regrouped(groups)
-        recorder = groups[1].mesh.recorder
+        recorder = groups[1].endpoint.recorder
         before = recorder.dropped_frames
-        mesh = groups[0].mesh
+        endpoint = groups[0].endpoint
 
         def send_late():
             body = memoryview(b"late")
-            mesh.link(1).send(Outgoing(1, pack_key(old, 7, 0), 0, body, None, DATA))
+            endpoint.link(1).send(Outgoing(1, pack_key(old, 7, 0), 0, body, None, DATA))
 
-        mesh.progress.submit(send_late)
+        endpoint.progress.submit(send_late)
         assert await sums(new) == [1] * 2
         receiving = new[1].recv(torch.zeros(1))
         await new[0].send(torch.ones(1), 1)
@@ -429,7 +429,7 @@ async def test_functions_of_the_package_use_the_default_group():
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_agreement_ends_although_a_rank_had_no_descriptor_for_its_first_connections(rank):
     async with world_of(3, transport="tcp") as groups:
-        mesh, link, left = groups[rank].mesh, groups[rank].mesh.link, [3]
+        endpoint, link, left = groups[rank].endpoint, groups[rank].endpoint.link, [3]
 
         def link_later(peer):
             left[0] -= 1
@@ -437,7 +437,7 @@ async def test_agreement_ends_although_a_rank_had_no_descriptor_for_its_first_co
                 raise OSError(errno.EMFILE, "Too many open files")
             return link(peer)
 
-        mesh.link = link_later
+        endpoint.link = link_later
         assert await asyncio.gather(*(group.agree(timeout=20.0) for group in groups)) == [Agreed(True, ())] * 3
         assert left[0] < 0
 
@@ -448,7 +448,7 @@ async def test_member_that_cannot_make_the_successor_is_left_out_of_the_next_one
         def no_memory(channel):
             raise SharedMemoryError("the segment is full")
 
-        groups[1].mesh.transport_selector.native = no_memory
+        groups[1].endpoint.transport_selector.native = no_memory
         results = await asyncio.gather(*(group.regroup() for group in groups), return_exceptions=True)
         assert "the segment is full" in str(results[1])
         rest = [results[0], results[2]]

@@ -68,13 +68,13 @@ async def test_member_that_ends_between_two_messages_of_the_answer_leaves_all_su
     async with world_of(4) as groups:
         members = list(map(Member, groups))
         world = groups[victim].world
-        agreements = world.mesh.agreements
+        agreements = world.endpoint.agreements
         send, left = agreements._send, [messages]
 
         def send_or_end(*message):
             left[0] -= 1
             if left[0] < 0:
-                world.mesh.call_later(world.leave)
+                world.endpoint.call_later(world.leave)
                 agreements._send = lambda *message: None
             else:
                 send(*message)

@@ -274,7 +274,7 @@ def test_long_operation_leaves_the_thread_of_trio_after_a_time_slice():
     async def main():
         async with world() as groups:
             for group in groups:
-                progress, channel = group.mesh.progress, SimpleNamespace(error=None, started=0, highest=0)
+                progress, channel = group.endpoint.progress, SimpleNamespace(error=None, started=0, highest=0)
                 assert not progress.attempt(moves_for(LONG), channel, 1, wait=False)
 
     trio.run(main)

@@ -78,7 +78,7 @@ async def test_making_a_group_runs_no_callbacks(make, monkeypatch, eventually):
     monkeypatch.setattr(device_groups, "CudaStreams", lambda device: PretendStreams())
     async with world_of(2, transport="inproc") as (group, _):
         ran = []
-        group.mesh.progress.post(lambda: group.mesh.finished.append(lambda: ran.append(True)))
+        group.endpoint.progress.post(lambda: group.endpoint.finished.append(lambda: ran.append(True)))
         make(group)
         assert not ran
         await eventually(lambda: ran)
@@ -87,7 +87,7 @@ async def test_making_a_group_runs_no_callbacks(make, monkeypatch, eventually):
 async def test_cancelled_close_of_a_world_closes_its_store_too(tmp_path, monkeypatch):
     """A notice that has not been sent delays the close. The fixtures look for the sockets of the store."""
     world = await open_world(backend="inproc", init_method=f"file://{tmp_path}/store", rank=0, world_size=1, timeout=60)
-    monkeypatch.setattr(world.mesh, "notices_flushed", lambda: Work(world.mesh.progress))
+    monkeypatch.setattr(world.endpoint, "notices_flushed", lambda: Work(world.endpoint.progress))
     closing = asyncio.create_task(world.close())
     await asyncio.sleep(0)
     assert closing.cancel()

@@ -32,7 +32,7 @@ def on_host(test, namespace, where, rank, size, folder="."):
 
 def links(group):
     """Return the kinds of the links to the other ranks."""
-    return sorted({type(group.mesh.link(peer)).__name__ for peer in group.ranks if peer != group.mesh.rank})
+    return sorted({type(group.endpoint.link(peer)).__name__ for peer in group.ranks if peer != group.endpoint.rank})
 
 
 def reduced(group, count):

@@ -226,7 +226,7 @@ async def test_tls_check_ranks_refuses_a_certificate_for_another_address(name, c
 
 async def fill(groups) -> list[Work]:
     """Send from rank 1 to rank 0, which posts no receive, until rank 1 holds a TLS record; return the complete sends."""
-    (tcp,) = groups[1].mesh.transport_selector.transports
+    (tcp,) = groups[1].endpoint.transport_selector.transports
     sends = []
     while not tcp.holds_bytes():
         sends.append(groups[1].send(torch.full((4000,), float(len(sends))), 0, tag=1))
@@ -250,7 +250,7 @@ async def test_loop_goes_on_while_a_rank_leaves_a_peer_that_does_not_read(monkey
     async with world_of(2, transport="tcp", config=config(aside_nbytes=1 << 16)) as groups:
         await all_reduce(groups, 4)
         await fill(groups)
-        (tcp,) = groups[1].mesh.transport_selector.transports
+        (tcp,) = groups[1].endpoint.transport_selector.transports
         close, turns, turns_before = tcp.close, itertools.count(), []
 
         async def turn():

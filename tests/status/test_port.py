@@ -27,7 +27,7 @@ QUESTION = {"gather": True, "calls": 64, "window": 10.0, "stacks": [], "limit": 
 
 async def connected(group, token=None, world_id="") -> LoopSocket:
     world = group.world
-    security = status_security(world_id or world.mesh.world_id, token or world.meeting.token, None)
+    security = status_security(world_id or world.endpoint.world_id, token or world.meeting.token, None)
     return await dial_tcp(*world.status_port.address, security)
 
 
@@ -81,9 +81,9 @@ async def test_proof_for_another_world_of_the_same_token_is_refused():
     async with world_of(1, config=Config(token=TOKEN)) as groups, world_of(1, config=Config(token=TOKEN)) as others:
         world = groups[0].world
         with pytest.raises(AuthenticationError, match="refused the token"):
-            await connected(groups[0], TOKEN, others[0].world.mesh.world_id)
+            await connected(groups[0], TOKEN, others[0].world.endpoint.world_id)
         connection = await connected(groups[0], TOKEN)
-        assert (await connection.ask(QUESTION))["world"] == world.mesh.world_id
+        assert (await connection.ask(QUESTION))["world"] == world.endpoint.world_id
         connection.close()
 
 
@@ -177,7 +177,7 @@ async def test_port_that_is_closed_before_it_accepts_leaves_no_socket(monkeypatc
             resume(self)
 
         monkeypatch.setattr(Acceptor, "_resume", close_before)
-        await port.serve(groups[0].world.mesh, [], dict)
+        await port.serve(groups[0].world.endpoint, [], dict)
         for _ in range(2):
             await on_its_loop(asyncio.sleep(0))
         assert port._sock.fileno() == -1
@@ -205,7 +205,7 @@ async def test_port_that_is_closed_before_a_handshake_has_begun_leaves_no_socket
 async def test_answer_that_fails_is_logged_and_ends_its_connection_alone(caplog, monkeypatch):
     async with world_of(1) as groups:
         connection, other = [await connected(groups[0]) for _ in range(2)]
-        recorder = groups[0].world.mesh.recorder
+        recorder = groups[0].world.endpoint.recorder
         content = recorder.content
         monkeypatch.setattr(recorder, "content", lambda *_, **__: 1 / 0)
         with pytest.raises((EOFError, OSError)):

@@ -121,7 +121,7 @@ COMMANDS = {
     "abort": abort,
     "error": lambda: dist.group.WORLD.get_error().name,
     "rank": lambda: (dist.get_rank(), dist.get_world_size()),
-    "world": lambda: dist.group.WORLD.group.mesh.world_id,
+    "world": lambda: dist.group.WORLD.group.endpoint.world_id,
     "supports": lambda: dist._supports_reconfigure(),
     "timeout": lambda: dist.group.WORLD.group.timeout,
 }

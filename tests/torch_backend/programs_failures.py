@@ -215,10 +215,10 @@ def aborts(test, rank, world, meeting):
     if rank == 0:
         pending = [dist.irecv(torch.zeros(1), world - 1), dist.irecv(torch.zeros(1), world - 1, group=part)]
         whole, below = dist.group.WORLD, part.group
-        mesh = below.mesh
+        endpoint = below.endpoint
         dist.distributed_c10d._abort_process_group()
         test.send([failure_of(each.wait) for each in pending])
-        test.send(mesh.transport_selector.transports[0].waits())
+        test.send(endpoint.transport_selector.transports[0].waits())
         test.send(failure_of(lambda: whole.group.world.new_group(None)))
         whole.shutdown()
     else:

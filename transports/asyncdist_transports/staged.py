@@ -34,7 +34,7 @@ class Staged(DeviceCollectives):
 
     def __init__(self, context: DeviceContext) -> None:
         super().__init__(context)
-        self._piece_nbytes = context.host.mesh.config.device_piece_nbytes
+        self._piece_nbytes = context.host.endpoint.config.device_piece_nbytes
 
     @classmethod
     def probe(cls) -> str | None:

@@ -57,7 +57,7 @@ async def calibrate(path: Path) -> Calibration:
     config = Config.from_environment().with_(calibrate=False, profile=None)
     world = await open_world(config=config, home=asyncio.get_running_loop(), name="bench")
     try:
-        hosts = first_of_hosts(world.mesh.processes)
+        hosts = first_of_hosts(world.endpoint.processes)
         if len(hosts) < 2:
             raise UsageError(
                 "all ranks of this job are on one host, where no link is measured: start `asyncdist bench --calibrate` on "
@@ -80,7 +80,7 @@ async def _measure(world: World, hosts: Sequence[int]) -> list[Values]:
     for number in range(ROUNDS):
         own: Values | None = None
         if world.group.rank() in hosts:
-            own = await measure_links(world.mesh, hosts, limit=_LIMIT, repeat=_REPEAT, name=f"calibration {number}")
+            own = await measure_links(world.endpoint, hosts, limit=_LIMIT, repeat=_REPEAT, name=f"calibration {number}")
         every: list[Values | None] = [None] * world.group.size()
         await world.group.all_gather_object(every, own)
         values = combined(every)

@@ -38,12 +38,12 @@ _THREADS_NBYTES = 8 << 20
 
 
 async def measure_lanes(
-    mesh: Endpoint, pair: Sequence[int], name: str, *, beta: float, until: float, threads: bool
+    endpoint: Endpoint, pair: Sequence[int], name: str, *, beta: float, until: float, threads: bool
 ) -> Values:
     """Measure with each candidate; both ranks call this at the same time.
 
     Args:
-        mesh: This rank's endpoint. Its world has no groups that communicate yet.
+        endpoint: This rank's endpoint. Its world has no groups that communicate yet.
         pair: The two ranks.
         name: The first part of the names of the groups that measure.
         beta: Seconds per byte over one connection, as this rank knows it.
@@ -53,14 +53,14 @@ async def measure_lanes(
     Returns:
         Seconds per byte by the names of `CANDIDATES`; empty if the time is too short for this link.
     """
-    before = mesh.config
+    before = endpoint.config
     groups: dict[str, Group] = {}
     try:
         for candidate, settings in CANDIDATES.items():
             # Each tensor that is measured is striped, in two messages.
-            mesh.config = before.with_(stripe_nbytes=_NBYTES[0] // 2, **settings)
-            groups[candidate] = Group(mesh, pair, f"{name}, {candidate}", _TIMEOUT)
-        mesh.config = before.with_(**CANDIDATES[FEW_LANES])
+            endpoint.config = before.with_(stripe_nbytes=_NBYTES[0] // 2, **settings)
+            groups[candidate] = Group(endpoint, pair, f"{name}, {candidate}", _TIMEOUT)
+        endpoint.config = before.with_(**CANDIDATES[FEW_LANES])
         # The slower host decides for both, so that both make the same calls.
         worst = torch.tensor([beta, time.monotonic() - until, float(not threads)], dtype=torch.float64)
         await groups[FEW_LANES].all_reduce(worst, ReduceOp.MAX)
@@ -68,19 +68,19 @@ async def measure_lanes(
         nbytes = min(_NBYTES[1], int(_SHARE * -late / (beta * _CALLS * len(CANDIDATES))))
         if no_threads or nbytes < _THREADS_NBYTES:
             del groups[MANY_LANES_WITH_THREADS]
-        return {} if nbytes < _NBYTES[0] else await _measure_in_turns(mesh, groups, nbytes)
+        return {} if nbytes < _NBYTES[0] else await _measure_in_turns(endpoint, groups, nbytes)
     finally:
-        mesh.config = before
+        endpoint.config = before
         for group in groups.values():
             group.close()
 
 
-async def _measure_in_turns(mesh: Endpoint, groups: dict[str, Group], nbytes: int) -> Values:
-    before, tensor = mesh.config, torch.zeros(nbytes // 4)
+async def _measure_in_turns(endpoint: Endpoint, groups: dict[str, Group], nbytes: int) -> Values:
+    before, tensor = endpoint.config, torch.zeros(nbytes // 4)
     taken: dict[str, list[float]] = {name: [] for name in groups}
     for _ in range(_CALLS):
         for name, group in groups.items():
-            mesh.config = before.with_(**CANDIDATES[name])
+            endpoint.config = before.with_(**CANDIDATES[name])
             start = time.perf_counter()
             await group.all_reduce(tensor)
             taken[name].append(time.perf_counter() - start)

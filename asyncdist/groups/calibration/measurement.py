@@ -50,7 +50,7 @@ def first_of_hosts(processes: Sequence[Mapping[str, Any] | None]) -> list[int]:
 
 
 async def measure_links(
-    mesh: Endpoint,
+    endpoint: Endpoint,
     ranks: Sequence[int],
     *,
     limit: float | None = None,
@@ -61,7 +61,7 @@ async def measure_links(
     """Measure the links between neighbours in a ring of ranks; each of them calls this at the same time.
 
     Args:
-        mesh: This rank's endpoint. Its world has no groups that communicate yet.
+        endpoint: This rank's endpoint. Its world has no groups that communicate yet.
         ranks: The ranks, one of each host.
         limit: Seconds after which the measurement ends, with what it has found; `LIMIT` by default.
         repeat: The number of rounds with small messages of each kind.
@@ -73,7 +73,7 @@ async def measure_links(
         The values that were found; without any if a link is too slow or fails.
     """
     limit = LIMIT if limit is None else limit
-    group = Group(mesh, ranks, name, _CONNECT_LIMIT + limit)
+    group = Group(endpoint, ranks, name, _CONNECT_LIMIT + limit)
     ring = _Ring(group)
     try:
         with contextlib.suppress(GroupError, TransportUnavailableError, TimeoutError):
@@ -83,34 +83,34 @@ async def measure_links(
             async with asyncio.timeout(limit):
                 await ring.measure(until, repeat)
                 if lanes:
-                    ring.found |= await _measure_lanes(mesh, ranks, ring.found, until, name)
+                    ring.found |= await _measure_lanes(endpoint, ranks, ring.found, until, name)
     finally:
         ring.close()
         # The flight recorder is for the program's operations.
-        mesh.recorder.clear()
+        endpoint.recorder.clear()
     return ring.found
 
 
-async def _measure_lanes(mesh: Endpoint, ranks: Sequence[int], found: Values, until: float, name: str) -> Values:
+async def _measure_lanes(endpoint: Endpoint, ranks: Sequence[int], found: Values, until: float, name: str) -> Values:
     """Compare few connections with many between the two hosts of each pair in the order of the ranks."""
-    place = ranks.index(mesh.rank)
+    place = ranks.index(endpoint.rank)
     pair = ranks[place & -2 : (place & -2) + 2]
-    if len(pair) < 2 or "beta" not in found or not mesh.link(pair[1 - place % 2]).has_lanes:
+    if len(pair) < 2 or "beta" not in found or not endpoint.link(pair[1 - place % 2]).has_lanes:
         return {}
     return await measure_lanes(
-        mesh,
+        endpoint,
         pair,
         name,
         beta=found["beta"],
         until=until,
-        threads=mesh.config.tcp_threads == "auto" and _has_cores(mesh),
+        threads=endpoint.config.tcp_threads == "auto" and _has_cores(endpoint),
     )
 
 
-def _has_cores(mesh: Endpoint) -> bool:
+def _has_cores(endpoint: Endpoint) -> bool:
     """Return whether this host has two cores for each of its ranks."""
-    own = mesh.processes[mesh.rank] if mesh.processes else None
-    ranks = 1 if own is None else sum(each is not None and each["host"] == own["host"] for each in mesh.processes)
+    own = endpoint.processes[endpoint.rank] if endpoint.processes else None
+    ranks = 1 if own is None else sum(each is not None and each["host"] == own["host"] for each in endpoint.processes)
     return allowed_cores() >= 2 * ranks
 
 

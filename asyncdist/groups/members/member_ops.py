@@ -42,15 +42,15 @@ class MemberOps(ABC):
         watches: The streams of `watch_members`, and who waits to join.
     """
 
-    mesh: Endpoint
+    endpoint: Endpoint
     channel: Channel
     timeout: float
 
-    def __init__(self, mesh: Endpoint, member_ids: tuple[int, ...]) -> None:
+    def __init__(self, endpoint: Endpoint, member_ids: tuple[int, ...]) -> None:
         self.changed = False
         self.regroup_in_job: Callable[[int, Timeout], Work[Self]] | None = None
         self.show_membership: Callable[[], Work[bool]] = functools.partial(completed, True)
-        self.watches = MemberWatches(mesh, member_ids)
+        self.watches = MemberWatches(endpoint, member_ids)
         self._agreements = itertools.count(1)
         self._regrouping: Work[Self] | None = None
         self._regrouping_in_job: Work[Self] | None = None
@@ -96,7 +96,7 @@ class MemberOps(ABC):
         """
         limit = self._limit("agree", background, timeout)
         number = next(self._agreements)
-        agreement = MemberAgreement(self.mesh, self.channel, "agree", number, flag, agreed)
+        agreement = MemberAgreement(self.endpoint, self.channel, "agree", number, flag, agreed)
         agreement.start(limit, background=background)
         return agreement.work
 
@@ -152,7 +152,7 @@ class MemberOps(ABC):
             begun = self._regrouping
             if begun is None:
                 agreement = MemberAgreement(
-                    self.mesh,
+                    self.endpoint,
                     self.channel,
                     "regroup",
                     REGROUP,
@@ -164,8 +164,8 @@ class MemberOps(ABC):
             agreement.start(limit, background=background)
             return agreement.work
         if not background:
-            self.mesh.progress.refuse_loop_thread("regroup")
-            self.mesh.progress.drive(begun, math.inf)
+            self.endpoint.progress.refuse_loop_thread("regroup")
+            self.endpoint.progress.drive(begun, math.inf)
         return begun
 
     def step(self) -> GroupStep:

@@ -36,8 +36,8 @@ class MemberWatch:
     has regrouped.
     """
 
-    def __init__(self, mesh: Endpoint) -> None:
-        self._mesh = mesh
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
         self._lock = threading.Lock()
         self._changes: deque[MemberChange] = deque()
         self._waiting: Work[None] | None = None
@@ -59,7 +59,7 @@ class MemberWatch:
         with self._lock:
             waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            self._mesh.call_later(lambda: waiting.run_callbacks() if waiting.finish() else None)
+            self._endpoint.call_later(lambda: waiting.run_callbacks() if waiting.finish() else None)
 
     def _next(self) -> MemberChange | Work[None] | None:
         """Return the next change, or a work that completes when there is one; None at the end."""
@@ -67,7 +67,7 @@ class MemberWatch:
             if self._changes:
                 return self._changes.popleft()
             if not self._ended and self._waiting is None:
-                self._waiting = Work(self._mesh.progress)
+                self._waiting = Work(self._endpoint.progress)
             return None if self._ended else self._waiting
 
     def __aiter__(self) -> MemberWatch:
@@ -95,48 +95,48 @@ class MemberWatches:
     """The streams of one group, and who waits to join.
 
     Args:
-        mesh: The endpoint of this rank.
+        endpoint: The endpoint of this rank.
         member_ids: The members of the group.
 
     Attributes:
         candidates: Returns the ids of the processes that wait to join the job of the group, if it belongs to one.
     """
 
-    def __init__(self, mesh: Endpoint, member_ids: Sequence[int]) -> None:
-        self._mesh, self._member_ids = mesh, member_ids
+    def __init__(self, endpoint: Endpoint, member_ids: Sequence[int]) -> None:
+        self._endpoint, self._member_ids = endpoint, member_ids
         self.candidates: Callable[[], Iterable[int]] = tuple
         self._watches: weakref.WeakSet[MemberWatch] = weakref.WeakSet()
         self._has_ended = False
 
     def begin(self) -> MemberWatch:
         """Return a new stream. Any thread may call it."""
-        watch = MemberWatch(self._mesh)
+        watch = MemberWatch(self._endpoint)
 
         def begin() -> None:
             for member in self._member_ids:
-                error = self._mesh.lost_peers.get(member)
+                error = self._endpoint.lost_peers.get(member)
                 if error is not None:
                     watch.add(MemberChange(member, Liveness.LOST.value, error.reason))
             for process in self.candidates():
                 watch.add(_waiting(process))
             if self._has_ended:
                 watch.end()
-            elif self._on_change not in self._mesh.failures.observers:
-                self._mesh.failures.observers.append(self._on_change)
+            elif self._on_change not in self._endpoint.failures.observers:
+                self._endpoint.failures.observers.append(self._on_change)
             self._watches.add(watch)
 
-        self._mesh.progress.submit(begin)
+        self._endpoint.progress.submit(begin)
         return watch
 
     def note_waiting(self, process: int) -> None:
         """Report a process that waits to join. Any thread may call it."""
-        self._mesh.progress.submit(lambda: self._add(_waiting(process)))
+        self._endpoint.progress.submit(lambda: self._add(_waiting(process)))
 
     def end(self) -> None:
         """End all streams. The caller holds the lock of the endpoint."""
         self._has_ended = True
         with contextlib.suppress(ValueError):
-            self._mesh.failures.observers.remove(self._on_change)
+            self._endpoint.failures.observers.remove(self._on_change)
         for watch in list(self._watches):
             watch.end()
 

@@ -37,7 +37,7 @@ class MemberAgreement:
     """One call of this rank that ends in an agreement: ``agree`` or ``regroup``.
 
     Args:
-        mesh: The endpoint of this rank.
+        endpoint: The endpoint of this rank.
         channel: The channel of the group.
         name: The name of the call.
         number: The number of the agreement.
@@ -47,15 +47,15 @@ class MemberAgreement:
 
     def __init__(
         self,
-        mesh: Endpoint,
+        endpoint: Endpoint,
         channel: Channel,
         name: str,
         number: int,
         vote: Any,
         value_of: Callable[[Decision, list[Any]], Any],
     ) -> None:
-        self.work: Work[Any] = Work(mesh.progress)
-        self._mesh, self._channel, self._name, self._number = mesh, channel, name, number
+        self.work: Work[Any] = Work(endpoint.progress)
+        self._endpoint, self._channel, self._name, self._number = endpoint, channel, name, number
         self._vote: bytes = msgpack.packb(vote)
         self._value_of = value_of
         self._issued = 0.0
@@ -65,21 +65,21 @@ class MemberAgreement:
         self._issued = monotonic()
         begin = functools.partial(self._begin, limit)
         if background:
-            self._mesh.progress.submit(begin)
+            self._endpoint.progress.submit(begin)
             if not self.work.is_completed():
-                self._mesh.progress.ensure_driven()
+                self._endpoint.progress.ensure_driven()
         else:
-            self._mesh.progress.drive(self.work, math.inf, begin)
+            self._endpoint.progress.drive(self.work, math.inf, begin)
 
     def _begin(self, limit: float) -> None:
-        mesh, channel, rank = self._mesh, self._channel, self._mesh.rank
+        endpoint, channel, rank = self._endpoint, self._channel, self._endpoint.rank
         if self._number == REGROUP and channel.error is None:
             # The others leave their operations, and call it too.
-            mesh.fail(channel, GroupAbortedError(f"rank {rank} called {self._name}(): call it here too", peer=rank))
-        mesh.agreements.begin(channel, self._number, f"{self._name}()", self._vote, limit, self._finish)
+            endpoint.fail(channel, GroupAbortedError(f"rank {rank} called {self._name}(): call it here too", peer=rank))
+        endpoint.agreements.begin(channel, self._number, f"{self._name}()", self._vote, limit, self._finish)
 
     def _finish(self, decision: Decision | None, error: GroupError | None) -> None:
-        self._mesh.call_later(functools.partial(self._complete, decision, error))
+        self._endpoint.call_later(functools.partial(self._complete, decision, error))
 
     def _complete(self, decision: Decision | None, error: GroupError | None) -> None:
         value = None
@@ -87,12 +87,12 @@ class MemberAgreement:
             try:
                 value = self._value_of(decision, list(map(msgpack.unpackb, decision.votes.values())))
             except Exception as cause:
-                error = local_failure(cause, self._mesh.rank)
+                error = local_failure(cause, self._endpoint.rank)
         if error is not None:
             is_last = self._number == REGROUP
             error = error.during(
                 group=self._channel.name,
-                rank=self._mesh.rank,
+                rank=self._endpoint.rank,
                 op=self._name,
                 seq=generation_of(self._channel.prefix) + 1 if is_last else self._number,
                 elapsed=monotonic() - self._issued,

@@ -25,7 +25,7 @@ _SUCCEEDED, _UNCHANGED, _SHOWN, _VOTED = 1, 2, 4, 8
 class _Group(Protocol):
     """What a step needs of its `Group`, whose module imports this one."""
 
-    mesh: Any
+    endpoint: Any
     changed: bool
     watches: MemberWatches
     show_membership: Callable[[], Work[bool]]
@@ -85,7 +85,7 @@ class GroupStep:
         return await self._end(error)
 
     def __enter__(self) -> GroupStep:
-        self._group.mesh.progress.refuse_loop_thread("with group.step()")
+        self._group.endpoint.progress.refuse_loop_thread("with group.step()")
         return self
 
     def __exit__(

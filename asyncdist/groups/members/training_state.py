@@ -103,7 +103,7 @@ async def _pass_on(group: Members, state: State) -> bool:
 def _part(group: Members, members: Sequence[int]) -> Members:
     part = group.world.new_group([group.ranks[rank] for rank in members], f"{group.name} (its newcomers)")
     # A member that has not seen the versions of all before the group failed does not come.
-    group.mesh.progress.submit(lambda: group.mesh.failures.follow(part.channel, group.channel))
+    group.endpoint.progress.submit(lambda: group.endpoint.failures.follow(part.channel, group.channel))
     return part
 
 

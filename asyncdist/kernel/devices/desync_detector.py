@@ -124,4 +124,4 @@ class DesyncDetector:
                     self.early_reports[number] = peer, reported
                 return
         if own != reported:
-            self._on_mismatch(self._context.host.mesh.difference(peer, own, reported))
+            self._on_mismatch(self._context.host.endpoint.difference(peer, own, reported))

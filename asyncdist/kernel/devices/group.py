@@ -128,9 +128,9 @@ class DeviceGroup(CollectiveOps):
             host, DeviceContext(host, self._streams.with_new_stream()), backend_classes, self._watcher, self._guarded
         )
         self.desync_detector = DesyncDetector(self._context, self._fail_all)
-        recorder = host.mesh.recorder
+        recorder = host.endpoint.recorder
         recorder.pending.append(self._watcher.entries)
-        host.mesh.progress.post(lambda: recorder.add_group(self.name, self.member_ids, lambda: self._last_number))
+        host.endpoint.progress.post(lambda: recorder.add_group(self.name, self.member_ids, lambda: self._last_number))
         self._pending_split: DeviceWork | None = None
         self._closed = False
         self.error: GroupError | None = None
@@ -180,7 +180,7 @@ class DeviceGroup(CollectiveOps):
             raise NotInitializedError("the group was destroyed: make a new one")
         blocking = not options.get("background", True)
         if blocking:
-            self.host.mesh.progress.refuse_loop_thread(name)
+            self.host.endpoint.progress.refuse_loop_thread(name)
         if self._streams.is_capturing():
             raise UnsupportedError(
                 "the call cannot be captured into a CUDA graph, because the ranks communicate on the host: "
@@ -197,12 +197,12 @@ class DeviceGroup(CollectiveOps):
         self._owner.hooks.record(entry)
         now = monotonic()
         deadline = now + seconds(options.get("timeout"), self.timeout)
-        work = DeviceWork(self._streams, self.host.mesh.progress)
+        work = DeviceWork(self._streams, self.host.endpoint.progress)
         pending = Pending(work, plan, entry, now, deadline, numbered=tag is None, held=held)
         before = self._streams.position()
         self._watcher.add(pending)
         # The caller of a blocking message drives what the message waits for.
-        with self.host.mesh.progress.promises.make() if blocking and tag is not None else contextlib.nullcontext():
+        with self.host.endpoint.progress.promises.make() if blocking and tag is not None else contextlib.nullcontext():
             if not ((blocking or inline) and executor.run_now(self._run_call, pending, do, before)):
                 executor.put(functools.partial(self._run_call, pending, do, before))
             if blocking:
@@ -381,7 +381,7 @@ class DeviceGroup(CollectiveOps):
         for pending in self._watcher.remove_unfinished():
             self._fail_one(pending, error)
         self._watcher.close()
-        self.host.mesh.recorder.pending.remove(self._watcher.entries)
+        self.host.endpoint.recorder.pending.remove(self._watcher.entries)
         self.host.close()
         self.messages.close()
         self.desync_detector.close()

@@ -80,7 +80,7 @@ class DevicePointToPoint:
         self._context, self._backend_classes, self._watcher, self._guarded = context, backend_classes, watch, guarded
         context.when_passed = watch.when_passed
         self._numbers = itertools.count()
-        self._piece_nbytes = max(1, context.host.mesh.config.device_piece_nbytes)
+        self._piece_nbytes = max(1, context.host.endpoint.config.device_piece_nbytes)
         self._backends: dict[str, DeviceP2P] | None = None
         self.refused: set[tuple[int, str]] = set()
         # Carries the control messages, so that they cannot match the user's tags.
@@ -115,7 +115,7 @@ class DevicePointToPoint:
                 transfer.close()
                 raise
         again = functools.partial(self._guarded, pending, functools.partial(self.resume, transfer, pending, awaited))
-        promises = self._host.mesh.progress.promises
+        promises = self._host.endpoint.progress.promises
         awaited.add_done_callback(lambda _: self.executor.put(again, inline=promises.is_made_here()))
         pending.work.suspended(awaited)
 

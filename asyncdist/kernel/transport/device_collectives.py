@@ -77,7 +77,7 @@ class DeviceContext:
     @property
     def machine(self) -> str:
         """Name of the machine that this rank runs on."""
-        return self.host.mesh.config.host or machine_name()
+        return self.host.endpoint.config.host or machine_name()
 
     @property
     def remaining(self) -> float:
@@ -101,7 +101,7 @@ class DeviceContext:
 
     def mismatch_error(self, rank: int, own: int, other: int) -> Exception:
         """Return the error to raise if the fingerprint of ``rank``'s call differs from this rank's."""
-        return self.host.mesh.difference(self.host.member_ids[rank], own, other)
+        return self.host.endpoint.difference(self.host.member_ids[rank], own, other)
 
     def barrier(self) -> None:
         """Block until every rank has called this. Raises GroupError."""

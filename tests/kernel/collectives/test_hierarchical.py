@@ -282,7 +282,7 @@ async def test_small_call_after_a_large_one_that_has_not_started():
             works.extend(groups[0].all_reduce(tensors[0]) for tensors in (large, small))
 
         caller = threading.Thread(target=call_rank_zero)
-        with groups[0].mesh.progress.turns.lock:
+        with groups[0].endpoint.progress.turns.lock:
             caller.start()
             caller.join()
         works += [group.all_reduce(tensors[group.rank()]) for tensors in (large, small) for group in groups[1:]]

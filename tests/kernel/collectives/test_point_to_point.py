@@ -295,13 +295,13 @@ async def test_unexpected_messages_have_a_limit_while_another_receive_is_posted(
             await pending
         assert not isinstance(error.value, PeerLostError)
         assert "ASYNCDIST_ASIDE_NBYTES" in str(error.value)
-        assert one.mesh.inboxes[0].aside_nbytes <= 8 * LARGE
+        assert one.endpoint.inboxes[0].aside_nbytes <= 8 * LARGE
         with pytest.raises(GroupError, match="rank 1 has no room"):
             await zero.recv(torch.zeros(1), 1)
         for work in sent:
             await eventually(work.is_completed)
             work.exception()
-        assert not one.mesh.lost_peers
+        assert not one.endpoint.lost_peers
 
 
 async def test_single_unexpected_message_may_exceed_the_limit(transport, monkeypatch):

@@ -111,7 +111,7 @@ async def test_call_fails_when_all_peers_have_left():
         work = groups[0].all_reduce(torch.ones(4))
         for group in groups[1:]:
             group.close()
-            group.host.mesh.close()
+            group.host.endpoint.close()
         (said,) = await outcomes(streams, [work])
         assert isinstance(said, PeerLostError)
         assert "it has destroyed its process group" in str(said)
@@ -122,12 +122,12 @@ async def test_rank_listens_only_while_a_call_is_slow_if_the_backend_compares(ev
         for _ in range(2):
             streams.hold()
             works = [group.all_reduce(torch.ones(4)) for group in groups]
-            await eventually(lambda: all(group.host.mesh.operations for group in groups))
+            await eventually(lambda: all(group.host.endpoint.operations for group in groups))
             await eventually(lambda: all(group.desync_detector._posted_receive for group in groups))
             streams.release()
             await asyncio.gather(*works)
             # Otherwise every later call on the host would be slower.
-            await eventually(lambda: not any(group.host.mesh.operations for group in groups))
+            await eventually(lambda: not any(group.host.endpoint.operations for group in groups))
         assert [group.desync_detector.error for group in groups] == [None] * 2
 
 

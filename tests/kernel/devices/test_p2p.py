@@ -599,7 +599,7 @@ async def test_receive_completes_after_all_senders_have_left(transport, eventual
         for device in groups[1:]:
             await device.send(torch.full((5,), float(device.rank())), 0)
             device.close()
-            device.host.mesh.close()
+            device.host.endpoint.close()
         await eventually(lambda: last.desync_detector.error)
         checks = []
         monkeypatch.setattr(last.desync_detector, "listen", lambda: checks.append(None))

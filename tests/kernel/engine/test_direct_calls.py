@@ -34,7 +34,7 @@ async def connected_pair():
         for _ in range(2):
             await asyncio.gather(*(group.all_reduce(torch.ones(COUNT)) for group in groups))
         for group in groups:
-            group.mesh.progress.waiting.configure(0.0, 0.0)
+            group.endpoint.progress.waiting.configure(0.0, 0.0)
         yield groups
 
 
@@ -153,7 +153,7 @@ async def test_unsent_rest_of_an_operation_is_copied_before_its_memory_is_freed(
 async def test_part_of_a_message_is_put_back_when_its_group_fails(short_writes, monkeypatch):
     """The group fails between the attempt of a call, which has read a part of a message, and its operation."""
     async with connected_pair() as (zero, one):
-        source, issue, taken = zero.mesh.inbox(1).source, Endpoint.issue, []
+        source, issue, taken = zero.endpoint.inbox(1).source, Endpoint.issue, []
 
         def failing(self, channel, *arguments, **options):
             if self.rank == 0:
@@ -331,7 +331,7 @@ def test_thread_that_needs_the_lock_ends_the_attempt():
 
     def program(group):
         group.all_reduce(torch.ones(COUNT), background=False).result()
-        group.mesh.progress.waiting.configure(20.0, 0.0)
+        group.endpoint.progress.waiting.configure(20.0, 0.0)
         if group.rank() == 1:
             group.recv(tensor := torch.zeros(1), 0, background=False).result()
             exchanged.set()
@@ -364,7 +364,7 @@ def test_long_messages_need_no_operation(issued):
     def program(group):
         for _ in range(3):
             group.all_reduce(torch.ones(COUNT), background=False).result()
-        poll_without_end(group.mesh.progress)
+        poll_without_end(group.endpoint.progress)
         tensors = [torch.arange(float(LARGE)) + group.rank() for _ in range(10)]
         for tensor in tensors:
             group.all_reduce(tensor, background=False).result()
@@ -382,7 +382,7 @@ def test_operation_continues_after_a_part_of_a_long_message(short_writes, issued
     def program(group):
         for _ in range(3):
             group.all_reduce(torch.ones(COUNT), background=False).result()
-        progress = group.mesh.progress
+        progress = group.endpoint.progress
         poll_without_end(progress)
         tensor = torch.arange(float(LARGE)) + group.rank()
         ready.wait()
@@ -395,7 +395,7 @@ def test_operation_continues_after_a_part_of_a_long_message(short_writes, issued
             return work.wait() and bool(tensor.equal(2 * torch.arange(float(LARGE)) + 1))
         has_begun.wait()  # only the message of rank 1 is cut
         # Another thread that needs the lock ends the attempt.
-        source = group.mesh.inbox(1).source
+        source = group.endpoint.inbox(1).source
         watching = threading.Thread(target=end_attempt, args=(progress, source, nbytes, has_read))
         watching.start()
         group.all_reduce(tensor, background=False).result()

@@ -42,7 +42,7 @@ async def test_turn_does_not_poll_each_of_the_collectives_that_wait_for_earlier_
     async with world_of(2, transport="shm") as (first, second):
         works = issue(first)
         del resumed[:]
-        first.mesh.progress.submit(lambda: None)
+        first.endpoint.progress.submit(lambda: None)
         assert 0 < len(resumed) < COUNT / 4
         await check(works, issue(second))
 
@@ -78,7 +78,7 @@ async def test_deadlines_of_many_operations_are_not_all_looked_at_for_each_of_th
     """Each look at the pending operations is followed by a pause in proportion to their number."""
     async with world_of(2, transport="shm") as (first, _):
         works = [first.recv(torch.zeros(1), 1, tag=tag) for tag in range(COUNT)]
-        own = first.mesh._executor
+        own = first.endpoint._executor
         now = min(operation.due for operation in own.operations.values())
         own.expire(now)
         assert own.next_deadline > now + COUNT * 5e-6
@@ -88,7 +88,7 @@ async def test_deadlines_of_many_operations_are_not_all_looked_at_for_each_of_th
 async def test_many_pending_receives_cost_no_look_at_each_in_each_call():
     async with world_of(2, transport="shm") as (first, _):
         first.recv(torch.zeros(1), 1)
-        assert first.mesh.only_receives()
+        assert first.endpoint.only_receives()
         for tag in range(1, COUNT):
             first.recv(torch.zeros(1), 1, tag=tag)
-        assert not first.mesh.only_receives()
+        assert not first.endpoint.only_receives()

@@ -177,7 +177,7 @@ async def test_send_of_another_thread_does_not_leave_the_loop_asleep(eventually)
     async with world_of(2, transport="shm", timeout=120) as (first, second):
         received, into = [], torch.zeros(1)
         second.recv(into, 0).add_done_callback(received.append)
-        await eventually(lambda: second.mesh.progress.loop_driver.state is loop_driver.LoopState.RESTING)
+        await eventually(lambda: second.endpoint.progress.loop_driver.state is loop_driver.LoopState.RESTING)
         assert second.send(torch.ones(1), 0, tag=1).is_completed()  # the ring has space
         first.send(torch.full((1,), 5.0), 1)
         await eventually(lambda: received)
@@ -275,14 +275,14 @@ def test_program_whose_calls_are_complete_at_once_drives_its_receives(monkeypatc
 async def test_timer_runs_after_the_loop_has_met_an_inline_attempt():
     """The loop leaves the driving to the attempt, which lets it resume."""
     async with world_of(1) as (group,):
-        mesh, ran = group.world.mesh, asyncio.Event()
+        endpoint, ran = group.world.endpoint, asyncio.Event()
 
         def meet():
-            mesh.timers.schedule("timer", monotonic(), ran.set)
-            mesh.progress.loop_driver.drive()
+            endpoint.timers.schedule("timer", monotonic(), ran.set)
+            endpoint.progress.loop_driver.drive()
             yield ()
 
-        assert mesh.progress.attempt(meet(), group.channel, 1, wait=True)
+        assert endpoint.progress.attempt(meet(), group.channel, 1, wait=True)
         async with asyncio.timeout(PATIENCE):
             await ran.wait()
 

@@ -145,7 +145,7 @@ async def test_removed_hook_is_not_called_and_leaves_no_work_behind(each):
         hook.remove()
         await each(groups, lambda group: group.barrier())
         assert [event for event, _ in calls] == ["start", "end", "start"]
-        last = groups[0].mesh.recorder.last
+        last = groups[0].endpoint.recorder.last
         assert type(last) is Entry
         assert not groups[0].hooks.pending
 

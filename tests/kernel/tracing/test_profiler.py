@@ -27,7 +27,7 @@ async def test_profiler_shows_each_operation_once_per_rank(transport):
                 await asyncio.gather(*(group.all_reduce(torch.ones(4)) for group in groups))
             await asyncio.gather(*(group.broadcast(torch.ones(1_000_000), 0) for group in groups))
             await asyncio.gather(groups[0].send(torch.ones(1), 1), groups[1].recv(torch.ones(1), 0))
-        assert [entry.op for group in groups for entry in group.mesh.recorder if entry.span is not None] == []
+        assert [entry.op for group in groups for entry in group.endpoint.recorder if entry.span is not None] == []
         seen = Counter(event.name for event in spans(profiler))
         assert seen == {
             "asyncdist:all_reduce": 4, "asyncdist:broadcast": 2, "asyncdist:send": 1, "asyncdist:recv": 1,

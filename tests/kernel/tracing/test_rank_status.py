@@ -13,7 +13,7 @@ from asyncdist.testing.cluster import world_of
 
 
 def observed(groups, most=None):
-    return statuses([parse(group.mesh.recorder.content("a test", most)) for group in groups])
+    return statuses([parse(group.endpoint.recorder.content("a test", most)) for group in groups])
 
 
 async def test_chain_of_waiting_ranks_ends_at_the_rank_that_has_not_called():
@@ -72,7 +72,7 @@ async def test_limit_of_completed_calls_keeps_the_pending_ones():
         pending = groups[0].recv(torch.ones(1), 1)
         for _ in range(5):
             await asyncio.gather(*(group.barrier() for group in groups))
-        content = groups[0].mesh.recorder.content("a test", most=2)
+        content = groups[0].endpoint.recorder.content("a test", most=2)
         assert [(entry["op"], entry["seq"]) for entry in content["entries"]] == [
             ("recv", 0), ("barrier", 4), ("barrier", 5),
         ]  # fmt: skip

@@ -40,7 +40,7 @@ async def test_dump_is_written_without_the_lock_and_before_the_error_is_known(tm
     write, looked = Recorder.write, []
 
     def slow_write(recorder, *arguments):
-        progress = groups[recorder.rank].mesh.progress
+        progress = groups[recorder.rank].endpoint.progress
         looking = threading.Thread(target=progress.look, args=(lambda: bool(looked.append(recorder.rank)),))
         looking.start()
         looking.join()
@@ -63,13 +63,13 @@ async def test_dump_contains_message_peers(tmp_path, transport):
         part = [groups[rank].world.new_group([1, 2]) for rank in range(3)]
         pending = part[2].recv(torch.ones(5), 0, tag=7)
         asked = part[1].recv_object_list([None], None, tag=8)
-        groups[2].mesh.recorder.dump(str(tmp_path), "as a test")
+        groups[2].endpoint.recorder.dump(str(tmp_path), "as a test")
         ((record,),) = desync_report.read(tmp_path)
         (call,) = record.calls
         assert (call.call, record.groups[call.group][call.peer]) == ("recv(5 x float32)", 1)
         await asyncio.gather(part[1].send(torch.ones(5), 1, tag=7), pending)
         await asyncio.gather(part[2].send_object_list(["here"], 0, tag=8), asked)
-        calls = {entry.op: entry.peer for group in groups for entry in group.mesh.recorder}
+        calls = {entry.op: entry.peer for group in groups for entry in group.endpoint.recorder}
         assert calls == {"recv": 0, "send": 1, "recv_object_list": None, "send_object_list": 0}
 
 
@@ -81,13 +81,13 @@ async def test_dump_contains_pending_operations_evicted_from_the_ring(tmp_path, 
         for _ in range(10):
             await asyncio.gather(groups[0].send(torch.ones(1), 1), groups[1].recv(torch.ones(1), 0))
         for group in groups:
-            group.mesh.recorder.dump(str(tmp_path), "as a test")
+            group.endpoint.recorder.dump(str(tmp_path), "as a test")
         (records,) = desync_report.read(tmp_path)
         assert [len(record.calls) for record in records] == [6, 5]
         (standing,) = desync_report.standings(records)
         assert (standing.number, list(standing.waiting), standing.behind) == (4, [0], {1: 3})
         await asyncio.gather(groups[1].all_reduce(torch.ones(3)), pending)
-        assert len(list(groups[0].mesh.recorder)) == 5
+        assert len(list(groups[0].endpoint.recorder)) == 5
 
 
 async def test_dump_contains_pending_device_operations(tmp_path):
@@ -95,7 +95,7 @@ async def test_dump_contains_pending_device_operations(tmp_path):
         pending = groups[0].all_reduce(torch.ones(3))
         for _ in range(10):
             await asyncio.gather(groups[0].send(torch.ones(1), 1), groups[1].recv(torch.ones(1), 0))
-        recorder = groups[0].host.mesh.recorder
+        recorder = groups[0].host.endpoint.recorder
         assert [entry.op for entry in recorder if entry.op == "all_reduce" and entry.state == "pending"] == [
             "all_reduce"
         ]

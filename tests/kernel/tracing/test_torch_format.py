@@ -14,7 +14,7 @@ from asyncdist.testing.cluster import world_of
 async def dumped(groups, folder):
     """Return the content of each rank's file."""
     for group in groups:
-        group.mesh.recorder.dump(str(folder), "as a test")
+        group.endpoint.recorder.dump(str(folder), "as a test")
     return [pickle.loads(path.read_bytes()) for path in sorted(folder.glob("torch-trace-*"))]
 
 

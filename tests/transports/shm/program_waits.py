@@ -101,7 +101,7 @@ def join_despite(test, where, rank, size, obstacle, port):
     store = sync.TCPStore("127.0.0.1", port)
     with sync.process_group(store=store, rank=rank, world_size=size, timeout=30) as group:
         took = time.monotonic() - began
-        names = sorted({type(link).__name__ for link in map(group.mesh.link, {0, 1} - {rank})})
+        names = sorted({type(link).__name__ for link in map(group.endpoint.link, {0, 1} - {rank})})
         test.send((summed(group, 100_000), names, lines.lines, took))
         test.recv()
 
@@ -240,7 +240,7 @@ def start_on_one_core(test, where, rank, size):
 
     os.sched_setaffinity = noted
     with sync.process_group("shm", init_method=where, rank=rank, world_size=size, timeout=60) as group:
-        group.mesh.transport_selector.placement.find_core = lambda: cores[0]
+        group.endpoint.transport_selector.placement.find_core = lambda: cores[0]
         # Another program's load must not make the ranks sleep instead.
         waiting.run_delay = lambda: None
         moved = torch.zeros(1)

@@ -75,14 +75,14 @@ def test_call_does_not_use_memory_of_a_destroyed_group(monkeypatch):
             made.append(group.world.new_group(None))
             made.append(made[0]._native._slots.words.tolist())
 
-        attempt = group.mesh.progress.attempt
+        attempt = group.endpoint.progress.attempt
 
         def attempt_late(*args, **options):
-            monkeypatch.setattr(group.mesh.progress, "attempt", attempt)
+            monkeypatch.setattr(group.endpoint.progress, "attempt", attempt)
             change()
             return attempt(*args, **options)
 
-        monkeypatch.setattr(group.mesh.progress, "attempt", attempt_late)
+        monkeypatch.setattr(group.endpoint.progress, "attempt", attempt_late)
         error = first.all_reduce(torch.ones(4), background=False).exception()
         assert isinstance(error, GroupError)
         both.wait(PATIENCE)

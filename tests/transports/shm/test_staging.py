@@ -33,8 +33,8 @@ class Held:
 
     def __init__(self, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
         self.schedules: list[Schedule] = []
-        monkeypatch.setattr(group.mesh.progress, "attempt", lambda *_, **__: False)
-        monkeypatch.setattr(group.mesh, "issue", self._hold)
+        monkeypatch.setattr(group.endpoint.progress, "attempt", lambda *_, **__: False)
+        monkeypatch.setattr(group.endpoint, "issue", self._hold)
 
     def _hold(self, channel: Channel, plan: Plan, entry: Entry, timeout: float, *, background: bool) -> Work:
         def whole() -> Schedule:

@@ -33,7 +33,7 @@ LONG = 10.0
 
 
 def shm_of(group):
-    return group.mesh.transport_selector.transports[0]
+    return group.endpoint.transport_selector.transports[0]
 
 
 # -- lost wake-ups ----------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ async def test_word_published_before_sleep_is_seen():
     """The peer reads the sleep flag before this rank sets it, and sends no wake-up. The later check sees the step."""
     async with world_of(2, transport="shm") as (zero, one):
         await asyncio.gather(zero.barrier(), one.barrier())
-        mesh, signals = zero.mesh, []
+        endpoint, signals = zero.endpoint, []
         shm_of(one).local_peers[0].signal = lambda: signals.append(True)
         work = zero.barrier()
         assert not work.is_completed()
@@ -51,9 +51,9 @@ async def test_word_published_before_sleep_is_seen():
         shm_of(zero).asleep[0] = 0
         other = one.barrier()
         assert not signals
-        with mesh.progress.turns.lock:
+        with endpoint.progress.turns.lock:
             # Sets the flag, checks once more, and sees the step of the peer.
-            assert mesh.waits() is None
+            assert endpoint.waits() is None
         await asyncio.gather(work, other)
 
 
@@ -224,8 +224,8 @@ async def test_word_published_after_sleep_flag_wakes_the_rank():
         for member in one._native._slots.others:
             member.signal = noted
         work = zero.barrier()
-        with zero.mesh.progress.turns.lock:
-            assert zero.mesh.waits()
+        with zero.endpoint.progress.turns.lock:
+            assert zero.endpoint.waits()
         await one.barrier()
         assert flags[0] == 1
         # The signalling rank clears the flag; the peer may set it again at any time.
@@ -242,8 +242,8 @@ async def test_message_arriving_while_falling_asleep_is_seen():
         shm_of(one).local_peers[0].signal = lambda: pytest.fail("a wake-up for a rank that is awake")
         await one.send(torch.arange(3.0), 0)
         del shm_of(one).local_peers[0].signal
-        with zero.mesh.progress.turns.lock:
-            assert zero.mesh.waits() is None
+        with zero.endpoint.progress.turns.lock:
+            assert zero.endpoint.waits() is None
         await received
         assert tensor.tolist() == [0, 1, 2]
 
@@ -260,10 +260,10 @@ async def test_awaiting_task_yields_to_the_loop_during_a_long_operation():
                 yield ()
 
         schedule = busy()
-        assert not zero.mesh.progress.attempt(schedule, zero.channel, 1, wait=False)
+        assert not zero.endpoint.progress.attempt(schedule, zero.channel, 1, wait=False)
         until = 0.0
         # A blocking call drives the schedule to its end.
-        assert zero.mesh.progress.attempt(schedule, zero.channel, 1, wait=True)
+        assert zero.endpoint.progress.attempt(schedule, zero.channel, 1, wait=True)
 
 
 async def test_patient_group_waits_in_the_call_only_off_the_loop():
@@ -276,10 +276,10 @@ async def test_patient_group_waits_in_the_call_only_off_the_loop():
             return time.monotonic() - before
 
         works = []
-        zero.mesh.progress.waiting.configure(LONG, 0.0)
+        zero.endpoint.progress.waiting.configure(LONG, 0.0)
         assert seconds() < LONG
         await asyncio.gather(one.all_reduce(torch.ones(3)), *works)
-        zero.mesh.progress.waiting.configure(0.1, 0.0)
+        zero.endpoint.progress.waiting.configure(0.1, 0.0)
         assert await asyncio.to_thread(seconds) >= 0.1
         # The peer has not called yet, and the operation continues in the background.
         assert not works[1].is_completed()
@@ -297,7 +297,7 @@ def test_default_spin_is_at_most_one_millisecond():
 
 async def test_spin_setting_is_applied():
     async with world_of(2, transport="shm", config=Config(spin_us=0.0)) as groups:
-        assert [group.mesh.progress.waiting.spin for group in groups] == [0.0, 0.0]
+        assert [group.endpoint.progress.waiting.spin for group in groups] == [0.0, 0.0]
 
 
 # -- threads ----------------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ async def test_waiting_for_a_rank_that_left_in_order_raises(eventually):
         first, abandoned = zero.all_reduce(torch.ones(1_000_000)), one.all_reduce(torch.ones(1_000_000))
         one.world.leave()
         assert abandoned.exception() is not None
-        await eventually(lambda: zero.mesh.gone(1) is not None)
+        await eventually(lambda: zero.endpoint.gone(1) is not None)
         async with asyncio.timeout(10):
             assert not first.is_completed()
             last = two.all_reduce(torch.ones(1_000_000))
@@ -365,8 +365,8 @@ async def test_call_wakes_no_member_that_sleeps_in_a_later_one():
         wake, member.signal = member.signal, lambda: signals.append(True) or wake()
         await zero.reduce(tensors[0], 1)
         broadcast = zero.broadcast(tensors[0], 1)
-        with zero.mesh.progress.turns.lock:
-            assert zero.mesh.waits() is not None
+        with zero.endpoint.progress.turns.lock:
+            assert zero.endpoint.waits() is not None
         await one.reduce(tensors[1], 1)
         assert not signals
         sent = one.broadcast(tensors[1], 1)
@@ -377,11 +377,11 @@ async def test_call_wakes_no_member_that_sleeps_in_a_later_one():
 
 def test_member_that_awaits_a_slot_is_woken_before_the_next_call():
     """Rank 0 is a whole round of slots ahead, and sleeps until rank 1 has read the first tensor. Rank 1 then pauses."""
-    is_ahead, meshes = threading.Event(), {}
+    is_ahead, endpoints = threading.Event(), {}
 
     def rank(group):
-        meshes[group.rank()] = group.mesh
-        group.mesh.progress.waiting.configure(0.0, 0.0)
+        endpoints[group.rank()] = group.endpoint
+        group.endpoint.progress.waiting.configure(0.0, 0.0)
         CALLS["barrier"](group, None)
         tensor = torch.full((2,), float(group.rank()))
         if group.rank() == 0:
@@ -392,7 +392,7 @@ def test_member_that_awaits_a_slot_is_woken_before_the_next_call():
         (member,) = group._native._slots.others
         until = time.monotonic() + LONG
         # An attempt sleeps for a short time only, before it becomes an operation.
-        while not (member.asleep[0] and member.words[AWAITS_SLOT] and meshes[0].operations):
+        while not (member.asleep[0] and member.words[AWAITS_SLOT] and endpoints[0].operations):
             assert time.monotonic() < until
             time.sleep(0)
         # A heartbeat would wake rank 0 too, but late.

@@ -19,7 +19,7 @@ LARGE = 4_000_000
 def beat(group):
     """Let a rank beat; return which peers it has heard since its last beat."""
     heard = {}
-    group.mesh.progress.look(lambda: bool(heard.update(group.mesh.transport_selector.transports[0].beat())))
+    group.endpoint.progress.look(lambda: bool(heard.update(group.endpoint.transport_selector.transports[0].beat())))
     return heard
 
 

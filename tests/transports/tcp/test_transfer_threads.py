@@ -87,7 +87,7 @@ async def test_threads_move_large_messages_while_other_programs_compete(compete)
     earlier = at_work()
     async with world_of(2, transport="tcp", config=Config()) as groups:
         for group in groups:
-            group.mesh.others_compete = lambda: compete
+            group.endpoint.others_compete = lambda: compete
         await asyncio.gather(*(group.all_reduce(torch.ones(2 * COUNT)) for group in groups))
         assert bool(set(at_work()).difference(earlier)) is compete
 
