@@ -422,7 +422,7 @@ def _are_constant(level: Any) -> bool:
     return False
 
 
-def _holders(tensor: torch.Tensor) -> tuple[int, ...]:
+def _holders(tensor: Any) -> tuple[int, ...]:
     """Return how often a tensor and its memory are referred to, from Python and from C++."""
     storage = tensor.untyped_storage()
     counts = torch._C._storage_Use_Count(storage._cdata), tensor._use_count()

@@ -88,12 +88,8 @@ class LinkPlan(CallPlan):
     """Sends messages.
 
     Args:
-        fingerprint: As the attribute.
-        nbytes: As the attribute.
         schedule: ``schedule(*tensors)`` is the only schedule of a call; None if it has several.
         parts: Otherwise ``parts(*tensors)`` are its schedules.
-        fold: As the attribute.
-        window: As the attribute.
         native: The other collectives of the group, if its members have memory in common: they learn of each call.
     """
 

@@ -338,7 +338,7 @@ def barrier(group: GroupContext) -> CallPlan:
     if (plan := group.in_memory(CallSignature(Collective.barrier, call, torch.uint8, (0,)), 0)) is not None:
         return plan
     if (hierarchical := group.hierarchical_for("barrier")) is not None:
-        return group.one_part(call, 0, lambda: hierarchical.barrier(call))
+        return group.in_parts(call, 0, lambda: (hierarchical.barrier(call),))
     return group.recorded(call, 0, lambda: recursive_doubling.barrier(group.rank, group.size, NOTHING, NOTHING), [])
 
 

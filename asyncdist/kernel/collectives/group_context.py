@@ -106,11 +106,7 @@ class GroupContext:
         fold: Fold | None = None,
     ) -> LinkPlan:
         """Return the plan of a call over links whose steps are recorded; see `RecordedCall`."""
-        return self.one_part(call, nbytes, RecordedCall(record, arguments, fold).schedule, fold)
-
-    def one_part(self, call: int, nbytes: int, schedule: Callable[..., Schedule], fold: Fold | None = None) -> LinkPlan:
-        """Return the plan of a call over links that has one part, ``schedule(*tensors)``."""
-        return LinkPlan(call, nbytes, schedule, fold=fold, native=self.native)
+        return LinkPlan(call, nbytes, RecordedCall(record, arguments, fold).schedule, fold=fold, native=self.native)
 
     def in_parts(
         self, call: int, nbytes: int, parts: Callable[..., Parts], fold: Fold | None = None, window: int = 4

@@ -80,7 +80,7 @@ def all_reduce(group: GroupContext, tensor: Any, op: Any) -> CallPlan:
             return memory
 
         if small is not None:
-            return group.one_part(call, nbytes, lambda tensor: small(scaled(tensor)), kernels.fold)
+            return group.in_parts(call, nbytes, lambda tensor: (small(scaled(tensor)),), kernels.fold)
         return group.in_parts(
             call, nbytes, lambda tensor: hierarchical.all_reduce([scaled(tensor)], kernels, call), kernels.fold
         )

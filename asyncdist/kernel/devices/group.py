@@ -35,6 +35,7 @@ from asyncdist.kernel.collectives.call_plan import CallPlan, MemoryPlan, Result,
 from asyncdist.kernel.collectives.operations import CallOptions, CollectiveOps
 from asyncdist.kernel.devices.completion_watcher import CompletionWatcher, Pending
 from asyncdist.kernel.devices.cpu_group import CpuGroup
+from asyncdist.kernel.devices.cuda_streams import CudaStreams
 from asyncdist.kernel.devices.desync_detector import DesyncDetector
 from asyncdist.kernel.devices.negotiate import negotiate_backend
 from asyncdist.kernel.devices.p2p import DevicePointToPoint, TransferResult
@@ -45,7 +46,7 @@ from asyncdist.kernel.memory.buffers import OutputTensor, input_memory
 from asyncdist.kernel.memory.user_modes import leave_user_modes
 from asyncdist.kernel.transport.device_collectives import DeviceCollectives, DeviceContext
 from asyncdist.kernel.transport.device_p2p import Transfer
-from asyncdist.kernel.transport.device_streams import CudaStreams, DeviceEvent, Streams
+from asyncdist.kernel.transport.device_streams import DeviceEvent, Streams
 from asyncdist.kernel.transport.native import CallSignature, Native, PreparedCall
 
 log = logging.getLogger("asyncdist")

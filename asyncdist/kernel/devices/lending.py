@@ -17,11 +17,12 @@ import torch
 from asyncdist.base.daemon_threads import SerialExecutor
 from asyncdist.base.error_text import describe_error
 from asyncdist.kernel.devices.completion_watcher import CompletionWatcher
+from asyncdist.kernel.devices.cuda_streams import CudaStreams
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.transport.device_collectives import DeviceCollectives
 from asyncdist.kernel.transport.device_loans import DeviceLoans
 from asyncdist.kernel.transport.device_p2p import TransferRefused
-from asyncdist.kernel.transport.device_streams import CudaStreams, DeviceEvent, Streams
+from asyncdist.kernel.transport.device_streams import DeviceEvent, Streams
 from asyncdist.kernel.transport.registry import device_backends
 
 log = logging.getLogger("asyncdist")

@@ -61,6 +61,9 @@ class _Running:
 class AgreementHost(Protocol):
     """The part of the endpoint that agreements use."""
 
+    def assert_held(self) -> None:
+        """Check that the calling thread holds the lock of the world's `Progress`."""
+
     def send_unordered(self, peer: int, kind: int, key: bytes, body: bytes) -> None: ...
 
     def has_ended(self, peer: int) -> bool: ...
@@ -98,6 +101,7 @@ class Agreements:
 
     def begin(self, channel: Channel, number: int, what: str, vote: bytes, timeout: float, finish: Finish) -> None:
         """Vote in an agreement of a group. ``finish`` is called once, under the lock; ``what`` names the call."""
+        self._host.assert_held()
         if self._rank in self._lost_peers:  # interrupted in the middle of a transfer, or a forked child
             finish(None, self._lost_peers[self._rank])
             return
@@ -117,6 +121,7 @@ class Agreements:
 
     def leave(self, channel: Channel, reason: str, *, entirely: bool = False) -> None:
         """Quit the agreements of a group that this rank has not begun; ``entirely`` includes that on its successor."""
+        self._host.assert_held()
         self._left[channel.prefix] = reason
         self._drop_oldest()
         for running in list(self._running.values()):
@@ -130,6 +135,7 @@ class Agreements:
 
     def on_message(self, peer: int, key: bytes, body: bytes) -> None:
         """Handle a message of a peer."""
+        self._host.assert_held()
         try:
             message = AgreementMessage.unpack(body)
         except ValueError:
@@ -153,6 +159,7 @@ class Agreements:
 
     def on_loss(self, peer: int) -> None:
         """Handle the loss of a peer."""
+        self._host.assert_held()
         for running in list(self._running.values()):
             if peer in running.channel.members:
                 running.pause = _FIRST_LOOK

@@ -208,6 +208,10 @@ class Endpoint:
         for transport in self.transport_selector.transports:
             transport.close()
 
+    def assert_held(self) -> None:
+        """Check that the calling thread holds the lock of this rank's `Progress`."""
+        self.progress.turns.assert_held()
+
     # -- groups --------------------------------------------------------------------------------
 
     def refuse(self, channel: Channel, cause: Exception) -> None:
@@ -225,6 +229,7 @@ class Endpoint:
 
     def start(self, operation: Operation) -> None:
         """Begin an operation. The caller holds the lock."""
+        assert self.progress.turns.lock.locked()
         channel = operation.channel
         if self._checker.early_calls:
             self._checker.compare(channel, operation.key, operation.plan.fingerprint)

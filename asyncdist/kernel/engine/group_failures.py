@@ -50,6 +50,9 @@ _NOTIFY_AGAIN = 1.0
 class FailureHost(Protocol):
     """The part of the endpoint that failures use."""
 
+    def assert_held(self) -> None:
+        """Check that the calling thread holds the lock of the world's `Progress`."""
+
     def link(self, peer: int) -> Link: ...
 
     def discard(self, prefix: bytes) -> None:
@@ -113,6 +116,7 @@ class GroupFailures:
 
     def open(self, channel: Channel) -> None:
         """Accept operations and messages of a group from now on."""
+        self._host.assert_held()
         self.channels[channel.prefix] = channel
         if generation := generation_of(channel.prefix):
             self._generations[name_of(channel.prefix)] = generation
@@ -138,6 +142,7 @@ class GroupFailures:
 
     def end(self, channel: Channel) -> None:
         """Remove a group: its pending operations fail, and later messages for it are discarded."""
+        self._host.assert_held()
         if self.channels.pop(channel.prefix, None) is None:
             return
         self.failing.discard(channel.prefix)
@@ -163,6 +168,7 @@ class GroupFailures:
 
     def fail(self, channel: Channel, error: GroupError, *, notified_by: int | None = None) -> None:
         """Fail all pending operations and later calls of a group; ``notified_by`` is the peer that sent the notice."""
+        self._host.assert_held()
         if channel.error is not None:
             return
         self.failed[channel.number] = error
@@ -276,6 +282,7 @@ class GroupFailures:
 
         ``last_heard`` is given for a silent peer: the seconds since it was last heard.
         """
+        self._host.assert_held()
         if peer in self.lost_peers:
             return
         if peer in self.left:
@@ -303,6 +310,7 @@ class GroupFailures:
 
     def suspect(self, peer: int, reason: str) -> None:
         """Declare a peer lost after a grace period, unless a message explains the closed connection before."""
+        self._host.assert_held()
         if peer not in self.lost_peers:
             self._timers.schedule(peer, monotonic() + GRACE, functools.partial(self.lose_after_reading, peer, reason))
 

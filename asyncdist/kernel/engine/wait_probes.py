@@ -131,6 +131,9 @@ class ProbeHost(Protocol):
     def operations(self) -> Mapping[bytes, Operation]:
         """The pending operations, by key."""
 
+    def assert_held(self) -> None:
+        """Check that the calling thread holds the lock of the world's `Progress`."""
+
     def pending_for(self, key: bytes) -> tuple[Operation | None, bool]:
         """Return the operation with which to answer a probe about ``key``, and whether that collective is complete."""
 
@@ -152,6 +155,7 @@ class WaitProbes:
 
     def begin(self, operation: Operation, left: float) -> _Probe:
         """Ask the ranks that an operation waits for, with ``left`` seconds until a deadline; return the probe."""
+        self._host.assert_held()
         now, key = self._clock(), operation.key
         self._probes = {key: probe for key, probe in self._probes.items() if key in self._operations}
         probe = self._probes.get(key)
@@ -168,6 +172,7 @@ class WaitProbes:
 
     def on_probe(self, peer: int, key: bytes, body: bytes) -> None:
         """Answer the question of a peer whose operation ``key`` waits for this rank."""
+        self._host.assert_held()
         try:
             asker, left = msgpack.unpackb(body)
             asker, left = bytes(asker), float(left)

@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -222,9 +222,8 @@ class ObservedEntry(Entry):
         A step that receives from several ranks counts for each of them. A wait for a receive from any rank counts for the
         sender. The number of the parts stays known where it was.
         """
-        if isinstance(schedules, Collection):
-            return _WatchedParts(schedules, self.watch)
-        return map(self.watch, schedules)
+        watched = map(self.watch, schedules)
+        return list(watched) if isinstance(schedules, Collection) else watched
 
     def watch(self, schedule: Schedule) -> Schedule:
         """Run a schedule, and measure for which ranks it waits; see `watch_all`."""
@@ -255,19 +254,6 @@ class ObservedEntry(Entry):
                 now = perf_counter()
                 for peer in awaited:
                     spans.append((ranks[peer], since, now))
-
-
-class _WatchedParts:
-    """The parts of an operation, each watched from its first step on."""
-
-    def __init__(self, parts: Collection[Schedule], watch: Callable[[Schedule], Schedule]) -> None:
-        self._parts, self._watch = parts, watch
-
-    def __iter__(self) -> Iterator[Schedule]:
-        return map(self._watch, self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
 
 
 def _peers(step: Step | Wait) -> Sequence[int]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncdist.errors import GroupAbortedError, GroupError, PeerLostError
-from asyncdist.kernel.transport.device_streams import CudaStreams
+from asyncdist.kernel.devices.cuda_streams import CudaStreams
 from asyncdist.testing.cluster import run_ranks, world_of
 from asyncdist_transports.cuda_ipc import peer_memory
 from tests.support.cuda import cuda_ipc_over

@@ -5,8 +5,8 @@ import ctypes
 import pytest
 import torch
 
-from asyncdist.kernel.transport import small_copies
-from asyncdist.kernel.transport.small_copies import SmallCopies
+from asyncdist.kernel.devices import small_copies
+from asyncdist.kernel.devices.small_copies import SmallCopies
 from tests.support.devices import PretendStreams
 
 

@@ -885,3 +885,10 @@ def test_background_operation_without_descriptors_for_the_loop_fails(monkeypatch
 
     with pytest.raises(GroupError, match=r"all_reduce #1 on group .*, rank 0, .*: rank 0 has no free file descriptor"):
         run_ranks(2, program)
+
+
+async def test_failure_that_is_reported_without_the_lock_is_refused():
+    async with world_of(2, transport="inproc") as (zero, _):
+        with pytest.raises(AssertionError, match="pass it to submit"):
+            zero.endpoint.lost(1, "the connection broke")
+        assert zero.error is None

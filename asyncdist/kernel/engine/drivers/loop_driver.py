@@ -124,6 +124,7 @@ class LoopDriver:
 
     def retire(self, sock: socket.socket) -> None:
         """Close a socket once no loop watches it. Called under the lock."""
+        self._turns.assert_held()
         if self.watcher.retire(sock):
             self.schedule()
 

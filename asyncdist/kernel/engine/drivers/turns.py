@@ -60,6 +60,10 @@ class Turns:
 
     # -- under the lock ------------------------------------------------------------------------
 
+    def assert_held(self) -> None:
+        """Check that the lock is held, as far as a lock tells. ``python -O`` leaves the check out."""
+        assert self.lock.locked(), "this needs the lock of the world's Progress: pass it to submit() or post()"
+
     def turn(self, ready: Iterable[int] | None, advance: Advance | None = None) -> bool:
         """Run the actions that other threads have added, and drive the machine once; return whether anything moved.
 
