@@ -235,13 +235,14 @@ def test_unused_parameters_and_faults_are_found_with_a_hook_too(group):
 def test_fused_optimizer_steps_with_the_averages(group):
     module = toy.network()
     model = DistributedDataParallel(module, process_group=group, bucket_cap_mb=toy.SMALL_MB)
-    model._register_fused_optim(torch.optim.SGD, 0.1)
+    register = model._register_fused_optim
+    register(torch.optim.SGD, 0.1)
     for _ in range(4):
         model.zero_grad()
         toy.loss_of(model, *toy.share(group, toy.samples())).backward()
     toy.assert_close([p.detach() for p in module.parameters()], train(group, lambda model: None)[0])
     with pytest.raises(UsageError, match="LBFGS cannot step in backward"):
-        model._register_fused_optim(torch.optim.LBFGS)
+        register(torch.optim.LBFGS)
 
 
 def gradients_of(group, hook, steps):

@@ -121,14 +121,15 @@ def test_parameters_and_buffers_are_ignored_by_name(group):
 @on_ranks(1)
 def test_logging_data_describes_model_and_steps(group):
     model = wrapped(group)
-    before = model._get_ddp_logging_data()
+    data = model._get_ddp_logging_data
+    before = data()
     assert before["module_name"] == "Sequential"
     assert before["world_size"] == 1
     assert before["num_parameter_tensors"] == 4
     assert "backward_comm_time" not in before
     model(torch.randn(4, 2)).sum().backward()
     model._check_reducer_finalized()
-    after = model._get_ddp_logging_data()
+    after = data()
     assert after["backward_comm_time"] > 0
     assert after["has_rebuilt_buckets"] == 1
 

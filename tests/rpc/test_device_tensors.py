@@ -240,7 +240,8 @@ async def test_refused_tensors_go_through_the_host_and_the_log_says_why(job, eve
         near.device.kinds = options.get("kinds", near.device.kinds)
         if "probe" in options:
             loans = await near.device.open(CUDA)
-            loans._memory.probe = loans._memory.probe[:-16] + options["probe"]
+            memory = loans._memory
+            memory.probe = memory.probe[:-16] + options["probe"]
         tensor = on_device(torch.randn(LARGE))
         assert torch.equal(await it.echo(tensor), tensor)
         await eventually(lambda: f"through host memory: {reason}" in caplog.text)
