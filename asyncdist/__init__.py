@@ -15,10 +15,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from asyncdist.base.version import VERSION
-
-__version__ = VERSION
-
 _COLLECTIVES = """
 agree all_gather all_gather_coalesced all_gather_object all_gather_single all_reduce all_reduce_coalesced all_to_all
 all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather gather_object gather_single
@@ -60,6 +56,7 @@ _NAMES: dict[str, tuple[str, str]] = {
     "P2POp": ("asyncdist.groups.collectives_api", "P2POp"),
     "ProcessGroup": ("asyncdist.groups.group", "Group"),  # torch's name, for annotations
     "ReduceOp": ("asyncdist.base.ops", "ReduceOp"),
+    "__version__": ("asyncdist.base.version", "VERSION"),
     "State": ("asyncdist.groups.members.training_state", "State"),
     "SyncBatchNorm": ("asyncdist.ddp.sync_batchnorm", "SyncBatchNorm"),
     "Work": ("asyncdist.kernel.engine.work", "Work"),
@@ -72,7 +69,7 @@ _NAMES: dict[str, tuple[str, str]] = {
     "trace_operations": ("asyncdist.kernel.tracing.otel", "trace_operations"),
 }
 
-__all__ = sorted([*_NAMES, "__version__"])
+__all__ = sorted(_NAMES)
 
 
 def __getattr__(name: str) -> Any:
@@ -149,6 +146,7 @@ if TYPE_CHECKING:
     from asyncdist.store import TCPStore as TCPStore
 
     ProcessGroup = Group
+    __version__: str
 
     agree = api.agree
     all_gather = api.all_gather

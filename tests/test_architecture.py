@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,9 @@ LAYERS = (
 
 FOUNDATION = {"asyncdist.config", "asyncdist.environment", "asyncdist.errors"}
 """Flat modules that every folder may import; they import no folder but `base`."""
+
+PRIVATE_NAMES = {"asyncdist.kernel.torch_private", "asyncdist.kernel.c10d_private"}
+"""The only modules that name private parts of torch. Every folder that uses tensors may import them."""
 
 SURFACE = {"asyncdist", "asyncdist.sync", "asyncdist.torchrun"}
 """The public surface: flat modules that lazily import from any layer. Only `cli` may import them."""
@@ -135,7 +139,7 @@ def test_module_imports_only_layers_above_it(name: str) -> None:
         return
     for imported in imports(LIBRARY[name]):
         assert not is_below(imported, "asyncdist_transports"), f"{name} imports {imported}: use an entry point"
-        if is_below(imported, "asyncdist") and imported not in FOUNDATION:
+        if is_below(imported, "asyncdist") and imported not in FOUNDATION | PRIVATE_NAMES:
             other = layer_of(imported)
             if other is None:
                 assert LAYERS[layer] == "cli", f"{name} imports {imported}, which is the public surface"
@@ -152,6 +156,42 @@ def test_pure_module_imports_nothing_impure(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in LIBRARY if name.startswith(NO_TORCH)])
 def test_folders_below_the_kernel_run_without_torch(name: str) -> None:
     assert "torch" not in {imported.split(".")[0] for imported in imports(LIBRARY[name])}
+    assert not PRIVATE_NAMES & set(imports(LIBRARY[name]))
+
+
+def private_names_of_torch(path: Path) -> set[str]:
+    """Return the names below ``torch`` that have a part with a leading underscore, and are imported or read in a file."""
+    bound: dict[str, str | None] = {}
+    found: set[str] = set()
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            bound |= {alias.asname or alias.name.split(".")[0]: alias.asname and alias.name for alias in node.names}
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    for node in nodes(path):
+        if isinstance(node, ast.Attribute):
+            start, *rest = ast.unparse(node).split(".")
+            # Not the attributes of what a call returns.
+            if start in bound and all(map(str.isidentifier, rest)):
+                found.add(".".join([bound[start] or start, *rest]))
+    return {
+        name
+        for name in found
+        if is_below(name, "torch")
+        # Not private by its name, but where most of torch's private functions and their state are.
+        and (is_below(name, "torch.distributed.distributed_c10d") or re.search(r"\._(?!_)", name))
+    }
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_only_two_modules_name_private_parts_of_torch(name: str) -> None:
+    found = private_names_of_torch(EVERYTHING[name])
+    if name in PRIVATE_NAMES:
+        assert {each for each in imports(EVERYTHING[name]) if is_below(each, "asyncdist")} == set()
+    else:
+        assert not found, "name them in asyncdist/kernel/torch_private.py or c10d_private.py, with the reason"
 
 
 def test_libraries_import_only_what_contracts_export() -> None:
@@ -161,7 +201,7 @@ def test_libraries_import_only_what_contracts_export() -> None:
         imported
         for name, path in LIBRARY.items()
         for imported in imports(path)
-        if name.startswith(libraries) and imported.startswith(behind)
+        if name.startswith(libraries) and imported.startswith(behind) and imported not in PRIVATE_NAMES
     }
     assert found - DEEPER == set(), "import these names from the contract, or export them there"
     assert DEEPER - found == set(), "remove what no library imports any more"

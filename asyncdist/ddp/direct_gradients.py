@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from asyncdist.ddp.backward.graph import accumulates
 from asyncdist.ddp.reducer import Reducer
+from asyncdist.kernel import torch_private
 
 LEAST_NBYTES = 256 << 10
 """Copying a smaller weight's gradient takes less time than the Python code of this module."""
@@ -73,7 +73,7 @@ def _forward(layer: nn.Linear, reducer: weakref.ref[Reducer], input: torch.Tenso
     rows = input.flatten(0, -2)
     result: torch.Tensor = _Product.apply(rows, weight, bias, reducer)  # type: ignore[no-untyped-call]
     # Not a view, because the caller may change the result in place.
-    return result if rows is input else torch.ops.aten._unsafe_view(result, (*input.shape[:-1], layer.out_features))
+    return result if rows is input else torch_private.unsafe_view(result, (*input.shape[:-1], layer.out_features))
 
 
 def _is_ordinary(data: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -86,11 +86,11 @@ def _is_ordinary(data: torch.Tensor, weight: torch.Tensor) -> bool:
         and data.dtype is weight.dtype
         and not data.is_meta
         and not torch.is_autocast_enabled(data.device.type)
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
+        and not torch_private.are_transforms_active()
+        and torch_private.forward_ad_level() < 0
         and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         # A checkpoint repeats this forward later, outside the wrapper's, and must save the same tensors again.
-        and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        and torch_private.top_saved_tensors_hooks(False) is None
     )
 
 

@@ -50,6 +50,7 @@ from asyncdist.ddp.model_sync import Verification
 from asyncdist.ddp.uneven_inputs import Joining
 from asyncdist.errors import GradientError, UsageError
 from asyncdist.groups import Group
+from asyncdist.kernel import torch_private
 
 _requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 
@@ -202,7 +203,7 @@ class Reducer:
     def check(self) -> None:
         """Prepare for a forward; raise GradientError if the last backward ended early, so that other ranks may wait."""
         # Inside a backward: a checkpoint repeats its forward.
-        if torch._C._current_graph_task_id() >= 0:
+        if torch_private.current_graph_task_id() >= 0:
             return
         self._forward_started = perf_counter()
         self._placed.clear()
@@ -258,7 +259,7 @@ class Reducer:
         # The inner backward of a re-entrant checkpoint is a task of its own.
         finish = functools.partial(self._end_backward)
         self._running = weakref.ref(finish)
-        torch.autograd.Variable._execution_engine.queue_callback(finish)
+        torch_private.queue_callback(finish)
 
     def _has_gradients(self) -> bool:
         return bool(self._record.seen or self._arrivals)

@@ -20,7 +20,7 @@ from asyncdist.ddp.torch_class.arguments import group_of
 from asyncdist.ddp.torch_class.join import counted_group
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.groups import AnyGroup, Group
-from asyncdist.kernel import Work, whole_number_of
+from asyncdist.kernel import Work, c10d_private, whole_number_of
 
 log = logging.getLogger("asyncdist")
 
@@ -131,9 +131,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         super().__init__(params, defaults)
         self._make_local(optimizer_class)
         if self._torch_group is not None:
-            from torch.distributed.algorithms.join import _JoinConfig
-
-            self._join_config = _JoinConfig.construct_disabled_join_config()
+            self._join_config = c10d_private.JoinConfig.construct_disabled_join_config()
 
     # -- the partition ----------------------------------------------------------------------------
 

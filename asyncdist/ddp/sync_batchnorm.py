@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import batch_norm
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from asyncdist.errors import UsageError
 from asyncdist.groups import AnyGroup, Group, resolve_group
+from asyncdist.kernel.torch_private import BatchNorm
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch normalization of the samples of all ranks of a group, on CPUs and accelerators.
 
     In training each forward makes one all-gather of 2C + 1 numbers and each backward one all-reduce of 2C numbers, for C
@@ -85,11 +85,11 @@ class SyncBatchNorm(_BatchNorm):
     @classmethod
     def _converts(cls, layer: nn.Module) -> bool:
         # A lazy layer has no channels yet.
-        return isinstance(layer, _BatchNorm) and not isinstance(layer, cls | LazyModuleMixin)
+        return isinstance(layer, BatchNorm) and not isinstance(layer, cls | LazyModuleMixin)
 
     @classmethod
     def _like(cls, layer: nn.Module, process_group: AnyGroup) -> SyncBatchNorm:
-        assert isinstance(layer, _BatchNorm)
+        assert isinstance(layer, BatchNorm)
         made = cls(layer.num_features, layer.eps, layer.momentum, False, False, process_group, device="meta")
         made.affine, made.track_running_stats = layer.affine, layer.track_running_stats
         for own, of_layer in ((made._parameters, layer._parameters), (made._buffers, layer._buffers)):

@@ -12,7 +12,6 @@ from typing import Any
 from asyncdist.base.deadline import Timeout
 from asyncdist.environment import Launch
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UsageError
-from asyncdist.groups import stock_ddp
 from asyncdist.groups.group import Group
 from asyncdist.groups.members.member_watch import MemberWatch
 from asyncdist.groups.world import World
@@ -57,14 +56,6 @@ def end_initialization(world: World | None) -> None:
     """Store the new default world and end its initialization; None says that the initialization failed."""
     global _initializing, _world
     _initializing, _world = False, world
-    if world is not None:
-        stock_ddp.install(_lacks_torch_group)
-
-
-def _lacks_torch_group() -> bool:
-    """Return whether there is a default world while torch.distributed has no process group."""
-    distributed = _torch_distributed()
-    return _world is not None and not (distributed is not None and distributed.is_initialized())
 
 
 def take_world() -> World:

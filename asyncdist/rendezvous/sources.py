@@ -24,6 +24,7 @@ from asyncdist.errors import (
     RendezvousTimeoutError,
     UsageError,
 )
+from asyncdist.kernel import c10d_private
 from asyncdist.rendezvous.addresses import probe, resolve
 from asyncdist.rendezvous.init_method import InitMethod
 from asyncdist.rendezvous.record_store import (
@@ -90,7 +91,7 @@ def torch_store_at(host: str, port: int) -> Any:
     torch_distributed = sys.modules.get("torch.distributed")
     if torch_distributed is None or not torch_distributed.is_available() or not torch_distributed.is_initialized():
         return None
-    store = sys.modules["torch.distributed.distributed_c10d"]._get_default_store()
+    store = c10d_private.get_default_store()
     inner = _innermost(store)
     same = (getattr(inner, "host", None), getattr(inner, "port", None)) == (host, port)
     return store if same and type(inner).__module__.startswith("torch") else None

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as tree
 
 from asyncdist.base.background_loop import result_on
 from asyncdist.base.daemon_threads import start_daemon_thread
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import LoopThreadError, UsageError
+from asyncdist.kernel.torch_private import pytree as tree
 from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.remote import RemoteObject
 from asyncdist.rpc.session import current_session

@@ -24,7 +24,7 @@ import torch
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.errors import ProtocolError
-from asyncdist.kernel import DTYPE_NUMBERS, DTYPES, input_memory
+from asyncdist.kernel import DTYPE_NUMBERS, DTYPES, input_memory, torch_private
 from asyncdist.kernel.memory.serialization import (
     EXTENDED,
     LONG_BYTES_MARK,
@@ -425,7 +425,7 @@ def _are_constant(level: Any) -> bool:
 def _holders(tensor: Any) -> tuple[int, ...]:
     """Return how often a tensor and its memory are referred to, from Python and from C++."""
     storage = tensor.untyped_storage()
-    counts = torch._C._storage_Use_Count(storage._cdata), tensor._use_count()
+    counts = torch_private.storage_use_count(storage._cdata), tensor._use_count()
     return sys.getrefcount(storage), weakref.getweakrefcount(tensor), *counts
 
 

@@ -17,17 +17,15 @@ from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout
 from asyncdist.errors import UnsupportedError
 from asyncdist.groups import Group, World, open_world
-from asyncdist.kernel import excluded_from_compile
+from asyncdist.kernel import c10d_private, excluded_from_compile
 from asyncdist.kernel.engine import work as started
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
 from asyncdist.torch_backend.torch_group import NAME, TorchGroup
 from asyncdist.torch_backend.torch_work import Work
 
-_bindings: Any = torch._C._distributed_c10d
-
 
 @excluded_from_compile
-class Backend(TorchGroup, _bindings.Backend):  # type: ignore[misc]
+class Backend(TorchGroup, c10d_private.Backend):  # type: ignore[misc]
     """A `Group` as a back end. C++ code gets a handle of each operation that can be waited on, and has a future.
 
     Args:
@@ -48,7 +46,7 @@ class Backend(TorchGroup, _bindings.Backend):  # type: ignore[misc]
     @property
     def options(self) -> Any:
         """The options that torch passes to `split` and `merge`, with the name and the timeout of the new group."""
-        return _bindings.Backend.Options(NAME, timeout=timedelta(seconds=self.group.timeout))
+        return c10d_private.Backend.Options(NAME, timeout=timedelta(seconds=self.group.timeout))
 
     def _run(self, start: Callable[..., started.Work], outputs: list[torch.Tensor], opts: Any, *args: Any) -> Work:
         self.started.work = work = super()._run(start, outputs, opts, *args)

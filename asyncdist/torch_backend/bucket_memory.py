@@ -14,10 +14,10 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as torch_distributed
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncdist.errors import SharedMemoryError
 from asyncdist.kernel.memory import registered
+from asyncdist.kernel.torch_private import TorchDispatchMode
 from asyncdist.torch_backend.process_group import group_of
 
 LEAST_NBYTES = 32 << 10

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as torch_distributed
 
 from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
+from asyncdist.kernel import c10d_private
 
-_bindings: Any = torch._C._distributed_c10d
 _TorchOp: Any = torch_distributed.ReduceOp
 
 T = TypeVar("T")
@@ -41,7 +41,9 @@ def reduction_of(torch_op: Any) -> Reduction:
 
 
 # The types of options objects.
-_OPTIONS = frozenset([SimpleNamespace, *(each for name, each in vars(_bindings).items() if name.endswith("Options"))])
+_OPTIONS = frozenset(
+    [SimpleNamespace, *(each for name, each in vars(c10d_private.bindings).items() if name.endswith("Options"))]
+)
 
 _UNSET_TIMEOUT = timedelta(milliseconds=-1)
 

@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.debug._debug_handlers import default_handlers
-from torch.distributed.debug._frontend import DebugHandler, NavLink, Route, fetch_all
-
+from asyncdist.kernel.c10d_private import DebugHandler, NavLink, Route, default_handlers, fetch_all
 from asyncdist.kernel.tracing.desync_report import ranks_in_words, tell
 from asyncdist.kernel.tracing.rank_status import RankStatus, quantity, statuses, wait_edges
 from asyncdist.kernel.tracing.trace_record import TraceRecord, parse
@@ -36,7 +34,7 @@ def debug_handlers() -> list[Any]:
     return [DebugTab(), *default_handlers()]
 
 
-class DebugTab(DebugHandler):
+class DebugTab(DebugHandler):  # type: ignore[misc]
     """The tab *asyncdist*."""
 
     def routes(self) -> list[Any]:

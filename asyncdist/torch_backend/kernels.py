@@ -12,14 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as torch_distributed
 
-# Defines the operators.
-import torch.distributed._functional_collectives
-from torch.distributed import distributed_c10d
-
+from asyncdist.kernel import c10d_private
 from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS
 
-c10d: Any = distributed_c10d
-_register_work: Any = torch._C._distributed_c10d._register_work
 # The methods of torch's class call the group's Python methods and keep both halves of the Work that these return. A Work
 # that is passed to C++ code directly loses its Python half, and waiting for it never ends.
 _cpp: Any = torch_distributed.ProcessGroup
@@ -30,6 +25,8 @@ def register_kernels() -> None:
     """Register the kernels for tensors on the CPU. Idempotent."""
     if HAS_PYTHON_BACKENDS:
         return
+    # Defines the operators.
+    assert c10d_private.functional_collectives
     for kernel in (all_gather_into_tensor_out, batch_p2p_ops):
         operator = f"_c10d_functional::{kernel.__name__}"
         torch.library.impl(operator, "CPU", kernel)
@@ -40,7 +37,7 @@ def all_gather_into_tensor_out(
 ) -> torch.Tensor:
     """Start an all-gather of ``input`` into ``out``; ``wait_tensor(out)`` waits for it."""
     work = _cpp.all_gather_single_coalesced(_group(group_name), [out], [input.contiguous()])
-    _register_work(out, work)
+    c10d_private.register_work(out, work)
     return out
 
 
@@ -56,10 +53,10 @@ def batch_p2p_ops(
             work = _cpp.send(group, [tensor], peer, tag)
         else:
             work = _cpp.recv(group, [tensor], peer, tag)
-        _register_work(tensor, work)
+        c10d_private.register_work(tensor, work)
         started.append(tensor)
     return started
 
 
 def _group(name: Any) -> Any:
-    return c10d._resolve_process_group(name) if isinstance(name, str) else name
+    return c10d_private.resolve_process_group(name) if isinstance(name, str) else name

@@ -1,4 +1,4 @@
-"""Every function of torch that this package replaces, with the reason.
+"""Every function of torch that this package replaces, with the reason. Without this back end it replaces none.
 
 `torch_backend` applies them when it is imported. A program without it may save a model in a checkpoint of torch, so
 `asyncdist.ddp.torch_class.names.tell_checkpoints` sets a name there when torch first meets a wrapped model. Additions to
@@ -14,14 +14,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as torch_distributed
-from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from asyncdist.kernel import c10d_private, torch_private
 from asyncdist.torch_backend import bucket_memory, callback_order
 from asyncdist.torch_backend.process_group import ObservedProcessGroup, ProcessGroup, group_of
 from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS
-
-_bindings: Any = torch._C._distributed_c10d
 
 Replacement = Callable[..., Any]
 """Called with the replaced function of torch and with its arguments."""
@@ -45,10 +43,10 @@ def _register_builtin_comm_hook(original: Callable[..., Any], model: Any, comm_h
     # Imported late: the module imports every hook of torch.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    types = _bindings.BuiltinCommHookType
+    types = c10d_private.BuiltinCommHookType
     hooks = {types.ALLREDUCE: default_hooks.allreduce_hook, types.FP16_COMPRESS: default_hooks.fp16_compress_hook}
     model.logger._set_comm_hook_name(str(comm_hook_type))
-    _bindings._register_comm_hook(model.reducer, model.process_group, hooks[comm_hook_type])
+    c10d_private.register_comm_hook(model.reducer, model.process_group, hooks[comm_hook_type])
 
 
 _work_of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -81,41 +79,41 @@ def _create_shrunk_process_group(
     return made
 
 
-_REPLACEMENTS: list[tuple[Any, str, Replacement]] = [
+REPLACEMENTS: list[tuple[Any, str, Replacement]] = [
     # torch's built-in hooks are written in C++ and read only futures that C++ code has made.
     (DistributedDataParallel, "_register_builtin_comm_hook", _register_builtin_comm_hook),
     # Keeps only the C++ half of a Work.
-    (_bindings.Reducer, "_set_forward_pass_work_handle", _set_forward_pass_work_handle),
+    (c10d_private.Reducer, "_set_forward_pass_work_handle", _set_forward_pass_work_handle),
     # Allocate buckets in ordinary memory, unless the back end is written in C++.
-    (_bindings.Reducer, "__init__", bucket_memory.make_reducer),
-    (_bindings.Reducer, "_rebuild_buckets", bucket_memory.rebuild_buckets),
+    (c10d_private.Reducer, "__init__", bucket_memory.make_reducer),
+    (c10d_private.Reducer, "_rebuild_buckets", bucket_memory.rebuild_buckets),
     # Run a callback in the thread that completes the future, or that attaches it, at any time.
-    (torch._C.Future, "then", callback_order.attach),
-    (torch._C.Future, "add_done_callback", callback_order.attach),
+    (torch_private.AnyFuture, "then", callback_order.attach),
+    (torch_private.AnyFuture, "add_done_callback", callback_order.attach),
     # The same for works together.
     (torch.futures, "collect_all", callback_order.collect_all),
     # Has no limit, also in a callback for which that what it waits for waits.
-    (torch._C.Future, "wait", callback_order.wait),
+    (torch_private.AnyFuture, "wait", callback_order.wait),
     # Makes a process group in C++ around a back end in C++.
-    (distributed_c10d, "_create_shrunk_process_group", _create_shrunk_process_group),
+    (c10d_private.distributed_c10d, "_create_shrunk_process_group", _create_shrunk_process_group),
 ]
 # They register their hooks in C++, without the method of the process group that lets hooks see its operations.
-_REPLACEMENTS += [
-    (getattr(_bindings, name), "attach", _attach)
-    for name in ("FlightRecorderHook", "NanCheckHook")
-    if hasattr(_bindings, name)
+REPLACEMENTS += [
+    (hook, "attach", _attach)
+    for hook in (c10d_private.FlightRecorderHook, c10d_private.NanCheckHook)
+    if hook is not None
 ]
 if not HAS_PYTHON_BACKENDS:
     # Accepts only gloo's groups.
-    _REPLACEMENTS += [
-        (owner, "monitored_barrier", _monitored_barrier) for owner in (torch_distributed, distributed_c10d)
+    REPLACEMENTS += [
+        (owner, "monitored_barrier", _monitored_barrier) for owner in (torch_distributed, c10d_private.distributed_c10d)
     ]
 
 
 @functools.cache
 def apply_patches() -> None:
     """Install all replacements. Idempotent."""
-    for owner, name, replacement in _REPLACEMENTS:
+    for owner, name, replacement in REPLACEMENTS:
         original = getattr(owner, name)
         setattr(owner, name, functools.wraps(original)(_bound(replacement, original)))
 

@@ -15,18 +15,17 @@ import torch
 import torch.distributed as torch_distributed
 
 from asyncdist.groups import Group, World
-from asyncdist.kernel import OperationRecord, excluded_from_compile
+from asyncdist.kernel import OperationRecord, c10d_private, excluded_from_compile
 from asyncdist.torch_backend.backend import Backend
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
 from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, TorchGroup
 
 _torch: Any = torch_distributed.ProcessGroup
-_bindings: Any = torch._C._distributed_c10d
 _CPU = torch.device("cpu")
 
 
 # By the name of the function, without underscores.
-_OP_TYPES = {name.replace("_", "").lower(): kind for name, kind in _bindings.OpType.__members__.items()}
+_OP_TYPES = {name.replace("_", "").lower(): kind for name, kind in c10d_private.OpType.__members__.items()}
 _OP_TYPES |= {
     "allgatherintotensor": _OP_TYPES["allgatherbase"],
     "reducescattertensor": _OP_TYPES["reducescatterbase"],
@@ -46,7 +45,7 @@ class WorkInfo(NamedTuple):
     @classmethod
     def of(cls, record: OperationRecord) -> WorkInfo:
         """Return the description of a completed operation."""
-        kind = _OP_TYPES.get(record.op.replace("_", ""), _bindings.OpType.UNKNOWN)
+        kind = _OP_TYPES.get(record.op.replace("_", ""), c10d_private.OpType.UNKNOWN)
         duration, finished = timedelta(seconds=record.duration), datetime.now()
         return cls(kind, record.seq, finished - duration, finished, duration)
 
@@ -148,16 +147,16 @@ class ProcessGroup(TorchGroup, torch_distributed.ProcessGroup):
         self.__class__ = ObservedProcessGroup
 
 
-# The names of these operations in torch before 2.13. Later releases have both.
-_EARLIER_NAMES = {
+# Names that torch has deprecated and keeps. Programs call them, and C++ code of torch 2.14 and later does.
+_OLDER_NAMES = {
     "_allgather_base": "all_gather_single",
     "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
     "_reduce_scatter_base": "reduce_scatter_single",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
     "alltoall_base": "all_to_all_single",
 }
-for _earlier, _present in _EARLIER_NAMES.items():
-    setattr(ProcessGroup, _earlier, getattr(ProcessGroup, _present))
+for _older, _present in _OLDER_NAMES.items():
+    setattr(ProcessGroup, _older, getattr(ProcessGroup, _present))
 
 
 class ObservedProcessGroup(ProcessGroup):
@@ -190,7 +189,8 @@ if HAS_PYTHON_BACKENDS:
     ):  # fmt: skip
         setattr(ObservedProcessGroup, _name, _through_dispatcher(_name))
     # torch's own methods of both names call methods of the earlier ones.
-    for _name in _EARLIER_NAMES:
+    # torch's own methods of both names call methods of the older ones.
+    for _name in _OLDER_NAMES:
         setattr(ObservedProcessGroup, _name, getattr(_torch, _name))
     excluded_from_compile(ObservedProcessGroup)
 

@@ -6,8 +6,6 @@ The package registers the back end when it is imported. torch calls `make_backen
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -15,19 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_distributed
-from torch.distributed import distributed_c10d
 
 from asyncdist.base.deadline import seconds
 from asyncdist.environment import TorchHooks
 from asyncdist.groups import Group, World
+from asyncdist.kernel import c10d_private
 from asyncdist.kernel.tracing.recorder import recorders
 from asyncdist.torch_backend.backend import Backend, open_through
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
 from asyncdist.torch_backend.process_group import ObservedProcessGroup, ProcessGroup, group_of
 from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS, NAME, TorchGroup
-
-c10d: Any = distributed_c10d
-_bindings: Any = torch._C._distributed_c10d
 
 _numbers_alone = itertools.count()
 _names: set[str] = set()
@@ -50,23 +45,22 @@ def add_backend(name: str, maker: Callable[[Any, object], TorchGroup], devices: 
 
 def _register_with_second_interface() -> None:
     """Make it also a back end of ``torch.distributed._dist2``, which some releases of torch have."""
-    with contextlib.suppress(ImportError):
-        second: Any = importlib.import_module("torch.distributed._dist2")
-        if NAME not in second._BACKENDS:
-            second.register_backend(NAME, _make_alone)
+    second = c10d_private.dist2
+    if second is not None and NAME not in second._BACKENDS:
+        second.register_backend(NAME, _make_alone)
 
 
 def _make_alone(store: Any, rank: int, world_size: int, timeout: Any, device: torch.device) -> ProcessGroup:
     """Create a process group beside the default one. All members create such groups in the same order."""
-    own_store = c10d.PrefixStore(f"{NAME} {next(_numbers_alone)}", store)
+    own_store = c10d_private.distributed_c10d.PrefixStore(f"{NAME} {next(_numbers_alone)}", store)
     world = open_through(own_store, rank, world_size, timeout)
     return ProcessGroup(world.group, world, own_store)
 
 
 def serve_recorders() -> None:
     """Let torch's debug server answer, on each rank, with the flight recorders of this process. Idempotent."""
-    if NAME not in _bindings._get_handler_names():
-        _bindings._register_handler(NAME, _answer)
+    if NAME not in c10d_private.get_handler_names():
+        c10d_private.register_handler(NAME, _answer)
 
 
 def _answer(request: Any, response: Any) -> None:
@@ -127,6 +121,7 @@ def _choose_recorder(of_torch: bool) -> None:
     torch hooks it into groups of back ends that do not record themselves. asyncdist does, and the hook makes a small call
     take twice as long. A program that sets the size of torch's recorder asks for it.
     """
+    c10d = c10d_private.distributed_c10d
     recording = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if recording is not None:
         c10d._FR_SELF_RECORDING_BACKENDS = recording - _names if of_torch else recording | _names

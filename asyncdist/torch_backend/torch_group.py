@@ -29,7 +29,7 @@ from asyncdist.errors import (
     UnsupportedError,
 )
 from asyncdist.groups import BackgroundCall, Group, World
-from asyncdist.kernel import DeviceWork, Hook, excluded_from_compile
+from asyncdist.kernel import DeviceWork, Hook, c10d_private, excluded_from_compile
 from asyncdist.kernel.engine import work as started
 from asyncdist.torch_backend import gloo_words
 from asyncdist.torch_backend.call_forms import any_form, reduction_of
@@ -38,11 +38,9 @@ from asyncdist.torch_backend.memory_pool import MemoryPool
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
 from asyncdist.torch_backend.torch_work import DONE, Work
 
-_bindings: Any = torch._C._distributed_c10d
-
 NAME = "asyncdist"
 
-HAS_PYTHON_BACKENDS = hasattr(_bindings.Backend, "split")
+HAS_PYTHON_BACKENDS = hasattr(c10d_private.Backend, "split")
 """Whether Python classes can derive from ``c10d::Backend``: from torch 2.14 on."""
 
 T = TypeVar("T")
@@ -456,7 +454,7 @@ class TorchGroup(ProcessBound):
 
         With ``enable_reconfigure=True`` an abort by this rank is no error: `reconfigure` follows.
         """
-        error, kind = self.group.error, _bindings.ErrorType
+        error, kind = self.group.error, c10d_private.ErrorType
         if self._whole._is_revocable and self.group.aborted and isinstance(error, GroupAbortedError):
             return kind.SUCCESS
         if isinstance(error, OperationTimeoutError):

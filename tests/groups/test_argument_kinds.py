@@ -134,15 +134,6 @@ def test_blocking_api_exports_the_training_classes():
         dist.DistributedDataparallel  # noqa: B018
 
 
-def test_ddp_of_torch_on_a_world_of_asyncdist_says_which_of_both_to_use(world):
-    model = torch.nn.Linear(1, 1)
-    for arguments in ({}, {"process_group": world}):
-        with pytest.raises(UsageError) as caught:
-            torch.nn.parallel.DistributedDataParallel(model, **arguments)
-        assert "use asyncdist.DistributedDataParallel, which takes the same arguments; or keep" in str(caught.value)
-        assert 'torch.distributed.init_process_group("asyncdist")' in str(caught.value)
-
-
-def test_ddp_of_torch_without_any_world_keeps_the_message_of_torch():
+def test_ddp_of_torch_on_a_world_of_asyncdist_keeps_the_message_of_torch(world):
     with pytest.raises(ValueError, match="Default process group has not been initialized"):
         torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))

@@ -11,6 +11,7 @@ import torch
 from asyncdist.ddp import buckets
 from asyncdist.ddp.backward.bucket_memory import LINE_NBYTES, Bucket
 from asyncdist.ddp.backward.faults import Fault, Faults
+from asyncdist.kernel import torch_private
 
 _kind_of: Callable[[torch.Tensor], tuple[torch.dtype, torch.device]] = attrgetter("dtype", "device")
 
@@ -173,7 +174,7 @@ class BucketSet:
             views[0].copy_(gradients[0].detach())
         elif gradients:
             with torch.no_grad():
-                torch._foreach_copy_(views, gradients)
+                torch_private.foreach_copy(views, gradients)
 
     def _are_dense(self, members: Sequence[int]) -> bool:
         """Return whether all parameters have gradients that could be averaged."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from asyncdist.errors import GradientError
+from asyncdist.kernel import torch_private
+from asyncdist.kernel.c10d_private import is_in_distributed_autograd
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -29,7 +30,7 @@ def accumulates(node: Any) -> bool:
     """Return whether this backward accumulates a node's gradient into ``grad``, as `torch.autograd.grad` does not."""
     # torch raises RuntimeError for leaves inside `torch.autograd.grad`.
     try:
-        return torch._C._will_engine_execute_node(node)
+        return torch_private.will_execute_node(node)
     except RuntimeError:
         return False
 
@@ -54,7 +55,7 @@ def refuse_silent_gradients(names: Sequence[str], parameters: Sequence[torch.nn.
             lost,
         )
     returned = [name for name, accumulated in found if accumulated is None]
-    if returned and not torch._C._autograd._get_current_graph_task_keep_graph():
+    if returned and not torch_private.keeps_graph():
         raise GradientError(
             "torch.autograd.grad computed gradients of {parameters}, which are this rank's own and not averages: call "
             "backward(), and read the averages from grad; for this rank's own gradients pass retain_graph=True, or "
@@ -68,21 +69,14 @@ def _accumulated(parameter: torch.nn.Parameter) -> bool | None:
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     # torch raises RuntimeError for leaves whose gradients `torch.autograd.grad` returns.
     try:
-        return torch._C._will_engine_execute_node(node)
+        return torch_private.will_execute_node(node)
     except RuntimeError:
         return None
 
 
 def refuse_distributed_autograd(names: Sequence[str]) -> None:
     """Raise GradientError inside a context of `torch.distributed.autograd`, whose backward accumulates no gradients."""
-    rpc = sys.modules.get("torch.distributed.rpc")
-    # Without remote calls of torch there is no context.
-    if rpc is None or not rpc.is_available() or not rpc._is_current_rpc_agent_set():
-        return
-    # torch raises RuntimeError outside a context.
-    try:
-        sys.modules["torch.distributed.autograd"]._current_context()
-    except RuntimeError:
+    if not is_in_distributed_autograd():
         return
     raise GradientError(
         "this forward runs inside torch.distributed.autograd.context(), whose backward returns the gradients of "

@@ -18,6 +18,7 @@ from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.ddp.hooks.bucket import GradientBucket
 from asyncdist.errors import UsageError
 from asyncdist.groups import Group
+from asyncdist.kernel import torch_private
 
 AwaitedHook = Callable[[GradientBucket, Group], Awaitable[torch.Tensor]]
 TorchHook = Callable[[Any, GradientBucket], torch.futures.Future[torch.Tensor]]
@@ -77,7 +78,7 @@ class TorchHookCaller(HookCaller):
     def start(self, bucket: GradientBucket) -> HookResult:
         """Call the hook in this thread."""
         future = self._hook(self._state, bucket)
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, torch_private.AnyFuture):
             raise UsageError(
                 f"communication hook {self.name!r} returned {future!r}: return a torch.futures.Future of one tensor, such "
                 "as work.get_future(); a coroutine function belongs into register_async_comm_hook()"

@@ -12,6 +12,7 @@ from asyncdist.ddp.hooks.bucket import GradientBucket
 from asyncdist.ddp.hooks.running import AwaitedHook
 from asyncdist.errors import UsageError
 from asyncdist.groups import Group
+from asyncdist.kernel import torch_private
 
 
 class BufferHook:
@@ -28,7 +29,7 @@ class BufferHook:
     def call(self, buffers: dict[str, torch.Tensor]) -> list[Any]:
         """Call the hook, and return the futures for which the end of backward waits."""
         # The backward of an earlier forward must not raise because the hook has changed a buffer.
-        unchanged = torch.autograd.grad_mode._unsafe_preserve_version_counter(tuple(buffers.values()))
+        unchanged = torch_private.preserve_versions(tuple(buffers.values()))
         with torch.no_grad(), unchanged:
             return list(self._hook(self._state, buffers) or ())
 

@@ -17,8 +17,9 @@ from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.engine.direct_calls import LINK_POLLS, MAX_DIRECT_NBYTES, MAX_WAITING_NBYTES, DirectCalls
 from asyncdist.kernel.engine.drivers.waiting import MOST_POLLS
 from asyncdist.kernel.engine.operation import Channel
-from asyncdist.kernel.memory.buffers import OutputTensor, increment_versions, input_memory
+from asyncdist.kernel.memory.buffers import OutputTensor, input_memory
 from asyncdist.kernel.memory.reduce_kernels import Fold
+from asyncdist.kernel.torch_private import increment_version
 from asyncdist.kernel.tracing.hooks import ObservedEntry
 from asyncdist.kernel.transport.native import Native, PreparedCall, preceded
 
@@ -231,5 +232,5 @@ def finish_call(value: Any, outputs: Sequence[OutputTensor], writes: bool) -> An
         for output in outputs:
             output.store()
     elif writes:
-        increment_versions(value if type(value) is list else (value,))
+        increment_version(value if type(value) is list else (value,))
     return value

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from asyncdist.errors import UnsupportedError
+from asyncdist.kernel import torch_private
 from asyncdist.kernel.devices.small_copies import SmallCopies
 from asyncdist.kernel.transport.device_streams import DeviceEvent, Streams
 
@@ -110,7 +111,7 @@ class CudaStreams(Streams):
 
     @property
     def current_handle(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(self.device.index)
+        return torch_private.current_raw_stream(self.device.index)
 
     @property
     def uuid(self) -> str:

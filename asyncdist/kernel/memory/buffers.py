@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import torch
 
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.kernel.memory.user_modes import why_not_communicated
+from asyncdist.kernel.torch_private import increment_version
 
 # The number of a dtype on the wire is its position in this list, so new dtypes are appended.
 _DTYPE_NAMES = """uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool bfloat16
@@ -346,19 +347,10 @@ class OutputTensor:
         self.memory = flat_memory(tensor)
 
     def store(self) -> None:
-        increment_versions((self.tensor,))
+        increment_version((self.tensor,))
         if self.copied:
             with torch.inference_mode(self.tensor.is_inference()):
                 self.tensor.copy_(self.memory.tensor.view(self.tensor.shape))
-
-
-increment_versions: Callable[[Any], None] = torch._C._increment_version
-"""``increment_versions(tensors)`` tells autograd that tensors, and the views of their memory, have changed.
-
-A backward that needs the earlier content of one of them then raises RuntimeError. Tensors made in inference mode have no
-version. `torch.autograd.graph.increment_version` does the same, and takes twice the time because it checks the type of
-its argument.
-"""
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

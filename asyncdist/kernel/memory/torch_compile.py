@@ -10,12 +10,9 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any, TypeVar
 
-import torch
+from asyncdist.kernel.torch_private import FrameAction, FrameExecStrategy, compiled_frames
 
 T = TypeVar("T")
-
-# The C++ interface, because `torch.compiler.disable` would import the whole compiler.
-_frames: Any = torch._C._dynamo.eval_frame
 
 _CONSTANTS = ("rank", "size")
 _REASON = (
@@ -36,7 +33,7 @@ def excluded_from_compile(owner: type[T]) -> type[T]:
 
 
 def _exclude(function: Any) -> None:
-    skip = _frames._FrameAction.SKIP
-    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    skip = FrameAction.SKIP
+    compiled_frames.set_code_exec_strategy(function.__code__, FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = _REASON

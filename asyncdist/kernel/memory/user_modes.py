@@ -10,11 +10,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import torch
-import torch.autograd.forward_ad as _forward_ad
+from torch.autograd.forward_ad import unpack_dual
 
-_count_dispatch_modes = torch._C._len_torch_dispatch_stack
-_innermost_transform = torch._C._functorch.peek_interpreter_stack
-_GUARDS = (torch._C._DisableTorchDispatch, torch._C._DisableFuncTorch, torch._C.DisableTorchFunction)
+from asyncdist.kernel.torch_private import (
+    LEAVING_GUARDS,
+    count_dispatch_modes,
+    forward_ad_level,
+    innermost_transform,
+    is_transform_wrapper,
+)
 
 
 def leave_user_modes() -> ExitStack | None:
@@ -22,10 +26,10 @@ def leave_user_modes() -> ExitStack | None:
 
     In forward mode AD, in which tensors may have tangents, it returns a stack too.
     """
-    if not _count_dispatch_modes() and _forward_ad._current_level < 0 and _innermost_transform() is None:
+    if not count_dispatch_modes() and forward_ad_level() < 0 and innermost_transform() is None:
         return None
     left = ExitStack()
-    for guard in _GUARDS:
+    for guard in LEAVING_GUARDS:
         left.enter_context(guard())
     return left
 
@@ -42,18 +46,14 @@ def _lacks_memory(tensor: torch.Tensor) -> bool:
 
 def why_not_communicated(tensor: torch.Tensor) -> str | None:
     """Return why a tensor on the host or a CUDA device cannot be communicated, and what to do; None if it can."""
-    if (
-        _forward_ad._current_level >= 0
-        and not _is_wrapped(tensor)
-        and _forward_ad.unpack_dual(tensor).tangent is not None
-    ):
+    if forward_ad_level() >= 0 and not is_transform_wrapper(tensor) and unpack_dual(tensor).tangent is not None:
         return (
             "a dual tensor of forward-mode AD cannot be communicated, because its tangent would keep its value: pass "
             "torch.autograd.forward_ad.unpack_dual(tensor).primal and tangent one after the other"
         )
     if not _lacks_memory(tensor):
         return None
-    if _is_wrapped(tensor):
+    if is_transform_wrapper(tensor):
         return (
             "a tensor inside a transform of torch.func (grad, jvp, vmap, functionalize) cannot be communicated: call the "
             "operation outside of the transform"
@@ -67,7 +67,3 @@ def why_not_communicated(tensor: torch.Tensor) -> str | None:
         return "a FakeTensor has no memory: pass a tensor that was made outside of FakeTensorMode"
     inner = "the tensor in it, which to_local() and full_tensor() of a DTensor return"
     return f"a {name} has no memory of its own: pass {inner}"
-
-
-def _is_wrapped(tensor: torch.Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

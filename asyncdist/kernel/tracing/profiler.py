@@ -6,17 +6,14 @@ The profiler then treats the operation as asynchronous, like those of gloo, and 
 
 from __future__ import annotations
 
-import torch
-
-_enter = torch.ops.profiler._record_function_enter_new
-_exit = torch.ops.profiler._record_function_exit._RecordFunction
+from asyncdist.kernel.torch_private import enter_span, exit_span
 
 
 def begin(op: str) -> object:
     """Begin an operation's span; return the handle for `end`."""
-    return _enter(f"asyncdist:{op}", None)
+    return enter_span(f"asyncdist:{op}", None)
 
 
 def end(span: object) -> None:
     """End a span, on any thread, also after the profiler has stopped."""
-    _exit(span)
+    exit_span(span)

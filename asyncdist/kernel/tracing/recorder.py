@@ -18,11 +18,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch.autograd import profiler
-
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.ops import is_message
 from asyncdist.base.weak_registry import WeakRegistry
+from asyncdist.kernel.torch_private import is_profiler_enabled
 from asyncdist.kernel.tracing import profiler as spans
 from asyncdist.kernel.tracing import stacks, torch_format
 from asyncdist.kernel.tracing.call_text import call_in_words
@@ -57,7 +56,7 @@ class Entry:
         self.finished = 0.0
         self.error: str | None = None
         self.peer: int | None = None
-        self.span = spans.begin(op) if profiler._is_profiler_enabled else None
+        self.span = spans.begin(op) if is_profiler_enabled() else None
 
     def finish(self, error: BaseException | None = None) -> bool:
         """Record the end; return whether the caller must call `run_hooks`, after it has released its locks."""

@@ -12,10 +12,10 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
+from asyncdist.kernel import torch_private
 from asyncdist.rpc.failures import RaisedByFunction
 from asyncdist.rpc.references import RemoteReference
 from asyncdist.rpc.session import current_session
@@ -109,7 +109,7 @@ async def _result_of(future: Any) -> Any:
     if inspect.isawaitable(future):
         return await future
     # then() and collect_all() return the class of C++ on which torch's is based.
-    if not isinstance(future, torch._C.Future):
+    if not isinstance(future, torch_private.AnyFuture):
         raise TypeError(f"a function with @async_execution returns a torch.futures.Future, not {type(future).__name__}")
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()

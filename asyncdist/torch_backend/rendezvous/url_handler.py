@@ -7,7 +7,6 @@ reconnects too late for its keys gets an error.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
@@ -15,6 +14,7 @@ from urllib.parse import quote, unquote, urlsplit
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.config import Config
+from asyncdist.kernel import c10d_private
 from asyncdist.rendezvous import meet
 from asyncdist.store import PrefixStore
 from asyncdist.torch_backend.rendezvous.lease_keep_alive import LeaseKeepAlive, connect_with_long_lease
@@ -25,8 +25,7 @@ SCHEME = "asyncdist"
 
 def register_url_scheme() -> None:
     """Register ``asyncdist://`` as an init method of torch.distributed. Idempotent."""
-    handlers: dict[str, Any] = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    handlers.setdefault(SCHEME, rendezvous)
+    c10d_private.rendezvous_handlers.setdefault(SCHEME, rendezvous)
 
 
 def rendezvous(url: str, timeout: Timeout = None, **ignored: Any) -> Iterator[tuple[Store, int, int]]:
