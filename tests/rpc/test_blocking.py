@@ -4,12 +4,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.rpc as torch_rpc
 from torch import nn
 
+from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UnsupportedError, UsageError
 from asyncdist.rpc import blocking as rpc
@@ -258,13 +260,8 @@ def wait_until_told():
 
 
 def test_shutdown_of_another_thread_ends_one_that_waits(monkeypatch):
-    until_all, waits = startup._until_all, threading.Event()
-
-    def waiting(*arguments):
-        waits.set()
-        return until_all(*arguments)
-
-    monkeypatch.setattr(startup, "_until_all", waiting)
+    waits = threading.Event()
+    monkeypatch.setattr(startup, "Deadline", SimpleNamespace(after=lambda limit: waits.set() or Deadline.after(limit)))
     begin_alone()
     rpc.rpc_async("alone", wait_until_told)
     patient = threading.Thread(target=rpc.shutdown)
