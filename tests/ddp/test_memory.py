@@ -10,6 +10,7 @@ from torch import nn
 
 from asyncdist.ddp import DistributedDataParallel, direct_gradients
 from asyncdist.ddp.backward import bucket_memory
+from asyncdist.kernel import torch_private
 from asyncdist.kernel.memory.shared_arena import arena, unavailable
 from tests.ddp import conftest as toy
 from tests.support.ranks import on_ranks
@@ -130,13 +131,13 @@ def test_gradients_of_a_single_rank_stay_where_they_are(together, monkeypatch):
 
 
 def test_many_small_gradients_are_copied_together(together, monkeypatch):
-    calls, copy = [], torch._foreach_copy_
+    calls, copy = [], torch_private.foreach_copy
 
     def counted(views, gradients):
         calls.append(len(views))
         copy(views, gradients)
 
-    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    monkeypatch.setattr(torch_private, "foreach_copy", counted)
 
     def rank(group):
         model = DistributedDataParallel(nn.Sequential(*(nn.Conv1d(1, 1, 1) for _ in range(9))), process_group=group)

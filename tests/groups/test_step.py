@@ -68,18 +68,18 @@ async def test_member_that_ends_between_two_messages_of_the_answer_leaves_all_su
     async with world_of(4) as groups:
         members = list(map(Member, groups))
         world = groups[victim].world
-        agreements = world.endpoint.agreements
-        send, left = agreements._send, [messages]
+        endpoint = world.endpoint
+        send, left = endpoint.send_unordered, [messages]
 
         def send_or_end(*message):
             left[0] -= 1
             if left[0] < 0:
-                world.endpoint.call_later(world.leave)
-                agreements._send = lambda *message: None
+                endpoint.call_later(world.leave)
+                endpoint.send_unordered = lambda *message: None
             else:
                 send(*message)
 
-        agreements._send = send_or_end
+        endpoint.send_unordered = send_or_end
         await outcomes(*(member.take() for member in members))
         survivors = [member for member in members if member.group is not groups[victim]]
         assert len({tuple(member.seen) for member in survivors}) == 1

@@ -100,7 +100,7 @@ class Gate:
         self.reached = threading.Event()
         self.opened = opened
         self._lock = threading.Lock()
-        self.acquire, self.release = self._lock.acquire, self._lock.release
+        self.acquire, self.release, self.locked = self._lock.acquire, self._lock.release, self._lock.locked
 
     def __enter__(self):
         if threading.current_thread() is not threading.main_thread():
