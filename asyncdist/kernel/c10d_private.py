@@ -61,7 +61,6 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_register_on_completion_hook", "_set_default_backend", "_set_group_desc",
         "_set_group_name", "_start_coalescing",
     ),
-    "torch.distributed.distributed_c10d": ("_set_default_timeout",),
     "torch.distributed.Work": ("_source_rank",),
     "torch.distributed.Logger": ("_set_comm_hook_name",),
     "torch.distributed.device_mesh.DeviceMesh": ("_get_root_mesh",),
@@ -76,8 +75,8 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 """As `torch_private.ATTRIBUTES`."""
 
 OPTIONAL_ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    # From torch 2.14 on.
-    "torch.distributed.distributed_c10d": ("_FR_SELF_RECORDING_BACKENDS",),
+    # The first one from torch 2.14 on, the second one before torch 2.15.
+    "torch.distributed.distributed_c10d": ("_FR_SELF_RECORDING_BACKENDS", "_set_default_timeout"),
     "torch.distributed._dist2": ("_BACKENDS",),
 }
 """Those that some of these releases lack."""
