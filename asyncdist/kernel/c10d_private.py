@@ -49,7 +49,7 @@ OPTIONAL_NAMES: dict[str, str] = {
     # From torch 2.14 on: hooks that see the operations of a group.
     "FlightRecorderHook": "torch._C._distributed_c10d:FlightRecorderHook",
     "NanCheckHook": "torch._C._distributed_c10d:NanCheckHook",
-    # An interface beside torch.distributed that some builds have.
+    # An interface of torch that only some builds have.
     "dist2": "torch.distributed._dist2",
 }
 """Names that some of these releases lack; there they are None."""
@@ -98,7 +98,7 @@ def __getattr__(name: str) -> Any:
 
 def _look_up(place: str) -> Any:
     module, _, name = place.partition(":")
-    # The module of the bindings is none that can be imported before torch.distributed.
+    # The module of the bindings cannot be imported before torch.distributed.
     found = sys.modules.get(module) or importlib.import_module(module)
     return getattr(found, name) if name else found
 

@@ -51,7 +51,7 @@ def _register_with_second_interface() -> None:
 
 
 def _make_alone(store: Any, rank: int, world_size: int, timeout: Any, device: torch.device) -> ProcessGroup:
-    """Create a process group beside the default one. All members create such groups in the same order."""
+    """Create a process group in addition to the default one. All members create such groups in the same order."""
     own_store = c10d_private.distributed_c10d.PrefixStore(f"{NAME} {next(_numbers_alone)}", store)
     world = open_through(own_store, rank, world_size, timeout)
     return ProcessGroup(world.group, world, own_store)

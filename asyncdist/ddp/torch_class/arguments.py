@@ -54,7 +54,7 @@ def group_of(process_group: Any, device_mesh: Any) -> tuple[Group, Any]:
 
 
 def default_group_if_any() -> Group | None:
-    """Return the group of a model without ``process_group``; None if there is none."""
+    """Return the group of a model without ``process_group``, or None."""
     try:
         return group_of(None, None)[0]
     except UsageError:

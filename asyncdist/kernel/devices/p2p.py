@@ -297,7 +297,7 @@ class DevicePointToPoint:
         return self._control_group.error
 
     def async_error(self) -> Exception | None:
-        """Return a failure that no message has reported yet; None if there is none."""
+        """Return a failure that no message has reported yet, or None."""
         async_errors = (backend.async_error() for backend in list((self._backends or {}).values()))
         return self.error or next((one for one in async_errors if one is not None), None)
 

@@ -212,7 +212,7 @@ class MatchingHost(Protocol):
         """Whether a receive from any rank is posted, so that no stalled message may delay the messages behind it."""
 
     def unclaimed(self, peer: int, key: bytes, fingerprint: int, nbytes: int) -> Receive | None:
-        """Return the receive for a message without a posted receive from this peer; None if there is none.
+        """Return the receive for a message without a posted receive from this peer, or None.
 
         It is a receive from any rank, or a `DiscardReceive` if the group of the message has ended.
         """

@@ -119,7 +119,7 @@ class ChannelPort:
         return list(self._channels)
 
     def channel_to(self, peer: str) -> PeerChannel | None:
-        """Return an open channel to the port with this id; None if there is none."""
+        """Return the open channel to the port with this id, or None."""
         for channel in self._by_id.get(peer, ()):
             if channel.is_open:
                 return channel
@@ -128,7 +128,7 @@ class ChannelPort:
     async def connect(
         self, address: ChannelAddress, timeout: Timeout = None, *, token: str | None = None
     ) -> PeerChannel:
-        """Return an open channel to a port, and open it if there is none.
+        """Return an open channel to a port; open one if necessary.
 
         Args:
             address: Where the port listens.
