@@ -95,7 +95,13 @@ def train(job: str) -> None:
                     state.optimizer.step()
                     state.step += 1
                     if group.rank() == 0:
-                        report(event="step", step=state.step, loss=loss.item(), size=group.size())
+                        report(
+                            event="step",
+                            step=state.step,
+                            loss=loss.item(),
+                            size=group.size(),
+                            generation=group.generation,
+                        )
     with torch.no_grad():
         accuracy = (model(held_out).argmax(dim=1) == answers).float().mean().item()
     report(event="done", accuracy=accuracy)
@@ -164,6 +170,7 @@ try:
                 victim = alive.pop(chance.randrange(len(alive)))
                 victim.send_signal(signal.SIGKILL)
                 kills.append(time.time())
+                next_kill = None
                 victim.wait()
                 alive.append(start(job))
             for process in alive:
@@ -190,11 +197,12 @@ regroups: list[tuple[float, float]] = []
 newcomers: list[tuple[float, float]] = []
 """From when to when no step was committed, because a member was lost or a newcomer was taken in or waited for."""
 for before, after in itertools.pairwise(steps):
-    killed = [moment for moment in kills if before["time"] <= moment < after["time"]]
-    if after["size"] >= before["size"] and (killed or after["size"] > before["size"]):
-        newcomers.append((max([before["time"], *killed]), after["time"]))
-    elif killed:
-        regroups.append((killed[-1], after["time"]))
+    if after["generation"] != before["generation"]:
+        killed = [moment for moment in kills if moment < after["time"]]
+        if after["size"] < before["size"]:
+            regroups.append((killed[-1] if killed else before["time"], after["time"]))
+        else:
+            newcomers.append((before["time"], after["time"]))
 accuracy = max(event["accuracy"] for event in of("done"))
 sizes = sorted({event["size"] for event in steps})
 print(
@@ -224,7 +232,7 @@ for axes in (curve, count):
             label = text if not place else None
             axes.axvspan(begin - origin, end - origin, color=color, alpha=0.5, linewidth=1, label=label)
     axes.spines[["top", "right"]].set_visible(False)
-curve.legend(frameon=False)
+curve.legend(framealpha=0.9, edgecolor="none")
 curve.set_title(
     f"Digits on {options.ranks} processes, {len(kills)} killed: {accuracy:.1%} right, no checkpoint",
     loc="left",
