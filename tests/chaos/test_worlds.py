@@ -36,14 +36,15 @@ def run(nursery, tmp_path):
 
 
 def seed_of(kind, *, joins, strangers=False):
-    """Return the lowest seed of a world of at most four processes with a fault of a kind, and with strangers if asked."""
+    """Return the lowest seed of a world of at most four processes that begins with a fault of a kind, which no other
+    fault can prevent, and has strangers if asked."""
     return next(
         seed
         for seed in itertools.count()
         if (plan := plan_of(seed)).joins is joins
         and plan.size <= 4
         and plan.has_strangers >= strangers
-        and any(fault.kind == kind for fault in plan.faults)
+        and min(plan.faults, key=lambda fault: fault.at).kind == kind
     )
 
 

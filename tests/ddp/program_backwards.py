@@ -218,7 +218,7 @@ def frozen_while_its_inputs_are_trained(case):
     case.model.requires_grad_(False)
     attack = case.x.clone().requires_grad_()
     case.model(attack).sum().backward()
-    case.seen.append(attack.grad.tolist())
+    case.seen.append(attack.grad.flatten().tolist())
     case.model.requires_grad_(True)
     case.step()
     case.bypass()
