@@ -1,4 +1,4 @@
-"""Tests whose body runs on every rank of a world in this process."""
+"""Tests whose body runs on every rank of a world in this process, and what they look at in a group."""
 
 import asyncio
 import functools
@@ -33,3 +33,8 @@ def on_ranks(size: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return run
 
     return decorate
+
+
+def native_of(group: Any) -> Any:
+    """Return the native collectives of a group, such as those in shared memory."""
+    return group.context.native

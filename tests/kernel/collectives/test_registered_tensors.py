@@ -31,7 +31,7 @@ def staged(monkeypatch):
     """The bytes of the areas in which ranks staged data, one entry for each piece."""
     entries = []
     lock = threading.Lock()
-    reserve = SlotTable._reserve
+    reserve = SlotTable.back
 
     def note(slots, which, nbytes):
         with lock:
@@ -39,7 +39,7 @@ def staged(monkeypatch):
                 entries.append(nbytes)
         reserve(slots, which, nbytes)
 
-    monkeypatch.setattr(SlotTable, "_reserve", note)
+    monkeypatch.setattr(SlotTable, "back", note)
     return entries
 
 

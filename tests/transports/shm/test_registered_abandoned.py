@@ -10,6 +10,7 @@ import torch
 import asyncdist
 from asyncdist.errors import GroupAbortedError, GroupError, OperationTimeoutError
 from asyncdist.testing.cluster import run_ranks
+from tests.support.ranks import native_of
 
 PATIENCE = 30.0
 # More elements than a small exchange stages.
@@ -73,7 +74,7 @@ def test_call_does_not_use_memory_of_a_destroyed_group(monkeypatch):
             destroying.join()
             both.wait(PATIENCE)
             made.append(group.world.new_group(None))
-            made.append(made[0]._native._slots.words.tolist())
+            made.append(native_of(made[0]).slots.words.tolist())
 
         attempt = group.endpoint.progress.attempt
 
@@ -87,6 +88,6 @@ def test_call_does_not_use_memory_of_a_destroyed_group(monkeypatch):
         assert isinstance(error, GroupError)
         both.wait(PATIENCE)
         second, words = made
-        return second._native._slots.words.tolist() == words
+        return native_of(second).slots.words.tolist() == words
 
     assert run_ranks(2, program, transport="shm") == [True, True]

@@ -17,6 +17,7 @@ from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import moving, reducing
 from asyncdist_transports.shm.collectives import streaming
 from asyncdist_transports.shm.collectives.slot_table import SLOTS, STREAM_PIECES
+from tests.support.ranks import native_of
 
 SMALL = Config().with_(shm_area_nbytes=4096)
 PIECE = 1024  # float32 elements of a small area
@@ -42,8 +43,8 @@ async def check(groups, *counts):
 
 def stage(group, far):
     """Let a member always stage ``far`` rounds ahead."""
-    group._native._stream._tuners = defaultdict(
-        type("Decided", (streaming._AheadTuner,), {"choose": lambda tried: far})
+    native_of(group).stream.tuners = defaultdict(
+        type("Decided", (streaming.AheadTuner,), {"choose": lambda tried: far})
     )
 
 
@@ -54,7 +55,7 @@ async def test_members_stage_different_distances_ahead(ahead):
             stage(group, far)
         for count in (2 * PIECE, PIECE + 1, 3 * PIECE - 1, 7 * PIECE + 5, STREAM_PIECES * PIECE, 50 * PIECE + 7):
             await check(groups, count)
-        assert all(group._native._stream._tuners for group in groups)
+        assert all(native_of(group).stream.tuners for group in groups)
 
 
 async def test_concurrent_collectives_share_the_stream():
@@ -96,7 +97,7 @@ async def test_staging_ahead_falls_back_without_memory(monkeypatch):
 
 
 def test_tuner_keeps_the_faster_distance():
-    tried = streaming._AheadTuner()
+    tried = streaming.AheadTuner()
     far = streaming.AHEAD
     speed = {0: 5.0, far: 2.0}
 
@@ -121,12 +122,12 @@ def test_tuner_keeps_the_faster_distance():
 
 def pieces_of(group):
     """Return a list to which a member adds each piece of the stream in which it stages from now on."""
-    slots, pieces = group._native._slots, []
+    slots, pieces = native_of(group).slots, []
     wait_reusable = slots.wait_reusable
 
     def noted(number, round_index, readers):
         yield from wait_reusable(number, round_index, readers)
-        pieces.append(slots._area_index(number, round_index, slots.words) - 2 * SLOTS)
+        pieces.append(slots.area_index(number, round_index, slots.words) - 2 * SLOTS)
 
     slots.wait_reusable = noted
     return pieces
@@ -184,12 +185,12 @@ async def test_every_collective_may_be_staged_ahead(ahead):
             stage(group, far)
         await check_all(groups, PIECE + 1, 17 * PIECE, 40 * PIECE + 5)
         for group in groups:
-            assert names <= {name for (name, _), _ in group._native._stream._tuners}
+            assert names <= {name for (name, _), _ in native_of(group).stream.tuners}
 
 
 async def test_collective_uses_slot_areas_while_a_later_one_has_the_stream():
     async with world_of(3, transport="shm", config=SMALL) as groups:
         for group in groups[:2]:
-            group._native._slots._streamed = 1 << 20
+            native_of(group).slots.streamed = 1 << 20
         await check_all(groups, 20 * PIECE + 1)
-        assert groups[0]._native._slots._streamed == 1 << 20
+        assert native_of(groups[0]).slots.streamed == 1 << 20

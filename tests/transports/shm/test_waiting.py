@@ -18,6 +18,7 @@ from asyncdist_transports.shm import memory_order
 from asyncdist_transports.shm.collectives import small
 from asyncdist_transports.shm.collectives.slot_table import AWAITS_SLOT, DONE, LINE, READ_ROUNDS, SLOTS, STEP
 from asyncdist_transports.shm.memory_order import Fence
+from tests.support.ranks import native_of
 
 pytestmark = pytest.mark.each_loop
 
@@ -82,7 +83,7 @@ def test_full_fence_separates_published_word_from_sleep_flag_check(name, shared,
         tensor = asyncdist.empty(count, shared=shared).fill_(1.0)
         # The members find each other's slot tables.
         CALLS[name](group, tensor)
-        events, slots = [], group._native._slots
+        events, slots = [], native_of(group).slots
         full = slots.fence.full
         slots.fence.full = lambda: (full(), events.append("full"))
         slots.words = Watched(slots.words, events, written="word")
@@ -158,14 +159,14 @@ def test_fence_precedes_published_words_and_follows_read_words(arm64, monkeypatc
 
         return noted
 
-    monkeypatch.setattr(small, "_move", noting(small._move, int))
+    monkeypatch.setattr(small, "move", noting(small.move, int))
     monkeypatch.setattr(torch.Tensor, "copy_", noting(torch.Tensor.copy_, torch.Tensor.data_ptr))
 
     def program(group):
         one, all = asyncdist.empty(count, shared=shared).fill_(1), asyncdist.empty(2 * count, shared=shared).fill_(1)
         # The members find each other's slot tables.
         MOVES[name](group, one, all)
-        events, slots = [], group._native._slots
+        events, slots = [], native_of(group).slots
         mapping, full = slots.others[0].mapping, slots.fence.full
         local.is_peers = lambda address: mapping.address <= address < mapping.address + mapping.nbytes
         local.note = events.append
@@ -221,7 +222,7 @@ async def test_word_published_after_sleep_flag_wakes_the_rank():
             signal()
 
         local_peer.signal = noted
-        for member in one._native._slots.others:
+        for member in native_of(one).slots.others:
             member.signal = noted
         work = zero.barrier()
         with zero.endpoint.progress.turns.lock:
@@ -361,7 +362,7 @@ async def test_call_wakes_no_member_that_sleeps_in_a_later_one():
         await asyncio.gather(zero.reduce(tensors[0], 1), one.reduce(tensors[1], 1))
         await asyncio.gather(zero.broadcast(tensors[0], 1), one.broadcast(tensors[1], 1))
         signals = []
-        (member,) = one._native._slots.others
+        (member,) = native_of(one).slots.others
         wake, member.signal = member.signal, lambda: signals.append(True) or wake()
         await zero.reduce(tensors[0], 1)
         broadcast = zero.broadcast(tensors[0], 1)
@@ -389,7 +390,7 @@ def test_member_that_awaits_a_slot_is_woken_before_the_next_call():
                 CALLS["broadcast"](group, tensor)
             is_ahead.set()
             return True
-        (member,) = group._native._slots.others
+        (member,) = native_of(group).slots.others
         until = time.monotonic() + LONG
         # An attempt sleeps for a short time only, before it becomes an operation.
         while not (member.asleep[0] and member.words[AWAITS_SLOT] and endpoints[0].operations):

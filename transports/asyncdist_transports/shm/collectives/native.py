@@ -33,11 +33,11 @@ class ShmNative(Native):
     """The collectives of one group in shared memory."""
 
     def __init__(self, slots: SlotTable, piece_nbytes: int, show: Callable[[], None], hide: Callable[[], None]) -> None:
-        self._slots = slots
+        self.slots = slots
         self._piece_nbytes = piece_nbytes
         self._show, self._hide = show, hide
-        self._views, self._stream = zero_copy.PeerViews(slots), StagedStream()
-        self._large = Large(slots, self._views, self._stream)
+        self._views, self.stream = zero_copy.PeerViews(slots), StagedStream()
+        self._large = Large(slots, self._views, self.stream)
 
     def open(self) -> None:
         self._show()
@@ -45,20 +45,20 @@ class ShmNative(Native):
     def close(self) -> None:
         # No later call raises the error of these.
         try:
-            self._slots.check_deferred(math.inf)
+            self.slots.check_deferred(math.inf)
         except GroupError as error:
             log.error("calls before the end of the group had wrong results: %s", error.summary)
         self._hide()
 
     def publish(self, sequence: int, fingerprint: int) -> Schedule:
-        yield from self._slots.enter(sequence)
-        self._slots.post(sequence, fingerprint, 0, DONE)
+        yield from self.slots.enter(sequence)
+        self.slots.post(sequence, fingerprint, 0, DONE)
 
     def prepare(self, signature: CallSignature) -> PreparedCall:
         if signature.collective is Collective.all_reduce_coalesced:
             return self._all_reduce_coalesced(signature)
         fallback = self._large.continue_all_to_all if signature.collective is Collective.all_to_all else None
-        exchange = None if signature.sizes else small_exchange_for(self._slots, signature, fallback)
+        exchange = None if signature.sizes else small_exchange_for(self.slots, signature, fallback)
         staged = self._large.prepare(signature) if exchange is None else exchange.schedule
         if signature.collective is not Collective.all_reduce or signature.nbytes < zero_copy.MIN_NBYTES:
             return staged
@@ -66,7 +66,7 @@ class ShmNative(Native):
 
     def _zero_copy_or(self, staged: PreparedCall, signature: CallSignature) -> PreparedCall:
         """Return the call that reduces registered tensors in place, and stages others."""
-        slots, large = self._slots, self._large
+        slots, large = self.slots, self._large
 
         def finish_staged(state: CollectiveState, tensor: torch.Tensor) -> Schedule:
             yield from large.all_reduce_staged(state, Memory(tensor.view(-1)), signature.arithmetic)
@@ -81,7 +81,7 @@ class ShmNative(Native):
         return start
 
     def _all_reduce_coalesced(self, signature: CallSignature) -> PreparedCall:
-        slots, arithmetic = self._slots, signature.arithmetic
+        slots, arithmetic = self.slots, signature.arithmetic
 
         def finish_staged(state: CollectiveState, tensors: Sequence[torch.Tensor]) -> Schedule:
             flat = [Memory(tensor.view(-1)) for tensor in tensors]

@@ -127,7 +127,7 @@ class SlotTable:
         self.words[STEP] = DONE
         self._reserved = [0] * (2 * SLOTS + STREAM_PIECES)
         # The number of the collective that used the stream last, and the piece after the last one staged in it.
-        self._streamed = 0
+        self.streamed = 0
         self._position = 0
         # By area: the number, round and readers of its last use, for `wait_reusable`.
         self._staged: dict[int, tuple[int, int, Sequence[SlotMember]]] = {}
@@ -308,16 +308,17 @@ class SlotTable:
 
     def reserve(self, number: int, round_index: int, nbytes: int) -> None:
         """Back this member's area of a round with memory. Raises SharedMemoryError if none is left."""
-        self._reserve(self._area_index(number, round_index, self.words), nbytes)
+        self.back(self.area_index(number, round_index, self.words), nbytes)
 
-    def _area_index(self, number: int, round_index: int, words: memoryview) -> int:
+    def area_index(self, number: int, round_index: int, words: memoryview) -> int:
         """Return which area a member uses in a round: a half of its slot, or a piece of its stream."""
         stream = words[number % SLOTS * LINE + STREAM]
         if stream >> SHIFT == number:
             return 2 * SLOTS + ((stream >> 8 & 0xFF) + round_index) % (stream & 0xFF)
         return number % SLOTS * 2 + (round_index & 1)
 
-    def _reserve(self, index: int, nbytes: int) -> None:
+    def back(self, index: int, nbytes: int) -> None:
+        """Back one of this member's areas with memory."""
         if nbytes > self._reserved[index]:
             start = self.block.offset + _LINES_NBYTES + index * self.area_nbytes
             self.arena.reserve(start, nbytes)
@@ -326,8 +327,8 @@ class SlotTable:
     def own_area(self, number: int, round_index: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return elements of this member's area of a round, backed with memory. Raises SharedMemoryError if none is
         left."""
-        index = self._area_index(number, round_index, self.words)
-        self._reserve(index, start + count * dtype.itemsize)
+        index = self.area_index(number, round_index, self.words)
+        self.back(index, start + count * dtype.itemsize)
         return self._area(index, self.rank, start, count, dtype)
 
     def area(
@@ -335,7 +336,7 @@ class SlotTable:
     ) -> torch.Tensor:
         """Return elements of a member's area of a round, from byte ``start`` on; ``rank`` may be this member's own."""
         words = self.words if rank == self.rank else self.members_by_rank[rank].words
-        return self._area(self._area_index(number, round_index, words), rank, start, count, dtype)
+        return self._area(self.area_index(number, round_index, words), rank, start, count, dtype)
 
     def first_half(self, number: int, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return elements of the first half of a member's slot, from byte ``start`` on, for collectives without rounds."""
@@ -369,7 +370,7 @@ class SlotTable:
 
     def wait_reusable(self, number: int, round_index: int, readers: Sequence[SlotMember]) -> Schedule:
         """Wait until every reader has read the last contents of this member's area; ``readers`` read the next ones."""
-        index = self._area_index(number, round_index, self.words)
+        index = self.area_index(number, round_index, self.words)
         before = self._staged.get(index)
         if before is not None:
             yield from self.wait_read(*before)
@@ -384,12 +385,12 @@ class SlotTable:
         collective that used the stream. It does not wait for a later one, which may wait for this one on another member.
         Returns whether the stream is free. Raises SharedMemoryError if no memory is left for pieces of ``nbytes`` bytes.
         """
-        before = self._streamed
+        before = self.streamed
         if before > number:
             return False
         for index in range(2 * SLOTS, 2 * SLOTS + areas):
-            self._reserve(index, nbytes)
-        self._streamed = number
+            self.back(index, nbytes)
+        self.streamed = number
         done = before << SHIFT | DONE
         while before != number and self.words[before % SLOTS * LINE] < done:
             yield self.wait

@@ -33,9 +33,9 @@ takes 15 µs for 64 KiB (35 µs in place), and 29 µs for 256 KiB (48 µs in pla
 _ADDED_NBYTES = 256 << 10
 
 # memmove takes half as long as `copy_` for less than a page. PyDLL keeps the GIL: releasing it takes longer than the copy.
-_move = ctypes.PyDLL(None).memmove
-_move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_move.restype = None
+move = ctypes.PyDLL(None).memmove
+move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+move.restype = None
 
 Blocks = torch.Tensor | Sequence[torch.Tensor]
 """One block for each member: consecutive in one tensor, or one tensor each."""
@@ -113,10 +113,10 @@ class _SmallCall:
 
         def stage(blocks: Blocks) -> None:
             if isinstance(blocks, torch.Tensor):
-                _move(to, blocks.data_ptr(), whole)
+                move(to, blocks.data_ptr(), whole)
             else:
                 for index, block in enumerate(blocks):
-                    _move(to + index * nbytes, block.data_ptr(), nbytes)
+                    move(to + index * nbytes, block.data_ptr(), nbytes)
 
         return stage
 
@@ -159,7 +159,7 @@ def _all_reduce(small: _SmallCall) -> SmallExchange:
         areas = [small.staged_block(number, each) for each in range(small.size)]
 
         def stage(tensor: torch.Tensor) -> None:
-            _move(to, tensor.data_ptr(), nbytes)
+            move(to, tensor.data_ptr(), nbytes)
 
         if small.shares_result:
             return Moves(stage, _found_or_reduced(small, number, areas))
@@ -197,13 +197,13 @@ def _found_or_reduced(small: _SmallCall, number: int, areas: Sequence[torch.Tens
             if member.words[at] == now:
                 # The word is loaded before the result.
                 light()
-                _move(tensor.data_ptr(), address, nbytes)
+                move(tensor.data_ptr(), address, nbytes)
                 return
         arithmetic.reduce(areas, own_result)
         # The result is stored before the word.
         light()
         words[at] = now
-        _move(tensor.data_ptr(), own_address, nbytes)
+        move(tensor.data_ptr(), own_address, nbytes)
 
     return read
 
@@ -213,7 +213,7 @@ def _reduce(small: _SmallCall) -> SmallExchange:
 
     def send(number: int) -> Moves:
         to = small.address(number, small.rank)
-        return Moves(lambda tensor: _move(to, tensor.data_ptr(), nbytes), None)
+        return Moves(lambda tensor: move(to, tensor.data_ptr(), nbytes), None)
 
     def read(number: int) -> Moves:
         areas = [small.staged_block(number, member.rank) for member in small.others]
@@ -243,11 +243,11 @@ def _broadcast(small: _SmallCall) -> SmallExchange:
 
     def send(number: int) -> Moves:
         to = small.address(number, small.rank)
-        return Moves(lambda tensor: _move(to, tensor.data_ptr(), nbytes), None)
+        return Moves(lambda tensor: move(to, tensor.data_ptr(), nbytes), None)
 
     def read(number: int) -> Moves:
         source = small.address(number, small.root)
-        return Moves(None, lambda tensor: _move(tensor.data_ptr(), source, nbytes))
+        return Moves(None, lambda tensor: move(tensor.data_ptr(), source, nbytes))
 
     return small.from_root(send, read)
 
@@ -260,11 +260,11 @@ def _all_gather(small: _SmallCall) -> SmallExchange:
         areas = [small.address(number, rank) for rank in range(small.size)]
 
         def stage(blocks: Blocks, tensor: torch.Tensor) -> None:
-            _move(own, tensor.data_ptr(), nbytes)
+            move(own, tensor.data_ptr(), nbytes)
 
         def read(blocks: Blocks, tensor: torch.Tensor) -> None:
             for to, area in zip(small.addresses(blocks), areas, strict=True):
-                _move(to, area, nbytes)
+                move(to, area, nbytes)
 
         return Moves(stage, read)
 
@@ -276,7 +276,7 @@ def _gather(small: _SmallCall) -> SmallExchange:
 
     def send(number: int) -> Moves:
         to = small.address(number, rank)
-        return Moves(lambda blocks, tensor: _move(to, tensor.data_ptr(), nbytes), None)
+        return Moves(lambda blocks, tensor: move(to, tensor.data_ptr(), nbytes), None)
 
     def read(number: int) -> Moves:
         areas = [(member.rank, small.address(number, member.rank)) for member in small.others]
@@ -284,9 +284,9 @@ def _gather(small: _SmallCall) -> SmallExchange:
         def collect(blocks: Blocks, tensor: torch.Tensor) -> None:
             locations = small.addresses(blocks)
             # The root's own block comes first: it may overlap the memory of another block.
-            _move(locations[rank], tensor.data_ptr(), nbytes)
+            move(locations[rank], tensor.data_ptr(), nbytes)
             for each, area in areas:
-                _move(locations[each], area, nbytes)
+                move(locations[each], area, nbytes)
 
         return Moves(None, collect)
 
@@ -301,13 +301,13 @@ def _scatter(small: _SmallCall) -> SmallExchange:
 
         def hand_out(tensor: torch.Tensor, blocks: Blocks) -> None:
             stage_blocks(blocks)
-            _move(tensor.data_ptr(), small.addresses(blocks)[rank], nbytes)
+            move(tensor.data_ptr(), small.addresses(blocks)[rank], nbytes)
 
         return Moves(hand_out, None)
 
     def read(number: int) -> Moves:
         source = small.address(number, small.root, rank)
-        return Moves(None, lambda tensor, blocks: _move(tensor.data_ptr(), source, nbytes))
+        return Moves(None, lambda tensor, blocks: move(tensor.data_ptr(), source, nbytes))
 
     return small.from_root(send, read)
 
@@ -329,7 +329,7 @@ def _all_to_all(small: _SmallCall) -> SmallExchange:
         ]
 
         def stage(blocks: Blocks, outgoing: Blocks) -> None:
-            _move(table, header_words.data_ptr(), header_words.nbytes)
+            move(table, header_words.data_ptr(), header_words.nbytes)
             stage_blocks(outgoing)
 
         def read(blocks: Blocks, outgoing: Blocks) -> None:
@@ -337,7 +337,7 @@ def _all_to_all(small: _SmallCall) -> SmallExchange:
                 if words[at] != location or sent[rank] != small.count:
                     raise NonUniformBlocks
             for to, area in zip(small.addresses(blocks), areas, strict=True):
-                _move(to, area, nbytes)
+                move(to, area, nbytes)
 
         return Moves(stage, read, slots.location_of(number, rank, small.header))
 

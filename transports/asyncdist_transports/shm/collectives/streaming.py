@@ -26,7 +26,7 @@ AHEAD = STREAM_PIECES // 2 - 1
 _TRY_EVERY = 32
 
 
-class _AheadTuner:
+class AheadTuner:
     """Measured time to stage a piece for calls of one kind, by distance."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class StagedStream:
     """Runs the multi-round collectives of one group in which members stage."""
 
     def __init__(self) -> None:
-        self._tuners: dict[Hashable, _AheadTuner] = defaultdict(_AheadTuner)
+        self.tuners: dict[Hashable, AheadTuner] = defaultdict(AheadTuner)
 
     def run_rounds(
         self,
@@ -75,7 +75,7 @@ class StagedStream:
             yield from state.run_rounds(count, stage, read, sources, readers, reads_open=reads_open)
             return
         # A small tensor may itself stay in the cache.
-        tuner = self._tuners[kind, count.bit_length()]
+        tuner = self.tuners[kind, count.bit_length()]
         ahead = tuner.choose()
         for ahead_now in dict.fromkeys((ahead, 0)):
             try:
