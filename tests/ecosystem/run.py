@@ -50,8 +50,8 @@ _EXCEPTION = re.compile(
     r"(?:\[\w+\]: ?)*((?!torch\.distributed\.elastic\.)(?:[A-Za-z_]\w*\.)*\w*(?:Error|Exception): .*)", re.ASCII
 )
 _END_OF_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) ")
-_END_BY_TORCHRUN = re.compile(r"[WE]\d{4} .* torch/distributed/elastic/(?:agent|multiprocessing)/")
-_OF_TORCHRUN = re.compile(r"[WE]\d{4} .* torch/distributed/|\*+$|Setting OMP_NUM_THREADS |warnings\.warn\($")
+_END_BY_TORCHRUN = re.compile(r"[WE]\d{4} .* \S*torch/distributed/elastic/(?:agent|multiprocessing)/")
+_OF_TORCHRUN = re.compile(r"[WE]\d{4} .* \S*torch/distributed/|\*+$|Setting OMP_NUM_THREADS |warnings\.warn\($")
 _FOLDER = re.compile(r"\S*/site-packages/")
 
 
