@@ -13,8 +13,8 @@ from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from asyncdist.base.published import PUBLISHED
 from asyncdist.config import Config
-from asyncdist.errors import DOCUMENTATION
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -109,7 +109,7 @@ def with_drawings(text: str) -> str:
 
 
 def on_config(config: MkDocsConfig) -> None:
-    config.site_url = DOCUMENTATION
+    config.site_url = PUBLISHED
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
