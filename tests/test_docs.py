@@ -461,6 +461,16 @@ def test_reference_has_every_module_of_the_test_kit() -> None:
     assert modules <= entries_of("testing")
 
 
+def test_tables_of_user_pages_have_at_most_five_columns() -> None:
+    """A wider table is cut off on a phone, and belongs into a report."""
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    names = re.findall(r": (\S+\.md)$", navigation.partition("- Reference:")[0].partition("- Start:")[2], re.MULTILINE)
+    assert len(names) > 20
+    for page in ("README.md", *(f"docs/{name}" for name in names)):
+        for row in re.findall(r"^\|.*\|$", prose(page), re.MULTILINE):
+            assert len(re.findall(r"(?<!\\)\|", row)) <= 6, f"{page}: {row}"
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     paths = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
