@@ -36,38 +36,34 @@
     └── TransportUnavailableError            a transport that was requested by name cannot be used here
 
 The classes hold fields and build their message in ``_text``. A message says what happened, where, and what to do next.
-``str(error)`` adds a line with the address of the class's page.
+``str(error)`` adds a line with the command that shows the class's section of docs/errors.md.
 """
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Sequence
 
 from asyncdist.base.ops import is_message
+from asyncdist.base.published import REFERENCE, reference_to
 
-DOCUMENTATION = "https://asyncdist.readthedocs.io/en/stable/"
-"""Where the documentation of this release is published. It is set nowhere else."""
-_SEE = f"\nsee {DOCUMENTATION}errors/#"
 _DOCUMENTED = (__name__, "asyncdist.elastic.errors", "asyncdist.rpc.errors", "asyncdist.weights.errors")
-_ADDRESS = re.compile(rf"{re.escape(_SEE)}\w+")
 
 
 class AsyncdistError(RuntimeError):
-    """Base of every error of this package. The last line of ``str(error)`` is the address of the class's page."""
+    """Base of every error of this package. The last line of ``str(error)`` is the command that explains its class."""
 
     # Not named `message`: torch's DataLoader calls error classes with such an attribute with ``message=``.
     @property
     def summary(self) -> str:
-        """The message without the address of the page, for use inside other texts."""
+        """The message without that line, for use inside other texts."""
         # The text may contain the whole text of another error, also of one that another process raised.
-        return _ADDRESS.sub("", self._text())
+        return REFERENCE.sub("", self._text())
 
     def __str__(self) -> str:
-        # The classes of these modules have pages; a class derived from them elsewhere is described by its base's.
+        # The classes of these modules have sections; a class derived from them elsewhere is described by its base's.
         documented = next(kind for kind in type(self).__mro__ if kind.__module__ in _DOCUMENTED)
-        return f"{self.summary}{_SEE}{documented.__name__.lower()}"
+        return f"{self.summary}{reference_to(documented.__name__)}"
 
     def _text(self) -> str:
         return super().__str__()

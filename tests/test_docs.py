@@ -228,12 +228,41 @@ def test_code_of_page_runs_without_what_the_page_does_not_install(tmp_path: Path
     terminal.run("pip install pytest && pytest --version", ["pytest …"])
 
 
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_errors_are_explained_where_only_the_wheel_is_installed(tmp_path: Path, wheel: Path) -> None:
+    environment = ReaderEnvironment(tmp_path / "venv")
+    environment.unpack(wheel)
+    terminal = Terminal(tmp_path, variables_of(environment, tmp_path))
+    terminal.run("asyncdist explain PeerLostError", ["## PeerLostError", "- **What to do:** …"])
+
+
+def test_nothing_points_to_what_is_not_published() -> None:
+    """The package is on no index, and the pages are at no address, unless `PUBLISHED` says so."""
+    sources = [
+        path for folder in ("asyncdist", "transports", "examples", "docs") for path in (ROOT / folder).rglob("*")
+    ]
+    files = [*sources, *PAGES.values(), ROOT / "CHANGELOG.md", ROOT / "pyproject.toml", ROOT / "mkdocs.yml"]
+    unpublished = re.compile(
+        r"(?<![\w-])asyncdist\[|pip install (-\w+ )*'?asyncdist\b|https?://[\w.]*asyncdist[\w.]*\.\w+"
+    )
+    wrong = {
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in files
+        if path.suffix in (".py", ".md", ".toml", ".yml", ".yaml", ".sh")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if unpublished.search(line)
+    }
+    assert wrong == set()
+
+
 def copy_sources(folder: Path) -> None:
     """Copy what a reader has who works in a checkout of the sources."""
     for name in ("asyncdist", "transports", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
+    (folder / "docs").mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "docs/errors.md"):
+        shutil.copy(ROOT / name, folder / name)
 
 
 def test_code_of_the_readme_has_existing_names() -> None:
@@ -430,6 +459,16 @@ def test_reference_has_every_public_name(package: str) -> None:
 def test_reference_has_every_module_of_the_test_kit() -> None:
     modules = {f"asyncdist.testing.{path.stem}" for path in (ROOT / "asyncdist/testing").glob("[!_]*.py")}
     assert modules <= entries_of("testing")
+
+
+def test_tables_of_user_pages_have_at_most_five_columns() -> None:
+    """A wider table is cut off on a phone, and belongs into a report."""
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    names = re.findall(r": (\S+\.md)$", navigation.partition("- Reference:")[0].partition("- Start:")[2], re.MULTILINE)
+    assert len(names) > 20
+    for page in ("README.md", *(f"docs/{name}" for name in names)):
+        for row in re.findall(r"^\|.*\|$", prose(page), re.MULTILINE):
+            assert len(re.findall(r"(?<!\\)\|", row)) <= 6, f"{page}: {row}"
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from torch._utils import ExceptionWrapper
 
 from asyncdist import errors
+from asyncdist.base import published
 from asyncdist.base.error_text import describe_error
+from asyncdist.cli import main
 from asyncdist.elastic import errors as elastic_errors
 from asyncdist.errors import AddressError, AsyncdistError, GroupAbortedError, UsageError
 from asyncdist.groups.group import Group
@@ -54,17 +57,40 @@ def make(kind: type[AsyncdistError]) -> AsyncdistError:
     return kind(*ARGUMENTS.get(kind.__name__, ("it broke",)))
 
 
-def address(kind: type[AsyncdistError]) -> str:
-    return f"https://asyncdist.readthedocs.io/en/stable/errors/#{kind.__name__.lower()}"
+def reference(kind: type[AsyncdistError]) -> str:
+    return f"see `asyncdist explain {kind.__name__}`"
 
 
 @every_error
-def test_message_ends_with_the_address_of_the_class(kind: type[AsyncdistError]) -> None:
+def test_message_ends_with_the_command_that_explains_it(kind: type[AsyncdistError]) -> None:
     error = make(kind)
     *text, last = str(error).splitlines()
-    assert last == f"see {address(kind)}"
+    assert last == reference(kind)
     assert "\n".join(text) == error.summary
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    program, command, *arguments = last.removeprefix("see ").strip("`").split()
+    assert program == "asyncdist"
+    explained = CliRunner().invoke(main, [command, *arguments])
+    assert explained.exit_code == 0, explained.output
+    assert explained.output.startswith(f"## {kind.__name__}\n")
+    assert "What happened:" in explained.output
+    assert "](" not in explained.output
+
+
+def test_similar_names_are_proposed_for_an_unknown_error() -> None:
+    run = CliRunner().invoke(main, ["explain", "PeerLost"])
+    assert (run.exit_code, "do you mean PeerLostError" in run.output) == (2, True)
+    assert CliRunner().invoke(main, ["explain"]).output.split() == re.findall(
+        "^### (.*)$", PAGE.read_text(), re.MULTILINE
+    )
+
+
+def test_message_has_the_address_too_once_the_documentation_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "PUBLISHED", "https://docs.example/0.2/")
+    inner = AddressError("the port is in use")
+    last = "see `asyncdist explain AddressError`, or https://docs.example/0.2/errors/#addresserror"
+    assert str(inner) == f"the port is in use\n{last}"
+    assert UsageError(f"it failed ({inner}), and more").summary == "it failed (the port is in use), and more"
 
 
 @every_error
@@ -82,7 +108,7 @@ def test_worker_of_a_data_loader_passes_the_text_on(kind: type[AsyncdistError]) 
 
 
 @every_error
-def test_page_has_a_section_with_advice_at_the_address_of_each_error(kind: type[AsyncdistError]) -> None:
+def test_page_has_a_section_with_advice_for_each_error(kind: type[AsyncdistError]) -> None:
     _, _, section = PAGE.read_text(encoding="utf-8").partition(f"\n### {kind.__name__}\n")
     section = re.split(r"^##", section, maxsplit=1, flags=re.MULTILINE)[0]
     assert re.findall(r"^- \*\*(.*?):\*\* \S", section, re.MULTILINE) == ["What happened", "What to do"]
@@ -96,19 +122,19 @@ def test_page_has_no_section_of_an_unknown_error() -> None:
     assert sorted(headings) == sorted(kind.__name__ for kind in KINDS)
 
 
-def test_error_of_an_internal_class_has_the_address_of_its_documented_base() -> None:
-    assert str(DamagedError(7, "bad checksum")).endswith(f"\nsee {address(errors.ProtocolError)}")
+def test_error_of_an_internal_class_refers_to_its_documented_base() -> None:
+    assert str(DamagedError(7, "bad checksum")).endswith(f"\n{reference(errors.ProtocolError)}")
 
 
-def test_nested_messages_repeat_no_address() -> None:
+def test_nested_messages_repeat_no_reference() -> None:
     inner = AddressError("the port is in use")
     outer = UsageError(f"the store failed ({inner}); then: {UsageError(f'{inner}, and more')}")
     assert outer.summary == "the store failed (the port is in use); then: the port is in use, and more"
-    assert str(outer).count("https://") == 1
+    assert str(outer).count("asyncdist explain") == 1
     assert describe_error(inner) == "the port is in use"
 
 
-async def test_message_that_peers_relay_has_one_address() -> None:
+async def test_message_that_peers_relay_has_one_reference() -> None:
     async with world_of(2) as groups:
 
         async def aborted(group: Group) -> GroupAbortedError:
@@ -122,5 +148,5 @@ async def test_message_that_peers_relay_has_one_address() -> None:
         with pytest.raises(GroupAbortedError, match="the port is in use") as caught:
             await waiting
         for error in (caught.value, await aborted(groups[0]), await aborted(groups[1])):
-            assert str(error).count("https://") == 1
-            assert str(error).endswith(f"see {address(GroupAbortedError)}")
+            assert str(error).count("asyncdist explain") == 1
+            assert str(error).endswith(reference(GroupAbortedError))

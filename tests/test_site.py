@@ -6,8 +6,10 @@ import functools
 import html
 import http.server
 import importlib
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,13 +18,14 @@ from pathlib import Path
 
 import pytest
 
+from asyncdist.base import published
 from asyncdist.config import Config, settings
-from asyncdist.errors import DOCUMENTATION
 from tests.support.browser import CHROMIUM, browser
 from tests.test_errors import KINDS, make
 
 ROOT = Path(__file__).resolve().parent.parent
 PHONE, DESKTOP = (390, 844), (1280, 900)
+NODE = shutil.which("node")
 pytestmark = pytest.mark.exhaustive
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
@@ -67,10 +70,10 @@ def anchors(text: str) -> set[str]:
     return {html.unescape(name) for name in re.findall(r'\bid="([^"]+)"', text)}
 
 
-def test_address_in_every_message_exists(site: Path) -> None:
+def test_errors_have_the_addresses_of_published_messages(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "PUBLISHED", "https://docs.example/")
     for kind in KINDS:
-        address = str(make(kind)).splitlines()[-1].removeprefix(f"see {DOCUMENTATION}")
-        name, _, anchor = address.partition("#")
+        name, _, anchor = str(make(kind)).rpartition(", or https://docs.example/")[2].partition("#")
         assert anchor in anchors(page(site, name))
 
 
@@ -104,6 +107,63 @@ def test_all_markdown_is_rendered(site: Path) -> None:
         text = path.read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
         found = raw.search(code.sub("", text))
         assert found is None, f"{path.relative_to(site)}: {found[0]}"
+
+
+SEARCHES = {
+    "ASYNCDIST_SPIN_US": "settings/",
+    "bucket_cap_mb": "ddp/",
+    "checkpoint": "training-loops/",
+    "cuda": "gpu/",
+    "custom transport": "writing-a-transport/",
+    "deepspeed": "libraries/",
+    "diloco": "low-communication/",
+    "elastic": "membership/",
+    "fsdp": "fsdp2-on-cpu/",
+    "gloo": "moving-from-gloo/",
+    "gradient accumulation": "training-loops/",
+    "hang": "debugging/",
+    "install": "install/",
+    "mpi": "moving-from-mpi/",
+    "nccl": "gpu/",
+    "no_sync": "training-loops/",
+    "parameter server": "rpc/",
+    "PeerLostError": "errors/",
+    "prometheus": "metrics/",
+    "regroup": "membership/",
+    "resume": "training-loops/",
+    "slurm": "launching/",
+    "straggler": "metrics/",
+    "tcpstore": "quick-start-store/",
+    "timeout": "awaiting/",
+    "tls": "operating-the-store/",
+    "torchrun": "launching/",
+    "trio": "awaiting/",
+    "uneven data": "training-loops/",
+    "weights": "weights/",
+}
+"""What a user types, and the page that answers."""
+
+
+@pytest.mark.skipif(NODE is None, reason="Node.js, which runs the site's search, is not installed")
+def test_search_shows_the_page_for_users_among_the_first_three(site: Path) -> None:
+    assert NODE is not None
+    command = [NODE, ROOT / "tests/support/search.mjs", site, *SEARCHES]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout)
+    wrong = {query: found[query][:4] for query, right in SEARCHES.items() if right not in found[query][:3]}
+    assert wrong == {}
+    assert not any(address.startswith("source/") for addresses in found.values() for address in addresses)
+
+
+@needs_browser
+@pytest.mark.parametrize("size", [PHONE, (1440, 900)], ids=["phone", "desktop"])
+async def test_figures_of_the_home_page_are_not_cut_off(address: str, size: tuple[int, int], tmp_path: Path) -> None:
+    async with browser(tmp_path) as tab:
+        await tab.show_on(*size, "light")
+        await tab.open(address)
+        boxes = (
+            "[...document.querySelectorAll('.md-typeset__scrollwrap')].map(box => box.scrollWidth - box.clientWidth)"
+        )
+        assert await tab.evaluate(boxes) == [0]
 
 
 @needs_browser

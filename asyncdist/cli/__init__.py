@@ -13,6 +13,7 @@ import click
 
 from asyncdist import __version__
 from asyncdist.cli.bench import command as _bench
+from asyncdist.cli.explain import explain
 from asyncdist.cli.info import info
 from asyncdist.cli.store import store
 from asyncdist.cli.top import top
@@ -69,5 +70,5 @@ def main() -> None:
     """
 
 
-for _command in (store, info, _bench.bench, trace, top):
+for _command in (store, info, explain, _bench.bench, trace, top):
     main.add_command(_command)

@@ -225,7 +225,7 @@ class DistributedDataParallel(nn.Module):
 
         Args:
             path: A file whose name ends in png, svg or pdf; None draws nothing. Drawing needs matplotlib
-                (``pip install 'asyncdist[plot]'``).
+                (``pip install matplotlib``).
 
         Returns:
             A sentence with the times of forward, backward and the wait for all-reduces, the share of the all-reduces' time

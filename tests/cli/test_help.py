@@ -22,7 +22,9 @@ assert not heavy, heavy
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["store", "--help"], ["bench", "--help"], ["info", "--help"]], ids=str
+    "arguments",
+    [["--help"], ["store", "--help"], ["bench", "--help"], ["info", "--help"], ["explain", "--help"]],
+    ids=str,
 )
 def test_help_imports_nothing_heavy(arguments):
     run = subprocess.run([sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True, timeout=120)
@@ -33,7 +35,7 @@ def test_help_imports_nothing_heavy(arguments):
 def test_help_lists_the_commands():
     commands = CliRunner().invoke(main, ["--help"]).output.partition("Commands:\n")[2]
     names = [line.split()[0] for line in commands.splitlines() if line[2] != " "]
-    assert names == ["bench", "info", "store", "top", "trace"]
+    assert names == ["bench", "explain", "info", "store", "top", "trace"]
 
 
 def test_version_is_printed():

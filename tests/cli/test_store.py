@@ -306,7 +306,7 @@ def test_missing_prometheus_client_is_named():
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, env=environment(), check=False
     )
     assert run.returncode == 2
-    assert "pip install 'asyncdist[metrics]'" in run.stderr
+    assert "pip install prometheus-client" in run.stderr
 
 
 def test_json_log_has_one_object_per_line():

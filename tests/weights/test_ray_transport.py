@@ -13,9 +13,7 @@ PROGRAM = Path(__file__).parent / "program_ray.py"
 ROOT = PROGRAM.parents[2]
 pytestmark = [
     pytest.mark.processes,
-    pytest.mark.skipif(
-        importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install asyncdist[ray]"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install ray"),
 ]
 
 

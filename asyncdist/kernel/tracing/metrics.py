@@ -289,4 +289,4 @@ def _check_available() -> None:
     try:
         import prometheus_client  # noqa: F401
     except ImportError:
-        raise UsageError("metrics need the package prometheus-client: pip install 'asyncdist[metrics]'") from None
+        raise UsageError("metrics need the package prometheus-client: pip install prometheus-client") from None

@@ -32,7 +32,7 @@ def trace_operations(tracer_provider: Any = None) -> Hook:
     try:
         from opentelemetry import trace
     except ImportError:
-        raise UsageError("spans need the package opentelemetry-api: pip install 'asyncdist[otel]'") from None
+        raise UsageError("spans need the package opentelemetry-api: pip install opentelemetry-api") from None
     tracer = trace.get_tracer("asyncdist", tracer_provider=tracer_provider)
     # OpenTelemetry's clock is the wall clock in nanoseconds, that of records is `time.perf_counter`.
     offset = time.time_ns() - time.perf_counter_ns()

@@ -12,6 +12,6 @@ def require_matplotlib(path: Path | None = None) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise UsageError("plotting needs matplotlib: pip install 'asyncdist[plot]'") from None
+        raise UsageError("plotting needs matplotlib: pip install matplotlib") from None
     if path is not None and path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
         raise UsageError(f"{path} cannot be drawn: its name must end in png, svg or pdf")

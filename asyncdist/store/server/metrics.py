@@ -101,7 +101,7 @@ def check_available() -> None:
         import prometheus_client  # noqa: F401
     except ImportError:
         raise UsageError(
-            "--metrics-port needs the package prometheus-client: pip install 'asyncdist[metrics]', or omit the option"
+            "--metrics-port needs the package prometheus-client: pip install prometheus-client, or omit the option"
         ) from None
 
 

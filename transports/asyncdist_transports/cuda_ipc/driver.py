@@ -64,7 +64,7 @@ class Driver:
 
             runtime.getDeviceCount()
         except ImportError:
-            return "cupy is not installed: pip install 'asyncdist[cuda12]' or 'asyncdist[cuda13]'"
+            return "cupy is not installed: pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
         except RuntimeError as cause:
             return f"cupy sees no CUDA device: {cause}"
         return None

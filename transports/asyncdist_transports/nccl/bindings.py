@@ -130,7 +130,7 @@ def load() -> Bindings:
             from cupy.cuda import nccl
     except ImportError as cause:
         raise TransportUnavailableError(
-            f"cupy cannot be imported ({cause}): pip install 'asyncdist[cuda12]' or 'asyncdist[cuda13]'"
+            f"cupy cannot be imported ({cause}): pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
         ) from cause
     if not nccl.available:
         raise TransportUnavailableError("cupy finds no NCCL: pip install nvidia-nccl-cu12, or -cu13 for CUDA 13")

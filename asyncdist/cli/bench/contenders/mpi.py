@@ -22,7 +22,7 @@ Call = Callable[[], object]
 def mpi_missing() -> str | None:
     """Return what to install before Open MPI can be measured; None if nothing is missing."""
     if importlib.util.find_spec("mpi4py") is None:
-        return "mpi4py is not installed: pip install 'asyncdist[mpi]'"
+        return "mpi4py is not installed: pip install mpi4py"
     if shutil.which("mpirun") is None:
         return "mpirun was not found: install Open MPI (Debian and Ubuntu: apt-get install openmpi-bin)"
     if not _mpirun_version().startswith("mpirun (Open MPI)"):
