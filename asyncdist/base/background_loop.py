@@ -22,6 +22,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from asyncdist.base import lifecycle
+from asyncdist.base.deadline import LONGEST_SLEEP, Deadline
 from asyncdist.base.descriptors import naming_exhaustion
 from asyncdist.errors import LoopThreadError, UsageError
 
@@ -110,8 +111,12 @@ class BackgroundLoop:
             coroutine.close()
             raise LoopThreadError("a blocking call")
         future = self.submit(coroutine)
+        deadline = Deadline.after(timeout)
         try:
-            return future.result(timeout)
+            while not future.done() and not deadline.expired():
+                with contextlib.suppress(TimeoutError):
+                    return future.result(min(deadline.remaining(), LONGEST_SLEEP))
+            return future.result(0.0)
         except BaseException:
             future.cancel()
             raise

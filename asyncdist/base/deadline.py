@@ -7,6 +7,7 @@ many steps and a step of the wall clock changes nothing.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,8 +18,14 @@ Timeout = float | int | timedelta | None
 
 _LONGEST_TIMEOUT = 1e9
 """Seconds, about thirty years. Locks and events raise OverflowError for longer timeouts."""
-LONGEST_POLL = (1 << 31) - 1
-"""Milliseconds, 24 days: poll() takes a C int."""
+LONGEST_SLEEP = 1.0
+"""Seconds that a thread of the program sleeps at a time.
+
+Python only notes a signal, and the main thread runs its handler between two instructions. One that arrives right before
+the thread sleeps does not wake it: without this limit Ctrl-C would have no effect until a peer does something.
+"""
+LONGEST_POLL = int(LONGEST_SLEEP * 1e3)
+"""The same in milliseconds."""
 
 
 def seconds(timeout: Timeout, default: float = math.inf) -> float:
@@ -66,9 +73,18 @@ class Deadline:
         return time.monotonic() >= self.at
 
 
-def poll_timeout(left: float) -> int | None:
-    """Return how long a poll sleeps that may last ``left`` seconds, in milliseconds rounded up: at most 24 days.
+def poll_timeout(left: float) -> int:
+    """Return how long a poll sleeps that may last ``left`` seconds, in milliseconds rounded up: at most `LONGEST_POLL`.
 
-    The caller polls again if time is left afterwards. None for infinity.
+    The caller polls again if time is left afterwards.
     """
-    return None if left == math.inf else min(max(0, math.ceil(left * 1e3)), LONGEST_POLL)
+    return LONGEST_POLL if left >= LONGEST_SLEEP else max(0, math.ceil(left * 1e3))
+
+
+def wait_until_set(event: threading.Event, left: float) -> bool:
+    """Wait until an event is set or ``left`` seconds have passed, and return whether it is set; see `LONGEST_SLEEP`."""
+    until = time.monotonic() + left
+    while not event.wait(max(0.0, min(until - time.monotonic(), LONGEST_SLEEP))):
+        if time.monotonic() >= until:
+            return False
+    return True

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, TypeVar
 
 from asyncdist.base.background_loop import background_loop
-from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.base.deadline import Timeout, seconds, wait_until_set
 from asyncdist.errors import LoopThreadError, WaitTimeoutError
 from asyncdist.kernel.engine import trio_tasks
 from asyncdist.kernel.engine.work import Work
@@ -64,7 +64,7 @@ class BackgroundCall(Work[T]):
         if asyncio._get_running_loop() is self._loop:
             raise LoopThreadError("a blocking call")
         limit = seconds(timeout)
-        if not self._ended.wait(min(limit, threading.TIMEOUT_MAX)):
+        if not wait_until_set(self._ended, limit):
             raise WaitTimeoutError(f"the call has not ended within {limit:g} s and goes on: wait again")
         self._outcome()
         return True

@@ -13,7 +13,9 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
 import torch
 import trio
@@ -201,6 +203,21 @@ class Rank:
         signal.signal(signal.SIGUSR1, end)
         with contextlib.suppress(InterruptedError):
             re.match("(a+)+$", "a" * 100 + "b")
+
+    async def interrupted_unseen(self, name, *arguments):
+        """Execute a command while which another thread of this process gets SIGINT, which does not wake the main thread.
+
+        A signal has the same effect that arrives at the main thread right before it sleeps.
+        """
+
+        def interrupt():
+            state, asleep = Path(f"/proc/self/task/{os.getpid()}/stat"), 0
+            while asleep < 100:
+                asleep = asleep + 1 if state.read_text().rsplit(")", 1)[1].split()[0] == "S" else 0
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        await getattr(self, name)(*arguments)
 
     def log_changes(self):
         """Write what the heartbeats show to the output."""

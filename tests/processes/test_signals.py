@@ -55,6 +55,20 @@ def test_interrupt_ends_the_rendezvous(job, face, tmp_path):
         check_interrupted(told)
 
 
+@pytest.mark.parametrize("waiting", ["init", "all_reduce", "settle"])
+def test_interrupt_that_does_not_wake_the_main_thread_ends_its_wait(job, face, waiting, tmp_path):
+    """The thread looks for signals again after a second, in the rendezvous as in each kind of wait for a peer."""
+    if waiting == "init":
+        (rank,) = job.start(1, face)
+        rank.tell("interrupted_unseen", "init", f"file://{tmp_path}/never", 0, 2)
+    else:
+        rank, _ = job.world(2, face)
+        rank.do("pend_receive", "world", 1)
+        arguments = ("world", 1) if waiting == "all_reduce" else ()
+        rank.tell("interrupted_unseen", waiting, *arguments)
+    check_interrupted(rank)
+
+
 def test_forked_child_cannot_use_or_harm_its_parents_world(job, all_do, face):
     ranks = job.world(2, face)
     all_do(ranks, "all_reduce", "world", 10)

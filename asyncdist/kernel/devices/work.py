@@ -13,7 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.base import lifecycle
-from asyncdist.base.deadline import Timeout, seconds
+from asyncdist.base.deadline import Timeout, seconds, wait_until_set
 from asyncdist.errors import UsageError, WaitTimeoutError
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.torch_compile import excluded_from_compile
@@ -209,6 +209,6 @@ class DeviceWork(Work):
                 else:
                     # For as long as a device takes, this thread drives nothing.
                     with contextlib.nullcontext() if self._home is None else self._home.promises.withdrawn():
-                        moved.wait(min(left, threading.TIMEOUT_MAX))
+                        wait_until_set(moved, left)
         finally:
             self._waiters.remove(moved)

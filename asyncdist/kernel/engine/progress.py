@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable
 from threading import get_ident
 from time import monotonic
 
+from asyncdist.base.deadline import wait_until_set
 from asyncdist.errors import LoopThreadError, UsageError
 from asyncdist.kernel.engine.drivers.attempts import Attempts
 from asyncdist.kernel.engine.drivers.loop_driver import LoopDriver, LoopState
@@ -253,7 +254,7 @@ class Progress:
         try:
             self.submit(_nothing)  # run the action that `drive` added: the driver may be asleep
             if turns.driver_lock.locked() and not work.is_completed():
-                event.wait(min(max(0.0, until - monotonic()), threading.TIMEOUT_MAX))
+                wait_until_set(event, until - monotonic())
             return monotonic() < until
         finally:
             turns.standby.remove(event)

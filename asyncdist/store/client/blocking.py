@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
-from asyncdist.base.deadline import Deadline, Timeout
+from asyncdist.base.deadline import Deadline, Timeout, wait_until_set
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError, UsageError
@@ -193,7 +193,7 @@ class BlockingConnection(BlockingClient):
                     pending.event = pending.event or threading.Event()
                     pending.event.clear()
                     self._followers[pending] = None
-                pending.event.wait(deadline.remaining_or_none())
+                wait_until_set(pending.event, deadline.remaining())
                 if deadline.expired() and not pending.ready:
                     raise TimeoutError
             while not pending.ready:
@@ -325,7 +325,7 @@ class BlockingConnection(BlockingClient):
         if reconnected is None:
             reconnected = threading.Event()
             self._start(self._reconnect, reconnected)
-        if not reconnected.wait(deadline.remaining_or_none()):
+        if not wait_until_set(reconnected, deadline.remaining()):
             raise TimeoutError
 
     def _reconnect(self, reconnected: threading.Event) -> None:

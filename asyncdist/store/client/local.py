@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from typing import Any, TypeVar
 
-from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.deadline import Deadline, Timeout, seconds, wait_until_set
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store.base import BlockingStream, Store
 from asyncdist.store.client.pending import BlockingClient, ClientStream, PendingRequest
@@ -37,7 +37,7 @@ class LocalClient(BlockingClient):
             event = pending.event = pending.event or threading.Event()
             if pending.ready:
                 event.set()
-        if not event.wait(deadline.remaining_or_none()):
+        if not wait_until_set(event, deadline.remaining()):
             raise TimeoutError
 
     def drop(self, pending: PendingRequest[Any]) -> None:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.deadline import LONGEST_SLEEP, Deadline, Timeout, seconds
 from asyncdist.errors import StoreTimeoutError, UsageError
 from asyncdist.store.base import BlockingStream
 from asyncdist.store.protocol.operations import Command, Op
@@ -52,9 +52,11 @@ def acquire(lock: threading.RLock, deadline: Deadline) -> None:
 
     The lock is an RLock, because releasing one that this thread does not own is an error, which can be ignored.
     """
-    left = deadline.remaining_or_none()
     try:
-        acquired = lock.acquire(timeout=-1 if left is None else min(left, threading.TIMEOUT_MAX))
+        while (
+            not (acquired := lock.acquire(timeout=min(deadline.remaining(), LONGEST_SLEEP))) and not deadline.expired()
+        ):
+            continue
     except BaseException:
         with contextlib.suppress(RuntimeError):  # this thread does not own the lock yet
             lock.release()

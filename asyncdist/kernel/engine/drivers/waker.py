@@ -38,7 +38,7 @@ class Waker:
     def sleep(self, waits: Sequence[Wait], seconds: float) -> list[int] | None:
         """Sleep until a descriptor is ready, `ring` is called, or time is up; return the ready ones, None after `ring`.
 
-        It may return before, after days.
+        It may return before: see `LONGEST_SLEEP`.
         """
         # A signal handler in which this thread sleeps too needs a poll object of its own.
         poll = self._polls.pop(wanted := tuple(waits), None) or self._make_poll(wanted)
