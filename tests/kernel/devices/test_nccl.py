@@ -592,7 +592,7 @@ def install(monkeypatch, nccl):
     ("nccl", "reason"),
     [
         (PretendNccl(), None),
-        (None, r"cupy cannot be imported \(.*\): pip install 'asyncdist\[cuda12\]'"),
+        (None, r"cupy cannot be imported \(.*\): pip install cupy-cuda12x"),
         (SimpleNamespace(available=False), "cupy finds no NCCL: pip install nvidia-nccl-cu12, or -cu13 for CUDA 13"),
         (SimpleNamespace(available=True), "AttributeError"),
     ],
