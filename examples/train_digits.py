@@ -22,18 +22,22 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from time import perf_counter
 
-import matplotlib as mpl
 import torch
-from matplotlib.backend_bases import FigureCanvasBase
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from sklearn.datasets import load_digits
 from torch import nn
 
 import asyncdist.sync as dist
 from asyncdist.ddp import DistributedDataParallel, StepTimes
 from asyncdist.ddp.sampler import DistributedSampler
 from asyncdist.ddp.timeline import describe_step, draw_step
+
+try:
+    import matplotlib as mpl
+    from matplotlib.backend_bases import FigureCanvasBase
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}; in the checkout: pip install '.[examples]'") from None
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
