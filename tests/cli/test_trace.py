@@ -63,6 +63,22 @@ def test_report_and_tables_name_the_missing_rank(dumps):
     assert "not called" in row
 
 
+def test_json_has_the_report_and_where_each_rank_is(dumps):
+    run = trace(dumps, "--json")
+    assert run.exit_code == 0, run.output
+    (world,) = json.loads(run.stdout)["worlds"]
+    assert world["report"][0].startswith("group 'world', collective #2: broadcast(2 x float32, root 0)")
+    (group,) = world["groups"]
+    assert (group["group"], group["blocked_at"], world["late"]) == ("world", 2, [1])
+    assert [(rank["completed"], rank["call"]) for rank in group["ranks"]] == [
+        (2, "all_reduce(5 x float32, SUM)"),
+        (1, None),
+    ]
+    (dumps / next(dumps.glob("*rank1.json"))).unlink()
+    (world,) = json.loads(trace(dumps, "--json").stdout)["worlds"]
+    assert world["groups"][0]["ranks"][1] == {"rank": 1, "dump": False}
+
+
 def test_timeline_has_a_row_for_each_rank(dumps):
     run = trace(dumps, "--plot", dumps / "timeline.svg")
     assert run.exit_code == 0, run.output

@@ -30,7 +30,6 @@ from asyncdist.kernel.transport.wire_format import Fingerprint
 
 log = logging.getLogger("asyncdist")
 
-FILE_NAMES = "asyncdist-*-rank*.json"
 RATE_WINDOW = 10.0
 """The seconds over which rates are computed, or less if the recorder keeps fewer."""
 
