@@ -256,6 +256,14 @@ def test_nothing_points_to_what_is_not_published() -> None:
     assert wrong == set()
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page == "README.md" or "quick-start" in page])
+def test_torchrun_of_a_quick_start_does_not_warn_of_threads(page: str) -> None:
+    commands = [command for command, _ in commands_of(page)]
+    ranks = [place for place, command in enumerate(commands) if command.startswith("torchrun")]
+    assert ranks
+    assert any(command.startswith("export OMP_NUM_THREADS=1") for command in commands[: ranks[0]])
+
+
 def copy_sources(folder: Path) -> None:
     """Copy what a reader has who works in a checkout of the sources."""
     for name in ("asyncdist", "transports", "tests"):
