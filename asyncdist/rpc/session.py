@@ -19,10 +19,10 @@ from asyncdist.config import Config
 from asyncdist.environment import Launch
 from asyncdist.errors import AsyncdistError, UsageError
 from asyncdist.kernel import DeviceLending
-from asyncdist.net import ChannelPort, PeerChannel
+from asyncdist.net import ChannelPort
 from asyncdist.rendezvous import JobDirectory, JobSearch, PeerRecord, RecordChange
 from asyncdist.rpc.calls import current_deadline
-from asyncdist.rpc.conversation import CREDITS, WINDOW_NBYTES, Conversation, ConversationHandler
+from asyncdist.rpc.conversation import CREDITS, WINDOW_NBYTES, ConversationHandler, conversation_of
 from asyncdist.rpc.errors import NameNotFoundError
 from asyncdist.rpc.objects import ServedObjects
 from asyncdist.rpc.references import REFERENCES, ReferenceService, ReferenceTable, RemoteReference
@@ -152,7 +152,7 @@ class RpcSession(ProcessBound):
                 for channel in self._port.channels:
                     # A channel to a process of another version has no conversation.
                     if channel.context is not None:
-                        await _conversation(channel).loans.all_returned()
+                        await conversation_of(channel).loans.all_returned()
 
     async def _withdraw(self) -> None:
         # Without the store the records end with the lease.
@@ -227,9 +227,9 @@ class RpcSession(ProcessBound):
     async def _objects_of(self, record: PeerRecord) -> list[RemoteObject]:
         # The handshake has its own limit, and its caller another one.
         channel = await self._port.connect(record.address, inf)
-        caller = _conversation(channel).caller
+        caller = conversation_of(channel).caller
         rank, count = record.about["rank"], record.about["count"]
-        return [RemoteObject(caller, record.name, record.name, index, rank, count) for index in range(count)]
+        return [RemoteObject(caller, record.name, index, rank, count) for index in range(count)]
 
     def refer(self, target: Any) -> RemoteReference:
         """Return a reference to an object of this process; see `asyncdist.rpc.refer`."""
@@ -253,11 +253,6 @@ class RpcSession(ProcessBound):
 async def _cancelled(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait([task])
-
-
-def _conversation(channel: PeerChannel) -> Conversation:
-    conversation: Conversation = channel.context
-    return conversation
 
 
 def current_session() -> RpcSession:
