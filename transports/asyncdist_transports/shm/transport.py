@@ -99,7 +99,7 @@ class ShmTransport(Transport):
         return {**self._listener.address(), "cores": sorted(os.sched_getaffinity(0))}
 
     def reaches(self, address: Address) -> bool:
-        # Only called for ranks that `settle` has returned.
+        # `probe_peers` decides.
         return True
 
     async def probe_peers(self, addresses: Sequence[Address | None], timeout: float) -> list[int]:
