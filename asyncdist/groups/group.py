@@ -26,10 +26,10 @@ from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.algorithms.selection import forced_by
 from asyncdist.kernel.collectives import data_movement, p2p
 from asyncdist.kernel.collectives.call_plan import CallPlan, Result, device_of, finish_call
+from asyncdist.kernel.collectives.collective_ops import CallOptions, CollectiveOps, checked_tag
 from asyncdist.kernel.collectives.group_context import GroupContext
 from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.kernel.collectives.object_ops import ObjectOps
-from asyncdist.kernel.collectives.operations import CallOptions, CollectiveOps, checked_tag
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.kernel.engine.operation import Channel, Plan
 from asyncdist.kernel.engine.work import Work, completed

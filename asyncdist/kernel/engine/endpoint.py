@@ -34,7 +34,7 @@ from asyncdist.kernel.engine.heartbeat import Heartbeat
 from asyncdist.kernel.engine.machine import Until
 from asyncdist.kernel.engine.operation import Channel, Operation, Plan, awaited
 from asyncdist.kernel.engine.progress import Progress
-from asyncdist.kernel.engine.routing import Addresses, TransportSelector
+from asyncdist.kernel.engine.transport_selector import Addresses, TransportSelector
 from asyncdist.kernel.engine.wait_probes import WaitProbes, timeout_error
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.buffers import Scratch
