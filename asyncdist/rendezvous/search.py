@@ -27,7 +27,6 @@ class JobSearch(ABC, Generic[T]):
 
     Args:
         directory: The records of the job.
-        name: The name.
 
     Attributes:
         found: What the processes offer, by their ids.

@@ -115,7 +115,6 @@ class Caller:
     """The calls of this process over one channel.
 
     Args:
-        channel: The channel.
         carrier: Carries the arguments and results.
         loans: The loans over the channel.
         threads: Pack long arguments.
@@ -171,8 +170,6 @@ class Caller:
         Args:
             target: The object, for messages.
             key: The object and the method, as the wire has them.
-            method: The name of the method.
-            args: The arguments.
             kwargs: The keyword arguments.
             timeout: Seconds, or a timedelta.
             packed: The arguments, if they have been packed for several calls, or are being packed.

@@ -65,7 +65,6 @@ class ConversationHandler:
     Args:
         resources: What the callers of the session share.
         timeout: Seconds of a call without a timeout of its own.
-        references: The references of the session.
     """
 
     def __init__(self, resources: CallResources, timeout: float, references: ReferenceTable) -> None:

@@ -105,7 +105,6 @@ class Callee:
     """Runs the calls of one caller.
 
     Args:
-        channel: The channel to the caller.
         resources: What all callers share.
         loans: The loans over the channel.
         credits: The calls that the caller may have at a time.

@@ -288,7 +288,6 @@ class Carrier:
         """Pack a value. Each time that it is sent, its references are given to the receiver.
 
         Args:
-            value: The value.
             snapshot: Copy tensors that are sent in parts, because their memory may change before they are sent.
             lender: Decides which device tensors may be lent; None copies all to host memory.
 

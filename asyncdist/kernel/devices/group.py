@@ -170,7 +170,6 @@ class DeviceGroup(CollectiveOps):
 
         Args:
             tag: Tag of a message; None for a collective.
-            options: Options of the call.
             executor: Executor that runs ``do``.
             do: Called as ``do(pending, before)`` in the executor; enqueues the device work, after the event
                 ``before`` (None: at once).

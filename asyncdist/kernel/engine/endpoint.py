@@ -68,7 +68,6 @@ class Endpoint:
     results of `probe_peers` in the same way, and pass them to `finalize`. Links are made when they are first used.
 
     Args:
-        rank: This rank.
         world_size: The number of ranks.
         world_id: Identifies the world in traces.
         config: The settings of the world.

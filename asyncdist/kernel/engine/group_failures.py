@@ -73,7 +73,6 @@ class GroupFailures:
         recorder: The flight recorder, written at a failure.
         executor: The executor, whose operations fail with their groups.
         selector: The transports; they forget a lost peer.
-        timers: The timers of the endpoint.
         host: The rank's endpoint.
     """
 

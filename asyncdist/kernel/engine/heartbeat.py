@@ -51,9 +51,7 @@ class Heartbeat:
     """The heartbeats of one rank, and its detectors: one for each transport that carries heartbeats.
 
     Args:
-        rank: This rank.
         timeout: Seconds of silence after which a peer is lost; 0 for no heartbeats.
-        selector: The transports.
         failures: Learns which peers are lost.
         host: The rank's endpoint.
     """

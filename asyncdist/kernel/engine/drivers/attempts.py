@@ -23,7 +23,6 @@ class Attempts:
 
     Args:
         turns: The turns of the rank's machine.
-        loop_driver: The loop driver of the machine.
         hand_over: Lets other drivers continue what is pending.
     """
 
@@ -48,8 +47,6 @@ class Attempts:
         for the progress of that operation.
 
         Args:
-            schedule: The schedule to run.
-            channel: The channel of the group.
             number: The number of the collective in the group.
             wait: Whether to wait for peers for as long as an inline driver polls.
             polls: Polls after which a waiting thread looks at the clock and offers its core, at most.
