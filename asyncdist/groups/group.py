@@ -1,8 +1,8 @@
 """A group of ranks and the operations among them.
 
-Each operation is numbered, added to the flight recorder, and started. A native collective first runs in the calling
-thread (`Progress.attempt`); anything else becomes an `Operation` at once. Rank arguments are group ranks; the APIs
-(`asyncdist`, `asyncdist.sync`) translate global ranks.
+Each operation is numbered, added to the flight recorder, and started. A native collective, or a small one over links, first
+runs in the calling thread (`Progress.attempt`); anything else becomes an `Operation` at once. Rank arguments are group
+ranks; the APIs (`asyncdist`, `asyncdist.sync`) translate global ranks.
 
 All ranks issue the operations of one group in the same order, from any thread. Several operations may be in flight.
 """
