@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import asyncdist
@@ -184,19 +183,10 @@ def process_group(
         _close(world)
 
 
-def _finish(work: Work, async_op: bool) -> Work | None:
-    if async_op:
-        return work
-    if not work.is_success():
-        work.result()
-    return None
-
-
 # The name of torch.distributed, for annotations.
 ProcessGroup = Group
 
-# By name: the works of devices have a `result` of their own.
-_api = BlockingApi(_finish, methodcaller("result"), blocking=True)
+_api = BlockingApi()
 
 agree = _api.agree
 all_gather = _api.all_gather

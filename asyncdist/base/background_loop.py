@@ -201,7 +201,6 @@ async def run_in_background(coroutine: Coroutine[Any, Any, T], undo: Callable[[T
     A cancelled caller cancels the coroutine and waits for its end, so that nothing of it goes on behind the caller's back.
 
     Args:
-        coroutine: The coroutine.
         undo: Called with a result that the caller does not get, because the coroutine ended before it was cancelled.
     """
     try:

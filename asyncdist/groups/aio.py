@@ -160,4 +160,4 @@ async def process_group(
         await _close(world)
 
 
-api = CollectivesApi(lambda work, _: work, lambda work: work, blocking=False)
+api = CollectivesApi()

@@ -1,7 +1,7 @@
 """The collectives with the names and argument orders of torch.distributed, for the asyncio API and the blocking API.
 
-`asyncdist` exports a `CollectivesApi` whose collectives return a `Work` to await, `asyncdist.sync` one whose
-collectives block unless ``async_op=True``; `blocking_api` declares their return types. ``src`` and ``dst`` are global
+`asyncdist` exports the methods of a `CollectivesApi`, which return a `Work` to await, and `asyncdist.sync` those of a
+`BlockingApi`, which block unless ``async_op=True``. ``src`` and ``dst`` are global
 ranks, as in torch; ``group_src`` and ``group_dst`` are ranks in the group.
 """
 
@@ -95,18 +95,18 @@ class CollectivesApi:
 
     Calls raise UsageError for wrong arguments, before anything is sent; MismatchError if the ranks' calls differ;
     PeerLostError if a rank died; OperationTimeoutError after the group's timeout; GroupAbortedError after any of these.
-
-    Args:
-        finish: ``finish(work, async_op)`` makes the return value of a collective.
-        value: ``value(work)`` makes the return value of an operation whose result is a value.
-        blocking: Whether calls block unless ``async_op=True``.
     """
 
-    def __init__(self, finish: Callable[[Work, bool], Any], value: Callable[[Work], Any], *, blocking: bool) -> None:
-        # Type checkers see the return types of the awaited API; `BlockingApi` declares those of the blocking one.
-        self._finish: Callable[[Work, bool], Work] = finish
-        self._value: Callable[[Work], Work] = value
-        self._background = not blocking
+    _background = True
+    """Whether calls return at once without ``async_op=True``; `BlockingApi` says False."""
+
+    def _finish(self, work: Work, async_op: bool) -> Work:
+        """Return what a collective returns."""
+        return work
+
+    def _value(self, work: Work) -> Work:
+        """Return what an operation returns whose result is a value."""
+        return work
 
     def all_reduce(
         self, tensor: TensorT, op: ReductionLike = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False

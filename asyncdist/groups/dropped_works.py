@@ -19,7 +19,7 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.groups.call_site import call_site
 from asyncdist.groups.group import Group
 from asyncdist.kernel.collectives.call_plan import CallPlan
-from asyncdist.kernel.collectives.operations import CallOptions
+from asyncdist.kernel.collectives.collective_ops import CallOptions
 from asyncdist.kernel.engine.operation import Plan
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.torch_compile import excluded_from_compile

@@ -1,8 +1,8 @@
 """A group of ranks and the operations among them.
 
-Each operation is numbered, added to the flight recorder, and started. A native collective first runs in the calling
-thread (`Progress.attempt`); anything else becomes an `Operation` at once. Rank arguments are group ranks; the APIs
-(`asyncdist`, `asyncdist.sync`) translate global ranks.
+Each operation is numbered, added to the flight recorder, and started. A native collective, or a small one over links, first
+runs in the calling thread (`Progress.attempt`); anything else becomes an `Operation` at once. Rank arguments are group
+ranks; the APIs (`asyncdist`, `asyncdist.sync`) translate global ranks.
 
 All ranks issue the operations of one group in the same order, from any thread. Several operations may be in flight.
 """
@@ -26,10 +26,10 @@ from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.algorithms.selection import forced_by
 from asyncdist.kernel.collectives import data_movement, p2p
 from asyncdist.kernel.collectives.call_plan import CallPlan, Result, device_of, finish_call
+from asyncdist.kernel.collectives.collective_ops import CallOptions, CollectiveOps, checked_tag
 from asyncdist.kernel.collectives.group_context import GroupContext
 from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.kernel.collectives.object_ops import ObjectOps
-from asyncdist.kernel.collectives.operations import CallOptions, CollectiveOps, checked_tag
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.kernel.engine.operation import Channel, Plan
 from asyncdist.kernel.engine.work import Work, completed

@@ -117,8 +117,6 @@ class JobDirectory:
         Args:
             job: ``asyncdist://host:port/job`` of a store daemon, or a store that the processes of the job share, which
                 the caller closes.
-            service: The name of the service.
-            config: The settings.
             timeout: Seconds to connect, and of each operation; None for ASYNCDIST_TIMEOUT.
 
         Raises:

@@ -32,7 +32,7 @@ from asyncdist.errors import (
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.collectives import p2p
 from asyncdist.kernel.collectives.call_plan import CallPlan, MemoryPlan, Result, finish_call
-from asyncdist.kernel.collectives.operations import CallOptions, CollectiveOps
+from asyncdist.kernel.collectives.collective_ops import CallOptions, CollectiveOps
 from asyncdist.kernel.devices.completion_watcher import CompletionWatcher, Pending
 from asyncdist.kernel.devices.cpu_group import CpuGroup
 from asyncdist.kernel.devices.cuda_streams import CudaStreams
@@ -170,7 +170,6 @@ class DeviceGroup(CollectiveOps):
 
         Args:
             tag: Tag of a message; None for a collective.
-            options: Options of the call.
             executor: Executor that runs ``do``.
             do: Called as ``do(pending, before)`` in the executor; enqueues the device work, after the event
                 ``before`` (None: at once).

@@ -95,8 +95,6 @@ class DevicePointToPoint:
         thread has to wake up.
 
         Args:
-            transfer: The transfer.
-            pending: The call.
             awaited: The completed work that the transfer has waited for; None starts the transfer.
         """
         if pending.work.failed:

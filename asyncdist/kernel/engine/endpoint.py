@@ -34,7 +34,7 @@ from asyncdist.kernel.engine.heartbeat import Heartbeat
 from asyncdist.kernel.engine.machine import Until
 from asyncdist.kernel.engine.operation import Channel, Operation, Plan, awaited
 from asyncdist.kernel.engine.progress import Progress
-from asyncdist.kernel.engine.routing import Addresses, TransportSelector
+from asyncdist.kernel.engine.transport_selector import Addresses, TransportSelector
 from asyncdist.kernel.engine.wait_probes import WaitProbes, timeout_error
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.buffers import Scratch
@@ -68,7 +68,6 @@ class Endpoint:
     results of `probe_peers` in the same way, and pass them to `finalize`. Links are made when they are first used.
 
     Args:
-        rank: This rank.
         world_size: The number of ranks.
         world_id: Identifies the world in traces.
         config: The settings of the world.

@@ -49,7 +49,6 @@ class Progress:
     """Ensures that a machine has exactly one driver while operations are pending.
 
     Args:
-        machine: The machine to drive.
         home: The event loop that drives while no thread blocks, until that loop ends. By default the background loop
             drives, and only while an operation is pending.
 

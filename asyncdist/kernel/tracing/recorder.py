@@ -147,8 +147,6 @@ class Recorder:
         """Register a group.
 
         Args:
-            name: Its name.
-            ranks: Its ranks.
             last_number: Returns the number of its last collective; 0 without one.
             describe: Returns further values for a dump: ``generation``, ``open`` and ``error``.
         """
@@ -198,7 +196,6 @@ class Recorder:
         """Return the recorder as JSON values. Any thread may call it.
 
         Args:
-            reason: Why.
             most: Include only so many of the newest entries, and all pending ones; None includes all.
             window: The seconds over which to compute the rates.
             with_stacks: Whether to include the Python stacks of this process.

@@ -71,7 +71,6 @@ class LoopDriver:
     """The loop driver of one machine.
 
     Args:
-        turns: The turns of the machine.
         home: The event loop to drive from, until that loop ends; None for the background loop.
     """
 

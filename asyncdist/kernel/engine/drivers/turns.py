@@ -26,7 +26,6 @@ class Turns:
     """The state that the drivers of one machine share; see `asyncdist.kernel.engine.progress` for its rules.
 
     Args:
-        machine: The machine to drive.
         schedule_loop: Schedules the loop driver, if it is not scheduled.
 
     Attributes:
