@@ -50,6 +50,7 @@ from asyncdist.groups.members.member_watch import MemberChange
 from asyncdist.groups.members.regrouping import Agreed
 from asyncdist.groups.members.step import GroupStep
 from asyncdist.groups.members.training_state import State
+from asyncdist.groups.subgroups import NonMember
 from asyncdist.groups.world import World, open_world
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.registered import empty
@@ -179,7 +180,8 @@ def process_group(
         )
     )
     try:
-        yield world.group
+        with default_world.independent(world) as group:
+            yield group
     finally:
         _close(world)
 
@@ -255,7 +257,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Agreed", "CommunicationSavings", "DiLoCo", "DistributedDataParallel", "DistributedSampler", "FileStore", "Group",
     "GroupMember", "GroupMetrics", "GroupStep", "HashStore", "JobSession", "LocalSGD", "MemberChange",
-    "OperationRecord", "P2POp",
+    "NonMember", "OperationRecord", "P2POp",
     "PrefixStore", "ProcessGroup", "ReduceOp", "State", "SyncBatchNorm", "TCPStore", "Work",
     "ZeroRedundancyOptimizer", "agree", "all_gather",
     "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce",

@@ -155,7 +155,8 @@ async def process_group(
         name=group_name,
     )
     try:
-        yield world.group
+        with default_world.independent(world) as group:
+            yield group
     finally:
         await _close(world)
 

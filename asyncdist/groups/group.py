@@ -22,6 +22,7 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
 from asyncdist.groups.members.member_ops import MemberOps
+from asyncdist.groups.subgroups import SubgroupOps
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.algorithms.selection import forced_by
 from asyncdist.kernel.collectives import data_movement, p2p
@@ -51,11 +52,11 @@ lifecycle.renew_in_children(globals(), "_first_use_lock", threading.Lock)
 
 
 @excluded_from_compile
-class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
+class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps, SubgroupOps):
     """An ordered set of ranks of a world, a process group in the terms of torch.distributed.
 
-    Make groups with `asyncdist.new_group` and similar functions, on every rank of the world in the same order. Methods
-    start an operation and return its `Work`. Each method takes `CallOptions` as keywords.
+    Make groups with `asyncdist.new_group` and similar functions, or with the methods of these names, on every member in
+    the same order. Other methods start an operation and return its `Work`. Each of them takes `CallOptions` as keywords.
 
     Attributes:
         name: Name in error messages and traces.
@@ -79,7 +80,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         timeout: float,
         *,
         member_ids: Sequence[int] | None = None,
-        nonce: int = 0,
+        nonce: object = 0,
         world: Any = None,
         lineage: tuple[object, ...] | None = None,
         generation: int = 0,
@@ -230,15 +231,12 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         made = self._devices[device] = DeviceGroup(host, device, kinds, owner=self)
         return made
 
-    def pass_on(self, part: Group | None, number: int) -> None:
-        """Split the device communicators of this group for its subgroups.
+    def _subgroup(self, ranks: Sequence[int], timeout: Timeout, name: str | None) -> Group | None:
+        assert self.world is not None, "a companion has no subgroups"
+        made: Group | None = self.world.subgroup(self, ranks, timeout, name)
+        return made
 
-        All members call it, in the same order as their other operations.
-
-        Args:
-            part: The subgroup of this rank, or None if this rank is in no subgroup.
-            number: The index of that subgroup, or -1.
-        """
+    def _pass_on(self, part: Group | None, number: int) -> None:
         for device, carried in list(self._devices.items()):
             carried.split(None if part is None else part.on(device), number)
 
