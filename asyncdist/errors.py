@@ -117,12 +117,13 @@ class AlreadyInitializedError(UsageError):
 
 
 class LoopThreadError(UsageError):
-    """A blocking wait on the thread whose event loop has to complete the operation."""
+    """A blocking wait on the thread whose event loop completes the operation, also if it is complete already."""
 
     def _reason(self) -> str:
         what = self.args[0] if self.args else "this operation"
         return (
-            f"wait() for {what} on the event loop's own thread would never return: use `await`, or asyncio.to_thread()"
+            f"wait() for {what} on the event loop's own thread would stop the loop that completes it: use `await work`, "
+            "or asyncio.to_thread()"
         )
 
 

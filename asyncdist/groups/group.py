@@ -267,7 +267,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps, SubgroupOps):
                 value = finish_call(*result)
                 if entry.finish():
                     entry.run_hooks()
-                return completed(value)
+                return completed(value, endpoint.progress)
         # An operation that raises the error makes the group fail and notifies the peers.
         except Exception as cause:
             schedules = (raising(cause),)

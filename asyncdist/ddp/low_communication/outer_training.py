@@ -235,7 +235,8 @@ class OuterTraining:
             "parameters": hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:16],
         }
         found: list[Any] = [None] * group.size()
-        yield Procedure(lambda: _result(group.all_gather_object(found, own)))
+        # The first call of all: it refuses to block a loop that drives the group.
+        yield Procedure(lambda: _result(group.all_gather_object(found, own)), group.endpoint.progress)
         for rank, other in enumerate(found):
             for name, value in found[0].items():
                 if other[name] != value:
@@ -312,7 +313,7 @@ class OuterTraining:
         """Wait for the oldest exchange and take its outer step."""
         exchange, began = self._exchanges[0], monotonic()
         try:
-            average, changed = yield Procedure(lambda: _outcome_of(exchange.outcome))
+            average, changed = yield Procedure(lambda: _outcome_of(exchange.outcome), self.group.endpoint.progress)
         except (ExcludedError, NoQuorumError) as error:
             self._exchanges.remove(exchange)
             assert self._group is not None

@@ -191,7 +191,7 @@ class MemberOps(ABC):
         Example:
             >>> await group.adopt(state)
         """
-        return Procedure(functools.partial(adopt, self, state))
+        return Procedure(functools.partial(adopt, self, state), self.endpoint.progress)
 
     def revoke(self, reason: str = "revoke() was called") -> None:
         """Fail all pending operations of this group on every rank, as `abort` does. Connections stay usable.

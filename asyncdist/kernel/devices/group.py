@@ -198,7 +198,7 @@ class DeviceGroup(CollectiveOps):
         self._owner.hooks.record(entry)
         now = monotonic()
         deadline = now + seconds(options.get("timeout"), self.timeout)
-        work = DeviceWork(self._streams, self.host.endpoint.progress)
+        work = DeviceWork(self._streams, self.host.endpoint.progress, waits_for_peers=not inline)
         pending = Pending(work, plan, entry, now, deadline, numbered=tag is None, held=held)
         before = self._streams.position()
         self._watcher.add(pending)
