@@ -71,7 +71,7 @@ class Moved:
 
 def _ways(group, device):
     """Return the backend of a group's tensors on a CUDA device."""
-    return group.on(torch.device(device)).backend if device.startswith("cuda") else None
+    return group._on(torch.device(device)).backend if device.startswith("cuda") else None
 
 
 def every_drill(test, where, device, backend):
@@ -196,7 +196,7 @@ def messages(test, where, device, rounds):
     rank, size = where["rank"], where["world_size"]
     with world(where) as group:
         peers = [peer for peer in range(size) if peer != rank]
-        on = group.on(torch.device(device))
+        on = group._on(torch.device(device))
         side = torch.cuda.Stream(device)
         found = torch.zeros(rounds, len(peers), 2, device=device)
         side.wait_stream(torch.cuda.current_stream(device))
@@ -454,7 +454,7 @@ def left_behind(test, where, device, message=False):
             return lambda *args: (reached.set(), function(*args))[1]
 
         collectives.passes = noting(collectives.passes)
-        context = group.on(torch.device(device)).messages._context
+        context = group._on(torch.device(device)).messages._context
         context.when_passed = noting(context.when_passed)
         work = group.recv(tensor, 1) if message else group.all_reduce(tensor)
         assert reached.wait(30), "this rank does not wait for the peer's device"

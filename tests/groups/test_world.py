@@ -70,7 +70,7 @@ def for_callbacks(group):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda group: group.sibling("a test"), for_callbacks, lambda group: group.on(torch.device("cuda", 0))],
+    [lambda group: group._sibling("a test"), for_callbacks, lambda group: group._on(torch.device("cuda", 0))],
     ids=["sibling", "for callbacks", "on a device"],
 )
 async def test_making_a_group_runs_no_callbacks(make, monkeypatch, eventually):

@@ -410,7 +410,7 @@ def test_split_group_splits_the_device_groups(monkeypatch):
     monkeypatch.setattr("asyncdist.kernel.devices.group.CudaStreams", lambda device: PretendStreams())
     device, split = torch.device("cpu"), []
     sync.init_process_group(store=HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(sync.group.WORLD.on(device), "split", lambda part, number: split.append((part, number)))
+    monkeypatch.setattr(sync.group.WORLD._on(device), "split", lambda part, number: split.append((part, number)))
     monkeypatch.setattr(Group, "on", lambda group, device: (group, device))
     for group in (sync.group.WORLD, None):
         part = sync.split_group(group, [[0]])
