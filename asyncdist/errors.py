@@ -123,7 +123,7 @@ class LoopThreadError(UsageError):
         what = self.args[0] if self.args else "this operation"
         return (
             f"wait() for {what} on the event loop's own thread would stop the loop that completes it: use `await work`, "
-            "or asyncio.to_thread()"
+            "or asyncio.to_thread(). The calls of asyncdist.sync are the blocking API, those of asyncdist can be awaited"
         )
 
 

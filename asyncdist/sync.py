@@ -7,13 +7,15 @@ operation continues in the background. The calling thread drives the progress of
 from __future__ import annotations
 
 import importlib
+from asyncio import _get_running_loop
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import asyncdist
 from asyncdist.base.background_loop import background_loop, result_on
+from asyncdist.base.call_site import refuse_await
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.elastic.session import JobSession, join
@@ -146,7 +148,6 @@ def _close(world: World) -> None:
         loop.run_until_complete(world.close())
 
 
-@contextmanager
 def process_group(
     backend: str | None = None,
     init_method: str | None = None,
@@ -155,7 +156,7 @@ def process_group(
     rank: int = -1,
     store: Any = None,
     group_name: str = "",
-) -> Iterator[Group]:
+) -> AbstractContextManager[Group]:
     """Open a world that is independent of the default one, and close it on exit.
 
     The arguments and errors are those of `init_process_group`.
@@ -167,18 +168,22 @@ def process_group(
         >>> with process_group(rank=0, world_size=1, store=HashStore()) as group:
         ...     group.barrier().wait()
     """
-    world = background_loop().run(
-        open_world(
-            backend=backend,
-            init_method=init_method,
-            timeout=timeout,
-            world_size=world_size,
-            rank=rank,
-            store=store,
-            name=group_name,
-            reports_dropped_works=True,
-        )
+    if _get_running_loop() is not None:
+        refuse_await()
+    return _process_group(
+        backend=backend,
+        init_method=init_method,
+        timeout=timeout,
+        world_size=world_size,
+        rank=rank,
+        store=store,
+        name=group_name,
     )
+
+
+@contextmanager
+def _process_group(**options: Any) -> Iterator[Group]:
+    world = background_loop().run(open_world(**options, reports_dropped_works=True))
     try:
         with default_world.independent(world) as group:
             yield group

@@ -52,7 +52,7 @@ _first_use_lock = threading.Lock()
 lifecycle.renew_in_children(globals(), "_first_use_lock", threading.Lock)
 
 
-class _Message(Protocol):
+class _PeerMessage(Protocol):
     """A send or receive that has not started: a `P2POp`."""
 
     @property
@@ -362,7 +362,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps, SubgroupOps):
         """Start a planned message in the background, for the device group that this group serves."""
         return self._start_plan(name, plan, tag, True, self._limit(name, True, timeout))
 
-    def batch_isend_irecv(self, p2p_op_list: Sequence[_Message]) -> list[Work[Any]]:
+    def batch_isend_irecv(self, p2p_op_list: Sequence[_PeerMessage]) -> list[Work[Any]]:
         """Start several sends and receives of this group, and return their works in the same order.
 
         Args:
