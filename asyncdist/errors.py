@@ -168,6 +168,15 @@ class GroupError(AsyncdistError):
         self.seq = seq
         self.elapsed = elapsed
         self.by: int | None = None
+        # Groups of which an operation's error has been logged. Copies of this error share it.
+        self._logged: set[str] = set()
+
+    def begin_log(self) -> bool:
+        """Return whether this failure of the group has not been logged yet on this rank; the next calls return False."""
+        if self.group in self._logged:
+            return False
+        self._logged.add(self.group)
+        return True
 
     def during(self, *, group: str, rank: int, op: str, seq: int, elapsed: float) -> GroupError:
         """Return a copy of this failure for one operation that it ended."""

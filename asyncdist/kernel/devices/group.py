@@ -105,7 +105,7 @@ class DeviceGroup(CollectiveOps):
         super().__init__()
         self.name, self.ranks, self.timeout = host.name, host.ranks, host.timeout
         self.member_ids = host.member_ids
-        self._device = self._device_if_not_host = device
+        self.device = self._device = self._device_if_not_host = device
         self._rank = host.rank()
         self.host = host
         self._owner = host if owner is None else owner

@@ -22,7 +22,7 @@ from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.errors import UsageError, WaitTimeoutError
+from asyncdist.errors import GroupError, UsageError, WaitTimeoutError
 from asyncdist.kernel.engine import trio_tasks
 
 if TYPE_CHECKING:
@@ -434,7 +434,10 @@ class _LoopCallback:
 
 
 class _UnretrievedError:
-    """Logs the error of a failed work if the work is deleted before the program has retrieved the error."""
+    """Logs the error of a failed work if the work is deleted before the program has retrieved the error.
+
+    One failure may end many operations of a group: it is logged for one of them.
+    """
 
     __slots__ = ("error",)
 
@@ -442,8 +445,10 @@ class _UnretrievedError:
         self.error: BaseException | None = error
 
     def __del__(self) -> None:
-        if self.error is not None:
-            log.error("an operation failed and its error was never retrieved: %s", describe_error(self.error))
+        error = self.error
+        if error is None or (isinstance(error, GroupError) and not error.begin_log()):
+            return
+        log.error("an operation failed and its error was never retrieved: %s", describe_error(error))
 
 
 def completed(value: Any = None, progress: Progress | None = None) -> Work:

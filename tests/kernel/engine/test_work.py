@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -599,6 +600,30 @@ async def test_joined_work_reports_the_failures_of_all_its_works(transport, capl
         del whole
     gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+async def test_failure_is_logged_once_for_each_group_and_rank(transport, caplog):
+    # Works of other tests log their errors now.
+    gc.collect()
+    async with world_of(3, transport=transport) as groups:
+        pairs = [group.new_group([0, 1], group_desc="pair") for group in groups[:2]]
+        caplog.clear()
+        pending = [group.all_reduce(ones()) for group in (groups[0], groups[1], pairs[0]) for _ in range(4)]
+        pending += [groups[0].recv(ones(), 2, tag) for tag in range(4)]
+        groups[2].abort("enough")
+        pairs[1].abort("enough")
+        await asyncio.wait(pending)
+        assert len({str(work.exception()) for work in pending[:4]}) == 4, "each operation has its own error"
+        unseen = [group.all_reduce(ones()) for group in (groups[0], groups[1], pairs[0]) for _ in range(4)]
+        await asyncio.wait(unseen)
+        del pending, unseen
+        gc.collect()
+    logged = [
+        re.search(r"on group '(\w+)', rank (\d)", message).groups()
+        for message in caplog.messages
+        if "never retr" in message
+    ]
+    assert sorted(logged) == [("pair", "0"), ("world", "0"), ("world", "1")]
 
 
 async def test_awaiting_completed_works_lets_other_tasks_run():
