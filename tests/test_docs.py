@@ -46,6 +46,8 @@ DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 ENTRY_POINT_GROUP = "asyncdist.transports"
 INSTALLS = ("README.md", "docs/install.md")
 """The pages that install asyncdist."""
+CHANGES = "docs/adding-a-collective.md"
+"""The page whose blocks are parts of the sources of asyncdist."""
 EXCERPTS = "docs/libraries.md"
 """The page whose blocks are lines of programs in tests/ecosystem, which need the libraries."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -133,7 +133,8 @@ class DistributedDataParallel(nn.Module):
         arguments.refuse(module, mixed_precision)
         delayed = arguments.delayed_names(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.parameters_to_ignore = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.module = module
+        # As in torch, type checkers know no attributes of the user's class.
+        self.module: Any = module
         parameters = self._parameters_to_sync()
         arguments.check_model(module, parameters)
         self.device_ids, self.output_device = arguments.devices(device_ids, output_device, parameters)

@@ -15,8 +15,8 @@ import warnings
 from collections.abc import Callable, Generator
 from typing import Any, Unpack
 
+from asyncdist.base.call_site import call_site
 from asyncdist.base.deadline import Timeout
-from asyncdist.groups.call_site import call_site
 from asyncdist.groups.group import Group
 from asyncdist.kernel.collectives.call_plan import CallPlan
 from asyncdist.kernel.collectives.collective_ops import CallOptions

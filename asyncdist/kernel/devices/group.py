@@ -1,6 +1,6 @@
 """The ranks of a group, for tensors on one device.
 
-`Group.on` creates a `DeviceGroup` for the first tensor on a device. The ranks agree on a backend in its first collective.
+`Group` creates a `DeviceGroup` for the first tensor on a device. The ranks agree on a backend in its first collective.
 A collective is prepared as on the host, but a `DeviceCollectives` runs it.
 """
 
@@ -105,7 +105,7 @@ class DeviceGroup(CollectiveOps):
         super().__init__()
         self.name, self.ranks, self.timeout = host.name, host.ranks, host.timeout
         self.member_ids = host.member_ids
-        self.device = self._device_if_not_host = device
+        self.device = self._device = self._device_if_not_host = device
         self._rank = host.rank()
         self.host = host
         self._owner = host if owner is None else owner
@@ -197,7 +197,7 @@ class DeviceGroup(CollectiveOps):
         self._owner.hooks.record(entry)
         now = monotonic()
         deadline = now + seconds(options.get("timeout"), self.timeout)
-        work = DeviceWork(self._streams, self.host.endpoint.progress)
+        work = DeviceWork(self._streams, self.host.endpoint.progress, waits_for_peers=not inline)
         pending = Pending(work, plan, entry, now, deadline, numbered=tag is None, held=held)
         before = self._streams.position()
         self._watcher.add(pending)
@@ -244,7 +244,7 @@ class DeviceGroup(CollectiveOps):
         if self._backend is None:
             if self._pending_split is not None:
                 self._pending_split._wait_until_enqueued(self._context.remaining)
-            self._backend = negotiate_backend(self._context, self._backend_classes, device=str(self.device))
+            self._backend = negotiate_backend(self._context, self._backend_classes, device=str(self._device))
         return self._backend
 
     def split(self, part: DeviceGroup | None, number: int) -> None:
@@ -299,9 +299,9 @@ class DeviceGroup(CollectiveOps):
 
     def _checked(self, tensor: Any) -> Any:
         """Return a tensor; raise UsageError if it is on another device."""
-        if isinstance(tensor, torch.Tensor) and tensor.device != self.device:
+        if isinstance(tensor, torch.Tensor) and tensor.device != self._device:
             raise UsageError(
-                f"a tensor is on {tensor.device}, but the group's tensors are on {self.device}: move it first"
+                f"a tensor is on {tensor.device}, but the group's tensors are on {self._device}: move it first"
             )
         return tensor
 

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable
 from threading import get_ident
 from time import monotonic
 
+from asyncdist.base.call_site import refuse_await
 from asyncdist.base.deadline import wait_until_set
 from asyncdist.errors import LoopThreadError, UsageError
 from asyncdist.kernel.engine.drivers.attempts import Attempts
@@ -164,9 +165,14 @@ class Progress:
     # -- the inline driver ---------------------------------------------------------------------
 
     def refuse_loop_thread(self, what: str) -> None:
-        """Raise LoopThreadError if a blocking wait in this thread would stop the very loop that it waits for."""
-        if (running := _get_running_loop()) is not None and running is self.loop:
-            raise LoopThreadError(what)
+        """Raise LoopThreadError if a blocking wait in this thread would stop the very loop that it waits for.
+
+        In a coroutine, raise UsageError if the program awaits a call of the blocking API.
+        """
+        if (running := _get_running_loop()) is not None:
+            refuse_await()
+            if running is self.loop:
+                raise LoopThreadError(what)
 
     def drive(self, work: Finishable, until: float, start: Callable[[], None] | None = None) -> None:
         """Drive, or wait for another driver, until ``work`` is completed or the monotonic time is ``until``.
