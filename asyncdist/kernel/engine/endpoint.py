@@ -228,7 +228,7 @@ class Endpoint:
 
     def start(self, operation: Operation) -> None:
         """Begin an operation. The caller holds the lock."""
-        assert self.progress.turns.lock.locked()
+        self.progress.turns.assert_held()
         channel = operation.channel
         if self._checker.early_calls:
             self._checker.compare(channel, operation.key, operation.plan.fingerprint)

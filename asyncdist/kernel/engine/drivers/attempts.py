@@ -9,7 +9,7 @@ from time import monotonic
 
 from asyncdist.kernel.algorithms.schedule import END_ATTEMPT, Schedule
 from asyncdist.kernel.engine.drivers.loop_driver import LoopDriver, LoopState
-from asyncdist.kernel.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns
+from asyncdist.kernel.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns, give_back, holds
 from asyncdist.kernel.engine.drivers.waiting import MOST_POLLS
 from asyncdist.kernel.engine.machine import ScheduleChannel
 from asyncdist.kernel.transport.base import Advance, Sleep
@@ -55,14 +55,16 @@ class Attempts:
         Returns:
             Whether the schedule is complete. If not, an operation continues it from where it stopped.
         """
-        turns, machine = self._turns, self._machine
-        if machine.acting or not turns.driver_lock.acquire(False):
+        turns, machine, thread = self._turns, self._machine, get_ident()
+        if machine.acting or turns.attempting == thread or turns.driving == thread or holds(turns.lock):
             return False
-        turns.attempting = get_ident()
         asleep_until, ready = 0.0, None
         advance: Advance | None = None
         drives = has_driven = bool(machine.operations) and monotonic() >= self._turn_at
         try:
+            if not turns.driver_lock.acquire(False):
+                return False
+            turns.attempting = thread
             while turns.lock.acquire(False):
                 try:
                     if drives:
@@ -90,16 +92,30 @@ class Attempts:
                 drives = ready is None or advance == machine.advance
                 has_driven = has_driven or advance is not None
             return False
+        except BaseException:
+            give_back(turns.lock)
+            raise
         finally:
-            turns.sleeping, turns.attempting = False, 0
-            turns.driver_lock.release()
-            if machine.finished:
-                turns.deliver()
-            if turns.standby or turns.inbox:
-                self._hand_over()
-            # Peers no longer signal to the loop, another thread has begun an operation, or the loop has met this thread.
-            elif machine.operations and (has_driven or machine.acting or self._loop_driver.state is LoopState.IDLE):
-                self._loop_driver.resume()
+            if turns.attempting == thread:
+                turns.sleeping, turns.attempting = False, 0
+            try:
+                turns.driver_lock.release()
+            except RuntimeError:  # another thread holds it
+                pass
+            else:
+                if machine.finished or machine.operations or turns.standby or turns.inbox:
+                    self._end(has_driven)
+
+    def _end(self, has_driven: bool) -> None:
+        """Let others go on once this attempt has ended."""
+        turns, machine = self._turns, self._machine
+        if machine.finished:
+            turns.deliver()
+        if turns.standby or turns.inbox:
+            self._hand_over()
+        # Peers no longer signal to the loop, another thread has begun an operation, or the loop has met this thread.
+        elif machine.operations and (has_driven or machine.acting or self._loop_driver.state is LoopState.IDLE):
+            self._loop_driver.resume()
 
     def _run(self, schedule: Schedule, channel: ScheduleChannel, wait: bool, most: int, block: bool) -> Sleep | bool:
         """Run a schedule; return whether it is complete or an operation continues it, or how to sleep for its peers."""
