@@ -77,7 +77,7 @@ DEEPER: set[str] = {
 """Modules behind a contract that libraries import nevertheless. This list only shrinks."""
 
 MOST_PRIVATE_USES_IN_TESTS = 152
-"""How often tests use or import private names that asyncdist defines, except those of the test itself. This only shrinks."""
+"""How often tests use or import private names that asyncdist defines, except their own. This only shrinks."""
 OTHER_INTERFACES = (
     DistributedDataParallel, ProcessGroup, nn.Linear(1, 1), torch.Tensor, torch.distributed, torch.cuda,
     torch.distributed.distributed_c10d, namedtuple("Named", []),

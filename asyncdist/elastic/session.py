@@ -10,8 +10,8 @@ may have ended commits no step (`presence`); it goes on once the store has recor
                                          survivors agree (`Group.regroup`), and admit who waits
 
 A generation that only loses members keeps the connections of the one before. One that admits newcomers opens a new world,
-and the survivors keep the old one until they have agreed that the new one is complete. A member that the others went on without,
-or that is cut off from them, joins again with the state that it has.
+and the survivors keep the old one until they have agreed that the new one is complete. A member that the others went on
+without, or that is cut off from them, joins again with the state that it has.
 """
 
 from __future__ import annotations
