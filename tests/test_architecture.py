@@ -364,3 +364,8 @@ def test_foundation_needs_the_standard_library_only() -> None:
     for name in FOUNDATION:
         tops = {imported.split(".")[0] for imported in imports(PRODUCT[name])}
         assert tops <= sys.stdlib_module_names | {"asyncdist", "__future__"}, f"{name} imports {tops}"
+
+
+def test_both_packages_say_that_they_are_typed() -> None:
+    for package in ("asyncdist", "transports/asyncdist_transports"):
+        assert (ROOT / package / "py.typed").is_file()
