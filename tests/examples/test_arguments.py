@@ -34,16 +34,27 @@ def refused(tmp_path, monkeypatch, capsys):
     return refused
 
 
+@pytest.fixture
+def uninstall(monkeypatch):
+    """Make packages look as if they were not installed; modules of them may have been imported by other tests."""
+
+    def uninstall(*packages):
+        loaded = [name for name in sys.modules if name.partition(".")[0] in packages]
+        for name in {*packages, *loaded}:
+            monkeypatch.setitem(sys.modules, name, None)
+
+    return uninstall
+
+
 @pytest.mark.parametrize("program", sorted({path.name for path in EXAMPLES.glob("*.py")} - ALONE))
-def test_missing_package_names_the_extra_that_has_it(refused, monkeypatch, program):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    assert refused(program).endswith("; in the checkout: pip install '.[examples]'")
+def test_missing_package_names_the_extra_that_has_it(refused, uninstall, program):
+    uninstall("sklearn")
+    assert refused(program, "--help").endswith("; in the checkout: pip install '.[examples]'")
 
 
 @pytest.mark.parametrize("program", sorted(ALONE))
-def test_example_starts_without_the_extra(monkeypatch, capsys, program):
-    for name in ("sklearn", "matplotlib", "aiohttp"):
-        monkeypatch.setitem(sys.modules, name, None)
+def test_example_starts_without_the_extra(monkeypatch, uninstall, capsys, program):
+    uninstall("sklearn", "matplotlib", "aiohttp")
     monkeypatch.setattr(sys, "argv", [program, "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLES / program), run_name="__main__")
