@@ -30,6 +30,10 @@ class Transport:
     def __init__(self) -> None:
         self.written: list[tuple[int, ...]] = []
         self.on_write = lambda: None
+        self.is_aborted = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
 
     def writelines(self, buffers) -> None:
         data, kinds = b"".join(buffers), []
@@ -103,3 +107,18 @@ async def test_dropped_sender_sends_nothing(transport, sender):
     await asyncio.sleep(0)
     assert transport.written == []
     assert ended == []
+
+
+async def test_interrupt_in_the_middle_of_a_part_ends_the_connection(transport):
+    """The peer would wait for the rest of the part, or take the next frame for it."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    scheduled: list[object] = []
+    transport.on_write = interrupt
+    sender = PartSender(transport, scheduled.append)
+    sender.add(Message(1, []))
+    with pytest.raises(KeyboardInterrupt):
+        scheduled[0]()
+    assert transport.is_aborted

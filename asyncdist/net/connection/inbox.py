@@ -34,9 +34,6 @@ from asyncdist.net.connection.frames import (
 from asyncdist.net.connection.messages import IncomingMessage
 from asyncdist.net.connection.staging import StagedParts
 
-_MOST_OPEN = 1 << 16
-"""The most long messages of one sender that are open at a time."""
-
 
 class InboxOwner:
     """The interface that handles the frames of an inbox."""
@@ -69,6 +66,7 @@ class Inbox:
     Args:
         owner: Handles the frames.
         most_nbytes: The most bytes of a message; one that claims more is a ProtocolError.
+        most_open: The most long messages that are open at a time.
 
     Attributes:
         room: Memory for the next bytes. `feed` takes them as well.
@@ -78,6 +76,7 @@ class Inbox:
         "_chunk",
         "_chunk_left",
         "_descriptors",
+        "_most_open",
         "_open",
         "_owner",
         "_rest",
@@ -90,8 +89,8 @@ class Inbox:
         "room",
     )
 
-    def __init__(self, owner: InboxOwner, *, most_nbytes: int) -> None:
-        self._owner = owner
+    def __init__(self, owner: InboxOwner, *, most_nbytes: int, most_open: int = 1 << 16) -> None:
+        self._owner, self._most_open = owner, most_open
         self.most_nbytes = most_nbytes
         self._rest = bytearray()
         """An unfinished frame, which is parsed when it has `_wanted` bytes."""
@@ -115,6 +114,11 @@ class Inbox:
         if self._chunk is not None and self._chunk not in left:
             left.append(self._chunk)
         return left
+
+    @property
+    def awaits_part(self) -> bool:
+        """Whether the next part of a long message may follow."""
+        return bool(self._open)
 
     @property
     def is_between_messages(self) -> bool:
@@ -217,8 +221,8 @@ class Inbox:
 
     def _begin(self, body: bytes, num_descriptors: int) -> None:
         number, head, sizes = unpack_opening(body, self.most_nbytes)
-        if number in self._open or len(self._open) >= _MOST_OPEN:
-            raise ProtocolError(f"message {number} is opened twice, or more than {_MOST_OPEN} are open")
+        if number in self._open or len(self._open) >= self._most_open:
+            raise ProtocolError(f"message {number} is opened twice, or more than {self._most_open} are open")
         message = IncomingMessage(head, sizes, self._take(num_descriptors))
         if message.left:
             self._open[number] = message

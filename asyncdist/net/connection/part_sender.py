@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 
 from asyncdist.net.connection.messages import OutgoingMessage
@@ -82,5 +83,10 @@ class PartSender:
 
     def _flush(self) -> None:
         self._is_scheduled = False
-        if self._outbox is not None and self._outbox.flush() is Flushed.MORE:
-            self._schedule_flush()
+        try:
+            if self._outbox is not None and self._outbox.flush() is Flushed.MORE:
+                self._schedule_flush()
+        # A KeyboardInterrupt, for example, may have come in the middle of a frame.
+        except BaseException:
+            self._sock.shutdown(socket.SHUT_RDWR)
+            raise

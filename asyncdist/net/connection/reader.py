@@ -13,6 +13,8 @@ from asyncdist.net.security.tls import TlsSocket
 
 _READ_NBYTES = 64 << 10
 """A read of this size has hundreds of short messages."""
+_FIRST_NBYTES = 4 << 10
+"""What is read while a long message is open: the header of its next part, whose rest is read into its memory."""
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(MOST_DESCRIPTORS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 
 
@@ -66,12 +68,13 @@ class SocketReader:
                 raise StreamEnded("connection closed")
             inbox.filled(count)
             return
+        nbytes = _FIRST_NBYTES if inbox.awaits_part else _READ_NBYTES
         if self._takes_descriptors:
             assert isinstance(self._sock, socket.socket)
-            data, ancillary, flags, _ = self._sock.recvmsg(_READ_NBYTES, _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, flags, _ = self._sock.recvmsg(nbytes, _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC)
             self._take_descriptors(ancillary, flags)
         else:
-            data = self._sock.recv(_READ_NBYTES)
+            data = self._sock.recv(nbytes)
         if not data:
             raise StreamEnded("connection closed")
         inbox.feed(data)

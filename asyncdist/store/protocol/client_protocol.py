@@ -87,7 +87,7 @@ class ClientProtocol(InboxOwner):
         """How often the store has ended this client's lease, and has deleted its ephemeral keys."""
         self.output: list[bytes | LongMessage] = []
         """Messages to be sent; see `data_to_send`."""
-        self.inbox = Inbox(self, most_nbytes=self.limit)
+        self.inbox = Inbox(self, most_nbytes=self.limit, most_open=1)
         self._identity = identity
         self.lease = min(lease, _LONGEST_LEASE)
         self._open: dict[int, ResponseHandler] = {}
@@ -197,7 +197,7 @@ class ClientProtocol(InboxOwner):
         self._resume_request = 0
         self.output.clear()
         self.inbox.close()
-        self.inbox = Inbox(self, most_nbytes=self.limit)
+        self.inbox = Inbox(self, most_nbytes=self.limit, most_open=1)
 
     def end(self, error: Exception) -> None:
         """Reject all open requests, because there is no further connection."""

@@ -111,7 +111,7 @@ class Session(ServerConnection, InboxOwner):
 
     def __init__(self, server: SessionContext, transport: asyncio.Transport, peer: str) -> None:
         super().__init__(server, transport, peer)
-        self._inbox = Inbox(self, most_nbytes=server.limit)
+        self._inbox = Inbox(self, most_nbytes=server.limit, most_open=1)
         self._queued: Counter[int] = Counter()  # number of long replies that are neither sent nor cancelled, by request
         self._queued_nbytes = 0  # length of the long replies that are neither sent nor withdrawn
         self._parts = PartSender(transport, asyncio.get_running_loop().call_soon)
@@ -333,7 +333,9 @@ class Session(ServerConnection, InboxOwner):
 
     def connection_lost(self, exc: Exception | None) -> None:
         for message in self._inbox.close():
-            message.context.release_memory()
+            # None if its head could not be read.
+            if message.context is not None:
+                message.context.release_memory()
         self._parts.drop()
         super().connection_lost(exc)
         # It refers to this session: the cycle would keep both until the collector runs.

@@ -11,7 +11,7 @@ import pytest
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, LookUpTimeoutError, StoreConnectionError, UsageError
-from asyncdist.net.connection.frames import HEADER, SHORT
+from asyncdist.net.connection.frames import CHUNK, GOODBYE, HEADER, SHORT, STAGING, pack_opening
 from asyncdist.net.security.auth import MAGIC, NONCE_NBYTES, PROOF_NBYTES
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client.connect import ConnectRetry
@@ -63,6 +63,11 @@ HARM = {
     "a frame just above the limit": HEADER.pack((1 << 20) + (64 << 10) + 1, SHORT, 0, 0),
     "a frame of noise": HEADER.pack(5, SHORT, 0, 0) + b"\xc1\xc1\xc1\xc1\xc1",
     "an empty frame": HEADER.pack(0, SHORT, 0, 0),
+    "a long message of no request": pack_opening(0, b"\xc1", [1 << 17], 0),
+    "two long messages at once": pack_opening(0, b"\x01", [1 << 17], 0) + pack_opening(1, b"\x02", [1 << 17], 0),
+    "a part of no message": HEADER.pack(5, CHUNK, 0, 0) + bytes(5),
+    "shared memory": HEADER.pack(6, STAGING, 0, 0) + bytes(6),
+    "a frame of channels": HEADER.pack(0, GOODBYE, 0, 0),
     "no array": HEADER.pack(1, SHORT, 0, 0) + b"\x05",
     "an unknown operation": frame(1, 999),
     "no operation": frame(1),
