@@ -22,7 +22,7 @@ from asyncdist.store.protocol.codec import Encoder, framed
 from asyncdist.store.protocol.long_messages import LONG_NBYTES, LongMessage
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.server.session import Session
-from asyncdist.testing.faults import Proxy
+from tests.support.faults import Proxy
 from tests.support.received_messages import ReceivedMessages
 from tests.support.stores import LONG, TOKEN
 
