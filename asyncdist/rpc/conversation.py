@@ -112,9 +112,6 @@ class ConversationHandler:
             conversation.caller.answered(message)
 
     def opened(self, channel: PeerChannel, message: IncomingMessage) -> None:
-        if message.descriptors:
-            close_all(message.descriptors)
-            raise ProtocolError("a call with descriptors")
         conversation = conversation_of(channel)
         context = message.context = self._begin(conversation, message.head, is_ready=False)
         if context is None:
@@ -142,7 +139,7 @@ class ConversationHandler:
         if context.call is not None:
             conversation.callee.cancel(context.number)
 
-    def closed(self, channel: PeerChannel, error: PeerLostError, messages: Sequence[IncomingMessage]) -> None:
+    def closed(self, channel: PeerChannel, error: PeerLostError) -> None:
         conversation: Conversation | None = channel.context
         if conversation is None:  # the peer was refused
             return

@@ -219,8 +219,6 @@ class TransferPort:
 
     def opened(self, channel: PeerChannel, message: IncomingMessage) -> None:
         """Handle the beginning of a long message."""
-        for descriptor in message.descriptors:
-            os.close(descriptor)
         kind, fields = decode(message.head)
         if kind == BLOCKS:
             self._puller.opened(channel, message, fields)
@@ -239,7 +237,7 @@ class TransferPort:
         """Handle the end of a long message that its sender has given up."""
         self._puller.withdrawn(message)
 
-    def closed(self, channel: PeerChannel, error: PeerLostError, messages: Sequence[IncomingMessage]) -> None:
+    def closed(self, channel: PeerChannel, error: PeerLostError) -> None:
         """Handle the end of a channel."""
         self._puller.closed(channel, error)
         self._server.closed(channel)

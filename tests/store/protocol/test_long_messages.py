@@ -127,7 +127,7 @@ def test_more_long_values_than_an_opening_names_are_reassembled(monkeypatch):
     ],
 )
 def test_long_message_that_no_sender_makes_is_refused(head, values):
-    data = pack_opening(0, b"".join(map(msgpack.packb, head)), list(map(len, values)), 0)
+    data = pack_opening(0, b"".join(map(msgpack.packb, head)), list(map(len, values)))
     if values:
         data += frame(CHUNK, bytes(4) + b"".join(values))
     with pytest.raises(ProtocolError):
