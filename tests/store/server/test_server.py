@@ -323,7 +323,7 @@ async def test_client_with_many_requests_is_not_dropped_by_notifications(
         if len(lengths) == 2 * count and published == CHANGED + b"9":
             break
     assert set(lengths) == {nbytes}
-    assert server.admission.num_refused == 0
+    assert server.refusals.count == 0
 
 
 @pytest.mark.each_loop
