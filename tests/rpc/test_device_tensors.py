@@ -390,24 +390,27 @@ def hold(owner, borrower, moment):
 
 
 @pytest.mark.parametrize(("moment", "ends"), [("before", "cancelled"), ("during", "cancelled"), ("during", "overdue")])
-async def test_call_that_ends_before_its_tensor_was_copied_returns_the_loan(job, eventually, moment, ends):
+async def test_call_that_ends_before_its_tensor_was_copied_returns_the_loan(job, eventually, overdue, moment, ends):
     echo = Echo()
     async with acquainted(job, echo, eventually) as (it, far, near):
         hold(near, far, moment)
         tensor = on_device(torch.ones(LARGE))
         kept = weakref.ref(tensor.untyped_storage())
-        call = it.call("note", [tensor], timeout=0.02 if ends == "overdue" else None)
-        del tensor
-        if ends == "cancelled":
+        if ends == "overdue":
+            await overdue(lambda limit: it.call("note", [tensor], timeout=limit), lambda: tasks_of(far.device))
+            del tensor
+        else:
+            call = it.call("note", [tensor])
+            del tensor
             await near.ping()
             call.cancel()
-        with pytest.raises(asyncio.CancelledError if ends == "cancelled" else rpc.CallTimeoutError):
-            await call
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            del call
         await near.ping()
         assert kept() is not None, "the device may still read it"
         near.driver.go_on()
         far.device.stream.release()
-        del call
         await eventually(lambda: not near.lent)
         gc.collect()
         assert kept() is None

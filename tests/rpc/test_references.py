@@ -257,7 +257,7 @@ async def test_release_does_not_look_at_other_objects(job):
 
 
 def steps_of(call):
-    """Return the number of instructions of Python that a call executes."""
+    """Return the number of instructions of Python that a call executes, without finalizers of what earlier tests left."""
     count = 0
 
     def trace(frame, event, _):
@@ -267,11 +267,13 @@ def steps_of(call):
         return trace
 
     before = sys.gettrace()
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
