@@ -31,7 +31,7 @@ from asyncdist.weights.transfer.fan_out import HolderRecord
 from asyncdist.weights.transfer.version_table import VersionTable, new_version
 from tests.weights.conftest import fill, network, values
 
-LIMIT = 30.0
+LIMIT = 60.0
 Work = TypeVar("Work", Publishing, Subscribing)
 
 
