@@ -175,9 +175,15 @@ class Caller:
             packed: The arguments, if they have been packed for several calls, or are being packed.
 
         Raises:
-            UsageError: The arguments cannot be carried, or the timeout is not a number of seconds. The call raises it if
-                that turns out while a thread packs them.
+            UsageError: The arguments cannot be carried, the timeout is not a number of seconds, or another thread runs
+                the session's loop. The call raises it if a thread finds that out while it packs the arguments.
         """
+        here = asyncio._get_running_loop()
+        if here is not self.loop and (here is not None or self.loop.is_running()):
+            raise UsageError(
+                f"{target}.{method}() at {self.peer}: the session of this object is open on another loop; call it in a "
+                "coroutine there, which asyncio.run_coroutine_threadsafe starts, or open a session on this loop"
+            )
         limit, deadline, told = self._limits(timeout)
         try:
             if packed is None:
