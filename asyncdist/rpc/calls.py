@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from math import inf
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -104,6 +104,9 @@ class RemoteCall(ProcessBound, asyncio.Future[Any]):
 
     def __aiter__(self) -> CallStream:
         return CallStream(self)
+
+    def __iter__(self) -> NoReturn:
+        raise UsageError(f"{self.target}.{self.method}() returns a call: await it, or iterate over it with `async for`")
 
     def __repr__(self) -> str:
         """Return an advice, which asyncio shows in its error if a program makes a task of this future."""
