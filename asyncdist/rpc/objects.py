@@ -46,7 +46,7 @@ class ServedObjects:
         UsageError: It is no mapping, a name is not a text, or has no object.
     """
 
-    def __init__(self, objects: Mapping[str, Any]) -> None:
+    def __init__(self, objects: object) -> None:
         if not isinstance(objects, Mapping):
             kind = type(objects).__qualname__
             raise UsageError(f"objects are served under names, and {kind} is no dict of these: pass {{'name': object}}")
