@@ -55,7 +55,7 @@ def refuse_await() -> None:
 def _calling_frames() -> tuple[FrameType, FrameType]:
     """Return the innermost frame outside this package, and the frame of the function of this package that it called."""
     frame = inner = sys._getframe(1)
-    while (outer := frame.f_back) is not None and _is_internal(frame.f_globals.get("__name__") or ""):
+    while (outer := frame.f_back) is not None and is_internal(frame.f_globals.get("__name__") or ""):
         frame, inner = outer, frame
     return frame, inner
 
@@ -68,5 +68,6 @@ def _is_awaited(frame: FrameType) -> bool:
     return place < len(code) and code[place] in _AWAITS
 
 
-def _is_internal(module: str) -> bool:
+def is_internal(module: str) -> bool:
+    """Return whether a module belongs to this package, or stands between it and the user's line."""
     return module in _INTERNAL or module.startswith(tuple(f"{package}." for package in _INTERNAL))

@@ -18,6 +18,7 @@ import msgpack
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.descriptors import naming_exhaustion
+from asyncdist.base.interrupts import shorten_interrupts
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.base.version import VERSION
 from asyncdist.config import Config, shared_settings
@@ -239,6 +240,7 @@ def open_world(
     config = config or Config.from_environment()
     # Python installs signal handlers on the main thread only. The caller may run on it; the loop may not.
     dump_signal.install_signal_handler(config)
+    shorten_interrupts()
     limit = seconds(timeout, config.timeout)
     meeting = functools.partial(
         meet,
