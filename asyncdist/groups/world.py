@@ -15,7 +15,6 @@ from typing import Any
 
 import msgpack
 
-from asyncdist import errors
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.descriptors import naming_exhaustion
@@ -25,6 +24,7 @@ from asyncdist.base.version import VERSION
 from asyncdist.config import Config, shared_settings
 from asyncdist.environment import Launch
 from asyncdist.errors import AsyncdistError, NotInitializedError, RendezvousError, UsageError
+from asyncdist.errors import ranks as ranks_as_text
 from asyncdist.groups import task_factory
 from asyncdist.groups.calibration import measurement, profile
 from asyncdist.groups.dropped_works import DebugGroup
@@ -117,7 +117,7 @@ class World(ProcessBound):
         chosen = tuple(parent.member_ids[rank] for rank in ranks)
         members = tuple(parent.ranks[rank] for rank in ranks)
         listed = list(members)
-        part = f"rank{'s' * (len(listed) > 1)} {errors.ranks(listed) if listed == sorted(listed) else listed}"
+        part = f"rank{'s' * (len(listed) > 1)} {ranks_as_text(listed) if listed == sorted(listed) else listed}"
         if parent is not self.group or parent.generation:
             part += f" of {parent.name!r}"
         elif len(members) == size and name:
