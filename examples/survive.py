@@ -195,6 +195,7 @@ except KeyboardInterrupt:
 finally:
     for process in alive:
         process.kill()
+        process.wait()
     store.close()
 
 # -- what it cost -----------------------------------------------------------------------------------
