@@ -19,26 +19,27 @@ from asyncdist.errors import AsyncdistError
 _LOOPS = ("asyncio", "uvloop")
 _LEFT_OUT = "frames of asyncdist and asyncio are left out: ASYNCDIST_DEBUG=1 shows them"
 
-_before = sys.excepthook
-_installed = False
+hook_before = sys.excepthook
+is_installed = False
 
 
 def shorten_interrupts() -> None:
     """Let Python print an unhandled KeyboardInterrupt of a call of this package without the frames of this package."""
-    global _before, _installed
+    global hook_before, is_installed
     # Once for each process: a hook of the program that was installed later may call this one.
-    if not _installed:
-        _before, _installed, sys.excepthook = sys.excepthook, True, _print
+    if not is_installed:
+        hook_before, is_installed, sys.excepthook = sys.excepthook, True, print_error
 
 
-def _print(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def print_error(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Print an unhandled exception, as `sys.excepthook` does."""
     if kind is not KeyboardInterrupt:
-        _before(kind, error, traceback)
+        hook_before(kind, error, traceback)
         return
     with _undisturbed():
         if not _shows_all():
             error = _shortened(error)
-        _before(kind, error, error.__traceback__)
+        hook_before(kind, error, error.__traceback__)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ def printed(monkeypatch):
     shown = []
     monkeypatch.delenv("ASYNCDIST_DEBUG", raising=False)
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, entries: shown.append((error, entries)))
-    monkeypatch.setattr(interrupts, "_installed", False)
+    monkeypatch.setattr(interrupts, "is_installed", False)
     interrupts.shorten_interrupts()
     interrupts.shorten_interrupts()
 
@@ -107,15 +107,15 @@ def test_debug_setting_shows_all_frames(printed, monkeypatch):
 
 
 def test_second_interrupt_does_not_disturb_the_printing_of_the_first(printed, monkeypatch):
-    monkeypatch.setattr(interrupts, "_before", lambda *arguments: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(interrupts, "hook_before", lambda *arguments: signal.raise_signal(signal.SIGINT))
     handler = signal.getsignal(signal.SIGINT)
-    interrupts._print(KeyboardInterrupt, KeyboardInterrupt(), None)
+    interrupts.print_error(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_other_exceptions_are_printed_as_they_are(printed, monkeypatch):
     shown = []
-    monkeypatch.setattr(interrupts, "_before", lambda *arguments: shown.append(arguments))
+    monkeypatch.setattr(interrupts, "hook_before", lambda *arguments: shown.append(arguments))
     error = ValueError()
     sys.excepthook(ValueError, error, None)
     assert shown == [(ValueError, error, None)]
