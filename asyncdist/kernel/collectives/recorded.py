@@ -7,19 +7,19 @@ when the call is planned, and lets them belong to the tensors of one call at a t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
 
 from asyncdist.kernel.algorithms.schedule import Combine, Reduce, Schedule, Send, Step, Wait
-from asyncdist.kernel.engine.direct_calls import DirectStep
-from asyncdist.kernel.memory.buffers import Memory, TensorBlocks, flat_memory, overlapping_inputs, view_at
+from asyncdist.kernel.engine.direct_calls import MAX_DIRECT_NBYTES, DirectStep
+from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks, overlapping_inputs, view_at
 from asyncdist.kernel.memory.reduce_kernels import Fold, divide
 
 _address_of = torch.Tensor.data_ptr
-KEPT_NBYTES = 64 << 10
-"""Bytes of the largest scratch that a recording takes and keeps."""
+_MOST_KEPT = 8
+"""Recordings of one call that are kept. More calls have run at the same time if there are more."""
 _LONG_NBYTES = 1 << 20
 """Bytes of a copy that torch makes, on several threads and without the GIL."""
 
@@ -66,71 +66,146 @@ class _Fold(NamedTuple):
 Recording = Iterable[Step | Wait | LocalCopy | LocalDivision]
 """The steps of a schedule without waits, and between them what the rank does alone."""
 
+Record = Callable[..., Recording]
+"""Yields the steps of one part of a call, given the memory of a tensor, a list of memories, or None, for each argument."""
+
 
 class RecordedCall:
-    """The schedule of a call over links, whose steps are recorded once.
+    """The schedules over links of all calls with tensors of the same dtypes and shapes. Their steps are recorded once.
 
-    The recorded places are ranges of memories that belong to the tensors of one call at a time. Between calls the recording
-    keeps no tensor alive. A call whose inputs overlap its outputs, and one that begins during another, makes its own steps.
+    The recorded places are ranges of memories that belong to the tensors of one call at a time. Calls that run at the same
+    time have a recording each. Between calls a recording keeps no tensor alive. A call whose inputs overlap its outputs
+    reads copies of its inputs.
 
     Args:
-        record: Yields the steps, given the memory of a tensor, a list of memories, or None, for each argument of the call.
-            It may take scratch of its own. What it yields depends on nothing but its arguments.
+        records: Yield the steps of one part each. What they yield depends on nothing but their arguments.
         arguments: The arguments of such a call, in the order of the group's method: tensors, lists of tensors, and None.
         fold: Does the arithmetic of Combine.
+        scratch: Element counts of the temporary memories, of the dtype of the first tensor, that ``records`` get also.
+        pool: Pool of this memory, unless it is so small that each recording keeps its own.
     """
 
-    def __init__(self, record: Callable[..., Recording], arguments: Sequence[Any], fold: Fold | None = None) -> None:
-        self._record = record
-        self._is_used = False
-        made = [_each(lambda tensor: Memory.unbound(tensor.numel(), tensor.dtype), argument) for argument in arguments]
-        memories = [memory for argument in made for memory in _listed(argument)]
-        self._items = [_prepared(item, fold) for item in record(*made)]
-        places = _Places(memories, self._items)
+    def __init__(
+        self,
+        records: Sequence[Record],
+        arguments: Sequence[Any],
+        fold: Fold | None = None,
+        scratch: Sequence[int] = (),
+        pool: Scratch | None = None,
+    ) -> None:
+        self._records, self._fold, self._pool = records, fold, pool or Scratch()
+        self._forms = [_each(lambda tensor: (tensor.numel(), tensor.dtype), argument) for argument in arguments]
+        if scratch:
+            dtype = next(form for argument in self._forms for form in _listed(argument))[1]
+            self._scratch = [(count, dtype) for count in scratch]
+        else:
+            self._scratch = []
+        self._free = [self._recording()]
+
+    def _recording(self) -> _Recording:
+        return _Recording(self._records, self._forms, self._scratch, self._fold)
+
+    def schedules(self, *arguments: Any) -> list[Schedule]:
+        """Return the schedules of the parts of a call with contiguous tensors. They run under the lock of the world."""
+        try:
+            recording = self._free.pop()
+        except IndexError:
+            recording = self._recording()
+        parts, recording.unfinished = recording.parts, len(recording.parts)
+        # A comprehension takes a Python frame.
+        if len(parts) == 1:
+            return [recording.schedule(parts[0], arguments, self._pool, self._free)]
+        return [recording.schedule(part, arguments, self._pool, self._free) for part in parts]
+
+    def schedule(self, *arguments: Any) -> Schedule:
+        """Return the schedule of a call with one part."""
+        (schedule,) = self.schedules(*arguments)
+        return schedule
+
+
+class _Recording:
+    """The recorded steps of one call at a time.
+
+    Attributes:
+        parts: The steps of each part of the call, and between them what the rank does alone.
+        unfinished: The number of parts of the present call that have not ended.
+    """
+
+    def __init__(
+        self, records: Sequence[Record], forms: Sequence[Any], scratch: Sequence[_Form], fold: Fold | None
+    ) -> None:
+        made = [_each(lambda form: Memory.unbound(*form), form) for form in forms]
+        memories = _listed(made)
+        if sum(count * dtype.itemsize for count, dtype in scratch) <= MAX_DIRECT_NBYTES:
+            buffers = [Memory(torch.empty(count, dtype=dtype, device="cpu")) for count, dtype in scratch]
+            scratch = ()
+        else:
+            buffers = [Memory.unbound(*form) for form in scratch]
+            memories += buffers
+        self._scratch_forms, self._scratch = scratch, list[Memory]()
+        self.parts = [[_prepared(item, fold) for item in record(*made, *buffers)] for record in records]
+        places = _Places(memories, list(chain(*self.parts)))
         self._places = places.places
         self._read, self._written, self._own = places.read, places.written, places.own
         self._wholes, self._computed = places.wholes, places.computed
         self._reads_only = [places.reads_only(_listed(argument)) for argument in made]
         self._addresses: list[int] = []
         """The addresses of the tensors to which the places belong, or have belonged in the last call."""
+        self._tensors: list[torch.Tensor] = []
+        """The tensors of the present call: the places are addresses, and keep no copy alive."""
+        self.unfinished = 0
+        self._is_bound = False
 
-    def schedule(self, *arguments: Any) -> Schedule:
-        """Return the schedule of a call with contiguous tensors. It runs under the lock of the world."""
-        tensors: list[torch.Tensor] = []
-        for argument in arguments:
-            if type(argument) is list:
-                tensors += argument
-            elif argument is not None:
-                tensors.append(argument)
-        addresses = list(map(_address_of, tensors))
-        overlaps = addresses != self._addresses and self._overlaps(addresses)
-        if overlaps or self._is_used:
-            yield from performed(self._anew(arguments, overlaps))
-            return
-        self._bind(tensors, addresses)
-        self._is_used = True
+    def schedule(
+        self, part: Sequence[Any], arguments: Sequence[Any], pool: Scratch, free: list[_Recording]
+    ) -> Schedule:
+        """Return the schedule of a part. After the last part the recording is in ``free``, unless the call has failed."""
+        if not self._is_bound:
+            self._bind(arguments, pool)
         try:
-            for item in self._items:
-                if isinstance(item, DirectStep):
+            for item in part:
+                if type(item) is DirectStep:
                     yield item
                 else:
                     item.run()
         finally:
-            for memory in self._wholes:
-                memory.unbind()
-            for place in self._computed:
-                place.unbind()
-            self._is_used = False
+            self.unfinished -= 1
+            if not self.unfinished:
+                self._tensors, self._is_bound = [], False
+                for memory in self._wholes:
+                    del memory.tensor
+                for place in self._computed:
+                    del place.tensor
+                if self._scratch:
+                    for memory in self._scratch:
+                        pool.give(memory)
+                    self._scratch = []
+                if len(free) < _MOST_KEPT:
+                    free.append(self)
 
-    def _overlaps(self, addresses: Sequence[int]) -> bool:
-        """Return whether the inputs of a call overlap its outputs."""
-        return bool(self._read) and bool(
-            overlapping_inputs(_at(addresses, self._read), _at(addresses, self._written), self._own)
-        )
-
-    def _bind(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
+    def _bind(self, arguments: Sequence[Any], pool: Scratch) -> None:
         """Let the places belong to the tensors of a call."""
+        tensors: list[torch.Tensor] = []
+        for argument in arguments:
+            if type(argument) is torch.Tensor:
+                tensors.append(argument)
+            else:
+                # `_listed` takes a Python frame for each value.
+                is_flat = type(argument) is list and argument and type(argument[0]) is torch.Tensor
+                tensors += argument if is_flat else _listed(argument)
+        if self._scratch_forms:
+            self._scratch = [pool.take(*form) for form in self._scratch_forms]
+            tensors += [memory.tensor for memory in self._scratch]
+        addresses = list(map(_address_of, tensors))
         if addresses != self._addresses:
+            if self._read and overlapping_inputs(_at(addresses, self._read), _at(addresses, self._written), self._own):
+                arguments = [
+                    _each(torch.clone, argument) if reads_only else argument
+                    for argument, reads_only in zip(arguments, self._reads_only, strict=True)
+                ]
+                copies = _listed(arguments)
+                tensors[: len(copies)] = copies
+                addresses = list(map(_address_of, tensors))
             # An error, such as exhausted memory, leaves no places of two calls.
             self._addresses = []
             for place, number, start in self._places:
@@ -140,29 +215,12 @@ class RecordedCall:
             memory.bind(tensors[number])
         for place, (memory, start) in self._computed.items():
             place.tensor = memory.tensor[start : start + place.count]
-
-    def _anew(self, arguments: Sequence[Any], overlaps: bool) -> Recording:
-        """Make the steps for one call. If its inputs overlap its outputs, it reads copies of them."""
-        made = [
-            _each(_copied if overlaps and reads_only else flat_memory, argument)
-            for argument, reads_only in zip(arguments, self._reads_only, strict=True)
-        ]
-        return self._record(*made)
+        self._tensors = tensors
+        self._is_bound = True
 
 
-def performed(recording: Recording) -> Schedule:
-    """Return the schedule of one call: do what the rank does alone, and yield the steps."""
-    for item in recording:
-        if isinstance(item, LocalCopy | LocalDivision):
-            item.run()
-        else:
-            yield item
-
-
-def _copied(tensor: torch.Tensor) -> Memory:
-    return flat_memory(tensor.clone())
-
-
+_Form = tuple[int, torch.dtype]
+"""The number of elements of a tensor, and their dtype."""
 _Range = tuple[int, int, int]
 """The number of a tensor, and the bytes of it at which a range begins and ends."""
 
@@ -248,18 +306,18 @@ def _prepared(
     return DirectStep(item)
 
 
-def _each(function: Callable[[torch.Tensor], Memory], argument: Any) -> Memory | list[Memory] | None:
-    """Return the memory of a tensor, or of each tensor in a list; None for None."""
-    if argument is None:
-        return None
-    return [function(tensor) for tensor in argument] if isinstance(argument, list) else function(argument)
+def _each(function: Callable[[Any], Any], argument: Any) -> Any:
+    """Apply a function to a value, or to each value in nested lists; return None for None."""
+    if isinstance(argument, list):
+        return [_each(function, each) for each in argument]
+    return None if argument is None else function(argument)
 
 
 def _listed(argument: Any) -> list[Any]:
-    """Return an argument as a list: itself, the only element, or nothing for None."""
-    if argument is None:
-        return []
-    return argument if isinstance(argument, list) else [argument]
+    """Return the values of an argument in one list: itself, those in nested lists, or nothing for None."""
+    if isinstance(argument, list):
+        return [value for each in argument for value in _listed(each)]
+    return [] if argument is None else [argument]
 
 
 def recorded_blocks(argument: Any, counts: Sequence[int]) -> list[Memory] | TensorBlocks:

@@ -75,14 +75,10 @@ class Memory:
         return memory
 
     def bind(self, tensor: torch.Tensor) -> None:
-        """Let ``tensor`` be a contiguous tensor, as one dimension, until `unbind`."""
+        """Let ``tensor`` be a contiguous tensor, as one dimension, until the caller deletes it."""
         if tensor.is_inference():
             tensor = _outside_inference_mode(tensor)
         self.tensor = tensor if tensor.dim() == 1 and tensor.stride(0) == 1 else tensor.as_strided((self.count,), (1,))
-
-    def unbind(self) -> None:
-        """Forget the tensor."""
-        del self.tensor
 
     def located(self) -> tuple[Memory, int]:
         """Return the memory of the whole tensor of which this is a range, and the offset in it in bytes."""
