@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.ops import Reduction
 from asyncdist.base.weak_registry import WeakRegistry
 from asyncdist.ddp.backward.arrivals import Arrivals
@@ -77,7 +78,7 @@ class Reducer:
         named: Sequence[tuple[str, torch.nn.Parameter]],
         options: ReducerOptions,
         verification: Verification,
-        check_model: Callable[[], None],
+        check_model: Callback,
     ) -> None:
         self.armed = False
         self.joining: Joining | None = None
@@ -104,7 +105,7 @@ class Reducer:
         self._step: StepTimes | None = None
         self._forward_started = 0.0
         # Returns None if no backward is running, or if it has raised.
-        self._running: Callable[[], object] = lambda: None
+        self._running: Callback = lambda: None
         self._uses_leaves = False
         # Parameters for which `bucket_memory` has returned memory in this backward.
         self._placed: set[int] = set()

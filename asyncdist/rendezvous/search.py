@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Generic, Self, TypeVar
 
 from asyncdist.base.backoff import Backoff
+from asyncdist.base.callables import Predicate
 from asyncdist.errors import PeerLostError
 from asyncdist.rendezvous.directory import JobDirectory, PeerRecord, RecordChange
 
@@ -70,7 +71,7 @@ class JobSearch(Generic[T]):
             await self._wait(_NEXT if self._untried else None)
         return next(iter(self.found.values()))
 
-    async def all(self, is_enough: Callable[[], bool]) -> None:
+    async def all(self, is_enough: Predicate) -> None:
         """Wait until ``found`` is enough, and each process that is known has answered, or failed to answer once."""
         for record in await self._directory.records(self._name):
             self._note(RecordChange(record.address.id, record))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
@@ -369,7 +370,7 @@ class Caller:
         self._held.setdefault(number, deque()).append(held)
         return held
 
-    def take_held(self, number: int, held: HeldAnswer, handle: Callable[[], None]) -> None:
+    def take_held(self, number: int, held: HeldAnswer, handle: Callback) -> None:
         """Handle an answer that has been read, and those that have waited for it, in the order in which they arrived."""
         held.handle = handle
         answers = self._held.pop(number, None)
@@ -441,7 +442,7 @@ class HeldAnswer:
 
     __slots__ = ("handle",)
 
-    def __init__(self, handle: Callable[[], None] | None = None) -> None:
+    def __init__(self, handle: Callback | None = None) -> None:
         self.handle = handle
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgpack
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.descriptors import close_all
 from asyncdist.errors import PeerLostError, ProtocolError
@@ -284,8 +285,8 @@ class _ValueMessage:
             self._held = self._conversation.caller.hold_answer(self._context.number)
         return True
 
-    def _read_in_thread(self) -> Callable[[], None]:
-        deliver: Callable[[], None]
+    def _read_in_thread(self) -> Callback:
+        deliver: Callback
         try:
             deliver = functools.partial(self._deliver, self._carrier.unpack_aside(self._data, self._buffers))
         # It has references, or is damaged: the loop reads it.
@@ -293,7 +294,7 @@ class _ValueMessage:
             deliver = self.read
         return functools.partial(self._end, deliver)
 
-    def _end(self, deliver: Callable[[], None]) -> None:
+    def _end(self, deliver: Callback) -> None:
         conversation, context = self._conversation, self._context
         try:
             if context.call is None:

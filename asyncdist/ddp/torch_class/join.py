@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.ops import Reduction
 from asyncdist.ddp.uneven_inputs import Joining, StepKind
 from asyncdist.errors import UsageError
@@ -21,7 +22,7 @@ class TorchJoinHook:
 
     def __init__(
         self, joining: Joining, refresh: Callable[[int], None], average: Callable[[Reduction], None],
-        leave: Callable[[], None],
+        leave: Callback,
     ) -> None:  # fmt: skip
         self._joining, self._refresh, self._average, self._leave = joining, refresh, average, leave
 

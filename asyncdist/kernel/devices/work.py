@@ -13,6 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.base import lifecycle
+from asyncdist.base.callables import Callback
 from asyncdist.base.deadline import Timeout, seconds, wait_until_set
 from asyncdist.errors import UsageError, WaitTimeoutError
 from asyncdist.kernel.engine.work import Work
@@ -39,7 +40,7 @@ class DeviceWork(Work):
     ``await`` return only when the data is there.
     """
 
-    hurry: Callable[[], object] = staticmethod(lambda: None)
+    hurry: Callback = staticmethod(lambda: None)
     """Called when something waits for the device, once the operation is enqueued: the completion watcher then polls."""
 
     def __init__(self, streams: Streams, home: Progress | None = None) -> None:
@@ -50,7 +51,7 @@ class DeviceWork(Work):
         self._awaited: HostWork | None = None
         self._waiters: list[threading.Event] = []
         """Set when `suspended` is called, and when the operation is enqueued or has failed."""
-        self._enqueue_callbacks: list[Callable[[], object]] | None = []
+        self._enqueue_callbacks: list[Callback] | None = []
         """None once the operation is enqueued or has failed."""
 
     # -- the executor's side -----------------------------------------------------------------------
@@ -92,7 +93,7 @@ class DeviceWork(Work):
 
     # -- order of streams ----------------------------------------------------------------------
 
-    def when_enqueued(self, call: Callable[[], object]) -> None:
+    def when_enqueued(self, call: Callback) -> None:
         """Call ``call`` once, when the operation is enqueued or has failed. The callback must be short."""
         with _enqueue_lock:
             if self._enqueue_callbacks is not None:

@@ -12,12 +12,13 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from time import monotonic
 from typing import Any
 
 from asyncdist.base import lifecycle
+from asyncdist.base.callables import Callback
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.timers import TimerTable
 from asyncdist.config import DEFAULT_LANES, Config
@@ -124,7 +125,7 @@ class Endpoint:
         failures.silence_of = self._heartbeat.silence_of
         self.model = Model(segment_nbytes=config.segment_nbytes)
         """Selects the schedules of groups that are made from now on; equal on all ranks."""
-        self.finished: list[Callable[[], None]] = []
+        self.finished: list[Callback] = []
         self.backend = backend
         self.core_use = CoreUse(self._pids)
         self.others_compete = self.core_use.others_compete
@@ -360,7 +361,7 @@ class Endpoint:
             self.links.pop(peer, None)
             self.agreements.on_loss(peer)
 
-    def call_later(self, callback: Callable[[], None]) -> None:
+    def call_later(self, callback: Callback) -> None:
         """Call a function of the program's after the lock is released."""
         self.finished.append(callback)
 
@@ -422,7 +423,7 @@ class Endpoint:
         elif kind == HEARD:
             self._heartbeat.on_answer(peer, body)
 
-    def post(self, action: Callable[[], None]) -> None:
+    def post(self, action: Callback) -> None:
         self.progress.post(action)
 
     def closing_frames(self, peer: int) -> bytes:
@@ -484,7 +485,7 @@ class Endpoint:
         self.timers.run_due(now)
         self._executor.expire(now)
 
-    def take_finished(self) -> list[Callable[[], None]]:
+    def take_finished(self) -> list[Callback]:
         finished, self.finished = self.finished, []
         return finished
 

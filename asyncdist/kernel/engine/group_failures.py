@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, Protocol
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.descriptors import is_exhausted
 from asyncdist.base.timers import TimerTable
 from asyncdist.config import Config
@@ -61,7 +62,7 @@ class FailureHost(Protocol):
     def read_arrived(self, peer: int) -> None:
         """Read what has arrived from a peer."""
 
-    def call_later(self, callback: Callable[[], None]) -> None:
+    def call_later(self, callback: Callback) -> None:
         """Let a driver call a function, before the callbacks of operations that fail later."""
 
 

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import msgpack
 
+from asyncdist.base.callables import Callback, Predicate
 from asyncdist.base.daemon_threads import periodic_calls
 from asyncdist.errors import GroupError, PeerLostError, ranks
 from asyncdist.kernel.engine.group_failures import GroupFailures
@@ -43,7 +44,7 @@ class HeartbeatHost(Protocol):
 
     def state_of(self, peer: int) -> ProcessState | None: ...
 
-    def call_later(self, callback: Callable[[], None]) -> None:
+    def call_later(self, callback: Callback) -> None:
         """Let a driver call a function: a log handler may take long, and the thread must go on beating."""
 
 
@@ -72,12 +73,12 @@ class Heartbeat:
         self._detectors: dict[Transport, Detector] = {
             transport: Detector(timeout, selector.on_host_of) for transport in beating
         }
-        self._run: Callable[[Callable[[], bool]], None] | None = None
+        self._run: Callable[[Predicate], None] | None = None
         # Held for a pulse, which must not write into the memory of a closed transport.
         self._pulse_lock = threading.Lock()
         self._pulsed_at = 0.0
 
-    def start(self, run: Callable[[Callable[[], bool]], None]) -> None:
+    def start(self, run: Callable[[Predicate], None]) -> None:
         """Begin to beat; ``run`` is `Progress.look` of the rank. Idempotent."""
         if self._detectors and self._run is None:
             self._run, self._pulsed_at = run, monotonic()

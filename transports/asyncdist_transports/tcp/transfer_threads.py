@@ -20,6 +20,7 @@ import socket
 import threading
 from collections.abc import Callable
 
+from asyncdist.base.callables import Callback, Predicate
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.kernel.transport.base import Host, Outgoing, Receive
 from asyncdist.kernel.transport.wire_format import HEADER_NBYTES
@@ -49,7 +50,7 @@ class Transfer:
     def __init__(
         self,
         message: Outgoing | Receive,
-        move: Callable[[], bool],
+        move: Predicate,
         sock: socket.socket,
         events: int,
         returned: Callable[[Transfer], None],
@@ -59,7 +60,7 @@ class Transfer:
         """None after `stop`: the thread may wait for the connection for some time, and keeps no memory alive."""
         self.error: Exception | None = None
         """The error of the reduction of a piece."""
-        self._move: Callable[[], bool] | None = move
+        self._move: Predicate | None = move
         self._sock, self._events = sock, events
         self._returned: Callable[[Transfer], None] | None = returned
         self._stopped: Callable[[Transfer], object] | None = stopped
@@ -134,11 +135,11 @@ class TransferThreads:
     def begin(
         self,
         message: Outgoing | Receive,
-        move: Callable[[], bool],
+        move: Predicate,
         sock: socket.socket,
         events: int,
-        taken_back: Callable[[], object],
-        go_on: Callable[[], object],
+        taken_back: Callback,
+        go_on: Callback,
     ) -> Transfer | None:
         """Let a thread move a message; return None if the process can start no thread.
 
@@ -197,7 +198,7 @@ class Lender:
         transfer: The message that a thread moves now; None if the driver may move messages.
     """
 
-    def __init__(self, threads: TransferThreads, go_on: Callable[[], object]) -> None:
+    def __init__(self, threads: TransferThreads, go_on: Callback) -> None:
         self._threads, self._go_on = threads, go_on
         self.transfer: Transfer | None = None
 
@@ -216,7 +217,7 @@ class Lender:
             return False
         return self._begin(receive, reader.receive_some, sock, select.POLLIN)
 
-    def _begin(self, message: Outgoing | Receive, move: Callable[[], bool], sock: socket.socket, events: int) -> bool:
+    def _begin(self, message: Outgoing | Receive, move: Predicate, sock: socket.socket, events: int) -> bool:
         self.transfer = self._threads.begin(message, move, sock, events, self._taken_back, self._go_on)
         return self.transfer is not None
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from asyncdist.base.callables import Callback
 from asyncdist.cli.machine import installed
 
 if TYPE_CHECKING:
     from asyncdist.cli.bench.workloads.collectives import Traffic
 
-Call = Callable[[], object]
+Call = Callback
 
 
 def mpi_missing() -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from asyncdist.base.callables import Callback
 from asyncdist.cli.bench.workloads.collectives import Traffic
 
 _ONE_ROUND_NBYTES = 64 << 10
@@ -22,7 +23,7 @@ _SEND_NBYTES = 1 << 20
 _TIMEOUT_MS = 60_000
 
 Spans = dict[int, memoryview]
-Call = Callable[[], object]
+Call = Callback
 
 
 class Sockets:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from time import monotonic
 
+from asyncdist.base.callables import Callback
 from asyncdist.kernel.engine.drivers.loop_watcher import LoopWatcher
 from asyncdist.kernel.engine.machine import Machine
 from asyncdist.kernel.transport.base import Wait
@@ -38,7 +38,7 @@ class IdleWatch:
         self, machine: Machine, lock: threading.Lock, driver_lock: threading.Lock, loop_watcher: LoopWatcher
     ) -> None:
         self._machine, self._lock, self._driver_lock, self._loop_watcher = machine, lock, driver_lock, loop_watcher
-        self.last_call: Callable[[], object] | None = None
+        self.last_call: Callback | None = None
         self._seen: object = None
         self._complete = False
         self._timer: asyncio.TimerHandle | None = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from threading import get_ident
+
+from asyncdist.base.callables import Callback
 
 
 class Promises:
@@ -14,7 +16,7 @@ class Promises:
         hand_over: Called at the end of each promise: lets another driver continue what is pending.
     """
 
-    def __init__(self, hand_over: Callable[[], None]) -> None:
+    def __init__(self, hand_over: Callback) -> None:
         self._hand_over = hand_over
         self._threads: set[int] = set()
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.ops import Collective
 from asyncdist.errors import GroupError
 from asyncdist.kernel.algorithms.schedule import Schedule
@@ -32,7 +33,7 @@ log = logging.getLogger("asyncdist")
 class ShmNative(Native):
     """The collectives of one group in shared memory."""
 
-    def __init__(self, slots: SlotTable, piece_nbytes: int, show: Callable[[], None], hide: Callable[[], None]) -> None:
+    def __init__(self, slots: SlotTable, piece_nbytes: int, show: Callback, hide: Callback) -> None:
         self.slots = slots
         self._piece_nbytes = piece_nbytes
         self._show, self._hide = show, hide
