@@ -113,7 +113,7 @@ class Endpoint:
         # Bound here, because a forwarding method would cost each call a Python frame.
         self.fail, self.gone, self.lost, self.suspect = failures.fail, failures.gone, failures.lost, failures.suspect
         self.open, self.end = failures.open, failures.end
-        self._checker = CollectiveChecker(self.recorder, failures.channels, self.operations, failures.fail)
+        self._checker = CollectiveChecker(self.recorder, failures, self.operations)
         self.difference = self._checker.difference
         self.direct_calls = DirectCalls(self, self.operations, self._checker, scratch, self.progress.waiting)
         self._probes = WaitProbes(self, monotonic)
@@ -122,7 +122,7 @@ class Endpoint:
         self.agreements = Agreements(rank, failures, self.timers, self)
         failures.observers.append(self._on_change)
         self._heartbeat = Heartbeat(rank, config.heartbeat, self.transport_selector, failures, self)
-        failures.silence_of = self._heartbeat.silence_of
+        self.silence_of = self._heartbeat.silence_of
         self.model = Model(segment_nbytes=config.segment_nbytes)
         """Selects the schedules of groups that are made from now on; equal on all ranks."""
         self.finished: list[Callback] = []
@@ -137,7 +137,7 @@ class Endpoint:
         """Start every transport's listener at this machine's address; return the addresses by transport."""
         addresses = {transport.name: transport.listen(where) for transport in self.transport_selector.transports}
         # A peer that opens its world earlier may connect from now on, and expects an answer.
-        self._heartbeat.start(self.progress.look)
+        self._heartbeat.start(self.progress)
         return addresses
 
     async def probe_peers(self, addresses: Sequence[Addresses], timeout: float) -> dict[str, list[int]]:
@@ -409,7 +409,7 @@ class Endpoint:
         elif self.failures.drops(key):
             return
         elif kind == ABORT:
-            error = self.failures.on_abort(peer, key, body, self.connectivity_problem)
+            error = self.failures.on_abort(peer, key, body)
             # Later, because a look reads from connections, and this message is being read from one.
             self.post(functools.partial(self._heartbeat.on_loss_elsewhere, error))
         elif kind == CALLED and key[:8] not in self.failures.ended:
