@@ -44,8 +44,8 @@ def broadcast(group: GroupContext, tensor: Any, root: int) -> CallPlan:
         return group.in_parts(call, nbytes, lambda tensor: hierarchical.broadcast(flat_memory(tensor), root, call))
     in_tree = group.choose("broadcast", nbytes) == "tree"
     if in_tree:
-        records = [partial(_broadcast_steps, group, root, lane) for lane in group.lanes(nbytes)]
-        return group.recorded(call, nbytes, records, [tensor])
+        run = partial(tree.broadcast, group.rank, group.size, root)
+        return group.recorded(call, nbytes, [partial(_in_lane, run, lane) for lane in group.lanes(nbytes)], [tensor])
     segment_count = max(1, group.config.segment_nbytes // tensor.itemsize)
     if count <= segment_count:
         return group.recorded(call, nbytes, [partial(tree.chain_broadcast, group.rank, group.size, root)], [tensor])
@@ -57,8 +57,8 @@ def broadcast(group: GroupContext, tensor: Any, root: int) -> CallPlan:
     return group.in_parts(call, nbytes, parts, window=max(4, group.config.lanes))
 
 
-def _broadcast_steps(group: GroupContext, root: int, lane: Lane, memory: Memory) -> Recording:
-    return tree.broadcast(group.rank, group.size, root, lane.of(memory))
+def _in_lane(run: ScheduleOf, lane: Lane, memory: Memory) -> Recording:
+    return run(lane.of(memory))
 
 
 def all_gather_list(group: GroupContext, outputs: Any, tensor: Any) -> CallPlan:

@@ -18,7 +18,7 @@ from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks, overl
 from asyncdist.kernel.memory.reduce_kernels import Fold, divide
 
 _address_of = torch.Tensor.data_ptr
-_MOST_KEPT = 8
+_MOST_KEPT = 4
 """Recordings of one call that are kept. More calls have run at the same time if there are more."""
 _LONG_NBYTES = 1 << 20
 """Bytes of a copy that torch makes, on several threads and without the GIL."""

@@ -209,7 +209,7 @@ class DeviceWork(Work):
                         awaited.wait(left)
                 else:
                     # For as long as a device takes, this thread drives nothing.
-                    with contextlib.nullcontext() if self._home is None else self._home.promises.withdrawn():
+                    with contextlib.nullcontext() if self._home is None else self._home.promises.make(made=False):
                         wait_until_set(moved, left)
         finally:
             self._waiters.remove(moved)
