@@ -208,8 +208,8 @@ async def test_blocks_of_an_all_to_all_are_striped_each_by_its_size(monkeypatch)
 @each_case
 @pytest.mark.parametrize("lanes", [1, 3])
 async def test_calls_in_flight_at_once(case, lanes, count):
-    """The ranks begin several calls before the others; only one of them uses the recorded places at a time."""
-    async with world_of(SIZE, transport="tcp", config=Config(lanes=lanes, stripe_nbytes=1 << 20)) as groups:
+    """The ranks begin several calls before the others. With three lanes large calls have three parts."""
+    async with world_of(SIZE, transport="tcp", config=Config(lanes=lanes, stripe_nbytes=40_000)) as groups:
         calls = [[case(group, turn) for turn in range(4)] for group in groups]
         works = [[call(out) for out, call, _ in of_rank] for of_rank in calls]
         for of_rank, of_calls in zip(works, calls, strict=True):
@@ -220,7 +220,7 @@ async def test_calls_in_flight_at_once(case, lanes, count):
 @each_case
 @pytest.mark.parametrize("fails", [False, True])
 async def test_no_tensor_is_kept_alive(case, fails, count):
-    async with world_of(SIZE, transport="tcp") as groups:
+    async with world_of(SIZE, transport="tcp", config=Config(lanes=2, stripe_nbytes=40_000)) as groups:
         for turn in range(2):
             calls = [case(group, turn) for group in groups]
             works = [call(out) for out, call, _ in calls[1:]]
