@@ -30,7 +30,7 @@ Schedules = tuple[Schedule | None, Iterable[Schedule]]
 OverLinks = Callable[..., Iterable[Schedule]]
 """``schedules(*tensors)`` returns the schedules over links of the parts of a call."""
 Arrange = Callable[..., Sequence[Any]]
-"""``arrange(*tensors)`` returns the tensors that a schedule takes instead of those of a call."""
+"""``arrange(*tensors)`` returns the tensors that the schedules take instead of those of a call."""
 
 
 class CallPlan(ABC):
@@ -98,31 +98,20 @@ class LinkPlan(CallPlan):
 
     Args:
         schedules: ``schedules(*tensors)`` returns the schedules of a call's parts.
-        arrange: ``arrange(*tensors)`` returns what ``schedules`` takes instead of the tensors of a call.
         native: The other collectives of the group, if its members have memory in common: they learn of each call.
     """
 
     polls = LINK_POLLS
 
     def __init__(
-        self,
-        fingerprint: int,
-        nbytes: int,
-        schedules: OverLinks,
-        *,
-        arrange: Arrange | None,
-        fold: Fold | None,
-        window: int,
-        native: Native | None,
+        self, fingerprint: int, nbytes: int, schedules: OverLinks, fold: Fold | None, window: int, native: Native | None
     ) -> None:
         self.fingerprint, self.nbytes, self.fold, self.window = fingerprint, nbytes, fold, window
-        self._schedules, self._arrange, self._native = schedules, arrange, native
+        self._schedules, self._native = schedules, native
 
     def begin(
         self, number: int, tensors: Sequence[Any], channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
     ) -> Schedules:
-        if self._arrange is not None:
-            tensors = self._arrange(*tensors)
         schedules = self._schedules(*tensors)
         if self._native is not None:
             schedules = preceded(self._native.publish(number, self.fingerprint), schedules)

@@ -45,7 +45,8 @@ def broadcast(group: GroupContext, tensor: Any, root: int) -> CallPlan:
     in_tree = group.choose("broadcast", nbytes) == "tree"
     if in_tree:
         run = partial(tree.broadcast, group.rank, group.size, root)
-        return group.recorded(call, nbytes, [partial(_in_lane, run, lane) for lane in group.lanes(nbytes)], [tensor])
+        records = [partial(lambda lane, memory: run(lane.of(memory)), lane) for lane in group.lanes(nbytes)]
+        return group.recorded(call, nbytes, records, [tensor])
     segment_count = max(1, group.config.segment_nbytes // tensor.itemsize)
     if count <= segment_count:
         return group.recorded(call, nbytes, [partial(tree.chain_broadcast, group.rank, group.size, root)], [tensor])
@@ -55,10 +56,6 @@ def broadcast(group: GroupContext, tensor: Any, root: int) -> CallPlan:
         return (tree.chain_broadcast(group.rank, group.size, root, segment) for segment in each)
 
     return group.in_parts(call, nbytes, parts, window=max(4, group.config.lanes))
-
-
-def _in_lane(run: ScheduleOf, lane: Lane, memory: Memory) -> Recording:
-    return run(lane.of(memory))
 
 
 def all_gather_list(group: GroupContext, outputs: Any, tensor: Any) -> CallPlan:
@@ -101,7 +98,7 @@ def _all_gather(
     """Gather every rank's input into the blocks of every rank, for each row (blocks, own input).
 
     ``arguments`` are the blocks and the own input of a call with one row, and lists of them of a call with several, as
-    ``arrange`` returns them; see `LinkPlan`.
+    ``arrange`` returns them.
     """
     counts: list[list[int]] = []
     layout: list[int] = []

@@ -15,7 +15,7 @@ from asyncdist.kernel.algorithms.selection import Model, choose
 from asyncdist.kernel.collectives.arguments import whole_number_of
 from asyncdist.kernel.collectives.call_plan import Arrange, LinkPlan, MemoryPlan, OverLinks
 from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
-from asyncdist.kernel.collectives.recorded import Record, RecordedCall
+from asyncdist.kernel.collectives.recorded import Form, Record, RecordedCall
 from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks, block_memories, dtype_number, flat_memory
 from asyncdist.kernel.memory.reduce_kernels import Fold
 from asyncdist.kernel.transport.native import CallSignature, Native
@@ -116,10 +116,10 @@ class GroupContext:
         arguments: Sequence[Any],
         fold: Fold | None = None,
         *,
-        scratch: Sequence[int] = (),
+        scratch: Sequence[Form] = (),
         arrange: Arrange | None = None,
     ) -> LinkPlan:
-        """Return the plan of a call over links whose steps are recorded; see `RecordedCall` and `LinkPlan`."""
+        """Return the plan of a call over links whose steps are recorded; see `RecordedCall`."""
         recorded = RecordedCall(records, arguments, fold, scratch, self.scratch)
         return self.in_parts(call, nbytes, recorded.schedules, fold, arrange=arrange)
 
@@ -135,7 +135,8 @@ class GroupContext:
     ) -> LinkPlan:
         """Return the plan of a call over links in ``parts(*tensors)``, of which at most ``window`` run at once."""
         window = window or (self.window if self.hierarchical is None else self.hierarchical.window)
-        return LinkPlan(call, nbytes, parts, arrange=arrange, fold=fold, window=window, native=self.native)
+        run = parts if arrange is None else lambda *tensors: parts(*arrange(*tensors))
+        return LinkPlan(call, nbytes, run, fold, window, self.native)
 
     def blocks(self, value: Any) -> Blocks:
         """Return the memory of one block for each rank: a list of tensors, a tensor in equal parts, or None."""

@@ -129,7 +129,7 @@ class HierarchicalCollectives:
 
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_reduce(self, memories: Sequence[Memory], kernels: Arithmetic, call: int) -> Iterator[Schedule]:
+    def all_reduce(self, kernels: Arithmetic, call: int, memories: Sequence[Memory]) -> Iterator[Schedule]:
         """Reduce each memory over all ranks in place, with equal bits on all ranks. The caller has applied any scaling."""
 
         def parts() -> Iterator[tuple[int, Part]]:
@@ -145,13 +145,6 @@ class HierarchicalCollectives:
                         yield 2, partial(self._all_reduce_slices, call, blocks[part], kernels)
 
         return self._numbered(parts())
-
-    def small_all_reduce(self, nbytes: int, kernels: Arithmetic, call: int) -> Callable[[Memory], Schedule] | None:
-        """Return a function that returns the only part of an all-reduce of a memory; None unless it is small."""
-        small = self._small
-        if not small.takes("all_reduce", nbytes):
-            return None
-        return lambda memory: small.all_reduce(call, memory, kernels, self._reserve(small.NUMBERS))
 
     def _all_reduce_slices(self, call: int, memory: Memory, kernels: Arithmetic, number: int) -> Schedule:
         layout = self._layout

@@ -66,6 +66,8 @@ class _Fold(NamedTuple):
 Recording = Iterable[Step | Wait | LocalCopy | LocalDivision]
 """The steps of a schedule without waits, and between them what the rank does alone."""
 
+Form = tuple[int, torch.dtype]
+"""The number of elements of a tensor, and their dtype."""
 Record = Callable[..., Recording]
 """Yields the steps of one part of a call, given the memory of a tensor, a list of memories, or None, for each argument."""
 
@@ -81,7 +83,7 @@ class RecordedCall:
         records: Yield the steps of one part each. What they yield depends on nothing but their arguments.
         arguments: The arguments of such a call, in the order of the group's method: tensors, lists of tensors, and None.
         fold: Does the arithmetic of Combine.
-        scratch: Element counts of the temporary memories, of the dtype of the first tensor, that ``records`` get also.
+        scratch: Element counts and dtypes of the temporary memories that ``records`` get also.
         pool: Pool of this memory, unless it is so small that each recording keeps its own.
     """
 
@@ -90,16 +92,11 @@ class RecordedCall:
         records: Sequence[Record],
         arguments: Sequence[Any],
         fold: Fold | None = None,
-        scratch: Sequence[int] = (),
+        scratch: Sequence[Form] = (),
         pool: Scratch | None = None,
     ) -> None:
-        self._records, self._fold, self._pool = records, fold, pool or Scratch()
+        self._records, self._fold, self._scratch, self._pool = records, fold, scratch, pool or Scratch()
         self._forms = [_each(lambda tensor: (tensor.numel(), tensor.dtype), argument) for argument in arguments]
-        if scratch:
-            dtype = next(form for argument in self._forms for form in _listed(argument))[1]
-            self._scratch = [(count, dtype) for count in scratch]
-        else:
-            self._scratch = []
         self._free = [self._recording()]
 
     def _recording(self) -> _Recording:
@@ -132,7 +129,7 @@ class _Recording:
     """
 
     def __init__(
-        self, records: Sequence[Record], forms: Sequence[Any], scratch: Sequence[_Form], fold: Fold | None
+        self, records: Sequence[Record], forms: Sequence[Any], scratch: Sequence[Form], fold: Fold | None
     ) -> None:
         made = [_each(lambda form: Memory.unbound(*form), form) for form in forms]
         memories = _listed(made)
@@ -219,8 +216,6 @@ class _Recording:
         self._is_bound = True
 
 
-_Form = tuple[int, torch.dtype]
-"""The number of elements of a tensor, and their dtype."""
 _Range = tuple[int, int, int]
 """The number of a tensor, and the bytes of it at which a range begins and ends."""
 

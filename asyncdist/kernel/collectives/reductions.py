@@ -20,7 +20,7 @@ from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.collectives import validation
 from asyncdist.kernel.collectives.arguments import list_of
-from asyncdist.kernel.collectives.call_plan import Arrange, CallPlan
+from asyncdist.kernel.collectives.call_plan import Arrange, CallPlan, OverLinks
 from asyncdist.kernel.collectives.group_context import Blocks, GroupContext, Lane, fingerprint, segments
 from asyncdist.kernel.collectives.recorded import LocalCopy, LocalDivision, Recording, recorded_blocks
 from asyncdist.kernel.collectives.validation import reduction
@@ -61,20 +61,15 @@ def all_reduce(group: GroupContext, tensor: Any, op: Any) -> CallPlan:
     if (plan := group.in_memory(signature, nbytes, arrange)) is not None:
         return plan
     if (hierarchical := group.hierarchical_for("all_reduce")) is not None:
-        small = hierarchical.small_all_reduce(nbytes, kernels, call)
-
-        def parts(tensor: torch.Tensor) -> Iterable[Schedule]:
-            memory = flat_memory(tensor)
-            return hierarchical.all_reduce([memory], kernels, call) if small is None else [small(memory)]
-
-        return group.in_parts(call, nbytes, parts, kernels.fold, arrange=arrange)
+        run = partial(hierarchical.all_reduce, kernels, call)
+        return group.in_parts(call, nbytes, lambda tensor: run([flat_memory(tensor)]), kernels.fold, arrange=arrange)
     if kernels.widens:
-        run = partial(_all_reduce_wide, group, kernels)
-        return group.in_parts(call, nbytes, run, kernels.fold, arrange=arrange)
+        wide = _all_reduce_wide(group, kernels, nbytes, dtype)
+        return group.in_parts(call, nbytes, wide, kernels.fold, arrange=arrange)
     algorithm = group.choose("all_reduce", nbytes)
     steps = partial(_all_reduce_steps, group, kernels, algorithm)
     records = [partial(steps, lane) for lane in group.lanes(nbytes // group.size)]
-    scratch = [tensor.numel()] if algorithm == "doubling" else ()
+    scratch = [(tensor.numel(), dtype)] if algorithm == "doubling" else ()
     return group.recorded(call, nbytes, records, [tensor], kernels.fold, scratch=scratch, arrange=arrange)
 
 
@@ -110,15 +105,17 @@ def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> CallPlan
             for index, name in enumerate(names)
             for lane in group.lanes(counts[index] * dtype.itemsize // group.size)
         ]
-        scratch = [count if name == "doubling" else 0 for count, name in zip(counts, names, strict=True)]
+        scratch = [(count if name == "doubling" else 0, dtype) for count, name in zip(counts, names, strict=True)]
         arguments = tensors if len(tensors) == 1 else [tensors]
         return group.recorded(call, nbytes, records, arguments, kernels.fold, scratch=scratch, arrange=arrange)
+
+    wide = [_all_reduce_wide(group, kernels, count * dtype.itemsize, dtype) for count in counts]
 
     def parts(tensors: Any) -> Iterable[Schedule]:
         listed = tensors if type(tensors) is list else [tensors]
         if hierarchical is not None:
-            return hierarchical.all_reduce([Memory(tensor) for tensor in listed], kernels, call)
-        return chain.from_iterable(_all_reduce_wide(group, kernels, tensor) for tensor in listed)
+            return hierarchical.all_reduce(kernels, call, [Memory(tensor) for tensor in listed])
+        return chain.from_iterable(run(tensor) for run, tensor in zip(wide, listed, strict=True))
 
     return group.in_parts(call, nbytes, parts, kernels.fold, arrange=arrange)
 
@@ -151,12 +148,12 @@ def _all_reduce_steps(
         yield LocalDivision(memory, size)
 
 
-def _all_reduce_wide(group: GroupContext, kernels: Arithmetic, tensor: torch.Tensor) -> Iterable[Schedule]:
-    """Return the schedules of an all-reduce of narrow floats, of which every sum is accumulated in float32."""
-    memory = flat_memory(tensor)
-    widening = kernels.accumulator.itemsize // memory.itemsize
-    small = group.choose("all_reduce", memory.nbytes, widening=widening) == "doubling"
-    return (_wide_segment(group, part, kernels, small) for part in segments(memory, _SEGMENT_COUNT))
+def _all_reduce_wide(group: GroupContext, kernels: Arithmetic, nbytes: int, dtype: torch.dtype) -> OverLinks:
+    """Return a function that makes the schedules of an all-reduce of ``nbytes`` bytes of narrow floats."""
+    small = group.choose("all_reduce", nbytes, widening=kernels.accumulator.itemsize // dtype.itemsize) == "doubling"
+    return lambda tensor: (
+        _wide_segment(group, part, kernels, small) for part in segments(flat_memory(tensor), _SEGMENT_COUNT)
+    )
 
 
 def _wide_segment(group: GroupContext, memory: Memory, kernels: Arithmetic, small: bool) -> Schedule:
@@ -204,7 +201,7 @@ def reduce(group: GroupContext, tensor: Any, root: int, op: Any) -> CallPlan:
     in_tree = group.choose("reduce", nbytes) == "tree"
     if in_tree and not kernels.widens and tensor.numel() <= _SEGMENT_COUNT:
         record = partial(_recorded_reduce, group, root, kernels)
-        scratch = () if at_root else [tensor.numel()]
+        scratch = () if at_root else [(tensor.numel(), dtype)]
         return group.recorded(call, nbytes, [record], [tensor], kernels.fold, scratch=scratch, arrange=arrange)
     run = _reduce_tree if in_tree else _reduce_scattered
 

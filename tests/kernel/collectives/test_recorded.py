@@ -387,6 +387,6 @@ def test_large_scratch_returns_to_the_pool_after_each_call(count):
     def record(memory, scratch):
         yield LocalCopy(scratch, memory)
 
-    call = RecordedCall([record], [torch.zeros(count)], scratch=[count], pool=pool)
+    call = RecordedCall([record], [torch.zeros(count)], scratch=[(count, torch.float32)], pool=pool)
     list(call.schedule(torch.ones(count)))
     assert pool.take(count, torch.float32).tensor.equal(torch.ones(count)) is (count > 4)
