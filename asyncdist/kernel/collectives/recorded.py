@@ -18,8 +18,10 @@ from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks, overl
 from asyncdist.kernel.memory.reduce_kernels import Fold, divide
 
 _address_of = torch.Tensor.data_ptr
-_MOST_KEPT = 4
-"""Recordings of one call that are kept. More calls have run at the same time if there are more."""
+_KEPT_NBYTES = 1 << 20
+"""Bytes of scratch in the recordings of one call that are kept: programs begin hundreds of calls before the first ends."""
+_LEAST_NBYTES = 4 << 10
+"""Bytes for which a recording counts at least."""
 _LONG_NBYTES = 1 << 20
 """Bytes of a copy that torch makes, on several threads and without the GIL."""
 
@@ -133,7 +135,10 @@ class _Recording:
     ) -> None:
         made = [_each(lambda form: Memory.unbound(*form), form) for form in forms]
         memories = _listed(made)
-        if sum(count * dtype.itemsize for count, dtype in scratch) <= MAX_DIRECT_NBYTES:
+        nbytes = sum(count * dtype.itemsize for count, dtype in scratch)
+        keeps_scratch = nbytes <= MAX_DIRECT_NBYTES
+        self._most_kept = _KEPT_NBYTES // max(nbytes if keeps_scratch else 0, _LEAST_NBYTES)
+        if keeps_scratch:
             buffers = [Memory(torch.empty(count, dtype=dtype, device="cpu")) for count, dtype in scratch]
             scratch = ()
         else:
@@ -177,7 +182,7 @@ class _Recording:
                     for memory in self._scratch:
                         pool.give(memory)
                     self._scratch = []
-                if len(free) < _MOST_KEPT:
+                if len(free) < self._most_kept:
                     free.append(self)
 
     def _bind(self, arguments: Sequence[Any], pool: Scratch) -> None:
