@@ -28,7 +28,7 @@ train: $(READY)  ## train on real digits, two ranks, over our own transport
 # where the environment says otherwise, or each of several hundred processes would compile the package again.
 PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-test: $(READY)  ## run the essential tests, in WORKERS processes: at most five minutes on two cores
+test: $(READY)  ## run the essential tests, in WORKERS processes: about eight minutes on two cores
 	$(PYTEST) -m "not exhaustive"
 
 test-rest: $(READY)  ## run the exhaustive tests, which `make test` leaves out

@@ -1,7 +1,7 @@
 """Write `asyncdist/groups/blocking_api.py` from `collectives_api.py`; with ``--check`` only compare. `make lint` does that.
 
 A collective with the argument ``async_op`` gets three declarations: for False, for True, and for a value that is not known
-before the program runs. The result of the others is what ``self._value`` or ``self._finish`` returns when it blocks.
+before the program runs. The result of the others is what `BlockingApi._value` or `BlockingApi._finish` returns.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ GROUPS = Path(__file__).parent.parent / "asyncdist/groups"
 SOURCE, TARGET = GROUPS / "collectives_api.py", GROUPS / "blocking_api.py"
 BOUNDS = {"TensorT": "TensorLike", "TensorsT": "Sequence[TensorLike]", "TensorListsT": "Sequence[Sequence[TensorLike]]"}
 
-HEAD = '''"""The return types of the blocking API: None, or a `Work` with ``async_op=True``.
+HEAD = '''"""The collectives that `asyncdist.sync` exports: they return None, or a `Work` with ``async_op=True``.
 
 `.ci/blocking_api.py` writes this file, with one line for each declaration, from `collectives_api`, which defines and
-documents the functions. Its annotations are those of the awaited API. `BlockingApi` declares the same arguments with the
+documents the functions. Its annotations are those of the awaited API. The declarations have the same arguments and the
 results of the blocking API, for type checkers alone.
 """
 # fmt: off
@@ -43,6 +43,18 @@ if TYPE_CHECKING:
 
 class BlockingApi(CollectivesApi):
     """A `CollectivesApi` whose calls block unless ``async_op=True``."""
+
+    _background = False
+
+    def _finish(self, work: Work, async_op: bool) -> Work | None:
+        if async_op:
+            return work
+        if not work.is_success():
+            work.result()
+        return None
+
+    def _value(self, work: Work) -> Any:
+        return work.result()
 
     if TYPE_CHECKING:
 '''

@@ -52,6 +52,7 @@ _NAMES: dict[str, tuple[str, str]] = {
     "JobSession": ("asyncdist.elastic.session", "JobSession"),
     "LocalSGD": ("asyncdist.ddp.low_communication.diloco", "LocalSGD"),
     "MemberChange": ("asyncdist.groups.members.member_watch", "MemberChange"),
+    "NonMember": ("asyncdist.groups.subgroups", "NonMember"),
     "OperationRecord": ("asyncdist.kernel.tracing.hooks", "OperationRecord"),
     "P2POp": ("asyncdist.groups.collectives_api", "P2POp"),
     "ProcessGroup": ("asyncdist.groups.group", "Group"),  # torch's name, for annotations
@@ -133,6 +134,7 @@ if TYPE_CHECKING:
     from asyncdist.groups.members.regrouping import Agreed as Agreed
     from asyncdist.groups.members.step import GroupStep as GroupStep
     from asyncdist.groups.members.training_state import State as State
+    from asyncdist.groups.subgroups import NonMember as NonMember
     from asyncdist.kernel.engine.work import Work as Work
     from asyncdist.kernel.memory.registered import empty as empty
     from asyncdist.kernel.tracing.hooks import OperationRecord as OperationRecord

@@ -1,7 +1,7 @@
 """The settings of this library, from the environment. `asyncdist.environment` reads the variables of other programs.
 
 This module imports only the errors and the standard library. A `Config` is immutable, and a world keeps the one with
-which it was started. `settings` yields the table that ``asyncdist info`` prints.
+which it was started. `settings` yields the table that ``asyncdist info --settings`` prints.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _setting(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The settings of one world. ``asyncdist info`` lists each field's variable, meaning, value and default."""
+    """The settings of one world. ``asyncdist info --settings`` lists each field's variable, meaning, value and default."""
 
     token: str | None = _setting(None, "ASYNCDIST_TOKEN", "secret that every rank and the store must hold")
     allow_unauthenticated: bool = _setting(
@@ -320,7 +320,7 @@ def _warn_of_misspelt(source: Mapping[str, str]) -> None:
         # Only close matches: Kubernetes defines variables with this prefix for a service named asyncdist.
         for meant in difflib.get_close_matches(variable, known, n=1, cutoff=0.9):
             _warned.add(variable)
-            log.warning("%s is not a setting; did you mean %s? `asyncdist info` lists all settings", variable, meant)
+            log.warning("%s is not a setting; did you mean %s? `asyncdist info --settings` lists all", variable, meant)
 
 
 def invalid(variable: str, text: str, problem: str) -> UsageError:

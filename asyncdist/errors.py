@@ -117,12 +117,13 @@ class AlreadyInitializedError(UsageError):
 
 
 class LoopThreadError(UsageError):
-    """A blocking wait on the thread whose event loop has to complete the operation."""
+    """A blocking wait on the thread whose event loop completes the operation, also if it is complete already."""
 
     def _reason(self) -> str:
         what = self.args[0] if self.args else "this operation"
         return (
-            f"wait() for {what} on the event loop's own thread would never return: use `await`, or asyncio.to_thread()"
+            f"wait() for {what} on the event loop's own thread would stop the loop that completes it: use `await work`, "
+            "or asyncio.to_thread(). The calls of asyncdist.sync are the blocking API, those of asyncdist can be awaited"
         )
 
 
@@ -167,6 +168,15 @@ class GroupError(AsyncdistError):
         self.seq = seq
         self.elapsed = elapsed
         self.by: int | None = None
+        # Groups of which an operation's error has been logged. Copies of this error share it.
+        self._logged: set[str] = set()
+
+    def begin_log(self) -> bool:
+        """Return whether this failure of the group has not been logged yet on this rank; the next calls return False."""
+        if self.group in self._logged:
+            return False
+        self._logged.add(self.group)
+        return True
 
     def during(self, *, group: str, rank: int, op: str, seq: int, elapsed: float) -> GroupError:
         """Return a copy of this failure for one operation that it ended."""

@@ -7,13 +7,14 @@ operation continues in the background. The calling thread drives the progress of
 from __future__ import annotations
 
 import importlib
+from asyncio import _get_running_loop
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from operator import methodcaller
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import asyncdist
 from asyncdist.base.background_loop import background_loop, result_on
+from asyncdist.base.call_site import refuse_await
 from asyncdist.base.callables import AnyFunction
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
@@ -51,6 +52,7 @@ from asyncdist.groups.members.member_watch import MemberChange
 from asyncdist.groups.members.regrouping import Agreed
 from asyncdist.groups.members.step import GroupStep
 from asyncdist.groups.members.training_state import State
+from asyncdist.groups.subgroups import NonMember
 from asyncdist.groups.world import World, open_world
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.registered import empty
@@ -146,7 +148,6 @@ def _close(world: World) -> None:
         loop.run_until_complete(world.close())
 
 
-@contextmanager
 def process_group(
     backend: str | None = None,
     init_method: str | None = None,
@@ -155,7 +156,7 @@ def process_group(
     rank: int = -1,
     store: Any = None,
     group_name: str = "",
-) -> Iterator[Group]:
+) -> AbstractContextManager[Group]:
     """Open a world that is independent of the default one, and close it on exit.
 
     The arguments and errors are those of `init_process_group`.
@@ -167,37 +168,33 @@ def process_group(
         >>> with process_group(rank=0, world_size=1, store=HashStore()) as group:
         ...     group.barrier().wait()
     """
-    world = background_loop().run(
-        open_world(
-            backend=backend,
-            init_method=init_method,
-            timeout=timeout,
-            world_size=world_size,
-            rank=rank,
-            store=store,
-            name=group_name,
-            reports_dropped_works=True,
-        )
+    if _get_running_loop() is not None:
+        refuse_await()
+    return _process_group(
+        backend=backend,
+        init_method=init_method,
+        timeout=timeout,
+        world_size=world_size,
+        rank=rank,
+        store=store,
+        name=group_name,
     )
+
+
+@contextmanager
+def _process_group(**options: Any) -> Iterator[Group]:
+    world = background_loop().run(open_world(**options, reports_dropped_works=True))
     try:
-        yield world.group
+        with default_world.independent(world) as group:
+            yield group
     finally:
         _close(world)
-
-
-def _finish(work: Work, async_op: bool) -> Work | None:
-    if async_op:
-        return work
-    if not work.is_success():
-        work.result()
-    return None
 
 
 # The name of torch.distributed, for annotations.
 ProcessGroup = Group
 
-# By name: the works of devices have a `result` of their own.
-_api = BlockingApi(_finish, methodcaller("result"), blocking=True)
+_api = BlockingApi()
 
 agree = _api.agree
 all_gather = _api.all_gather
@@ -256,7 +253,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Agreed", "CommunicationSavings", "DiLoCo", "DistributedDataParallel", "DistributedSampler", "FileStore", "Group",
     "GroupMember", "GroupMetrics", "GroupStep", "HashStore", "JobSession", "LocalSGD", "MemberChange",
-    "OperationRecord", "P2POp",
+    "NonMember", "OperationRecord", "P2POp",
     "PrefixStore", "ProcessGroup", "ReduceOp", "State", "SyncBatchNorm", "TCPStore", "Work",
     "ZeroRedundancyOptimizer", "agree", "all_gather",
     "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce",

@@ -30,7 +30,6 @@ def option(default: Any, text: str, kind: Any = None, *, name: str = "") -> Any:
 
     Args:
         default: The default; a text for a list.
-        text: The help text.
         kind: The type of the option; by default a positive number, or a flag if the default is False.
         name: The option, if it is not called like the field.
     """

@@ -152,8 +152,6 @@ def side_by_side(title: str, cases: Sequence[Case], contenders: Mapping[str, str
     """Return a table with a row for each case, its contenders next to each other, their ratio, and the target.
 
     Args:
-        title: The title of the table.
-        cases: The cases.
         contenders: The headings of the contenders. Those that were not measured are left out.
         compared: Two contenders, of which the first is compared with the second.
     """

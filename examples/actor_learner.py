@@ -12,7 +12,7 @@ publishes the policy. An actor swaps a new version in while it plays: a rollout 
 the middle an actor is killed with SIGKILL, and a new one takes its place.
 
 At the end the program prints a table and plots the length of the rounds over time, with the death and the arrival, in
-out/actor_learner.png. It exits with 1 if the pole does not stay up for 150 steps on average.
+out/actor_learner.png if matplotlib is installed. It exits with 1 if the pole does not stay up for 150 steps on average.
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import nn
 
 from asyncdist import rpc, weights
 from asyncdist.store import StoreServer
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
 
 arguments = argparse.ArgumentParser(description="Actors and a learner; see the first lines of this file.")
 arguments.add_argument("--actors", type=int, default=3, help="number of actors, 3 by default")
@@ -153,14 +151,20 @@ async def act(number: int, job: str) -> None:
 
 @dataclass
 class History:
-    """The events, by update."""
+    """The events, by update. Times are seconds since the first actor has joined."""
 
+    begun: float | None = None
     at: list[float] = field(default_factory=list)
     length: list[float] = field(default_factory=list)
     lag: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     events: list[tuple[float, str]] = field(default_factory=list)
     rollouts: dict[int, int] = field(default_factory=dict)
+
+    def now(self) -> float:
+        if self.begun is None:
+            self.begun = time.monotonic()
+        return time.monotonic() - self.begun
 
 
 class Learner:
@@ -200,33 +204,47 @@ class Learner:
                 self._optimizer.step()
 
 
-async def collect(number: int, rollouts: asyncio.Queue[dict[str, Any]], history: History, begun: float) -> None:
+async def collect(number: int, rollouts: asyncio.Queue[dict[str, Any]], history: History) -> None:
     """Await one rollout of an actor after the other, until the actor dies."""
     try:
         player = await rpc.find("player", rank=number, timeout=120)
-        history.events.append((time.monotonic() - begun, f"actor {number} joins"))
+        history.events.append((history.now(), f"actor {number} joins"))
         while True:
             rollout = await player.rollout(timeout=60)
             history.rollouts[number] = history.rollouts.get(number, 0) + 1
             await rollouts.put(rollout)
     except rpc.CalleeLostError as error:
-        history.events.append((time.monotonic() - begun, f"actor {number} is lost"))
-        print(f"actor {number}: {error.summary}", flush=True)
+        history.events.append((history.now(), f"actor {number} is lost"))
+        console.print(f"actor {number}: {error.summary}", markup=False, soft_wrap=True)
+
+
+console = Console()
+progress = Progress(
+    TextColumn("update"),
+    BarColumn(bar_width=36),
+    MofNCompleteColumn(),
+    TextColumn("rounds of [cyan]{task.fields[length]:.0f}[/] steps"),
+    TimeElapsedColumn(),
+    console=console,
+    disable=not console.is_terminal,
+)
+bar = progress.add_task("", total=options.updates, length=0.0)
 
 
 async def learn(job: str, actors: dict[int, subprocess.Popen[bytes]]) -> History:
     """Update the policy and publish it, with rollouts of whatever actors there are."""
-    learner, history, begun = Learner(), History(), time.monotonic()
+    learner, history = Learner(), History()
     rollouts: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=PER_UPDATE)
     async with (
         weights.Publisher(learner.policy, job=job) as publisher,
         rpc.connect(job),
         asyncio.TaskGroup() as tasks,
     ):
+        progress.start()
         newest = await publisher.publish(0)
         for number in range(options.actors):
             actors[number] = start_actor(number, job)
-        collecting = [tasks.create_task(collect(number, rollouts, history, begun)) for number in actors]
+        collecting = [tasks.create_task(collect(number, rollouts, history)) for number in actors]
         update, added = 0, options.actors
         # Not before the actor that is added has played: on a busy machine it takes long to start.
         while update < options.updates or not history.rollouts.get(added):
@@ -236,17 +254,20 @@ async def learn(job: str, actors: dict[int, subprocess.Popen[bytes]]) -> History
             history.lag += [newest.number - rollout["version"] for rollout in batch]
             newest = await publisher.publish(update)
             lengths = [length for rollout in batch for length in rollout["lengths"]]
-            history.at.append(time.monotonic() - begun)
+            history.at.append(history.now())
             history.length.append(float(np.mean(lengths)) if lengths else LONGEST)
             history.steps.append(PER_UPDATE * STEPS * CARTS)
-            if update % 20 == 0:
+            total = max(update, options.updates)  # more, while the actor that is added has not played
+            progress.update(bar, completed=update, total=total, length=history.length[-1])
+            if update % 20 == 0 and not console.is_terminal:
                 print(f"update {update:3d}/{options.updates}: rounds of {history.length[-1]:.0f} steps", flush=True)
             if update == options.updates // 2:
                 actors[0].kill()
                 actors[added] = start_actor(added, job)
-                collecting.append(tasks.create_task(collect(added, rollouts, history, begun)))
+                collecting.append(tasks.create_task(collect(added, rollouts, history)))
         for task in collecting:
             task.cancel()
+        progress.stop()
     return history
 
 
@@ -301,15 +322,29 @@ print("versions between a rollout and its update: " + ", ".join(f"{lag}: {count}
 final = float(np.mean(history.length[-tenth:]))
 print(f"the pole stays up for {final:.0f} steps at the end")
 
-figure, axes = plt.subplots(figsize=(10, 4), layout="constrained")
-axes.plot(history.at, history.length, color="#08519c", linewidth=2)
-axes.set(xlabel="seconds", ylabel="steps of a round", ylim=(0, LONGEST * 1.05))
-axes.set_title("The pole stays up longer while actors come and go", loc="left", weight="bold")
-for at, event in history.events:
-    axes.axvline(at, color="#d94801" if "lost" in event else "#74c476", linewidth=1, linestyle=":")
-    axes.text(at, LONGEST, f" {event}", rotation=90, va="top", fontsize=8, color="#525252")
-axes.spines[["top", "right"]].set_visible(False)
-figure.savefig(options.out, dpi=150)
-print(f"wrote {options.out}")
+
+def draw(path: Path) -> None:
+    """Plot the length of the rounds over time."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(10, 4), layout="constrained")
+    axes.plot(history.at, history.length, color="#08519c", linewidth=2)
+    axes.set(xlabel="seconds", ylabel="steps of a round", xlim=(0, None), ylim=(0, LONGEST * 1.05))
+    axes.set_title("The pole stays up longer while actors come and go", loc="left", weight="bold")
+    for at, event in history.events:
+        axes.axvline(at, color="#d94801" if "lost" in event else "#74c476", linewidth=1, linestyle=":")
+        axes.text(at, LONGEST, f" {event}", rotation=90, va="top", fontsize=8, color="#525252")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+if find_spec("matplotlib") is None:
+    print("no plot: matplotlib is not installed; in the checkout: pip install '.[examples]'")
+else:
+    draw(options.out)
+    print(f"wrote {options.out}")
 if final < 150:
     sys.exit(f"the pole stays up for {final:.0f} steps only")

@@ -36,17 +36,21 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-import matplotlib as mpl
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from sklearn.datasets import load_digits
 from torch import nn
 
 import asyncdist.sync as dist
 from asyncdist import rpc
 from asyncdist.store import StoreServer
+
+try:
+    import matplotlib as mpl
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}; in the checkout: pip install '.[examples]'") from None
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

@@ -18,14 +18,19 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from sklearn.datasets import load_digits
 from torch import nn
 
 import asyncdist.sync as dist
+
+try:
+    import matplotlib as mpl
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}; in the checkout: pip install '.[examples]'") from None
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -68,6 +73,7 @@ def accuracy_of(model: nn.Module) -> float:
 
 def train(method: str) -> tuple[list[float], list[float]]:
     """Train with a method; return the megabytes that this rank has sent and the accuracies, every 25 steps."""
+    progress.update(bar, description=method)
     torch.manual_seed(options.seed)
     model: nn.Module = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10))
     inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -86,6 +92,7 @@ def train(method: str) -> tuple[list[float], list[float]]:
                 training.step()
             if step == options.steps and training is not None:
                 training.synchronize()
+            progress.advance(bar)
             if step % 50 == 0 or step == options.steps:
                 whole = 2 * gradient_nbytes * (world_size - 1) // world_size * step
                 sent.append((whole if training is None else training.savings.sent_nbytes) / 1e6)
@@ -93,7 +100,11 @@ def train(method: str) -> tuple[list[float], list[float]]:
     return sent, accuracies
 
 
-results = {method: train(method) for method in ["data parallel", *METHODS]}
+console = Console()
+columns = (TextColumn("{task.description:22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+with Progress(*columns, console=console, disable=rank != 0 or not console.is_terminal) as progress:
+    bar = progress.add_task("", total=options.steps * (1 + len(METHODS)))
+    results = {method: train(method) for method in ["data parallel", *METHODS]}
 dist.destroy_process_group()
 if rank:
     sys.exit(0)
@@ -105,7 +116,7 @@ for method, (sent, accuracies) in results.items():
     fewer = f"{reference / sent[-1]:,.0f}" if sent[-1] else "-"
     table.add_row(method, f"{accuracies[-1]:.3f}", f"{sent[-1]:,.2f}", fewer)
     axes.plot([max(each, 1e-3) for each in sent], accuracies, marker="o", markersize=3, label=method)
-Console().print(table)
+console.print(table)
 axes.set(xscale="log", xlabel="MB sent by a rank", ylabel="held-out accuracy")
 axes.spines[["top", "right"]].set_visible(False)
 axes.legend(frameon=False, loc="lower right")

@@ -27,6 +27,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
 from tempfile import TemporaryFile
@@ -395,8 +396,12 @@ def main() -> None:
         model.load_state_dict(whole)
         text = Text(sample(model, options.context))
         console.print(Panel(text, title="text written by the model", title_align="left", width=100))
-        draw(history, options.out / "loss.png")
-        print(f"wrote {options.out / 'loss.png'} and {options.out / 'checkpoint'}")
+        print(f"wrote {options.out / 'checkpoint'}")
+        if find_spec("matplotlib") is None:
+            print("no plot: matplotlib is not installed; in the checkout: pip install '.[examples]'")
+        else:
+            draw(history, options.out / "loss.png")
+            print(f"wrote {options.out / 'loss.png'}")
 
 
 if __name__ == "__main__":

@@ -26,11 +26,15 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from sklearn.datasets import load_digits
 from torch import nn
 
 import asyncdist as dist
 from asyncdist.store import StoreServer
+
+try:
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}; in the checkout: pip install '.[examples]'") from None
 
 try:
     import ray

@@ -25,16 +25,20 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import matplotlib as mpl
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from sklearn.datasets import load_digits
 from torch import nn
 
 from asyncdist import rpc
 from asyncdist.store import StoreServer
+
+try:
+    import matplotlib as mpl
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}; in the checkout: pip install '.[examples]'") from None
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -129,7 +133,7 @@ class ParameterServer:
 
 
 class History:
-    """What happened, in seconds since the first worker was started."""
+    """What happened, in seconds since the first update."""
 
     def __init__(self) -> None:
         self._begun = time.monotonic()
@@ -154,19 +158,24 @@ async def run() -> tuple[ParameterServer, History]:
 
 async def train(job: str, workers: dict[int, subprocess.Popen[bytes]]) -> tuple[ParameterServer, History]:
     """Serve the parameters until enough gradients have come, with whatever workers there are."""
-    server, history = ParameterServer(), History()
-    columns = (TextColumn("updates"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    server = ParameterServer()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=options.updates)
+        task = bar.add_task("updates", total=options.updates)
         async with rpc.serve({"parameters": server}, job):
             for number in range(options.workers):
                 workers[number] = start_worker(number, job)
             added = options.workers
+            async with asyncio.timeout(PATIENCE):
+                await server.reaches(1)
+            history = History()
             while server.version < options.updates or server.by_worker[added] < LEAST_OF_ADDED:
                 async with asyncio.timeout(PATIENCE):
                     await server.reaches(server.version + options.updates // EVALUATIONS)
                 history.accuracy.append((history.now(), server.accuracy()))
-                bar.update(task, completed=server.version)
+                what = f"updates, {server.by_worker[added]:,} by worker {added}"
+                # More than the total, while the worker that is added has not made enough.
+                bar.update(task, completed=server.version, total=max(server.version, options.updates), description=what)
                 if workers[0].returncode is None and server.version >= options.updates // 3:
                     workers[0].kill()
                     workers[0].wait()
@@ -174,6 +183,8 @@ async def train(job: str, workers: dict[int, subprocess.Popen[bytes]]) -> tuple[
                     workers[added] = start_worker(added, job)
                 if server.by_worker[added] and len(history.events) == 1:
                     history.events.append((history.now(), f"worker {added} joins"))
+            for process in workers.values():
+                process.kill()  # before the session ends, which would refuse their calls
     return server, history
 
 
@@ -185,8 +196,7 @@ def start_worker(number: int, job: str) -> subprocess.Popen[bytes]:
 
 
 if options.worker is not None:
-    # The server refuses calls when it ends.
-    with contextlib.suppress(KeyboardInterrupt, rpc.CalleeLostError, rpc.OverloadedError):
+    with contextlib.suppress(KeyboardInterrupt, rpc.CalleeLostError):
         asyncio.run(work(options.worker, options.job))
     sys.exit()
 
@@ -213,7 +223,7 @@ print(f"accuracy on held-out digits {final:.4f}")
 
 figure, axes = plt.subplots(figsize=(10, 4), layout="constrained")
 axes.plot(*zip(*history.accuracy, strict=True), color="#08519c", linewidth=2)
-axes.set(xlabel="seconds", ylabel="accuracy on held-out digits", ylim=(0, 1))
+axes.set(xlabel="seconds", ylabel="accuracy on held-out digits", xlim=(0, None), ylim=(0, 1))
 axes.set_title("Training continues while workers come and go", loc="left", weight="bold")
 for at, event in history.events:
     axes.axvline(at, color="#d94801" if "killed" in event else "#238b45", linewidth=1, linestyle=":")

@@ -26,8 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
+
+try:
+    import matplotlib as mpl
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}; in the checkout: pip install '.[examples]'") from None
 
 arguments = argparse.ArgumentParser(description="Train while processes are killed; see the first lines of this file.")
 arguments.add_argument("--ranks", type=int, default=4, help="number of processes, 4 by default")
@@ -112,8 +117,6 @@ if options.job:
     sys.exit(0)
 
 # -- the program that starts and kills --------------------------------------------------------------
-
-import matplotlib as mpl  # noqa: E402
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402

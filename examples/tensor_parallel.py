@@ -27,11 +27,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from matplotlib.backend_bases import FigureCanvasBase
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -46,6 +44,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 import asyncdist.torch_backend  # noqa: F401  # registers the back end "asyncdist"
+
+try:
+    from matplotlib.backend_bases import FigureCanvasBase
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}; in the checkout: pip install '.[examples]'") from None
 
 arguments = argparse.ArgumentParser(description="Train with tensor parallelism; see the first lines of this file.")
 arguments.add_argument("--backend", default="asyncdist", help="back end of torch.distributed, for example gloo")

@@ -35,22 +35,26 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-import aiohttp
-import matplotlib as mpl
 import numpy as np
 import torch
-from aiohttp import web
-from matplotlib.backend_bases import FigureCanvasBase
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from sklearn.datasets import load_digits
 from torch import nn
 
 import asyncdist as dist
 import asyncdist.sync as blocking
 from asyncdist import weights
 from asyncdist.sync import weights as blocking_weights
+
+try:
+    import aiohttp
+    import matplotlib as mpl
+    from aiohttp import web
+    from matplotlib.backend_bases import FigureCanvasBase
+    from sklearn.datasets import load_digits
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}; in the checkout: pip install '.[examples]'") from None
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

@@ -46,6 +46,8 @@ DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
 ENTRY_POINT_GROUP = "asyncdist.transports"
 INSTALLS = ("README.md", "docs/install.md")
 """The pages that install asyncdist."""
+CHANGES = "docs/adding-a-collective.md"
+"""The page whose blocks are parts of the sources of asyncdist."""
 EXCERPTS = "docs/libraries.md"
 """The page whose blocks are lines of programs in tests/ecosystem, which need the libraries."""
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -254,6 +256,14 @@ def test_nothing_points_to_what_is_not_published() -> None:
         if unpublished.search(line)
     }
     assert wrong == set()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page == "README.md" or "quick-start" in page])
+def test_torchrun_of_a_quick_start_does_not_warn_of_threads(page: str) -> None:
+    commands = [command for command, _ in commands_of(page)]
+    ranks = [place for place, command in enumerate(commands) if command.startswith("torchrun")]
+    assert ranks
+    assert any(command.startswith("export OMP_NUM_THREADS=1") for command in commands[: ranks[0]])
 
 
 def copy_sources(folder: Path) -> None:

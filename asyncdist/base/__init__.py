@@ -1,2 +1,1 @@
-"""Parts without torch that every other folder may use: deadlines, timers, threads, the process's end, addresses, TLS,
-authentication. No torch."""
+"""What every folder may use: deadlines, timers, threads, descriptors, and the exit and fork of the process. No torch."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from asyncdist.base import lifecycle
+from asyncdist.base.call_site import refuse_await
 from asyncdist.base.deadline import LONGEST_SLEEP, Deadline
 from asyncdist.base.descriptors import naming_exhaustion
 from asyncdist.errors import LoopThreadError, UsageError
@@ -105,11 +106,18 @@ class BackgroundLoop:
 
         Raises:
             LoopThreadError: The caller is the loop's own thread, where waiting would never end.
+            UsageError: The user's program awaits the result of a call of the blocking API.
             TimeoutError: ``timeout`` seconds passed. The coroutine is cancelled.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise LoopThreadError("a blocking call")
+        if asyncio._get_running_loop() is not None:
+            try:
+                refuse_await()
+            except UsageError:
+                coroutine.close()
+                raise
         future = self.submit(coroutine)
         deadline = Deadline.after(timeout)
         try:
@@ -201,7 +209,6 @@ async def run_in_background(coroutine: Coroutine[Any, Any, T], undo: Callable[[T
     A cancelled caller cancels the coroutine and waits for its end, so that nothing of it goes on behind the caller's back.
 
     Args:
-        coroutine: The coroutine.
         undo: Called with a result that the caller does not get, because the coroutine ended before it was cancelled.
     """
     try:

@@ -1,4 +1,7 @@
-"""The processor cores: whether enough are free, how many threads share one, and how long this process waits for one."""
+"""The processor cores: whether enough are free, how many threads share one, and how long this process waits for one.
+
+The drivers of the engine, the calibration of groups, `ddp` and `torch_backend` choose by it how to wait and to send.
+"""
 
 from __future__ import annotations
 

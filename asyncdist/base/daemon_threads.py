@@ -191,7 +191,7 @@ class SerialExecutor:
         self._running.acquire()
         try:
             self._run(call)
-        # Also SystemExit, which nobody would see in the future of the pool.
+        # Also SystemExit, which would stay unseen in the future of the pool.
         except BaseException:
             log.exception("a call in the executor %r failed", self._name)
 

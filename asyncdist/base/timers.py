@@ -56,9 +56,6 @@ class DeadlineTimer:
 
     The timer stays as it is when requests come and go, because most end long before their deadlines. When it fires, it
     ends the requests whose deadline has passed, and is set for the next one.
-
-    Args:
-        open_requests: Returns the open requests.
     """
 
     def __init__(self, open_requests: Callable[[], Iterable[Expiring]]) -> None:

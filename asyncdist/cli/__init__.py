@@ -66,7 +66,7 @@ class ReportingGroup(click.Group):
 def main() -> None:
     """The commands of asyncdist, a communication runtime for distributed PyTorch.
 
-    Settings are environment variables with names ASYNCDIST_*; `asyncdist info` lists them.
+    Settings are environment variables with names ASYNCDIST_*; `asyncdist info --settings` lists them.
     """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -137,19 +138,25 @@ def show_devices(console: Console) -> None:
 def _show_registered(console: Console, title: str, group: str) -> None:
     """Show the transports or back ends of an entry point group, in order of preference."""
     table = _table(title, "name", "usable here", "from")
-    rows = []
+    for row in _registered(group):
+        colour = "yellow" if row["from"] else "red"
+        usable = "[green]yes[/]" if row["usable"] else f"[{colour}]no[/]: {escape(row['reason'])}"
+        table.add_row(row["name"], usable, row["from"])
+    console.print(table)
+
+
+def _registered(group: str) -> list[dict[str, Any]]:
+    """Return the transports or back ends of an entry point group, in order of preference."""
+    rows: list[tuple[int, dict[str, Any]]] = []
     for name in registry.names(group):
         try:
             kind = registry.load_class(name, group)
         except TransportUnavailableError as error:
-            rows.append((0, name, f"[red]no[/]: {escape(error.summary)}", ""))
+            rows.append((0, {"name": name, "usable": False, "reason": error.summary, "from": ""}))
             continue
-        reason = kind.probe()
-        usable = "[green]yes[/]" if reason is None else f"[yellow]no[/]: {escape(reason)}"
-        rows.append((kind.preference, name, usable, f"{kind.__module__}.{kind.__qualname__}"))
-    for _, *row in sorted(rows, key=lambda row: -row[0]):
-        table.add_row(*row)
-    console.print(table)
+        reason, place = kind.probe(), f"{kind.__module__}.{kind.__qualname__}"
+        rows.append((kind.preference, {"name": name, "usable": reason is None, "reason": reason or "", "from": place}))
+    return [row for _, row in sorted(rows, key=lambda row: -row[0])]
 
 
 def _show_cuda_devices(console: Console) -> None:
@@ -165,30 +172,68 @@ def _show_cuda_devices(console: Console) -> None:
 
 def show_addresses(console: Console, config: Config) -> None:
     """Show the addresses of this machine, and the one that it advertises to other hosts."""
-    try:
-        advertised, problem = outward(config), ""
-    except AddressError as error:
-        advertised, problem = "", str(error)
+    addresses, problem = _addresses(config)
     table = _table("Addresses", "interface", "address", "advertised")
-    for each in interface_addresses():
-        table.add_row(escape(each.interface), each.host, "[green]yes[/]" if each.host == advertised else "")
+    for each in addresses:
+        table.add_row(escape(each["interface"]), each["address"], "[green]yes[/]" if each["advertised"] else "")
     console.print(table)
     if problem:
         console.print(problem, style="red", markup=False)
 
 
-def show_settings(console: Console, config: Config) -> None:
-    """Show every setting, and the errors that init_process_group would raise for settings with unknown names."""
+def _addresses(config: Config) -> tuple[list[dict[str, Any]], str]:
+    """Return the addresses of this machine, and why none of them can be advertised."""
+    try:
+        advertised, problem = outward(config), ""
+    except AddressError as error:
+        advertised, problem = "", str(error)
+    found = interface_addresses()
+    return [{"interface": a.interface, "address": a.host, "advertised": a.host == advertised} for a in found], problem
+
+
+def show_settings(console: Console, config: Config, *, every: bool) -> None:
+    """Show the settings that differ from their defaults, or all, and the errors for those with unknown names."""
     table = _table("Settings", "variable", "value", "default", "meaning")
-    for variable, meaning, value, default in settings(config):
-        mark = "bold" if value != default else ""
-        table.add_row(variable, f"[{mark}]{_text(value)}[/]" if mark else _text(value), _text(default), escape(meaning))
-    console.print(table)
+    known = list(settings(config))
+    for variable, meaning, value, default in known:
+        if value != default:
+            table.add_row(variable, f"[bold]{_text(value)}[/]", _text(default), escape(meaning))
+        elif every:
+            table.add_row(variable, _text(value), _text(default), escape(meaning))
+    if table.row_count:
+        console.print(table)
+    if table.row_count < len(known):
+        left = f"{len(known) - table.row_count} of {len(known)} settings have their defaults"
+        console.print(f"{left}; to see all: [bold]asyncdist info --settings[/]")
+    for problem in _problems(config):
+        console.print(problem, style="red", markup=False)
+
+
+def _problems(config: Config) -> list[str]:
+    """Return the errors that init_process_group would raise for settings with unknown names."""
+    found = []
     for resolve in (selection.forced_by, registry.set_by):
         try:
             resolve(config)
         except (UsageError, TransportUnavailableError) as error:
-            console.print(str(error), style="red", markup=False)
+            found.append(str(error))
+    return found
+
+
+def facts(config: Config) -> dict[str, Any]:
+    """Return what the tables show as JSON values, except predictions."""
+    addresses, problem = _addresses(config)
+    return {
+        "machine": machine(),
+        "transports": _registered(registry.TRANSPORTS),
+        "device_backends": _registered(registry.DEVICE_BACKENDS),
+        "addresses": addresses,
+        "settings": {
+            variable: {"value": value, "default": default, "meaning": meaning}
+            for variable, meaning, value, default in settings(config)
+        },
+        "problems": [*([problem] if problem else []), *_problems(config)],
+    }
 
 
 def _text(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ _OTHER = "#555555"
 _STUCK = "#d55e00"
 _BAR = 0.7
 """Height of a bar as a share of its rank's row."""
+_COLUMNS = 1600
+"""The resolution of the time axis, about that of the picture."""
 
 
 def draw_timeline(worlds: Worlds, path: Path, seconds: float = 0.0) -> None:
@@ -68,17 +71,13 @@ def timeline_figure(worlds: Worlds, seconds: float = 0.0) -> Figure:
 def _draw_world(axes: Axes, records: Sequence[TraceRecord], begin: float, end: float) -> dict[str, str]:
     """Draw the operations of one world between two times; return the colours of the legend by label."""
     shown: dict[str, str] = {}
+    width = max(end - begin, 1e-6) / _COLUMNS
     for row, record in enumerate(records):
-        bars: dict[str, list[tuple[float, float]]] = {}
-        for call in record.calls:
-            until = record.written if call.finished is None else call.finished
-            if until < begin:
-                continue
-            name, colour = _label_and_colour(call)
-            shown[name] = colour
-            start = max(call.issued, begin)
-            bars.setdefault(colour, []).append((start - begin, max(until - start, (end - begin) / 2000)))
-        for colour, spans in bars.items():
+        calls = [call for call in record.calls if _until(call, record) >= begin]
+        bars = _bars(calls, record, begin, width)
+        shown |= dict(bars.keys())
+        for (_, colour), columns in bars.items():
+            spans = [(first * width, count * width) for first, count in columns]
             axes.broken_barh(spans, (row - _BAR / 2, _BAR), facecolors=colour)
     axes.set_yticks(range(len(records)), [f"rank {record.rank}" for record in records])
     axes.invert_yaxis()
@@ -86,6 +85,41 @@ def _draw_world(axes: Axes, records: Sequence[TraceRecord], begin: float, end: f
     axes.grid(axis="x", color="#e4e4e4")
     axes.set_axisbelow(True)
     return shown
+
+
+def _until(call: TracedCall, record: TraceRecord) -> float:
+    return record.written if call.finished is None else call.finished
+
+
+def _bars(
+    calls: Sequence[TracedCall], record: TraceRecord, begin: float, width: float
+) -> dict[tuple[str, str], list[tuple[int, int]]]:
+    """Return the bars of each kind of operation as their first column and number of columns, each ``width`` seconds wide.
+
+    A column has the kind that takes most of its time; of kinds that take all of it, the one with the longest call.
+    """
+    import numpy as np
+
+    covered: dict[tuple[str, str], np.ndarray[Any, np.dtype[np.float64]]] = {}
+    for call in sorted(calls, key=lambda call: (call.finished is not None, call.issued - _until(call, record))):
+        taken = covered.setdefault(_label_and_colour(call), np.zeros(_COLUMNS))
+        left = min(max(call.issued - begin, 0.0) / width, _COLUMNS - 1)
+        right = min(max((_until(call, record) - begin) / width, left + 1e-6), _COLUMNS)
+        first, last = int(left), int(min(right, _COLUMNS - 1))
+        taken[first : last + 1] += 1.0
+        taken[first] -= left - first
+        taken[last] -= last + 1 - right
+    if not covered:
+        return {}
+    shares = np.minimum(np.stack(list(covered.values())), 1.0)
+    kinds = np.where(shares.max(0) > 0.0, shares.argmax(0), -1)
+    edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1), _COLUMNS]
+    bars: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    names = list(covered)
+    for first, after in pairwise(edges):
+        if kinds[first] >= 0:
+            bars.setdefault(names[kinds[first]], []).append((first, after - first))
+    return bars
 
 
 def _label_and_colour(call: TracedCall) -> tuple[str, str]:

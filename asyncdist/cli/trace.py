@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -48,6 +49,7 @@ _WAITS = {"spin": "polling", "yield": "yielding", "sleep": "sleeping"}
     show_default=True,
     help="torch: write the dumps as files for torch's analyser torchfrtrace, instead of a report.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option(
     "--out", type=NewFolder(), metavar="FOLDER", help="Folder for the files of --format torch; FOLDER if not given."
 )
@@ -58,6 +60,7 @@ def trace(
     seconds: float,
     perfetto: Path | None,
     report_format: str,
+    as_json: bool,
     out: Path | None,
 ) -> None:
     """Find in the flight recorder dumps in FOLDER which call blocks each group, and which ranks have not made it.
@@ -77,12 +80,18 @@ def trace(
     from asyncdist.cli import timeline
     from asyncdist.kernel.tracing import desync_report
 
+    if as_json and report_format == "torch":
+        raise click.UsageError(
+            "--json prints a report, and --format torch writes files instead of one: name one of them"
+        )
     if plot is not None:
         timeline.require_matplotlib(plot)
     found = desync_report.read(folder)
     worlds = desync_report.recent(found)
-    console = screen()
-    for records in worlds:
+    console = screen(stderr=as_json)
+    if as_json:
+        click.echo(json.dumps({"worlds": [_report(records) for records in worlds]}))
+    for records in () if as_json else worlds:
         if report_format == "torch":
             _export(records, out or folder, console)
             continue
@@ -140,6 +149,54 @@ def _show(records: Sequence[TraceRecord], calls: int, console: Console) -> None:
         console.print(f"and {len(standings) - _GROUPS} more groups, which are not blocked for longer")
 
 
+def _report(records: Sequence[TraceRecord]) -> dict[str, Any]:
+    """Return the report of one world as JSON values, with the keys that docs/debugging.md documents."""
+    from asyncdist.kernel.tracing import desync_report
+
+    return {
+        "world": records[0].world,
+        "world_size": records[0].world_size,
+        "report": list(desync_report.tell(records)),
+        "late": [record.rank for record in desync_report.late_records(records)],
+        "groups": [
+            {
+                "group": standing.group,
+                "blocked_at": standing.number,
+                "ranks": _rows(standing, records, desync_report.paces(records, standing.group, standing.ranks)),
+            }
+            for standing in desync_report.standings(records)
+        ],
+    }
+
+
+def _rows(
+    standing: RankPosition, records: Sequence[TraceRecord], paces: Mapping[int, RankPace]
+) -> list[dict[str, Any]]:
+    """Return where each rank of a group is; of a rank without a dump only its number."""
+    by_rank, rows = {record.rank: record for record in records}, []
+    for rank in standing.ranks:
+        row: dict[str, Any] = {"rank": rank, "dump": rank in by_rank}
+        if row["dump"]:
+            record, pace = by_rank[rank], paces.get(rank)
+            mine = record.collectives(standing.group)
+            pending = [number for number, call in mine.items() if call.finished is None]
+            oldest = min(pending, default=None)
+            row |= {
+                "host": record.host,
+                "pid": record.pid,
+                "waiting": record.waiting,
+                "completed": next((at for at in range(record.last(standing.group), 0, -1) if at not in pending), None),
+                "pending": oldest,
+                "call": mine[oldest].call if oldest else None,
+                "pending_seconds": record.written - mine[oldest].issued if oldest else None,
+                "arrived_last": pace.last if pace else None,
+                "behind_first_seconds": pace.lateness if pace else None,
+                "call_seconds": pace.duration if pace else None,
+            }
+        rows.append(row)
+    return rows
+
+
 def _table(standing: RankPosition, records: Sequence[TraceRecord], paces: dict[int, RankPace]) -> Table:
     from rich.markup import escape
     from rich.table import Table
@@ -157,28 +214,22 @@ def _table(standing: RankPosition, records: Sequence[TraceRecord], paces: dict[i
         table.add_column(name, justify="right", footer=f"of {counted}" if name == "arrived last" else "median")
     table.show_footer = bool(counted)
     by_rank = {record.rank: record for record in records}
-    for rank in standing.ranks:
-        record = by_rank.get(rank)
-        if record is None:
-            table.add_row(str(rank), "[red]no dump[/]")
+    for row in _rows(standing, records, paces):
+        if not row["dump"]:
+            table.add_row(str(row["rank"]), "[red]no dump[/]")
             continue
-        mine = record.collectives(standing.group)
-        pending = [number for number, call in mine.items() if call.finished is None]
-        completed = next(
-            (number for number in range(record.last(standing.group), 0, -1) if number not in pending), None
-        )
-        oldest = min(pending, default=None)
-        pending_for = f" for {record.written - mine[oldest].issued:.1f} s" if oldest else ""
-        pace = paces.get(rank)
-        cells = (f"{pace.last:.0%}", duration(pace.lateness), duration(pace.duration)) if pace else ()
+        mine = by_rank[row["rank"]].collectives(standing.group)
+        pending_for = f" for {row['pending_seconds']:.1f} s" if row["pending"] else ""
+        timed = row["arrived_last"] is not None
         table.add_row(
-            str(rank),
-            escape(record.host),
-            str(record.pid),
-            *([_WAITS.get(record.waiting, "")] if waits else []),
-            _named(completed, mine),
-            f"[yellow]{_named(oldest, mine)}{pending_for}[/]",
-            *cells,
+            str(row["rank"]),
+            escape(row["host"]),
+            str(row["pid"]),
+            *([_WAITS.get(row["waiting"], "")] if waits else []),
+            _named(row["completed"], mine),
+            f"[yellow]{_named(row['pending'], mine)}{pending_for}[/]",
+            *([f"{row['arrived_last']:.0%}"] if timed else []),
+            *(duration(row[name]) for name in ("behind_first_seconds", "call_seconds") if timed),
         )
     return table
 

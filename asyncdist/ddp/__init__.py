@@ -11,8 +11,11 @@ compression        values as fewer bytes, and what that loses (pure)
 uneven_inputs      training steps of ranks that have run out of inputs before others
 torch_class        arguments, methods and attributes of torch's class
 module             the public wrapper of a model
+timeline           draws one step, for `DistributedDataParallel.timeline`
 sync_batchnorm     `SyncBatchNorm`
 sampler            `DistributedSampler`
+sharded_optimizer  `ZeroRedundancyOptimizer`
+low_communication  `DiLoCo` and `LocalSGD`, without the reducer; `averaging` is their exchange
 """
 
 from asyncdist.ddp.backward.step_times import BucketTimes, StepTimes

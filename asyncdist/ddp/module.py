@@ -24,7 +24,7 @@ from asyncdist.ddp.reducer import Reducer
 from asyncdist.ddp.torch_class import arguments, names
 from asyncdist.ddp.torch_class import join as torch_join
 from asyncdist.ddp.torch_class.hooks import BufferHook
-from asyncdist.ddp.uneven_inputs import Joining, refuse_collectives
+from asyncdist.ddp.uneven_inputs import Joining, StepKind, refuse_collectives
 from asyncdist.errors import UsageError
 from asyncdist.groups import Group
 
@@ -133,7 +133,8 @@ class DistributedDataParallel(nn.Module):
         arguments.refuse(module, mixed_precision)
         delayed = arguments.delayed_names(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.parameters_to_ignore = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.module = module
+        # As in torch, type checkers know no attributes of the user's class.
+        self.module: Any = module
         parameters = self._parameters_to_sync()
         arguments.check_model(module, parameters)
         self.device_ids, self.output_device = arguments.devices(device_ids, output_device, parameters)
@@ -181,9 +182,7 @@ class DistributedDataParallel(nn.Module):
             group, parameters, self._buffers_to_sync() if self.forward_sync_buffers else [], self._options.common
         )
         trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-        self._reducer = Reducer(
-            group, trained, dataclasses.replace(self._options), self._verification, self._watch.check_again
-        )
+        self._reducer = Reducer(group, trained, dataclasses.replace(self._options), self._verification, self._watch)
         writing = self.module if self.gradient_as_bucket_view else nn.Identity()
         self._direct_gradients = DirectGradients(writing, self._reducer)
 
@@ -380,10 +379,20 @@ class DistributedDataParallel(nn.Module):
         )
         try:
             yield
-            joining.stand_in(self._refresh, self._reducer.stand_in)
+            while self._stand_in_once(joining) is not StepKind.end:
+                pass
             self._sync_last(joining)
         finally:
             self._stop_joining()
+
+    def _stand_in_once(self, joining: Joining) -> StepKind:
+        """Follow the next step of the ranks with inputs left, for this rank without, and return it."""
+        step = joining.stand_in()
+        if step is StepKind.refresh:
+            self._refresh(joining.active[-1])
+        elif step is StepKind.average:
+            self._reducer.stand_in(joining.present_reduction)
+        return step
 
     def _sync_last(self, joining: Joining) -> None:
         """Receive the model of the highest rank among the last ones, as in torch."""

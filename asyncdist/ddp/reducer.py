@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from asyncdist.base.callables import Callback
 from asyncdist.base.ops import Reduction
 from asyncdist.base.weak_registry import WeakRegistry
 from asyncdist.ddp.backward.arrivals import Arrivals
@@ -35,7 +34,7 @@ from asyncdist.ddp.backward.bucket_exchange import BucketExchange
 from asyncdist.ddp.backward.bucket_set import BucketSet, ReducerOptions
 from asyncdist.ddp.backward.bucket_tuning import BucketTuning
 from asyncdist.ddp.backward.faults import Faults
-from asyncdist.ddp.backward.gradient_hooks import GradientHooks
+from asyncdist.ddp.backward.gradient_hooks import GradientHook, GradientHooks
 from asyncdist.ddp.backward.gradient_record import GradientRecord
 from asyncdist.ddp.backward.graph import (
     accumulates,
@@ -48,6 +47,7 @@ from asyncdist.ddp.backward.optimizers import step_in_backward, take_over
 from asyncdist.ddp.backward.step_times import BucketTimes, StepTimes
 from asyncdist.ddp.hooks.running import HookCaller
 from asyncdist.ddp.model_sync import Verification
+from asyncdist.ddp.model_watch import ModelWatch
 from asyncdist.ddp.uneven_inputs import Joining
 from asyncdist.errors import GradientError, UsageError
 from asyncdist.groups import Group
@@ -69,7 +69,7 @@ class Reducer:
         named: The parameters with their names.
         options: How gradients are treated.
         verification: Compares the models of the ranks before the first exchange.
-        check_model: Raises if the model now trains other parameters. Called when a parameter got no gradient.
+        watch: Raises if the model now trains other parameters. Asked when a parameter got no gradient.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Reducer:
         named: Sequence[tuple[str, torch.nn.Parameter]],
         options: ReducerOptions,
         verification: Verification,
-        check_model: Callback,
+        watch: ModelWatch,
     ) -> None:
         self.armed = False
         self.joining: Joining | None = None
@@ -92,20 +92,20 @@ class Reducer:
         self._parameters = [parameter for _, parameter in named]
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
         self._options = options
-        self._check_model = check_model
+        self._watch = watch
         # Where parameters may be unused: those with a gradient in the last backward.
         self._used_before: Set[int] = frozenset()
         count, total = len(named), sum(parameter.nbytes for parameter in self._parameters)
-        self._set = BucketSet(named, options, shares_memory=group.shares_memory, is_alone=group.size() == 1)
-        self._record = GradientRecord(self._set, options, Faults(group, self._names), count)
-        self._exchange = BucketExchange(group, self._set, self._record, self._parameters, verification)
-        self._assignment = BucketAssignment(group, self._set, options, total, count)
+        self._bucket_set = BucketSet(named, options, shares_memory=group.shares_memory, is_alone=group.size() == 1)
+        self._record = GradientRecord(self._bucket_set, options, Faults(group, self._names), count)
+        self._exchange = BucketExchange(group, self._bucket_set, self._record, self._parameters, verification)
+        self._assignment = BucketAssignment(group, self._bucket_set, options, total, count)
         # A model on several devices has one backward thread per device.
         self._lock = threading.Lock()
         self._step: StepTimes | None = None
         self._forward_started = 0.0
-        # Returns None if no backward is running, or if it has raised.
-        self._running: Callback = lambda: None
+        self._running: weakref.ref[Any] | None = None
+        """Refers to what autograd calls at the end of the running backward; to nothing if that has raised."""
         self._uses_leaves = False
         # Parameters for which `bucket_memory` has returned memory in this backward.
         self._placed: set[int] = set()
@@ -142,7 +142,7 @@ class Reducer:
     @property
     def may_lack_gradients(self) -> bool:
         """Whether a parameter may get no gradient in a backward."""
-        return self._set.allows_unused
+        return self._bucket_set.allows_unused
 
     @property
     def has_rebuilt_buckets(self) -> bool:
@@ -158,13 +158,13 @@ class Reducer:
     @property
     def layout(self) -> list[list[str]]:
         """The names of the parameters by bucket, in the order in which buckets are all-reduced."""
-        return [[self._names[member] for member in bucket.members] for bucket in self._set.buckets]
+        return [[self._names[member] for member in bucket.members] for bucket in self._bucket_set.buckets]
 
     def _install_hooks(self) -> None:
         """Let autograd call `_ready` for each gradient, or only record gradients that need no further work."""
-        only_records = self._set.is_alone and not self._set.allows_unused
-        ready = functools.partial(_hook, weakref.ref(self))
-        self._hooks.install((lambda _: self._arrivals.record) if only_records else ready)
+        only_records = self._bucket_set.is_alone and not self._bucket_set.allows_unused
+        numbers, reducer = range(len(self._parameters)), weakref.ref(self)
+        self._hooks.install([self._arrivals.record if only_records else _hook(reducer, index) for index in numbers])
 
     def remove_hooks(self) -> None:
         """Remove the hooks of autograd: later backwards average nothing."""
@@ -189,14 +189,14 @@ class Reducer:
                 "bucket_cap_mb='auto' measures all-reduces, which a communication hook replaces: pass a number of MiB"
             )
         self._exchange.hook = hook
-        self._set.has_hook, self._set.is_alone = True, False
-        self._set.assign()
+        self._bucket_set.has_hook, self._bucket_set.is_alone = True, False
+        self._bucket_set.assign()
         self._install_hooks()
 
     def set_static_graph(self) -> None:
         """Treat the graph as static from the next backward on."""
         self._options.static_graph = True
-        self._set.assign()
+        self._bucket_set.assign()
         self._install_hooks()
 
     # -- one backward -------------------------------------------------------------------------
@@ -215,15 +215,15 @@ class Reducer:
                     "the last backward was not finalized: call finalize_backward() before the next forward"
                 )
             raise GradientError(
-                f"the last backward did not finish: it had sent {self._exchange.started} of {len(self._set.buckets)} "
-                "buckets, and other ranks may wait for the rest; find what it raised, destroy the process group and start "
+                f"the last backward did not finish: it had sent {self._exchange.started} of {len(self.layout)} buckets, "
+                "and other ranks may wait for the rest; find what it raised, destroy the process group and start "
                 "again from a checkpoint"
             )
         refuse_distributed_autograd(self._names)
         self._step = None
         # Those of backwards that average nothing.
         self._arrivals.clear()
-        self._set.follow_casts()
+        self._bucket_set.follow_casts()
         take_over(self._parameters)
         self._hooks.restore()
         self._hooks.keep_last()
@@ -233,7 +233,7 @@ class Reducer:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 # Without a reference to a node of this graph, which the graph would refer to.
-                leaf = first_leaf(tensor.grad_fn) if self._set.allows_unused else None
+                leaf = first_leaf(tensor.grad_fn) if self._bucket_set.allows_unused else None
                 tensor.register_hook(functools.partial(self._entered, leaf=leaf))
 
     def _entered(self, _: torch.Tensor, *, leaf: Any) -> None:
@@ -251,7 +251,7 @@ class Reducer:
 
     def _begin(self) -> None:
         self._step = StepTimes(perf_counter(), forward_started=self._forward_started)
-        self._step.buckets = [BucketTimes(bucket.index, bucket.nbytes) for bucket in self._set.buckets]
+        self._step.buckets = [BucketTimes(bucket.index, bucket.nbytes) for bucket in self._bucket_set.buckets]
         self._record.begin()
         self._exchange.begin(self._step.buckets, self.joining)
         self._arrivals.clear()
@@ -267,12 +267,14 @@ class Reducer:
 
     def _has_begun(self) -> bool:
         """Return whether a backward has begun and has not raised before its first gradient."""
-        return self._step is not None and (bool(self._record.seen) or self._running() is not None)
+        if self._step is None or self._record.seen:
+            return self._step is not None
+        return self._running is not None and self._running() is not None
 
     def _ready(self, index: int) -> None:
         with self._lock:
             record = self._record
-            if self._set.allows_unused:
+            if self._bucket_set.allows_unused:
                 record.used.add(index)
             if not (self._step is not None and record.seen) and not self._has_begun():
                 if not self.armed:
@@ -289,11 +291,16 @@ class Reducer:
         """
         with self._lock:
             index = self._numbers.get(parameter)
-            if index is None or index in self._placed or index in self._set.skipped or parameter.grad is not None:
+            if (
+                index is None
+                or index in self._placed
+                or index in self._bucket_set.skipped
+                or parameter.grad is not None
+            ):
                 return None
             if not self.armed and not self._has_begun():
                 return None
-            view = self._set.view(index)
+            view = self._bucket_set.view(index)
             if view.shape != parameter.shape:
                 return None
             self._placed.add(index)
@@ -312,7 +319,7 @@ class Reducer:
         if not self._has_gradients() and not self._uses_leaves:
             self._step = None
             refuse_silent_gradients(self._names, self._parameters, hooked=self._hooks.is_installed)
-            self._check_model()
+            self._watch.check_again()
             return
         self.armed = False
         step.backward_finished = perf_counter()
@@ -350,31 +357,31 @@ class Reducer:
         flags = self._exchange.wait(self.futures)
         self.futures.clear()
         has_faults, used = bool(flags[0]), self._used_anywhere(flags)
-        self._set.write_back(used)
+        self._bucket_set.write_back(used)
         self._record.used.clear()
         self._assignment.follow(self._record.seen, used, step)
         step.finished = perf_counter()
         self.last_step, self._step = step, None
         if has_faults:
             self._record.faults.raise_on_all_ranks()
-        if self._set.allows_unused:
+        if self._bucket_set.allows_unused:
             before, self._used_before = self._used_before, self._record.seen.keys()
             if not before <= self._used_before:
-                self._check_model()
+                self._watch.check_again()
         step_in_backward(self._parameters)
         if self._options.lazy_bucket_allocation and not self._options.gradient_as_bucket_view:
-            for bucket in self._set.buckets:
+            for bucket in self._bucket_set.buckets:
                 bucket.release()
 
     def _used_anywhere(self, flags: torch.Tensor) -> frozenset[int] | None:
         """Return the parameters that a rank has used; None if all are."""
-        if not self._set.allows_unused:
+        if not self._bucket_set.allows_unused:
             return None
         return frozenset(flags[1:].nonzero().flatten().tolist())
 
     def stand_in(self, reduction: Reduction) -> None:
         """Contribute zeros to one backward of the other ranks; this rank's own gradients do not change."""
-        self._set.follow_casts()
+        self._bucket_set.follow_casts()
         self._record.begin()
         self._record.used.clear()
         flags = self._exchange.average_zeros(reduction)
@@ -383,7 +390,7 @@ class Reducer:
             self._record.faults.raise_on_all_ranks()
 
 
-def _hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[torch.Tensor], None]:
+def _hook(reducer: weakref.ref[Reducer], index: int) -> GradientHook:
     # Weak, because the garbage collector does not see references inside autograd.
     def ready(_: torch.Tensor) -> None:
         target = reducer()

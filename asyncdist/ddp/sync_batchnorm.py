@@ -143,7 +143,7 @@ def _sibling_of(group: Group) -> Group:
     """Return the group of the layers' own collectives: all-reduces of buckets go on in ``group`` during backward."""
     sibling = _siblings.get(group)
     if sibling is None:
-        sibling = _siblings[group] = group.sibling("SyncBatchNorm")
+        sibling = _siblings[group] = group._sibling("SyncBatchNorm")
     return sibling
 
 

@@ -73,7 +73,7 @@ def write_timeline(step: StepTimes, names: Sequence[Sequence[str]], path: Path) 
     figure.savefig(path, dpi=150)
 
 
-def draw_step(axes: Axes, step: StepTimes, labels: Sequence[str], *, until: float | None = None) -> None:
+def draw_step(axes: Axes, step: StepTimes, labels: Sequence[str]) -> None:
     """Draw a step: the first row is what this rank computes, the others are the all-reduces of the buckets.
 
     Each bucket has a colour, for the time in which its gradients were computed and for its all-reduce.
@@ -82,7 +82,6 @@ def draw_step(axes: Axes, step: StepTimes, labels: Sequence[str], *, until: floa
         axes: Axes of matplotlib.
         step: The times of the step.
         labels: The beginning of the label of each bucket; its size follows.
-        until: The right end of the time axis in milliseconds; None fits the step.
     """
     from matplotlib import colormaps
 
@@ -109,7 +108,7 @@ def draw_step(axes: Axes, step: StepTimes, labels: Sequence[str], *, until: floa
     if step.forward_started:
         axes.text(at(step.backward_started) / 2, -0.42, "forward", ha="center", color="0.35")
     axes.text((at(step.backward_started) + computed) / 2, -0.42, "backward", ha="center", color="0.35")
-    end = until or 1.02 * ended
+    end = 1.02 * ended
     if ended - computed > 0.1 * end:
         axes.text((computed + ended) / 2, -0.42, "waits", ha="center", color="0.35")
     axes.set(xlabel="milliseconds since the start of the step", xlim=(0, end), ylim=(count + 0.5, -0.85))

@@ -14,7 +14,6 @@ The announcement is an all-gather of one byte per rank, so every rank knows the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import IntEnum
 
 import torch
@@ -72,28 +71,23 @@ class Joining:
         """Return how this backward's gradients are averaged."""
         if not self._throws:
             self._announce(StepKind.average)
-        return self._reduction()
+        return self.present_reduction
 
     # -- a rank that has run out ----------------------------------------------------------------
 
-    def stand_in(self, refresh: Callable[[int], None], average: Callable[[Reduction], None]) -> None:
-        """Follow the other ranks until all have run out: ``refresh`` from a rank, or ``average`` with zeros.
+    def stand_in(self) -> StepKind:
+        """Return the next step of the ranks with inputs left, which this rank follows; ``end`` without such ranks.
 
-        With ``throws``, raise UnevenInputsError at once if another rank has inputs left.
+        With ``throws``, raise UnevenInputsError if another rank has inputs left.
         """
-        while self.stand_in_once(refresh, average) is not StepKind.end:
-            pass
-
-    def stand_in_once(self, refresh: Callable[[int], None], average: Callable[[Reduction], None]) -> StepKind:
-        """Follow the next step of the other ranks, and return it."""
-        step = self._announce(StepKind.end)
-        if step is StepKind.refresh:
-            refresh(self.active[-1])
-        elif step is StepKind.average:
-            average(self._reduction())
-        return step
+        return self._announce(StepKind.end)
 
     # -- all ------------------------------------------------------------------------------------
+
+    @property
+    def present_reduction(self) -> Reduction:
+        """How gradients are averaged, by the ranks that had inputs left at the last announcement."""
+        return ReduceOp.AVG if self._divides_by_all or self.is_even else premul_sum(1 / len(self.active))
 
     def _announce(self, step: StepKind) -> StepKind:
         """Announce this rank's next step; return that of the ranks with inputs left, ``end`` without such ranks."""
@@ -113,9 +107,6 @@ class Joining:
             if steps[rank] is not first:
                 raise self._mismatch(active[0], first, rank, steps[rank])
         return first
-
-    def _reduction(self) -> Reduction:
-        return ReduceOp.AVG if self._divides_by_all or self.is_even else premul_sum(1 / len(self.active))
 
     def _mismatch(self, first: int, step: StepKind, peer: int, other: StepKind) -> MismatchError:
         ranks = self._group.ranks

@@ -10,8 +10,8 @@ may have ended commits no step (`presence`); it goes on once the store has recor
                                          survivors agree (`Group.regroup`), and admit who waits
 
 A generation that only loses members keeps the connections of the one before. One that admits newcomers opens a new world,
-and the survivors keep theirs until they have agreed that the new one is complete. A member that the others went on without,
-or that is cut off from them, joins again with the state that it has.
+and the survivors keep the old one until they have agreed that the new one is complete. A member that the others went on
+without, or that is cut off from them, joins again with the state that it has.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class JobSession(ProcessBound):
                     "this group is not the present one of the job: use the group that followed it"
                 )
             if group.error is None:
-                self.group = await group.regroup_members(timeout=deadline.remaining())
+                self.group = await group._regroup_members(timeout=deadline.remaining())
                 self._entered(self.group).changed = True
             return await self._next(deadline, min_size)
 
@@ -230,14 +230,14 @@ class JobSession(ProcessBound):
 
     def _entered(self, group: Group) -> Group:
         self.group = group
-        group.watches.candidates = self._job.candidates
-        group.show_membership = self._show_membership
-        group.regroup_in_job = functools.partial(self._regroup, group)
+        group._watches.candidates = self._job.candidates
+        group._show_membership = self._show_membership
+        group._regroup_in_job = functools.partial(self._regroup, group)
         return group
 
     def _tell_group(self, process: int) -> None:
         if self.group is not None:
-            self.group.watches.note_waiting(process)
+            self.group._watches.note_waiting(process)
 
     def _show_membership(self) -> Work[bool]:
         return completed(True) if self._job.is_shown else BackgroundCall(self._job.show(), self._home)
@@ -345,7 +345,7 @@ class JobSession(ProcessBound):
             group = self.group
             assert group is not None
             if group.error is not None:
-                group = self._entered(await group.regroup_members(timeout=deadline.remaining()))
+                group = self._entered(await group._regroup_members(timeout=deadline.remaining()))
                 group.changed = True  # until the generation has begun
             ids = tuple(self._names[member] for member in group.member_ids)
             record = await self._next_record(group, ids, deadline, min_size)

@@ -7,12 +7,14 @@ from asyncdist.groups.default_world import AnyGroup, default_group, is_initializ
 from asyncdist.groups.group import Group
 from asyncdist.groups.members.training_state import State
 from asyncdist.groups.procedure import BackgroundCall, Procedure
+from asyncdist.groups.subgroups import NonMember
 from asyncdist.groups.world import World, discard_world, open_world
 
 __all__ = [
     "AnyGroup",
     "BackgroundCall",
     "Group",
+    "NonMember",
     "Procedure",
     "State",
     "World",

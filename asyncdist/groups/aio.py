@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+from asyncdist.base.call_site import calling_line
 from asyncdist.base.deadline import Timeout
 from asyncdist.groups import default_world
-from asyncdist.groups.call_site import calling_line
 from asyncdist.groups.collectives_api import CollectivesApi
 from asyncdist.groups.group import Group
 from asyncdist.groups.world import World, open_world
@@ -155,9 +155,10 @@ async def process_group(
         name=group_name,
     )
     try:
-        yield world.group
+        with default_world.independent(world) as group:
+            yield group
     finally:
         await _close(world)
 
 
-api = CollectivesApi(lambda work, _: work, lambda work: work, blocking=False)
+api = CollectivesApi()

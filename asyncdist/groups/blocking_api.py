@@ -1,7 +1,7 @@
-"""The return types of the blocking API: None, or a `Work` with ``async_op=True``.
+"""The collectives that `asyncdist.sync` exports: they return None, or a `Work` with ``async_op=True``.
 
 `.ci/blocking_api.py` writes this file, with one line for each declaration, from `collectives_api`, which defines and
-documents the functions. Its annotations are those of the awaited API. `BlockingApi` declares the same arguments with the
+documents the functions. Its annotations are those of the awaited API. The declarations have the same arguments and the
 results of the blocking API, for type checkers alone.
 """
 # fmt: off
@@ -26,6 +26,18 @@ if TYPE_CHECKING:
 
 class BlockingApi(CollectivesApi):
     """A `CollectivesApi` whose calls block unless ``async_op=True``."""
+
+    _background = False
+
+    def _finish(self, work: Work, async_op: bool) -> Work | None:
+        if async_op:
+            return work
+        if not work.is_success():
+            work.result()
+        return None
+
+    def _value(self, work: Work) -> Any:
+        return work.result()
 
     if TYPE_CHECKING:
         @overload

@@ -1,7 +1,7 @@
 """The collectives with the names and argument orders of torch.distributed, for the asyncio API and the blocking API.
 
-`asyncdist` exports a `CollectivesApi` whose collectives return a `Work` to await, `asyncdist.sync` one whose
-collectives block unless ``async_op=True``; `blocking_api` declares their return types. ``src`` and ``dst`` are global
+`asyncdist` exports the methods of a `CollectivesApi`, which return a `Work` to await, and `asyncdist.sync` those of a
+`BlockingApi`, which block unless ``async_op=True``. ``src`` and ``dst`` are global
 ranks, as in torch; ``group_src`` and ``group_dst`` are ranks in the group.
 """
 
@@ -29,15 +29,21 @@ class P2POp:
     """One send or receive for `batch_isend_irecv`.
 
     Args:
-        op: ``isend`` or ``irecv``.
+        op: ``isend`` or ``irecv``: the function, or the method of a group.
         tensor: The tensor to send, or to receive into.
-        peer: Global rank of the other side.
-        group: The group; None means the default group.
+        peer: Global rank of the other side; with a method, its rank in that group.
+        group: The group; None means the default group or, with a method, that group.
         tag: Tag of the message, from 0 to 2^32 - 1.
         group_peer: Group rank of the other side, instead of ``peer``.
 
     Raises:
-        UsageError: ``op`` is another function, or not exactly one of ``peer`` and ``group_peer`` is given.
+        UsageError: ``op`` is another function, or a method of another group than ``group``; or not exactly one of
+            ``peer`` and ``group_peer`` is given.
+
+    Example:
+        >>> received = torch.empty(2)
+        >>> op = dist.P2POp(dist.irecv, received, 1)  # of the default group
+        >>> op = dist.P2POp(group.irecv, received, 1)  # of any group
     """
 
     def __init__(
@@ -52,12 +58,27 @@ class P2POp:
         self._name = getattr(op, "__name__", "")
         if self._name not in ("isend", "irecv"):
             raise UsageError(f"P2POp takes isend or irecv, not {op!r}")
+        owner = getattr(op, "__self__", None)
+        if isinstance(owner, Group):
+            if group is not None and group is not owner:
+                raise UsageError(
+                    f"this is the {self._name} of group {owner.name!r}: leave group= out, or pass that group"
+                )
+            # Methods take ranks in the group, and functions global ones.
+            if peer is not None and group_peer is None:
+                peer, group_peer = None, peer
+            group = owner
         self.op, self.tensor, self.group, self.tag = op, tensor, group, tag
-        self.peer = _member(resolve_group(group), self._name, peer, group_peer, "peer")
+        self.peer = _member(self.owner, self._name, peer, group_peer, "peer")
+
+    @property
+    def owner(self) -> Group:
+        """The group of the operation."""
+        return resolve_group(self.group)
 
     def start(self) -> Work:
         """Start the operation and return its work."""
-        of = resolve_group(self.group)
+        of = self.owner
         return (of.send if self._name == "isend" else of.recv)(self.tensor, self.peer, self.tag)
 
 
@@ -72,7 +93,7 @@ def _member(of: Group, op: str, global_rank: int | None, group_rank: int | None,
             return group_rank
         raise UsageError(f"{what} is missing: give a global rank as {what}, or a rank in the group as group_{what}")
     except UsageError as error:
-        of.refused(op, error)
+        of._refused(op, error)
         raise
 
 
@@ -95,18 +116,18 @@ class CollectivesApi:
 
     Calls raise UsageError for wrong arguments, before anything is sent; MismatchError if the ranks' calls differ;
     PeerLostError if a rank died; OperationTimeoutError after the group's timeout; GroupAbortedError after any of these.
-
-    Args:
-        finish: ``finish(work, async_op)`` makes the return value of a collective.
-        value: ``value(work)`` makes the return value of an operation whose result is a value.
-        blocking: Whether calls block unless ``async_op=True``.
     """
 
-    def __init__(self, finish: Callable[[Work, bool], Any], value: Callable[[Work], Any], *, blocking: bool) -> None:
-        # Type checkers see the return types of the awaited API; `BlockingApi` declares those of the blocking one.
-        self._finish: Callable[[Work, bool], Work] = finish
-        self._value: Callable[[Work], Work] = value
-        self._background = not blocking
+    _background = True
+    """Whether calls return at once without ``async_op=True``; `BlockingApi` says False."""
+
+    def _finish(self, work: Work, async_op: bool) -> Work:
+        """Return what a collective returns."""
+        return work
+
+    def _value(self, work: Work) -> Work:
+        """Return what an operation returns whose result is a value."""
+        return work
 
     def all_reduce(
         self, tensor: TensorT, op: ReductionLike = ReduceOp.SUM, group: AnyGroup = None, async_op: bool = False

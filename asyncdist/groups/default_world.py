@@ -5,23 +5,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, overload
 
 from asyncdist.base.deadline import Timeout
 from asyncdist.environment import Launch
 from asyncdist.errors import AlreadyInitializedError, NotInitializedError, UsageError
 from asyncdist.groups.group import Group
 from asyncdist.groups.members.member_watch import MemberWatch
+from asyncdist.groups.subgroups import NonMember
 from asyncdist.groups.world import World
-from asyncdist.kernel.collectives.arguments import list_of, whole_number_of
+from asyncdist.kernel.collectives.arguments import whole_number_of
 from asyncdist.kernel.transport import registry
 
 # -- state ------------------------------------------------------------------------------------------
 
 _world: World | None = None
 _initializing = False
+_independent: list[World] = []
+"""The worlds that `process_group` has opened."""
 _unawaited_call = ""
 """The place of the last `asyncdist.init_process_group()` whose coroutine has not started; empty if there is none."""
 
@@ -65,6 +69,16 @@ def take_world() -> World:
     return world
 
 
+@contextlib.contextmanager
+def independent(world: World) -> Iterator[Group]:
+    """Name a world that is not the default one in the error of calls that need the default one; yield its group."""
+    _independent.append(world)
+    try:
+        yield world.group
+    finally:
+        _independent.remove(world)
+
+
 def default_world() -> World:
     """Return the default world.
 
@@ -85,6 +99,13 @@ def _no_world() -> NotInitializedError:
         return NotInitializedError(
             f"no process group: init_process_group() was called at {_unawaited_call} and never awaited: write "
             "`await dist.init_process_group(...)` there, or import asyncdist.sync in a program without an event loop"
+        )
+    # None of them becomes the default: a library may have opened it, or several may be open.
+    if _independent:
+        return NotInitializedError(
+            f"no default process group: process_group() has opened group {_independent[-1].group.name!r}, which is another "
+            "one. Pass it as group=, or call its methods, such as `group.new_group(ranks)`; init_process_group() makes the "
+            "default one"
         )
     distributed = _torch_distributed()
     if distributed is None or not distributed.is_initialized():
@@ -107,17 +128,11 @@ def default_group() -> Group:
     return default_world().group
 
 
-class _NonMember:
-    """The value that `new_group` returns on a rank that is not in the group."""
-
-    def __repr__(self) -> str:
-        return "GroupMember.NON_GROUP_MEMBER"
-
-
 class _WorldMeta(type):
     @property
-    def WORLD(cls) -> Group | None:  # noqa: N802 - torch's name
-        return _world.group if _world is not None else None
+    def WORLD(cls) -> Group:  # noqa: N802 - torch's name
+        # Declared as a group, so that type checkers let programs pass it on. Before `init_process_group` it is None.
+        return _world.group if _world is not None else None  # type: ignore[return-value]
 
 
 class group(metaclass=_WorldMeta):  # noqa: N801 - torch's name
@@ -127,10 +142,10 @@ class group(metaclass=_WorldMeta):  # noqa: N801 - torch's name
 class GroupMember(metaclass=_WorldMeta):
     """``GroupMember.NON_GROUP_MEMBER`` stands for a group on ranks that are not in it."""
 
-    NON_GROUP_MEMBER = _NonMember()
+    NON_GROUP_MEMBER: Final = NonMember.NON_GROUP_MEMBER
 
 
-AnyGroup = Group | _NonMember | None
+AnyGroup = Group | NonMember | None
 
 
 def resolve_group(of: AnyGroup) -> Group:
@@ -150,13 +165,13 @@ def resolve_group(of: AnyGroup) -> Group:
 
 def refuse_other_kinds(of: Any) -> None:
     """Raise UsageError unless the argument is a group, None, or the value that `new_group` returns to a non-member."""
-    if not isinstance(of, _NonMember):
+    if not isinstance(of, NonMember):
         resolve_group(of)
 
 
 def _other_group(of: Any) -> Group:
     """Return any other object as a group; raise UsageError for a non-member or a group of torch.distributed."""
-    if isinstance(of, _NonMember):
+    if isinstance(of, NonMember):
         raise UsageError("this rank is not in the group: call the collective on its members only")
     distributed = _torch_distributed()
     if distributed is not None and isinstance(of, distributed.ProcessGroup):
@@ -217,12 +232,12 @@ def is_initialized() -> bool:
 
 def get_rank(group: AnyGroup = None) -> int:
     """Return the rank of this process in the group; -1 if the process is not a member."""
-    return -1 if isinstance(group, _NonMember) else resolve_group(group).rank()
+    return -1 if isinstance(group, NonMember) else resolve_group(group).rank()
 
 
 def get_world_size(group: AnyGroup = None) -> int:
     """Return the number of ranks in the group; -1 if this process is not a member."""
-    return -1 if isinstance(group, _NonMember) else resolve_group(group).size()
+    return -1 if isinstance(group, NonMember) else resolve_group(group).size()
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
@@ -303,6 +318,32 @@ def watch_members(group: AnyGroup = None) -> MemberWatch:
     return resolve_group(group).watch_members()
 
 
+@overload
+def new_group(
+    ranks: None = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: object = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: object = None,
+    sort_ranks: bool = True,
+) -> Group: ...
+
+
+@overload
+def new_group(
+    ranks: Sequence[int],
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: object = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: object = None,
+    sort_ranks: bool = True,
+) -> Group | NonMember: ...
+
+
 def new_group(
     ranks: Sequence[int] | None = None,
     timeout: Timeout = None,
@@ -312,7 +353,7 @@ def new_group(
     group_desc: str | None = None,
     device_id: object = None,
     sort_ranks: bool = True,
-) -> Group | _NonMember:
+) -> Group | NonMember:
     """Make a group of some ranks of the default world, without communication.
 
     All members make groups of equal ranks in the same order.
@@ -337,9 +378,7 @@ def new_group(
     Example:
         >>> evens = dist.new_group(range(0, dist.get_world_size(), 2))
     """
-    if ranks is not None and sort_ranks:
-        ranks = sorted(whole_number_of("a rank", rank) for rank in list_of("ranks", ranks, "global ranks"))
-    return default_world().new_group(ranks, group_desc, timeout) or GroupMember.NON_GROUP_MEMBER
+    return default_group().new_group(ranks, timeout, group_desc, sort_ranks=sort_ranks)
 
 
 def new_subgroups(
@@ -349,7 +388,7 @@ def new_subgroups(
     backend: str | None = None,
     pg_options: object = None,
     group_desc: str | None = None,
-) -> tuple[Group | _NonMember, list[Group | _NonMember]]:
+) -> tuple[Group, list[Group | NonMember]]:
     """Divide a group into subgroups of ``group_size`` consecutive ranks. All ranks of the world call it.
 
     Args:
@@ -369,12 +408,7 @@ def new_subgroups(
     Example:
         >>> mine, all_pairs = dist.new_subgroups(2)  # ranks 0 and 1, ranks 2 and 3, ...
     """
-    parent = resolve_group(group)
-    group_size = whole_number_of("group_size", group_size or 0)
-    if not group_size or parent.size() % group_size:
-        raise UsageError(f"group_size={group_size} does not divide the {parent.size()} ranks of the group")
-    cut = [parent.ranks[start : start + group_size] for start in range(0, parent.size(), group_size)]
-    return new_subgroups_by_enumeration(cut, timeout, backend, pg_options, group_desc)
+    return resolve_group(group).new_subgroups(group_size or 0, timeout, group_desc)
 
 
 def new_subgroups_by_enumeration(
@@ -383,7 +417,7 @@ def new_subgroups_by_enumeration(
     backend: str | None = None,
     pg_options: object = None,
     group_desc: str | None = None,
-) -> tuple[Group | _NonMember, list[Group | _NonMember]]:
+) -> tuple[Group | NonMember, list[Group | NonMember]]:
     """Make one group for each list of global ranks. All ranks of the world call it with the same lists.
 
     Args:
@@ -402,19 +436,7 @@ def new_subgroups_by_enumeration(
     Example:
         >>> mine, both = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     """
-    return _subgroups(ranks_per_subgroup_list, timeout, group_desc, sort_ranks=True)
-
-
-def _subgroups(
-    lists: Sequence[Sequence[int]], timeout: Timeout, name: str | None, *, sort_ranks: bool
-) -> tuple[Group | _NonMember, list[Group | _NonMember]]:
-    lists = [list_of("a subgroup", ranks, "ranks") for ranks in list_of("the subgroups", lists, "lists of ranks")]
-    named = [rank for ranks in lists for rank in ranks]
-    if len(set(named)) != len(named):
-        raise UsageError("the subgroups overlap: a rank may be in one of them only")
-    groups = [new_group(ranks, timeout, group_desc=name, sort_ranks=sort_ranks) for ranks in lists]
-    own = next((group for group in groups if isinstance(group, Group)), GroupMember.NON_GROUP_MEMBER)
-    return own, groups
+    return default_group().new_subgroups_by_enumeration(ranks_per_subgroup_list, timeout, group_desc)
 
 
 def split_group(
@@ -444,15 +466,4 @@ def split_group(
     Raises:
         UsageError: ``split_ranks`` is empty, names a rank outside the group, or repeats a rank.
     """
-    parent = resolve_group(parent_pg)
-    if not split_ranks:
-        raise UsageError("split_ranks needs at least one list of ranks")
-    lists = [
-        list_of("a subgroup", ranks, "group ranks") for ranks in list_of("split_ranks", split_ranks, "lists of ranks")
-    ]
-    parts = [sorted(whole_number_of("a group rank", rank) for rank in ranks) for ranks in lists]
-    parts = [[get_global_rank(parent, rank) for rank in ranks] for ranks in parts]
-    own, groups = _subgroups(parts, timeout, group_desc, sort_ranks=False)
-    part = own if isinstance(own, Group) else None
-    parent.pass_on(part, -1 if part is None else groups.index(part))
-    return part
+    return resolve_group(parent_pg).split_group(split_ranks or (), timeout, group_desc)

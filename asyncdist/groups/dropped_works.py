@@ -15,11 +15,11 @@ import warnings
 from collections.abc import Callable, Generator
 from typing import Any, Unpack
 
+from asyncdist.base.call_site import call_site
 from asyncdist.base.deadline import Timeout
-from asyncdist.groups.call_site import call_site
 from asyncdist.groups.group import Group
 from asyncdist.kernel.collectives.call_plan import Prepare
-from asyncdist.kernel.collectives.operations import CallOptions
+from asyncdist.kernel.collectives.collective_ops import CallOptions
 from asyncdist.kernel.engine.operation import PlanOf
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.torch_compile import excluded_from_compile

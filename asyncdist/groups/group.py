@@ -1,8 +1,8 @@
 """A group of ranks and the operations among them.
 
-Each operation is numbered, added to the flight recorder, and started. A native collective first runs in the calling
-thread (`Progress.attempt`); anything else becomes an `Operation` at once. Rank arguments are group ranks; the APIs
-(`asyncdist`, `asyncdist.sync`) translate global ranks.
+Each operation is numbered, added to the flight recorder, and started. A native collective, or a small one over links, first
+runs in the calling thread (`Progress.attempt`); anything else becomes an `Operation` at once. Rank arguments are group
+ranks; the APIs (`asyncdist`, `asyncdist.sync`) translate global ranks.
 
 All ranks issue the operations of one group in the same order, from any thread. Several operations may be in flight.
 """
@@ -13,7 +13,7 @@ import functools
 import threading
 from asyncio import _get_running_loop
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import torch
 
@@ -22,14 +22,16 @@ from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.errors import GroupAbortedError, NotInitializedError, SharedMemoryError, UsageError
 from asyncdist.groups.members.member_ops import MemberOps
+from asyncdist.groups.subgroups import SubgroupOps
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.algorithms.selection import forced_by
 from asyncdist.kernel.collectives import data_movement, p2p
+from asyncdist.kernel.collectives.arguments import list_of
 from asyncdist.kernel.collectives.call_plan import CallPlan, Result, device_of, finish_call
+from asyncdist.kernel.collectives.collective_ops import CallOptions, CollectiveOps, checked_tag
 from asyncdist.kernel.collectives.group_context import GroupContext
 from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
 from asyncdist.kernel.collectives.object_ops import ObjectOps
-from asyncdist.kernel.collectives.operations import CallOptions, CollectiveOps, checked_tag
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.kernel.engine.operation import Channel, Plan
 from asyncdist.kernel.engine.work import Work, completed
@@ -50,12 +52,21 @@ _first_use_lock = threading.Lock()
 lifecycle.renew_in_children(globals(), "_first_use_lock", threading.Lock)
 
 
+class _PeerMessage(Protocol):
+    """A send or receive that has not started: a `P2POp`."""
+
+    @property
+    def owner(self) -> Group: ...
+
+    def start(self) -> Work[Any]: ...
+
+
 @excluded_from_compile
-class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
+class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps, SubgroupOps):
     """An ordered set of ranks of a world, a process group in the terms of torch.distributed.
 
-    Make groups with `asyncdist.new_group` and similar functions, on every rank of the world in the same order. Methods
-    start an operation and return its `Work`. Each method takes `CallOptions` as keywords.
+    Make groups with `asyncdist.new_group` and similar functions, or with the methods of these names, on every member in
+    the same order. Other methods start an operation and return its `Work`. Each of them takes `CallOptions` as keywords.
 
     Attributes:
         name: Name in error messages and traces.
@@ -69,7 +80,9 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
 
     _elsewhere = "each process makes its own with init_process_group() and new_group(): send the ranks instead"
 
-    device = torch.device("cpu")
+    _device = torch.device("cpu")
+    _INTERNAL = frozenset({"channel", "context", "endpoint", "world"})
+    """The attributes for the libraries, which completion does not show."""
 
     def __init__(
         self,
@@ -79,7 +92,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         timeout: float,
         *,
         member_ids: Sequence[int] | None = None,
-        nonce: int = 0,
+        nonce: object = 0,
         world: Any = None,
         lineage: tuple[object, ...] | None = None,
         generation: int = 0,
@@ -92,10 +105,10 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         self.endpoint = endpoint
         self.generation = generation
         self._rank = self.member_ids.index(endpoint.rank)
-        self.lineage = lineage or (endpoint.world_id, name, *self.member_ids, nonce)
+        self._lineage = lineage or (endpoint.world_id, name, *self.member_ids, nonce)
         """The state that the channels of all generations share."""
-        number = channel_of(*self.lineage, generation=generation)
-        messages = channel_of(*self.lineage, "point to point", generation=generation)
+        number = channel_of(*self._lineage, generation=generation)
+        messages = channel_of(*self._lineage, "point to point", generation=generation)
         self.channel = Channel(number, name, self.member_ids, endpoint.rank)
         self._messages = Channel(messages, name, self.member_ids, endpoint.rank, point_to_point=True)
         self.channel.sibling, self._messages.sibling = self._messages, self.channel
@@ -115,9 +128,9 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         self.hooks = GroupHooks(self.member_ids, endpoint.rank, endpoint.recorder.add, everywhere=world is not None)
         self._closed = False
         self._devices: dict[torch.device, DeviceGroup] = {}
-        self.patient = False
+        self._patient = False
         """Whether a background call first spins for its peers, if the calling thread runs no event loop."""
-        self.aborted = False
+        self._aborted = False
         """Whether this rank has called `abort`. `error` may be set a moment later."""
         self.world = world
         MemberOps.__init__(self, endpoint, self.member_ids)
@@ -136,6 +149,9 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
     def __repr__(self) -> str:
         state = "destroyed" if self._closed else f"failed: {self.channel.error}" if self.channel.error else "open"
         return f"<Group {self.name!r} rank {self._rank} of {len(self.ranks)}, {state}>"
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in self._INTERNAL]
 
     def group_rank(self, global_rank: int) -> int:
         """Return the group rank of a global rank; raise UsageError if the global rank is not in this group."""
@@ -205,9 +221,9 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
 
     def _group_for(self, value: Any) -> CollectiveOps:
         device = device_of(value)
-        return self if device is None or device.type != "cuda" else self.on(device)
+        return self if device is None or device.type != "cuda" else self._on(device)
 
-    def on(self, device: torch.device) -> DeviceGroup:
+    def _on(self, device: torch.device) -> DeviceGroup:
         """Return the group of the same ranks for tensors on ``device``; its first operation connects the devices."""
         found = self._devices.get(device)
         if found is None:
@@ -230,19 +246,16 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         made = self._devices[device] = DeviceGroup(host, device, kinds, owner=self)
         return made
 
-    def pass_on(self, part: Group | None, number: int) -> None:
-        """Split the device communicators of this group for its subgroups.
+    def _subgroup(self, ranks: Sequence[int], timeout: Timeout, name: str | None) -> Group | None:
+        assert self.world is not None, "a companion has no subgroups"
+        made: Group | None = self.world.subgroup(self, ranks, timeout, name)
+        return made
 
-        All members call it, in the same order as their other operations.
-
-        Args:
-            part: The subgroup of this rank, or None if this rank is in no subgroup.
-            number: The index of that subgroup, or -1.
-        """
+    def _pass_on(self, part: Group | None, number: int) -> None:
         for device, carried in list(self._devices.items()):
-            carried.split(None if part is None else part.on(device), number)
+            carried.split(None if part is None else part._on(device), number)
 
-    def sibling(self, purpose: str) -> Group:
+    def _sibling(self, purpose: str) -> Group:
         """Return another group of the same ranks for control traffic; ranks with the same ``purpose`` share it."""
         return self._companion(purpose, self.channel.number)
 
@@ -261,7 +274,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         number = next(channel.numbers)
         entry = self.hooks.new_entry(self.name, name, number, plan.fingerprint, plan.nbytes)
         observed = self.hooks.record(entry)
-        wait = not background or (self.patient and _get_running_loop() is None)
+        wait = not background or (self._patient and _get_running_loop() is None)
         schedules: Iterable[Schedule]
         try:
             schedule, schedules = plan.begin(number, tensors, channel, endpoint.direct_calls, observed, wait)
@@ -269,7 +282,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
                 value = finish_call(*result)
                 if entry.finish():
                     entry.run_hooks()
-                return completed(value)
+                return completed(value, endpoint.progress)
         # An operation that raises the error makes the group fail and notifies the peers.
         except Exception as cause:
             schedules = (raising(cause),)
@@ -319,7 +332,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
             limit = self._limit(name, background, options.get("timeout"))
             return self._start_plan(name, plan, None if tag is None else checked_tag(tag), background, limit)
         except UsageError as error:
-            self.refused(name, error)
+            self._refused(name, error)
             raise
         finally:
             if left is not None:
@@ -345,9 +358,29 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
 
         return planned
 
-    def start_message(self, name: str, tag: int, plan: Plan, *, timeout: float) -> Work:
+    def _start_message(self, name: str, tag: int, plan: Plan, *, timeout: float) -> Work:
         """Start a planned message in the background, for the device group that this group serves."""
         return self._start_plan(name, plan, tag, True, self._limit(name, True, timeout))
+
+    def batch_isend_irecv(self, p2p_op_list: Sequence[_PeerMessage]) -> list[Work[Any]]:
+        """Start several sends and receives of this group, and return their works in the same order.
+
+        Args:
+            p2p_op_list: The sends and receives, one at least: each a `P2POp`.
+
+        Raises:
+            UsageError: The list is empty, holds something else, or a `P2POp` of another group.
+
+        Example:
+            >>> works = group.batch_isend_irecv([P2POp(group.isend, sent, 1), P2POp(group.irecv, received, 1)])
+        """
+        messages = list_of("p2p_op_list", p2p_op_list, "P2POp")
+        if not messages or not all(getattr(message, "owner", None) is self for message in messages):
+            raise UsageError(
+                f"batch_isend_irecv of group {self.name!r} takes a list of P2POp of this group, one at least: make them "
+                "with P2POp(group.isend, tensor, peer) and P2POp(group.irecv, tensor, peer)"
+            )
+        return [message.start() for message in messages]
 
     # -- monitoring ------------------------------------------------------------------------------
 
@@ -369,11 +402,11 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
         is_default = world is not None and world.group is self
         ranks = [rank for rank, member in zip(self.ranks, self.member_ids, strict=True) if member in set(member_ids)]
         successor = type(self)(
-            self.endpoint, range(len(member_ids)) if is_default else ranks, f"{self.lineage[1]} (regrouped {regrouped})",
-            self.timeout, member_ids=member_ids, world=world, lineage=self.lineage, generation=regrouped,
+            self.endpoint, range(len(member_ids)) if is_default else ranks, f"{self._lineage[1]} (regrouped {regrouped})",
+            self.timeout, member_ids=member_ids, world=world, lineage=self._lineage, generation=regrouped,
         )  # fmt: skip
         successor.generation = self.generation + 1
-        successor.patient = self.patient
+        successor._patient = self._patient
         if world is not None:
             world.succeed(self, successor)
         self.close()
@@ -393,7 +426,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
             error = GroupAbortedError(f"rank {self.endpoint.rank} aborted: {reason}", peer=self.endpoint.rank)
             self.endpoint.fail(self.channel, error)
 
-        self.aborted = True
+        self._aborted = True
         self.endpoint.progress.submit(fail)
         self.endpoint.progress.ensure_driven()
 
@@ -405,7 +438,7 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps):
                 device.close()
             reason = f"rank {self.endpoint.rank} has destroyed the group"
             self.endpoint.progress.submit(lambda: self.endpoint.agreements.leave(self.channel, reason, entirely=True))
-            self.endpoint.progress.submit(self.watches.end)
+            self.endpoint.progress.submit(self._watches.end)
             self.endpoint.progress.submit(lambda: self.endpoint.end(self.channel))
             self.endpoint.progress.submit(lambda: self.endpoint.end(self._messages))
             collectives = self._native or self.context.hierarchical

@@ -12,6 +12,7 @@ from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout, seconds, wait_until_set
 from asyncdist.errors import LoopThreadError, WaitTimeoutError
 from asyncdist.kernel.engine import trio_tasks
+from asyncdist.kernel.engine.progress import Progress
 from asyncdist.kernel.engine.work import Work
 
 T = TypeVar("T")
@@ -22,10 +23,12 @@ class Procedure(Generic[T]):
 
     Args:
         begin: Returns the coroutine of the call.
+        progress: Drives the operations that the call waits for; None if another call has refused the loop's thread.
     """
 
-    def __init__(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> None:
+    def __init__(self, begin: Callable[[], Coroutine[Any, Any, T]], progress: Progress | None = None) -> None:
         self._begin = begin
+        self._progress = progress
 
     def __await__(self) -> Generator[Any, None, T]:
         if asyncio._get_running_loop() is not None:
@@ -33,7 +36,13 @@ class Procedure(Generic[T]):
         return trio_tasks.run_on_background_loop(self._begin()).__await__()
 
     def wait(self) -> T:
-        """Run the call on the background loop, and return its result. For threads without a running event loop."""
+        """Run the call on the background loop, and return its result.
+
+        Raises:
+            LoopThreadError: The calling thread's event loop drives the operations of the group.
+        """
+        if self._progress is not None:
+            self._progress.refuse_loop_thread("this call")
         return background_loop().run(self._begin())
 
 

@@ -27,8 +27,9 @@ from asyncdist.groups import task_factory
 from asyncdist.groups.calibration import measurement, profile
 from asyncdist.groups.dropped_works import DebugGroup
 from asyncdist.groups.group import Group
+from asyncdist.groups.subgroups import NonMember
 from asyncdist.kernel.algorithms.selection import forced_by
-from asyncdist.kernel.collectives.arguments import checked_text, list_of, whole_number_of
+from asyncdist.kernel.collectives.arguments import checked_text, whole_number_of
 from asyncdist.kernel.engine.endpoint import LAST_WORDS, Endpoint
 from asyncdist.kernel.tracing import dump_signal
 from asyncdist.kernel.tracing.metrics import serve_configured_metrics
@@ -73,9 +74,7 @@ class World(ProcessBound):
         self._left = False
         self._group_class = group_class
         self._made: dict[tuple[Any, ...], itertools.count[int]] = {}
-        group = self.new_group(range(endpoint.world_size), name or "world")
-        assert group is not None
-        self.group = group
+        self.group = self.group_of_members(range(endpoint.world_size), name or "world")
         self._user_loop = user_loop
         self._task_factory = None if user_loop is None else task_factory.install(user_loop)
         if user_loop is not None:
@@ -93,35 +92,30 @@ class World(ProcessBound):
         return self.meeting.status_record([(self.endpoint.rank, *self.status_port.address)]).encode()
 
     def new_group(self, ranks: Sequence[int] | None, name: str | None = None, timeout: Timeout = None) -> Group | None:
-        """Make a group of some of the world's ranks, without communication.
+        """Make a group of some of the world's ranks, in the order of ``ranks``; None on the other ranks.
 
-        The members match equal calls by their order: all of them make groups of the same name and ranks equally often.
+        See `Group.new_group`.
+        """
+        made = self.group.new_group(ranks, timeout, name, sort_ranks=False)
+        return None if isinstance(made, NonMember) else made
 
-        Args:
-            ranks: Global ranks of the members, in group order; None means all ranks.
-            name: Name in error messages and traces.
-            timeout: Default limit of the group's operations, in seconds or as a timedelta; None takes the world's.
-
-        Returns:
-            The group, or None on a rank that is not a member.
+    def subgroup(self, parent: Group, ranks: Sequence[int], timeout: Timeout, name: str | None) -> Group | None:
+        """Make the group of some ranks of another group, in this order; None on the other ranks.
 
         Raises:
             NotInitializedError: This rank has left the world.
-            UsageError: ``ranks`` is empty, repeats a rank, or names a rank outside the world.
+            UsageError: ``ranks`` is empty, repeats a rank, or names a rank outside the group.
         """
-        # Global ranks number the members of the default group, which regrouping replaces.
-        ids = self.group.member_ids if hasattr(self, "group") else tuple(range(self.endpoint.world_size))
-        members = tuple(range(len(ids)))
-        if ranks is not None:
-            members = tuple(whole_number_of("a rank", rank) for rank in list_of("ranks", ranks, "global ranks"))
         checked_text("the name of a group", name, "'losses'")
-        outside = [rank for rank in members if not 0 <= rank < len(ids)]
-        if not members or outside or len(set(members)) != len(members):
-            raise UsageError(f"ranks={list(members)} is not a group: it needs distinct ranks from 0 to {len(ids) - 1}")
-        return self._make(members, tuple(ids[rank] for rank in members), name, timeout)
+        size = parent.size()
+        if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks):
+            raise UsageError(f"ranks={list(ranks)} is not a group: it needs distinct ranks from 0 to {size - 1}")
+        chosen = tuple(parent.member_ids[rank] for rank in ranks)
+        # Each generation counts afresh: the members of the last one may have come to different places in the program.
+        return self._make(tuple(parent.ranks[rank] for rank in ranks), chosen, name, timeout, parent.channel.number)
 
     def group_of_members(self, member_ids: Sequence[int], name: str, timeout: Timeout = None) -> Group:
-        """Make a group of members of the world by their ids, without communication; see `new_group`.
+        """Make a group of members of the world by their ids, without communication; see `Group.new_group`.
 
         Its global ranks are its group ranks: it is meant to replace another group, or to stand alone.
 
@@ -135,18 +129,21 @@ class World(ProcessBound):
         return group
 
     def _make(
-        self, members: tuple[int, ...], chosen: tuple[int, ...], name: str | None, timeout: Timeout
+        self, members: tuple[int, ...], chosen: tuple[int, ...], name: str | None, timeout: Timeout, parent: int = 0
     ) -> Group | None:
-        """Make the group of the ids ``chosen``, whose global ranks are ``members``; None on the other ranks."""
+        """Make the group of the ids ``chosen``, whose global ranks are ``members``; None on the other ranks.
+
+        ``parent`` is the number of the channel of the group that it is a part of; 0 without one.
+        """
         if self._left:
             raise NotInitializedError(
                 "this rank has left the world that the group would belong to: make a new world first"
             )
-        nonce = next(self._made.setdefault((name, chosen), itertools.count()))
+        count = next(self._made.setdefault((parent, name, chosen), itertools.count()))
         if self.endpoint.rank not in chosen:
             return None
-        shown = name or f"group of ranks {list(members)}" + (f" ({nonce + 1})" if nonce else "")
-        limit = seconds(timeout, self.timeout)
+        shown = name or f"group of ranks {list(members)}" + (f" ({count + 1})" if count else "")
+        limit, nonce = seconds(timeout, self.timeout), (parent, count)
         group = self._group_class(self.endpoint, members, shown, limit, member_ids=chosen, nonce=nonce, world=self)
         self.groups.append(group)
         return group

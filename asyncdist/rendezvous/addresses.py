@@ -144,7 +144,6 @@ async def own_host(store_host: str | None, config: Config, deadline: Deadline) -
 
     Args:
         store_host: The host of the store; None if no network reaches it.
-        config: The settings.
         deadline: The end of look-ups of the name.
     """
     if store_host is None:

@@ -1,7 +1,7 @@
 """The address records of a job: who offers what, in the store of the job, each under a key with a lease.
 
 A process publishes a record under a name. The store deletes it when the process withdraws it, closes its client, or dies;
-whoever watches the name is told. Keys, below ``channels/<job>/<service>/``:
+the processes that watch the name are told. Keys, below ``channels/<job>/<service>/``:
 
     token               the token of the job, if none is set: a random one, which the first process stores
     at/<name>/<id>      a record; ``id`` is that of the port
@@ -117,8 +117,6 @@ class JobDirectory:
         Args:
             job: ``asyncdist://host:port/job`` of a store daemon, or a store that the processes of the job share, which
                 the caller closes.
-            service: The name of the service.
-            config: The settings.
             timeout: Seconds to connect, and of each operation; None for ASYNCDIST_TIMEOUT.
 
         Raises:

@@ -136,7 +136,6 @@ async def host_world(
 
     Args:
         stack: Owns what is opened, until the returned session does.
-        world: The world to host.
         host: Address on which to serve.
         port: Port on which to serve; 0 picks a free one.
         token: The token of the store, None without one.
@@ -309,7 +308,6 @@ async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, wh
 
     Args:
         stack: Owns what is opened, until the returned session does.
-        world: The world to join.
         locate: `by_address` or `by_record`.
         where: Name of the meeting point, for error messages.
 

@@ -1,14 +1,16 @@
-"""A search for the processes of a job that have published a name: it follows their records, and connects to them."""
+"""A search for the processes of a job that have published a name: it follows their records, and connects to them.
+
+The sessions of `rpc` derive from it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from abc import ABC, abstractmethod
 from typing import Any, Generic, Self, TypeVar
 
 from asyncdist.base.backoff import Backoff
-from asyncdist.base.callables import Predicate
 from asyncdist.errors import PeerLostError
 from asyncdist.rendezvous.directory import JobDirectory, PeerRecord, RecordChange
 
@@ -20,29 +22,19 @@ _NEXT = 0.5
 """Seconds for which `JobSearch.first` waits for one process alone."""
 
 
-class JobSearch(Generic[T]):
+class JobSearch(ABC, Generic[T]):
     """Connects to the processes that have published a name, and again to those that do not answer, in ``async with``.
 
     Args:
         directory: The records of the job.
-        name: The name.
-        connect: Connects to the process of a record, and returns what it offers. It raises PeerLostError for a process that
-            does not answer. Any other error ends the search.
-        is_wanted: Tells which records count.
 
     Attributes:
         found: What the processes offer, by their ids.
         seen: For each process its name, or why it does not answer.
     """
 
-    def __init__(
-        self,
-        directory: JobDirectory,
-        name: str,
-        connect: Callable[[PeerRecord], Awaitable[T]],
-        is_wanted: Callable[[PeerRecord], bool] = lambda record: True,
-    ) -> None:
-        self._directory, self._name, self._connect, self._is_wanted = directory, name, connect, is_wanted
+    def __init__(self, directory: JobDirectory, name: str) -> None:
+        self._directory, self._name = directory, name
         self.found: dict[str, T] = {}
         self.seen: dict[str, str] = {}
         self._records: dict[str, PeerRecord] = {}
@@ -52,6 +44,21 @@ class JobSearch(Generic[T]):
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._error: Exception | None = None
+
+    @abstractmethod
+    def is_wanted(self, record: PeerRecord) -> bool:
+        """Return whether a record counts."""
+
+    @abstractmethod
+    async def connect(self, record: PeerRecord) -> T:
+        """Connect to the process of a record, and return what it offers.
+
+        Raises PeerLostError for a process that does not answer. Any other error ends the search.
+        """
+
+    @abstractmethod
+    def is_enough(self) -> bool:
+        """Return whether `found` is enough for `all`."""
 
     async def __aenter__(self) -> Self:
         self._start("", self._follow())
@@ -71,14 +78,14 @@ class JobSearch(Generic[T]):
             await self._wait(_NEXT if self._untried else None)
         return next(iter(self.found.values()))
 
-    async def all(self, is_enough: Predicate) -> None:
+    async def all(self) -> None:
         """Wait until ``found`` is enough, and each process that is known has answered, or failed to answer once."""
         for record in await self._directory.records(self._name):
             self._note(RecordChange(record.address.id, record))
         while True:
             for each in list(self._untried):
                 self._try(each)
-            if not self._unanswered and is_enough():
+            if not self._unanswered and self.is_enough():
                 return
             await self._wait(None)
 
@@ -117,7 +124,7 @@ class JobSearch(Generic[T]):
         if record is not None:
             self._records[change.id] = record
             self.seen[change.id] = record.address.name
-            if self._is_wanted(record):
+            if self.is_wanted(record):
                 self._untried[change.id] = record
         self._changed.set()
 
@@ -128,7 +135,7 @@ class JobSearch(Generic[T]):
     async def _reach(self, each: str, record: PeerRecord) -> None:
         async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
             try:
-                self.found[each] = await self._connect(record)
+                self.found[each] = await self.connect(record)
             except PeerLostError as error:
                 self.seen[each] = error.summary
             self._unanswered.discard(each)

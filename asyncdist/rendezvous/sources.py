@@ -102,7 +102,6 @@ def check_token(host: str | None, config: Config, why: str) -> None:
 
     Args:
         host: Host of the store; None if no network reaches it.
-        config: The settings.
         why: The reason, for the message.
     """
     if host is not None and unguarded([host], config.token, config):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from math import inf
 from typing import Any
@@ -24,7 +24,7 @@ from asyncdist.rpc.errors import CalleeLostError, CallError, CallTimeoutError, O
 from asyncdist.rpc.failures import failure_of
 from asyncdist.rpc.loans import ChannelLoans, MessageLoan
 from asyncdist.rpc.streams import CallStream, ItemQueue
-from asyncdist.rpc.values import Carrier, PackedValue
+from asyncdist.rpc.values import Carrier, PackedValue, SentReference
 from asyncdist.rpc.wire import CANCEL, CREDIT, END, FAILED, ITEM, RESULT, pack_plain
 
 MOST_WAITING = 1 << 16
@@ -73,7 +73,7 @@ class RemoteCall(ProcessBound, asyncio.Future[Any]):
         self.nbytes = 0
         self.head = b""
         self.buffers: Sequence[memoryview] = ()
-        self.references: Sequence[Any] = ()
+        self.references: Sequence[SentReference] = ()
         self.loan: MessageLoan | None = None
         """The device tensors that the callee reads where they lie, until it has been sent."""
         self.outgoing: OutgoingMessage | None = None
@@ -116,14 +116,12 @@ class Caller:
     """The calls of this process over one channel.
 
     Args:
-        channel: The channel.
         carrier: Carries the arguments and results.
         loans: The loans over the channel.
         threads: Pack long arguments.
         credits: The calls that the callee accepts at a time.
         window_nbytes: The bytes of arguments in buffers that the callee accepts at a time; one call may have more.
         timeout: Seconds of a call without a timeout of its own.
-        on_reference: Called with each reference that is sent, and the channel.
     """
 
     def __init__(
@@ -136,14 +134,12 @@ class Caller:
         credits: int,
         window_nbytes: int,
         timeout: float,
-        on_reference: Callable[[Any, PeerChannel], None],
     ) -> None:
         self.peer, self.peer_id = channel.peer.name, channel.peer.id
         self.loop = asyncio.get_running_loop()
         self._channel, self._carrier, self.loans, self._threads = channel, carrier, loans, threads
         self._credits, self._window = credits, window_nbytes
         self._timeout = timeout
-        self._on_reference = on_reference
         self._number = 0
         self._open: dict[int, RemoteCall | ItemQueue] = {}
         self._waiting: deque[RemoteCall] = deque()
@@ -175,8 +171,6 @@ class Caller:
         Args:
             target: The object, for messages.
             key: The object and the method, as the wire has them.
-            method: The name of the method.
-            args: The arguments.
             kwargs: The keyword arguments.
             timeout: Seconds, or a timedelta.
             packed: The arguments, if they have been packed for several calls, or are being packed.
@@ -269,7 +263,7 @@ class Caller:
             return
         call.is_sent = True
         for reference in call.references:
-            self._on_reference(reference, self._channel)
+            reference.grant_to(self._channel)
         call.head, call.buffers, call.references, call.loan = b"", (), (), None
         self._num_sent += 1
         self._sent_nbytes += call.nbytes

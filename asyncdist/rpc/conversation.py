@@ -18,7 +18,7 @@ from asyncdist.base.descriptors import close_all
 from asyncdist.errors import PeerLostError, ProtocolError
 from asyncdist.net import IncomingMessage, PeerChannel
 from asyncdist.rpc.calls import Caller
-from asyncdist.rpc.execution import CallBudget, Callee, Execution
+from asyncdist.rpc.execution import Callee, CallResources, Execution
 from asyncdist.rpc.loans import Buffer, ChannelLoans
 from asyncdist.rpc.references import ReferenceTable
 from asyncdist.rpc.values import run_aside
@@ -36,39 +36,43 @@ _LENGTHS = {CALL: 7, RESULT: 3, ITEM: 3, LENT_BYTES: 3}
 class Conversation:
     """The calls of both directions over one channel. It is the ``context`` of the channel."""
 
-    def __init__(self, channel: PeerChannel, budget: CallBudget, timeout: float, references: ReferenceTable) -> None:
+    def __init__(self, channel: PeerChannel, resources: CallResources, timeout: float) -> None:
         about = channel.peer.about
         if about["version"] != VERSION:
             raise ProtocolError(f"it makes calls of version {about['version']}, and this process of {VERSION}")
         self.channel = channel
-        self.loans = ChannelLoans(channel, budget.lending)
+        self.loans = ChannelLoans(channel, resources.lending)
         self.caller = Caller(
             channel,
-            budget.carrier,
+            resources.carrier,
             self.loans,
-            budget.value_threads,
+            resources.value_threads,
             credits=about["credits"],
             window_nbytes=about["window"],
             timeout=timeout,
-            on_reference=references.sent,
         )
-        self.callee = Callee(channel, budget, self.loans, CREDITS, references.sent)
+        self.callee = Callee(channel, resources, self.loans, CREDITS)
+
+
+def conversation_of(channel: PeerChannel) -> Conversation:
+    """Return the conversation over a channel whose peer was not refused."""
+    conversation: Conversation = channel.context
+    return conversation
 
 
 class ConversationHandler:
     """Handles the messages of all channels of a session.
 
     Args:
-        budget: The objects of the session, and what its callers share.
+        resources: What the callers of the session share.
         timeout: Seconds of a call without a timeout of its own.
-        references: The references of the session.
     """
 
-    def __init__(self, budget: CallBudget, timeout: float, references: ReferenceTable) -> None:
-        self._budget, self._timeout, self._references = budget, timeout, references
+    def __init__(self, resources: CallResources, timeout: float, references: ReferenceTable) -> None:
+        self._resources, self._timeout, self._references = resources, timeout, references
 
     def connected(self, channel: PeerChannel) -> None:
-        channel.context = Conversation(channel, self._budget, self._timeout, self._references)
+        channel.context = Conversation(channel, self._resources, self._timeout)
 
     def received(
         self, channel: PeerChannel, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]
@@ -76,9 +80,9 @@ class ConversationHandler:
         if descriptors:
             close_all(descriptors)
             raise ProtocolError("a call with descriptors")
-        conversation: Conversation = channel.context
+        conversation = conversation_of(channel)
         try:
-            message = self._budget.carrier.unpack_fast(head, buffers)
+            message = self._resources.carrier.unpack_fast(head, buffers)
         # Values that are not plain are read below, and damaged ones fail again.
         except Exception:
             message = None
@@ -112,29 +116,32 @@ class ConversationHandler:
         if message.descriptors:
             close_all(message.descriptors)
             raise ProtocolError("a call with descriptors")
-        message.context = self._begin(channel.context, message.head, is_ready=False)
-        if message.context is None:
+        conversation = conversation_of(channel)
+        context = message.context = self._begin(conversation, message.head, is_ready=False)
+        if context is None:
             message.drop(CancelledMessage())
             self._discard(message.head, ())
-        elif message.context.kind == RESULT:
-            channel.context.caller.receive_into(message.context.number, message)
+        elif context.kind == RESULT:
+            conversation.caller.receive_into(context.number, message)
 
     def completed(self, channel: PeerChannel, message: IncomingMessage) -> None:
-        if message.context is None:
+        conversation, context = conversation_of(channel), _context_of(message)
+        if context is None:
             return
         if message.error is None:
-            self._complete(channel.context, message.context, message.head, message.buffers)
+            self._complete(conversation, context, message.head, message.buffers)
         else:
             reason = f"{message.nbytes} bytes cannot be received: {message.error or type(message.error).__name__}"
-            self._give_back(channel.context, message.context.loan)
-            self._unreadable(channel.context, message.context, reason)
+            self._give_back(conversation, context.loan)
+            self._unreadable(conversation, context, reason)
 
     def withdrawn(self, channel: PeerChannel, message: IncomingMessage) -> None:
-        if message.context is None:
+        conversation, context = conversation_of(channel), _context_of(message)
+        if context is None:
             return
-        self._give_back(channel.context, message.context.loan)
-        if isinstance(message.context.call, Execution):
-            channel.context.callee.cancel(message.context.number)
+        self._give_back(conversation, context.loan)
+        if context.call is not None:
+            conversation.callee.cancel(context.number)
 
     def closed(self, channel: PeerChannel, error: PeerLostError, messages: Sequence[IncomingMessage]) -> None:
         conversation: Conversation | None = channel.context
@@ -177,7 +184,7 @@ class ConversationHandler:
 
     def _discard(self, head: bytes, buffers: Sequence[memoryview]) -> None:
         """Take the references out of a message that no call wants, and drop them, so that their holds are returned."""
-        carrier = self._budget.carrier
+        carrier = self._resources.carrier
         with contextlib.suppress(ProtocolError):
             envelope = carrier.unpack_references(head)
             if buffers and envelope[_LENGTHS[envelope[0]] - 1] is None:
@@ -201,7 +208,9 @@ class ConversationHandler:
             assert isinstance(buffers[0], memoryview)
             data, buffers = buffers[0], buffers[1:]
         message = _ValueMessage(self, conversation, context, data, buffers)
-        if not self._budget.carrier.takes_long(data, buffers) or not message.read_aside(self._budget.value_threads):
+        if not self._resources.carrier.takes_long(data, buffers) or not message.read_aside(
+            self._resources.value_threads
+        ):
             message.read()
 
     def _arrived(self, conversation: Conversation, context: ValueContext, value: Any) -> None:
@@ -261,7 +270,7 @@ class _ValueMessage:
     ) -> None:
         self._handler, self._conversation, self._context = handler, conversation, context
         self._data, self._buffers = data, buffers
-        self._carrier = handler._budget.carrier
+        self._carrier = handler._resources.carrier
 
     def read(self) -> None:
         """Read the value, and deliver it."""
@@ -326,6 +335,11 @@ class ValueContext(NamedTuple):
     def place(self) -> int:
         """The place of the value in the head."""
         return _LENGTHS[self.kind] - 1
+
+
+def _context_of(message: IncomingMessage) -> ValueContext | None:
+    context: ValueContext | None = message.context
+    return context
 
 
 class CancelledMessage(Exception):

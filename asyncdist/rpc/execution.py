@@ -14,7 +14,7 @@ import inspect
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from math import inf
 from typing import Any, Protocol
 
@@ -38,10 +38,11 @@ _STARTS_EAGERLY = sys.version_info >= (3, 12)
 """Whether the first step of a task can run at once."""
 
 ObjectKey = tuple[str | int, int]
+"""The name of an object, or the number of a reference to it, and its index among those of that name."""
 
 
-class CallBudget(Protocol):
-    """The threads and limits that all callers of a process share; ``value_threads`` pack and unpack values."""
+class CallResources(Protocol):
+    """What all callers of a session share, which is its `RpcSession`; ``value_threads`` pack and unpack values."""
 
     objects: ServedObjects
     carrier: Carrier
@@ -105,23 +106,19 @@ class Callee:
     """Runs the calls of one caller.
 
     Args:
-        channel: The channel to the caller.
-        budget: The objects, and what all callers share.
+        resources: What all callers share.
         loans: The loans over the channel.
         credits: The calls that the caller may have at a time.
-        on_reference: Called with each reference that is sent, and the channel.
     """
 
     def __init__(
         self,
         channel: PeerChannel,
-        budget: CallBudget,
+        resources: CallResources,
         loans: ChannelLoans,
         credits: int,
-        on_reference: Callable[[Any, PeerChannel], None],
     ) -> None:
-        self._channel, self._budget, self._loans, self._credits = channel, budget, loans, credits
-        self._on_reference = on_reference
+        self._channel, self._resources, self._loans, self._credits = channel, resources, loans, credits
         self._loop = asyncio.get_running_loop()
         self._calls: dict[int, Execution] = {}
         self._queues: dict[ObjectKey, _Queue] = {}
@@ -137,22 +134,22 @@ class Callee:
             envelope: Number, object, index, method and timeout.
             is_ready: Whether its arguments have arrived. If not, `arrived` follows.
         """
-        number, target, index, name, timeout = envelope
+        number, name_or_number, index, method_name, timeout = envelope
         if number in self._calls:
             raise ProtocolError(f"call {number} was made twice")
-        budget = self._budget
-        if budget.is_closing or len(self._calls) >= self._credits or budget.num_calls >= budget.most_calls:
+        resources = self._resources
+        if resources.is_closing or len(self._calls) >= self._credits or resources.num_calls >= resources.most_calls:
             self._refuse_overload(number)
             return None
         try:
-            method = budget.objects.method(target, index, name)
+            method = resources.objects.method(name_or_number, index, method_name)
         except NoSuchObject as error:
             self._fail(number, Failure.REFUSED, str(error))
             return None
         deadline = inf if timeout is None else self._loop.time() + timeout
-        execution = Execution(self, number, (target, index), method, deadline)
+        execution = Execution(self, number, (name_or_number, index), method, deadline)
         self._calls[number] = execution
-        budget.num_calls += 1
+        resources.num_calls += 1
         if deadline < inf:
             self._timer.note(deadline)
         if not is_ready:
@@ -219,7 +216,7 @@ class Callee:
 
     def _forget(self, execution: Execution) -> None:
         if self._calls.pop(execution.number, None) is not None:
-            self._budget.num_calls -= 1
+            self._resources.num_calls -= 1
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -258,7 +255,7 @@ class Callee:
         context.run(current_deadline.set, execution.deadline)
         # A session that is closing has no threads any more. The end of the channel then ends the call.
         with contextlib.suppress(RuntimeError):
-            self._budget.threads.submit(context.run, self._run_in_thread, execution)
+            self._resources.threads.submit(context.run, self._run_in_thread, execution)
 
     def _start(self, running: Coroutine[Any, Any, None], context: contextvars.Context | None) -> asyncio.Task[None]:
         """Start a task, whose first step runs at once if that is possible."""
@@ -360,14 +357,14 @@ class Callee:
         if inspect.isgenerator(value):
             raise ResultNotCarried("it is a generator: write the method as `async def` with `yield`, to send a stream")
         try:
-            return self._budget.carrier.pack(value, snapshot=snapshot, lender=self._loans)
+            return self._resources.carrier.pack(value, snapshot=snapshot, lender=self._loans)
         except UsageError as error:
             raise ResultNotCarried(error.summary) from error
 
     async def _pack_aside(self, value: Any) -> PackedValue:
         """Pack a value that cannot change, in a thread if that takes long."""
         try:
-            packed = self._budget.carrier.pack_arguments(value, self._loans, self._budget.value_threads)
+            packed = self._resources.carrier.pack_arguments(value, self._loans, self._resources.value_threads)
             return await packed if isinstance(packed, asyncio.Future) else packed
         except UsageError as error:
             raise ResultNotCarried(error.summary) from error
@@ -399,7 +396,7 @@ class Callee:
         if not self._channel.is_open:
             return None, None
         for reference in packed.references:
-            self._on_reference(reference, self._channel)
+            reference.grant_to(self._channel)
         value, buffers = packed.for_head()
         plain, loan = self._loans.attach(buffers)
         if loan is None:
@@ -423,14 +420,14 @@ class Callee:
             self._fail(execution.number, Failure.RAISED, *describe(error))
 
     def _refuse_overload(self, number: int) -> None:
-        budget = self._budget
-        if budget.is_closing:
+        resources = self._resources
+        if resources.is_closing:
             self._fail(number, Failure.REFUSED, "its process is leaving the session and accepts no more calls")
             return
         if len(self._calls) >= self._credits:
             reason = f"{self._credits} calls of this caller are open, and the callee accepts no more"
         else:
-            reason = f"{budget.num_calls} calls of all callers are open, and the callee accepts no more"
+            reason = f"{resources.num_calls} calls of all callers are open, and the callee accepts no more"
         self._fail(number, Failure.OVERLOADED, reason)
 
     def _fail(self, number: int, failure: Failure, *texts: str) -> None:

@@ -85,7 +85,8 @@ def failure_of(kind: int, texts: Sequence[Any], target: str, method: str, peer: 
         return remote_error_class(words[0])(target, method, peer, *words)
     reason = words[0] if words else "the callee gives no reason"
     if kind == Failure.TIMED_OUT:
-        return CallTimeoutError(target, method, peer, timeout, reason)
+        # The callee's clock may pass the deadline first: the error tells the same limit as the caller's own.
+        return CallTimeoutError(target, method, peer, timeout, f"no result within {timeout:g} s ({reason})")
     classes = {Failure.RESULT_NOT_CARRIED: ResultError, Failure.OVERLOADED: OverloadedError}
     return classes.get(Failure(kind), CallRefusedError)(target, method, peer, reason)
 

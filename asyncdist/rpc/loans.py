@@ -54,7 +54,6 @@ class DevicePart:
 
     Args:
         tensor: Its elements, flat and contiguous.
-        loans: The loans of its device.
     """
 
     def __init__(self, tensor: torch.Tensor, loans: DeviceLoans) -> None:
@@ -100,7 +99,6 @@ class TensorLender(Protocol):
         """Return a tensor as a part of a message; None if it goes through host memory. Thread-safe.
 
         Args:
-            tensor: The tensor.
             snapshot: Copy it, because it may change before it is read.
         """
 
@@ -155,7 +153,6 @@ class ChannelLoans:
     """The loans of both directions over one channel. It is a `TensorLender` for the peer.
 
     Args:
-        channel: The channel.
         lending: The devices of this process.
     """
 
@@ -332,7 +329,6 @@ class ChannelLoans:
         """Read the lent tensors of a message that has arrived, and return the loan.
 
         Args:
-            number: The number of the loan.
             buffers: All buffers of the message.
             borrower: Is told the outcome.
         """

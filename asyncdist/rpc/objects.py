@@ -76,12 +76,12 @@ class ServedObjects:
         """Forget the object of a reference."""
         self._referenced.pop(number, None)
 
-    def method(self, target: str | int, index: int, name: str) -> ServedMethod:
+    def method(self, name_or_number: str | int, index: int, name: str) -> ServedMethod:
         """Return a method, as the object has it now. Raises NoSuchObject."""
-        served = self.object(target, index)
+        served = self.object(name_or_number, index)
         if name.startswith("_") and name != CALL_METHOD:
             raise NoSuchObject(f"{name!r} is private: it cannot be called remotely")
-        if isinstance(served, torch.Tensor) and isinstance(target, int):
+        if isinstance(served, torch.Tensor) and isinstance(name_or_number, int):
             raise NoSuchObject("a reference to a tensor has no methods: use read(), read_into() and write()")
         try:
             function = served if name == CALL_METHOD and callable(served) else getattr(served, name, None)
@@ -95,21 +95,23 @@ class ServedObjects:
             raise NoSuchObject(_why_not_callable(served, name))
         return ServedMethod(function, kind_of(function))
 
-    def object(self, target: str | int, index: int) -> Any:
+    def object(self, name_or_number: str | int, index: int) -> Any:
         """Return an object. Raises NoSuchObject."""
-        several = self._named.get(target)
+        several = self._named.get(name_or_number)
         if several is not None:
             if 0 <= index < len(several):
                 return several[index]
-            raise NoSuchObject(f"this process serves {len(several)} objects {target!r}, and none with number {index}")
-        if target in self._referenced:
-            return self._referenced[target]
-        if target in self._services:
-            return self._services[target]
-        if isinstance(target, int):
+            raise NoSuchObject(
+                f"this process serves {len(several)} objects {name_or_number!r}, and none with number {index}"
+            )
+        if name_or_number in self._referenced:
+            return self._referenced[name_or_number]
+        if name_or_number in self._services:
+            return self._services[name_or_number]
+        if isinstance(name_or_number, int):
             raise NoSuchObject("the object of this reference has been released")
         names = ", ".join(map(repr, self._named)) or "none"
-        raise NoSuchObject(f"this process serves no object {target!r}; its names: {names}")
+        raise NoSuchObject(f"this process serves no object {name_or_number!r}; its names: {names}")
 
 
 def _why_not_callable(served: Any, name: str) -> str:

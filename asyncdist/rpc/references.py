@@ -76,6 +76,10 @@ class RemoteReference(ProcessBound):
             raise UsageError(f"the object is at {self.owner}, and not in this process: await read() or call()")
         return self._table.objects.object(self._number, 0)
 
+    def grant_to(self, channel: PeerChannel) -> None:
+        """Give the peer of a channel, to which the reference is sent, a hold on its object. The session calls it."""
+        self._table.grant(self, channel.peer.id)
+
     async def call(self, method: str, *args: Any, timeout: Timeout = None, **kwargs: Any) -> Any:
         """Call a method of the object, and return its result, or a `CallStream` for an async generator.
 
@@ -375,18 +379,13 @@ class ReferenceTable:
             self._connecting[owner.id] = self._loop.create_task(self._connect(owner))
         return reference
 
-    def sent(self, reference: RemoteReference, channel: PeerChannel) -> None:
-        """Give the peer of a channel, to which a reference is sent, a hold on its object."""
-        if reference._table is not self:
-            # Another session of this process has it.
-            reference._table.sent(reference, channel)
-            return
-        holder, number = channel.peer.id, reference._number
+    def grant(self, reference: RemoteReference, holder: str) -> None:
+        """Give a process, by the id of its port, a hold on the object of a reference of this table."""
         if reference.is_owner:
             with self._lock:
-                self._hold(number, holder, 1)
+                self._hold(reference._number, holder, 1)
         else:
-            self._tell(reference._address.id, [GRANT, number, holder])
+            self._tell(reference._address.id, [GRANT, reference._number, holder])
 
     async def _connect(self, owner: ChannelAddress) -> None:
         assert self._port is not None

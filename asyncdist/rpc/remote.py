@@ -68,11 +68,11 @@ class RemoteObject(ProcessBound):
 
     _elsewhere = "the other process finds it with rpc.find(): send its name instead"
 
-    def __init__(self, caller: Caller, name: str, target: str | int, index: int, rank: int | None, count: int) -> None:
+    def __init__(self, caller: Caller, name: str, index: int, rank: int | None, count: int) -> None:
         self._caller = caller
         self._name = name if count == 1 else f"{name}[{index}]"
-        self._address = target, index
-        self._key = pack_plain(target) + pack_plain(index)
+        self._address = name, index
+        self._key = pack_plain(name) + pack_plain(index)
         self.peer, self.owner_id, self.rank = caller.peer, caller.peer_id, rank
 
     def __getattr__(self, name: str) -> RemoteMethod:

@@ -19,10 +19,10 @@ from asyncdist.config import Config
 from asyncdist.environment import Launch
 from asyncdist.errors import AsyncdistError, UsageError
 from asyncdist.kernel import DeviceLending
-from asyncdist.net import ChannelPort, PeerChannel
+from asyncdist.net import ChannelPort
 from asyncdist.rendezvous import JobDirectory, JobSearch, PeerRecord, RecordChange
 from asyncdist.rpc.calls import current_deadline
-from asyncdist.rpc.conversation import CREDITS, WINDOW_NBYTES, Conversation, ConversationHandler
+from asyncdist.rpc.conversation import CREDITS, WINDOW_NBYTES, ConversationHandler, conversation_of
 from asyncdist.rpc.errors import NameNotFoundError
 from asyncdist.rpc.objects import ServedObjects
 from asyncdist.rpc.references import REFERENCES, ReferenceService, ReferenceTable, RemoteReference
@@ -152,7 +152,7 @@ class RpcSession(ProcessBound):
                 for channel in self._port.channels:
                     # A channel to a process of another version has no conversation.
                     if channel.context is not None:
-                        await _conversation(channel).loans.all_returned()
+                        await conversation_of(channel).loans.all_returned()
 
     async def _withdraw(self) -> None:
         # Without the store the records end with the lease.
@@ -177,9 +177,7 @@ class RpcSession(ProcessBound):
         """
         self._check_open()
         limit = seconds(timeout, self._timeout)
-        search = JobSearch(
-            self._directory, name, self._objects_of, lambda record: rank is None or record.about["rank"] == rank
-        )
+        search = _ObjectSearch(self._directory, self._port, name, rank=rank)
         try:
             async with asyncio.timeout(Deadline.after(limit).remaining_or_none()), search:
                 return (await search.first())[0]
@@ -206,30 +204,16 @@ class RpcSession(ProcessBound):
         """
         self._check_open()
         limit = seconds(timeout, self._timeout)
-        search = JobSearch(self._directory, name, self._objects_of)
-
-        def objects() -> list[RemoteObject]:
-            return [each for several in search.found.values() for each in several]
-
-        def is_enough() -> bool:
-            return len(objects()) >= count
-
+        search = _ObjectSearch(self._directory, self._port, name, count=count)
         try:
             async with asyncio.timeout(Deadline.after(limit).remaining_or_none()), search:
-                await search.all(is_enough)
+                await search.all()
         except TimeoutError as error:
-            if not is_enough():
-                seen = f"{len(objects())} objects answer, of {count}"
+            if not search.is_enough():
+                seen = f"{len(search.objects)} objects answer, of {count}"
                 raise NameNotFoundError(name, self._directory.where, limit, seen) from error
-        found = sorted(objects(), key=lambda each: (each.rank is None, each.rank or 0))
+        found = sorted(search.objects, key=lambda each: (each.rank is None, each.rank or 0))
         return RemoteObjects(name, found, self.carrier, self.value_threads)
-
-    async def _objects_of(self, record: PeerRecord) -> list[RemoteObject]:
-        # The handshake has its own limit, and its caller another one.
-        channel = await self._port.connect(record.address, inf)
-        caller = _conversation(channel).caller
-        rank, count = record.about["rank"], record.about["count"]
-        return [RemoteObject(caller, record.name, record.name, index, rank, count) for index in range(count)]
 
     def refer(self, target: Any) -> RemoteReference:
         """Return a reference to an object of this process; see `asyncdist.rpc.refer`."""
@@ -250,14 +234,37 @@ class RpcSession(ProcessBound):
         return await self._directory.names()
 
 
+class _ObjectSearch(JobSearch[list[RemoteObject]]):
+    """A search for ``count`` objects of one name, of the process with that rank, or of any."""
+
+    def __init__(
+        self, directory: JobDirectory, port: ChannelPort, name: str, *, rank: int | None = None, count: int = 1
+    ) -> None:
+        super().__init__(directory, name)
+        self._port, self._rank, self._count = port, rank, count
+
+    @property
+    def objects(self) -> list[RemoteObject]:
+        """The objects of the processes that have answered."""
+        return [each for several in self.found.values() for each in several]
+
+    def is_wanted(self, record: PeerRecord) -> bool:
+        return self._rank is None or bool(record.about["rank"] == self._rank)
+
+    def is_enough(self) -> bool:
+        return len(self.objects) >= self._count
+
+    async def connect(self, record: PeerRecord) -> list[RemoteObject]:
+        # The handshake has its own limit, and its caller another one.
+        channel = await self._port.connect(record.address, inf)
+        caller = conversation_of(channel).caller
+        rank, count = record.about["rank"], record.about["count"]
+        return [RemoteObject(caller, record.name, index, rank, count) for index in range(count)]
+
+
 async def _cancelled(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait([task])
-
-
-def _conversation(channel: PeerChannel) -> Conversation:
-    conversation: Conversation = channel.context
-    return conversation
 
 
 def current_session() -> RpcSession:

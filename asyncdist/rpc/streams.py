@@ -1,7 +1,7 @@
 """The caller's side of a stream: the items of an async generator that runs at the callee.
 
 The callee sends at most `WINDOW` items that the caller has not taken. A stream that the program drops, or leaves early, is
-cancelled at the callee.
+cancelled at the callee. `calls` puts the items that arrive into an `ItemQueue`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgpack
 import numpy as np
@@ -40,7 +40,7 @@ from asyncdist.kernel.memory.serialization import (
     unpack,
     with_flags,
 )
-from asyncdist.net import SHORT_NBYTES
+from asyncdist.net import SHORT_NBYTES, PeerChannel
 from asyncdist.rpc.loans import Buffer, DevicePart, TensorLender, mark_ready
 from asyncdist.rpc.wire import HasExtensions, refuse_extension
 
@@ -61,12 +61,19 @@ Placing = Callable[[torch.Tensor, str], torch.Tensor]
 """Returns a copy of a tensor of host memory on the current device of a kind."""
 
 
+class SentReference(Protocol):
+    """A `RemoteReference` in a value that is sent."""
+
+    def grant_to(self, channel: PeerChannel) -> None:
+        """Give the peer of a channel a hold on the object."""
+
+
 class PackedValue(NamedTuple):
     """A value as msgpack, the buffers of its tensors, and the references in it."""
 
     data: bytes
     buffers: Sequence[memoryview | DevicePart]
-    references: Sequence[Any]
+    references: Sequence[SentReference]
 
     def for_head(self) -> tuple[bytes, Sequence[memoryview | DevicePart]]:
         """Return what stands in the head of the message, and its buffers: a long value is the first of them."""
@@ -282,7 +289,6 @@ class Carrier:
         """Pack a value. Each time that it is sent, its references are given to the receiver.
 
         Args:
-            value: The value.
             snapshot: Copy tensors that are sent in parts, because their memory may change before they are sent.
             lender: Decides which device tensors may be lent; None copies all to host memory.
 

@@ -1,6 +1,7 @@
 """The messages of remote calls: msgpack lists that begin with their kind and the number of the call.
 
-    CALL        number, target, index, method, timeout or None, [arguments, keyword arguments]
+    CALL        number, name of the object or number of the reference, index, method, timeout or None,
+                [arguments, keyword arguments]
     RESULT      number, value
     ITEM        number, value                        of a stream
     END         number                               of a stream

@@ -31,7 +31,6 @@ class StatusGathering:
     """The questions of one rank to the others. It keeps its connections until `close`.
 
     Args:
-        endpoint: The endpoint of this rank.
         addresses: The status port of each rank, by rank; None for a rank without one.
         security: The settings of the handshake with them.
     """

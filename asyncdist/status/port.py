@@ -61,7 +61,6 @@ class StatusPort:
         """Begin to answer.
 
         Args:
-            endpoint: The endpoint of this rank.
             addresses: The status ports of all ranks, by rank.
             describe: Returns further values for the answers of this rank. It is called on the port's own thread.
         """

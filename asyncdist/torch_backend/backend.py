@@ -16,7 +16,7 @@ import torch
 from asyncdist.base.background_loop import background_loop
 from asyncdist.base.deadline import Timeout
 from asyncdist.errors import UnsupportedError
-from asyncdist.groups import Group, World, open_world
+from asyncdist.groups import Group, NonMember, World, open_world
 from asyncdist.kernel import c10d_private, excluded_from_compile
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
 from asyncdist.torch_backend.torch_group import NAME, Start, TorchGroup
@@ -68,8 +68,8 @@ class Backend(TorchGroup, c10d_private.Backend):  # type: ignore[misc]
         Raises:
             UnsupportedError: This rank is not among them. torch 2.15 crashes when a back end in Python returns None.
         """
-        part = self.group.world.new_group([self.group.ranks[rank] for rank in ranks], timeout=opts._timeout)
-        if part is None:
+        part = self.group.new_group(ranks, opts._timeout, sort_ranks=False)
+        if isinstance(part, NonMember):
             raise UnsupportedError(
                 f"split_group on rank {self.group.rank()}: no list in split_ranks contains this rank. In a process group "
                 "with several back ends, give every rank a list, or call new_group"

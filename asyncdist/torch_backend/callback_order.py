@@ -116,7 +116,7 @@ class CallbackOrder:
         """Return the group on which callbacks of ``outer`` call the collectives of ``group``, and its order."""
         with self._lock:
             if outer not in self._within:
-                sibling = group.sibling("its callbacks" if outer is self else f"callbacks of {outer._name}")
+                sibling = group._sibling("its callbacks" if outer is self else f"callbacks of {outer._name}")
                 self._within[outer] = sibling, order_of(sibling)
             sibling, order = self._within[outer]
         sibling.timeout = group.timeout

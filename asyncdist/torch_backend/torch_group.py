@@ -114,7 +114,7 @@ class TorchGroup(ProcessBound):
         if isinstance(group, Group):
             # Without a free core, the background loop's thread would take the calling thread's core. The calling thread
             # therefore spins for its peers; it usually waits soon anyway, such as DDP after its last bucket.
-            group.patient = not has_free_cores(group.endpoint.transport_selector.local_size, torch.get_num_threads())
+            group._patient = not has_free_cores(group.endpoint.transport_selector.local_size, torch.get_num_threads())
 
     def rank(self) -> int:
         return self.group.rank()
@@ -257,7 +257,7 @@ class TorchGroup(ProcessBound):
 
     def _barrier_on(self, index: int) -> Start:
         """Return a barrier that a rank enters when its CUDA device has completed the current stream's work."""
-        on = self.group.on(torch.device("cuda", index))
+        on = self.group._on(torch.device("cuda", index))
 
         def barrier(background: bool = True, timeout: Timeout = None) -> started.Work:
             work = on.barrier(background=background, timeout=timeout)
@@ -458,7 +458,7 @@ class TorchGroup(ProcessBound):
         With ``enable_reconfigure=True`` an abort by this rank is no error: `reconfigure` follows.
         """
         error, kind = self.group.error, c10d_private.ErrorType
-        if self._whole._is_revocable and self.group.aborted and isinstance(error, GroupAbortedError):
+        if self._whole._is_revocable and self.group._aborted and isinstance(error, GroupAbortedError):
             return kind.SUCCESS
         if isinstance(error, OperationTimeoutError):
             return kind.TIMEOUT
@@ -493,7 +493,7 @@ class TorchGroup(ProcessBound):
         self._order.abort(reason)
         if self._whole._is_revocable:
             return
-        if self._world is not None and all(group.aborted for group in self._world.groups):
+        if self._world is not None and all(group._aborted for group in self._world.groups):
             self._world.leave()
             background_loop().submit(self._world.close())
 

@@ -216,8 +216,6 @@ def over_bound(case: Case, who: str, rate: str, *, after_forward: bool = False) 
 
     Args:
         case: Steps between hosts.
-        who: The contender.
-        rate: The rate of the link.
         after_forward: Let the transfer begin after the forward of asyncdist's class: before, there are no gradients.
     """
     alone, sent = case.of(ALONE), case.of(who, "sent")

@@ -46,8 +46,7 @@ def time_steps(
 ) -> None:  # fmt: skip
     """Time training steps of the contenders in turns.
 
-    Sends the bytes of the gradients, and for each contender what `StepFigures` contains: four lists, with one number for
-    each step, and the note.
+    Sends the bytes of the gradients, and for each contender four lists, with one number for each step, and the note.
     """
     with _worlds(where, rank, size, contenders) as groups:
         trainers = {who: Trainer(_wrapped(who, WORKLOADS[model].model, groups)) for who in contenders}

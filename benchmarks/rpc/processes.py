@@ -72,7 +72,6 @@ class AsyncdistCalls(RpcContender):
 
     Args:
         whose: "unix" or "tcp".
-        job: The URL of the job.
     """
 
     def __init__(self, whose: str, job: str) -> None:

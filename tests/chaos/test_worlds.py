@@ -37,7 +37,7 @@ def run(nursery, tmp_path):
 
 def seed_of(kind, *, joins, strangers=False):
     """Return the lowest seed of a world of at most four processes that begins with a fault of a kind, which no other
-    fault can prevent, and has strangers if asked."""
+    fault can prevent, with strangers if `strangers` is set."""
     return next(
         seed
         for seed in itertools.count()

@@ -1,5 +1,6 @@
 """Help without the import of torch, and the errors for invalid arguments and settings."""
 
+import json
 import subprocess
 import sys
 
@@ -30,6 +31,27 @@ def test_help_imports_nothing_heavy(arguments):
     run = subprocess.run([sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     assert "Usage: asyncdist" in run.stdout
+
+
+def test_commands_that_look_at_a_job_import_nothing_heavy(tmp_path):
+    """`trace` reads a dump without calls; of `top`, which needs a job, the modules are imported."""
+    dump = {
+        "rank": 0,
+        "world": "a" * 16,
+        "world_size": 1,
+        "host": "h",
+        "pid": 1,
+        "reason": "",
+        "time": 2.0,
+        "clock": 1.0,
+    }
+    dump |= {"groups": {}, "entries": []}
+    (tmp_path / "asyncdist-aaaaaaaa-rank0.json").write_text(json.dumps(dump))
+    imports = "import asyncdist.status.viewer, asyncdist.cli.top_view, asyncdist.kernel.tracing.job_status\n"
+    run = subprocess.run(
+        [sys.executable, "-c", imports + _PROGRAM, "trace", tmp_path], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
 
 
 def test_help_lists_the_commands():

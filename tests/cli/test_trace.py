@@ -1,6 +1,7 @@
 """``asyncdist trace`` on dumps of real worlds."""
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 
@@ -62,6 +63,22 @@ def test_report_and_tables_name_the_missing_rank(dumps):
     assert "not called" in row
 
 
+def test_json_has_the_report_and_where_each_rank_is(dumps):
+    run = trace(dumps, "--json")
+    assert run.exit_code == 0, run.output
+    (world,) = json.loads(run.stdout)["worlds"]
+    assert world["report"][0].startswith("group 'world', collective #2: broadcast(2 x float32, root 0)")
+    (group,) = world["groups"]
+    assert (group["group"], group["blocked_at"], world["late"]) == ("world", 2, [1])
+    assert [(rank["completed"], rank["call"]) for rank in group["ranks"]] == [
+        (2, "all_reduce(5 x float32, SUM)"),
+        (1, None),
+    ]
+    (dumps / next(dumps.glob("*rank1.json"))).unlink()
+    (world,) = json.loads(trace(dumps, "--json").stdout)["worlds"]
+    assert world["groups"][0]["ranks"][1] == {"rank": 1, "dump": False}
+
+
 def test_timeline_has_a_row_for_each_rank(dumps):
     run = trace(dumps, "--plot", dumps / "timeline.svg")
     assert run.exit_code == 0, run.output
@@ -74,6 +91,25 @@ def test_timeline_has_a_row_for_each_rank(dumps):
     assert names[:-1] == sorted(names[:-1])
     (axes,) = timeline.timeline_figure(records, seconds=1e-9).axes
     assert {text.get_text() for text in axes.get_legend().get_texts()} == {"not completed"}
+
+
+def test_short_calls_do_not_hide_long_ones_in_the_timeline(dumps):
+    """An all-reduce of a second lasts while 500 messages come and go, and after a barrier of a microsecond."""
+    (record, _), *_ = desync_report.read(dumps)
+    call, end = record.calls[0], record.written
+
+    def traced(op, issued, seconds):
+        return dataclasses.replace(call, op=op, issued=end - issued, finished=end - issued + seconds)
+
+    messages = [traced("send", 1.0 - 0.002 * number, 1e-5) for number in range(1, 500)]
+    calls = [traced("barrier", 1.0, 1e-6), traced("all_reduce", 1.0, 1.0), *messages, traced("broadcast", 3.0, 1e-5)]
+    (axes,) = timeline.timeline_figure([[dataclasses.replace(record, calls=calls)]]).axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["all_reduce", "broadcast"]
+    bars = {bar.get_facecolor()[0].tobytes(): bar.get_paths() for bar in axes.collections}
+    assert sorted(len(paths) for paths in bars.values()) == [1, 1]
+    (long, short) = sorted((paths[0].get_extents() for paths in bars.values()), key=lambda box: -box.width)
+    assert long.x1 - long.x0 == pytest.approx(1.0, abs=0.01)
+    assert 0 < short.width < 0.01
 
 
 def test_perfetto_file_has_every_call(dumps):

@@ -24,7 +24,7 @@ def copied_gradients(model):
     copied, reducer = [], model._reducer
 
     def look(index, parameter):
-        if model.gradient_as_bucket_view and parameter.grad.data_ptr() != reducer._set.view(index).data_ptr():
+        if model.gradient_as_bucket_view and parameter.grad.data_ptr() != reducer._bucket_set.view(index).data_ptr():
             copied.append(parameter.grad)
 
     # The next forward moves the reducer's own hooks behind these.

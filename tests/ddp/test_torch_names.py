@@ -138,7 +138,7 @@ def test_logging_data_describes_model_and_steps(group):
 def test_group_may_be_replaced_between_steps(group):
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=group)
     model(torch.full((1, 1), group.rank() + 1.0)).sum().backward()
-    model._update_process_group(group.sibling("another"))
+    model._update_process_group(group._sibling("another"))
     model.zero_grad()
     model(torch.full((1, 1), group.rank() + 1.0)).sum().backward()
     found = model.module.weight.grad.item()

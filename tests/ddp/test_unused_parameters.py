@@ -166,7 +166,7 @@ def test_memory_of_lazy_buckets_is_freed_after_each_backward(group):
     )
     for _ in range(3):
         assert step(model, group, [0, 1]) == [1.5] * 2
-        assert all(bucket.flat is None for bucket in model._reducer._set.buckets)
+        assert all(bucket.flat is None for bucket in model._reducer._bucket_set.buckets)
 
 
 @on_ranks(2)

@@ -9,6 +9,8 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLOTTING = ["train_digits.py", "weight_sync.py", "pipeline.py", "tensor_parallel.py"]
+ALONE = {"actor_learner.py", "fsdp2_gpt.py"}
+"""The examples that need no extra."""
 pytestmark = pytest.mark.processes
 
 
@@ -30,6 +32,33 @@ def refused(tmp_path, monkeypatch, capsys):
         return message or ended.value.code
 
     return refused
+
+
+@pytest.fixture
+def uninstall(monkeypatch):
+    """Make packages look as if they were not installed; modules of them may have been imported by other tests."""
+
+    def uninstall(*packages):
+        loaded = [name for name in sys.modules if name.partition(".")[0] in packages]
+        for name in {*packages, *loaded}:
+            monkeypatch.setitem(sys.modules, name, None)
+
+    return uninstall
+
+
+@pytest.mark.parametrize("program", sorted({path.name for path in EXAMPLES.glob("*.py")} - ALONE))
+def test_missing_package_names_the_extra_that_has_it(refused, uninstall, program):
+    uninstall("sklearn")
+    assert refused(program, "--help").endswith("; in the checkout: pip install '.[examples]'")
+
+
+@pytest.mark.parametrize("program", sorted(ALONE))
+def test_example_starts_without_the_extra(monkeypatch, uninstall, capsys, program):
+    uninstall("sklearn", "matplotlib", "aiohttp")
+    monkeypatch.setattr(sys, "argv", [program, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / program), run_name="__main__")
+    assert (ended.value.code, "usage:" in capsys.readouterr().out) == (0, True)
 
 
 @pytest.mark.parametrize("program", [*PLOTTING, "fsdp2_gpt.py"])

@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator
 from msgpack import ExtType, packb
 
 from asyncdist.errors import AuthenticationError, ProtocolError
+from asyncdist.net.connection.frames import CHUNK, WITHDRAWN, frame, pack_opening
 from asyncdist.net.security.auth import MAGIC, HandshakeDriver, accept, dial
 from asyncdist.store.persistence import log_format
 from asyncdist.store.protocol import c10d as c10d_wire
-from asyncdist.store.protocol.chunking import Reassembler
 from asyncdist.store.protocol.codec import (
-    LENGTH,
     Encoder,
-    FrameParser,
     decode_answer,
     decode_request,
     hello,
@@ -28,6 +26,7 @@ from asyncdist.store.state.change_log import Change, ChangeLog, replay
 from asyncdist.store.state.limits import SizeLimits
 from asyncdist.store.state.machine import StoreState
 from asyncdist.store.state.model import Contents
+from tests.support.received_messages import ReceivedMessages
 
 LIMIT = 1 << 16
 NONCE = bytes(32)
@@ -36,34 +35,28 @@ SALT = bytes(8)
 
 def requests(data: bytes) -> None:
     """Requests of an asyncdist client at the server, split at the position that the first byte gives."""
-    parser, arriving, state = FrameParser(LIMIT), Reassembler(LIMIT), StoreState(SizeLimits(LIMIT, 100))
+    found, state = ReceivedMessages(LIMIT), StoreState(SizeLimits(LIMIT, 100))
     with contextlib.suppress(ProtocolError):
-        for message in _messages(parser, arriving, data):
+        for message in _messages(found, data):
             request, op, args = decode_request(message)
-            if op is Op.PIECE:
-                arriving.add(*args)
-            elif op not in SERVERS:
+            if op not in SERVERS:
                 state.execute("client", request, op, args)
     state.leave("client")
     assert state.num_open == 0
-    assert parser.pending <= LIMIT + 8 + len(data)
-    assert arriving.nbytes <= len(data)
 
 
 def answers(data: bytes) -> None:
     """Replies of an asyncdist server at the client."""
-    parser, arriving = FrameParser(LIMIT), Reassembler(LIMIT)
     with contextlib.suppress(ProtocolError):
-        for message in _messages(parser, arriving, data):
-            _, kind, value = decode_answer(message)
-            if kind == OperationKind.PIECE:
-                arriving.add(*value)
+        for message in _messages(ReceivedMessages(LIMIT), data):
+            decode_answer(message)
 
 
-def _messages(parser: FrameParser, arriving: Reassembler, data: bytes) -> Iterator[object]:
+def _messages(found: ReceivedMessages, data: bytes) -> Iterator[object]:
     for piece in _pieces(data):
-        for frame in parser.feed(piece):
-            yield from arriving.messages_in(frame)
+        found.inbox.feed(piece)
+        while found.messages:
+            yield found.messages.pop(0)
 
 
 def c10d(data: bytes) -> None:
@@ -156,7 +149,15 @@ def _of_a_client() -> bytes:
 
 
 _FRAME = Encoder().frame
-_VALUE, _MESSAGE = ExtType(1, bytes(4)), LENGTH.pack(6) + packb(ExtType(2, bytes(4)))
+
+
+def _long(message: object, *values: bytes) -> bytes:
+    head = packb(1) + (packb(message) if message is not None else b"")
+    parts = b"".join(frame(CHUNK, bytes(4) + value) for value in values)
+    return pack_opening(0, head, list(map(len, values)), 0) + parts
+
+
+_VALUE = ExtType(1, bytes(4))
 _CHANGES = _kept((Op.SET, ("k", b"v")), (Op.APPEND, ("k", b"w")), (Op.QUEUE_PUSH, ("q", b"i")), (Op.DELETE_KEY, ("k",)))
 _RECORD = Encoder().pack((0, Op.SET, "k", b"v"))
 
@@ -167,13 +168,13 @@ SEEDS: dict[str, list[bytes]] = {
     "requests": [
         b"\xff" + _FRAME(1, Op.SET, "k", b"v") + _FRAME(2, Op.MULTI_GET, ["k", "l"]) + _FRAME(3, Op.ADD, "n", 1),
         b"\3" + _FRAME(1, Op.QUEUE_POP, "q", True) + _FRAME(2, Op.QUEUE_PUSH, "q", b"i") + _FRAME(0, Op.CONFIRM, 1),
-        b"\x20" + _FRAME(1, Op.PIECE, 0, b"value") + _FRAME(1, Op.SET, "k", _VALUE) + _FRAME(2, Op.WATCH_KEYS, "k"),
-        b"\xff" + _FRAME(1, Op.PIECE, 0, packb([1, Op.LIST_KEYS, ""])) + _MESSAGE + _FRAME(1, Op.PIECE, 0, b""),
+        b"\x20" + _long([1, Op.SET, "k", _VALUE], b"value") + _FRAME(2, Op.WATCH_KEYS, "k"),
+        b"\xff" + _long(None, packb([1, Op.LIST_KEYS, ""])) + _long(None, b"")[:-5] + frame(WITHDRAWN, bytes(4)),
         b"\x10" + _FRAME(1, Op.BARRIER, "b", 2) + _FRAME(2, Op.BARRIER, "b", 2) + _FRAME(3, Op.SUBSCRIBE, "c"),
     ],
     "answers": [
         b"\xff" + hello(LIMIT) + _FRAME(1, 0, b"v") + _FRAME(2, 1, [1, "no"]) + _FRAME(3, 2, b"m"),
-        b"\xff" + hello(LIMIT) + _FRAME(1, 4, [0, b"value"]) + _FRAME(1, 0, _VALUE),
+        b"\xff" + hello(LIMIT) + _long([1, 0, _VALUE], b"value"),
     ],
     "c10d": [
         b"\xff\x00\xce\xf7\x85\x3c\x01\x01\0\0\0\0\0\0\0k\x01\0\0\0\0\0\0\0v\x04\x01\0\0\0\0\0\0\0n\x01\0\0\0\0\0\0\0",

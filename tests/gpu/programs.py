@@ -17,6 +17,7 @@ from asyncdist.store import StoreServer
 from asyncdist.testing.arithmetic import reductions, same
 from asyncdist.testing.collective_cases import collective_cases, reducing
 from asyncdist_transports.cuda_ipc import collectives
+from tests.support.devices import part_on
 
 DTYPES = [
     torch.float32,
@@ -71,7 +72,7 @@ class Moved:
 
 def _ways(group, device):
     """Return the backend of a group's tensors on a CUDA device."""
-    return group.on(torch.device(device)).backend if device.startswith("cuda") else None
+    return part_on(group, torch.device(device)).backend if device.startswith("cuda") else None
 
 
 def every_drill(test, where, device, backend):
@@ -196,7 +197,7 @@ def messages(test, where, device, rounds):
     rank, size = where["rank"], where["world_size"]
     with world(where) as group:
         peers = [peer for peer in range(size) if peer != rank]
-        on = group.on(torch.device(device))
+        on = part_on(group, torch.device(device))
         side = torch.cuda.Stream(device)
         found = torch.zeros(rounds, len(peers), 2, device=device)
         side.wait_stream(torch.cuda.current_stream(device))
@@ -454,7 +455,7 @@ def left_behind(test, where, device, message=False):
             return lambda *args: (reached.set(), function(*args))[1]
 
         collectives.passes = noting(collectives.passes)
-        context = group.on(torch.device(device)).messages._context
+        context = part_on(group, torch.device(device)).messages._context
         context.when_passed = noting(context.when_passed)
         work = group.recv(tensor, 1) if message else group.all_reduce(tensor)
         assert reached.wait(30), "this rank does not wait for the peer's device"

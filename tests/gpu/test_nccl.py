@@ -124,7 +124,7 @@ def test_split_communicator():
     def program(group):
         group.all_reduce(torch.ones(1000, device=CUDA)).wait()
         before = set(communicators.living())
-        part = DeviceGroup(group.host.sibling("part"), torch.device(CUDA), [Nccl])
+        part = DeviceGroup(group.host._sibling("part"), torch.device(CUDA), [Nccl])
         group.split(part, 0)
         tensor = torch.full((1000,), 3.0, device=CUDA)
         part.all_reduce(tensor).wait()

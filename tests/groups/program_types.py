@@ -77,6 +77,24 @@ async def of_a_group(group: Group, tensor: torch.Tensor, tensors: Tensors) -> No
     await of_tensors
 
 
+async def of_groups(group: Group, tensor: torch.Tensor) -> None:
+    assert_type(dist.group.WORLD, Group)
+    assert_type(dist.new_group(), Group)
+    assert_type(group.new_group(), Group)
+    assert_type(dist.new_group([0]), Group | dist.NonMember)
+    assert_type(group.new_group([0]), Group | dist.NonMember)
+    assert_type(dist.new_subgroups(2), tuple[Group, list[Group | dist.NonMember]])
+    assert_type(group.split_group([[0]]), Group | None)
+    mine = blocking.new_group([0, 1], group_desc="first")
+    await dist.all_reduce(tensor, group=mine)
+    if mine is not dist.GroupMember.NON_GROUP_MEMBER:
+        await mine.all_reduce(tensor)
+    other, _ = group.new_subgroups_by_enumeration([[0], [1]])
+    if isinstance(other, Group):
+        await other.all_reduce(tensor)
+    await mine.all_reduce(tensor)  # type: ignore[union-attr]
+
+
 def blocked(tensor: torch.Tensor, tensors: Tensors, flag: bool) -> None:
     blocking.all_reduce(tensor)
     blocking.barrier()

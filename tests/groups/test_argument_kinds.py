@@ -73,7 +73,7 @@ def test_backend_of_the_wrong_kind_is_refused_before_the_rendezvous():
         (lambda: dist.barrier(timeout="soon"), "a timeout is a number"),
         (lambda: dist.send(ONES, 0, tag="a"), "a tag is a whole number, not 'a'"),
         (lambda: dist.batch_isend_irecv(7), "takes a list of P2POp"),
-        (lambda: dist.new_group(7), "ranks is a list of global ranks, not 7"),
+        (lambda: dist.new_group(7), "ranks is a list of ranks, not 7"),
         (lambda: dist.new_group(["0"]), "a rank is a whole number, not '0'"),
         (lambda: dist.new_group(group_desc=7), "the name of a group is a text"),
         (lambda: dist.new_subgroups("1"), "group_size is a whole number"),

@@ -141,16 +141,16 @@ def test_more_connections_or_threads_must_be_faster_by_a_fifth(few, many, thread
 async def test_hosts_use_several_lanes_where_the_network_limits_each_connection(lanes, due, monkeypatch):
     opened = []
 
-    def prepare(sock, host):
-        prepared(sock, host)
+    def set_options(sock, host):
+        original(sock, host)
         sock.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, 20_000_000)
 
     def opening(self, peer, lane, where):
         opened.append((self.host.rank, lane))
         return opens(self, peer, lane, where)
 
-    prepared, opens = sockets.prepare, TcpTransport.open
-    monkeypatch.setattr(sockets, "prepare", prepare)
+    original, opens = sockets.set_options, TcpTransport.open
+    monkeypatch.setattr(sockets, "set_options", set_options)
     monkeypatch.setattr(TcpTransport, "open", opening)
     monkeypatch.setattr(measurement, "LIMIT", 4.0)
     config = Config(lanes=lanes, stripe_nbytes=1 << 20, calibrate=True)

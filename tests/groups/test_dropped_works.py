@@ -64,7 +64,9 @@ async def test_every_way_of_waiting_counts_as_use(debug):
             await asyncio.wait({unstarted})
             start().add_done_callback(lambda _: None)
             start().get_future().wait()
-            for look in ("wait", "synchronize", "result", "exception", "is_completed", "is_success", "done"):
+            for wait in ("wait", "synchronize"):
+                await asyncio.to_thread(getattr(start(), wait))
+            for look in ("result", "exception", "is_completed", "is_success", "done"):
                 getattr(start(), look)()
             await asyncio.to_thread(lambda: group.all_reduce(torch.ones(2), background=False))
 

@@ -1,10 +1,12 @@
 """The public names of the package: those of torch.distributed, with its arguments."""
 
+import asyncio
 import importlib
 import inspect
 from types import ModuleType
 
 import pytest
+import torch
 import torch.distributed
 import torch.testing._internal.distributed.fake_pg  # a back end for one process
 
@@ -78,6 +80,55 @@ async def test_new_group_sorts_ranks_unless_sort_ranks_is_false(monkeypatch):
         assert backwards.ranks == (3, 0, 2)
         assert asyncdist.new_subgroups_by_enumeration([[3, 1], [2, 0]])[0].ranks == (1, 3)
         assert asyncdist.split_group(backwards, [[2, 0], [1]]).ranks == (3, 2)
+
+
+GROUP = set(
+    """
+    abort adopt agree all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single
+    all_reduce all_reduce_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast
+    broadcast_object_list close error gather gather_into_tensor gather_object gather_single group_rank irecv isend
+    monitored_barrier new_group new_subgroups new_subgroups_by_enumeration rank recv recv_object_list reduce
+    reduce_scatter reduce_scatter_single reduce_scatter_tensor register register_hook regroup revoke scatter
+    scatter_object_list send send_object_list set_timeout shares_memory size split_group step watch_members
+    """.split()
+)
+GROUP_ATTRIBUTES = {"changed", "generation", "hooks", "member_ids", "name", "ranks", "timeout"}
+
+
+def public(names):
+    return {name for name in names if not name.startswith("_")}
+
+
+async def test_group_shows_documented_names_only():
+    assert public(dir(asyncdist.Group)) == GROUP
+    assert [name for name in GROUP if not inspect.getdoc(getattr(asyncdist.Group, name))] == []
+    documented = "\n".join(inspect.getdoc(owner) for owner in asyncdist.Group.__mro__[:-1] if owner.__doc__)
+    assert [name for name in GROUP_ATTRIBUTES if f"    {name}: " not in documented] == []
+    async with world_of(1) as (group,):
+        assert public(dir(group)) == GROUP | GROUP_ATTRIBUTES
+
+
+def test_group_has_the_collectives_of_the_package():
+    functions = {name for name in asyncdist.__all__ if inspect.ismethod(getattr(asyncdist, name))}
+    assert "all_gather_into_tensor" in functions
+    made = {"new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"}
+    assert functions | made <= GROUP
+
+
+async def test_batch_of_a_group_takes_ranks_in_that_group():
+    async with world_of(3) as groups:
+        pair = [group.new_group([1, 2]) for group in groups[1:]]
+        sent, received = torch.ones(2), [torch.zeros(2), torch.zeros(2)]
+        for group, into in zip(pair, received, strict=True):
+            peer = 1 - group.rank()
+            ops = [asyncdist.P2POp(group.isend, sent, peer), asyncdist.P2POp(group.irecv, into, group_peer=peer)]
+            last = group.batch_isend_irecv(ops)
+        await asyncio.gather(*last)
+        assert [into.sum().item() for into in received] == [2.0, 2.0]
+        with pytest.raises(UsageError, match=r"of group 'world' takes a list of P2POp of this group"):
+            groups[1].batch_isend_irecv([asyncdist.P2POp(pair[0].isend, sent, 1)])
+        with pytest.raises(UsageError, match="this is the isend of group 'group of ranks"):
+            asyncdist.P2POp(pair[0].isend, sent, 1, group=groups[1])
 
 
 def test_submodules_do_not_hide_public_names():

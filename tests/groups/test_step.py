@@ -190,7 +190,7 @@ def test_steps_of_blocking_ranks(transport):
 def shows(group, *answers):
     """Let a member of a job be asked whether its generation is the present one."""
     answers = iter(answers)
-    group.show_membership = lambda: completed(next(answers))
+    group._show_membership = lambda: completed(next(answers))
 
 
 async def test_step_counts_only_if_each_member_of_a_job_can_show_its_membership():
@@ -229,7 +229,7 @@ async def test_member_that_is_cancelled_while_it_asks_the_store_fails_the_step_o
                 waits.set()
             return answer or Work()
 
-        groups[0].show_membership = ask
+        groups[0]._show_membership = ask
         taking, other = (asyncio.create_task(member.take()) for member in members)
         await waits.wait()
         taking.cancel()

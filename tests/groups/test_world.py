@@ -28,7 +28,7 @@ from asyncdist.kernel.engine.work import Work
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
 from asyncdist.torch_backend.callback_order import order_of
-from tests.support.devices import PretendStreams
+from tests.support.devices import PretendStreams, part_on
 
 
 async def refused(*opened):
@@ -70,7 +70,7 @@ def for_callbacks(group):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda group: group.sibling("a test"), for_callbacks, lambda group: group.on(torch.device("cuda", 0))],
+    [lambda group: group._sibling("a test"), for_callbacks, lambda group: part_on(group, torch.device("cuda", 0))],
     ids=["sibling", "for callbacks", "on a device"],
 )
 async def test_making_a_group_runs_no_callbacks(make, monkeypatch, eventually):

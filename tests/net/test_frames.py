@@ -57,7 +57,7 @@ def test_foreign_bytes_raise_protocol_error_only(body, count):
             continue
 
 
-@pytest.mark.parametrize("header", [(0, 0), (0, 99), (1 << 30, frames.CHUNK), (1 << 31, frames.SHORT)])
+@pytest.mark.parametrize("header", [(1 << 30, 0), (0, 99), (1 << 30, frames.CHUNK), (1 << 31, frames.SHORT)])
 def test_header_that_no_sender_makes_is_refused(header):
     with pytest.raises(ProtocolError, match="claims"):
         frames.check_header(*header)

@@ -19,7 +19,7 @@ LATER = b"what follows the handshake"
 
 
 def blocking(sock, make):
-    channel = BlockingSocket(sock, None, lambda request: True)
+    channel = BlockingSocket(sock, None)
     deadline = Deadline.after(60)
     make(lambda data: channel.send(data, deadline)).pump(lambda nbytes: channel.receive(deadline, nbytes))
 

@@ -22,7 +22,7 @@ def pair() -> Iterator[tuple[Outbox, socket.socket]]:
     near, far = socket.socketpair()
     for sock in (near, far):
         sock.setblocking(False)
-    outbox = Outbox(near, stages=False, most_nbytes=1 << 30)
+    outbox = Outbox(near, most_nbytes=1 << 30)
     yield outbox, far
     outbox.close(PeerLostError("the peer", "the test has ended"))
     near.close()

@@ -69,6 +69,17 @@ def test_interrupt_that_does_not_wake_the_main_thread_ends_its_wait(job, face, w
     check_interrupted(rank)
 
 
+@pytest.mark.parametrize(("number", "count"), [(1, 1), (2, 1), (3, 300_000)])
+def test_interrupt_right_after_a_lock_was_acquired_does_not_leave_it_locked(job, number, count):
+    ranks = job.world(2, "blocking")
+    ranks[1].do("interrupt_after_acquire", number)
+    for rank in ranks:
+        rank.tell("all_reduce", "world", count, 1_000_000)
+    check_interrupted(ranks[1])
+    answer = ranks[0].hear()
+    assert (answer.kind, answer.peer) == ("PeerLostError", 1), answer.text
+
+
 def test_forked_child_cannot_use_or_harm_its_parents_world(job, all_do, face):
     ranks = job.world(2, face)
     all_do(ranks, "all_reduce", "world", 10)

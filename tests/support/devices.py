@@ -161,6 +161,11 @@ async def devices_of(
                 device.close()
 
 
+def part_on(group: Group, device: torch.device) -> DeviceGroup:
+    """Return the group of the same ranks for tensors on a device, as calls with such tensors find it."""
+    return group._on(device)
+
+
 def device_group(
     group: Group,
     kinds: Sequence[type[DeviceCollectives]] = (),

@@ -8,9 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from asyncdist.net.security.auth import HandshakeDriver
-from asyncdist.store.protocol.chunking import FRAME_NBYTES, Reassembler
-from asyncdist.store.protocol.codec import FrameParser
-from asyncdist.store.protocol.operations import OperationKind
+from tests.support.received_messages import ReceivedMessages
 
 LIMIT = 10.0
 """Seconds for a reply that the server sends immediately."""
@@ -42,15 +40,11 @@ class RawConnection:
 
     async def messages(self) -> AsyncIterator[list[Any]]:
         """Yield the messages that the server sends, long ones as a whole."""
-        parser, reassembler = FrameParser(FRAME_NBYTES), Reassembler(1 << 30)
+        found = ReceivedMessages()
         while data := await self.reader.read(1 << 20):
-            for frame in parser.feed(data):
-                for message in reassembler.messages_in(frame):
-                    match message:
-                        case [_, OperationKind.PIECE, [number, piece]]:
-                            reassembler.add(number, piece)
-                        case _:
-                            yield message
+            found.inbox.feed(data)
+            while found.messages:
+                yield found.messages.pop(0)
 
     async def ended(self) -> bool:
         """Read until the server has closed the connection, and return True."""

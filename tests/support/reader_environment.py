@@ -13,6 +13,7 @@ import tempfile
 import tomllib
 import zipfile
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
+from itertools import pairwise
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -130,8 +131,8 @@ def main(folder: str, command: str, *arguments: str) -> None:
     """Perform a ``pip install`` of the environment in ``folder``."""
     assert command == "install", f"pip {command}"
     environment = ReaderEnvironment(Path(folder))
-    for argument in arguments:
-        if argument != "-e":
+    for before, argument in pairwise(("", *arguments)):
+        if not argument.startswith("-") and before != "--index-url":
             environment.install(argument, editable="-e" in arguments)
 
 

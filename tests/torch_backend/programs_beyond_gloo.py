@@ -167,7 +167,7 @@ def more_callbacks_than_threads(rank, world):
 
 
 def callback_that_waits_for_a_later_one(rank, world):
-    """It would wait for ever."""
+    """It would never return."""
     if rank == 1:
         dist.recv(torch.empty(1), 0)
     reduced = dist.all_reduce(numbers(rank), async_op=True).get_future()

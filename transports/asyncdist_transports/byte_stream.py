@@ -180,7 +180,6 @@ class Reader:
     these bytes to ``backlog`` and reads them again from there.
 
     Args:
-        sock: The stream.
         peer: The rank at its other end.
         host: Handles control messages.
         inbox: The peer's matching queue; None to accept only control messages.

@@ -32,7 +32,7 @@ class BucketAssignment:
     def __init__(self, group: Group, bucket_set: BucketSet, options: ReducerOptions, nbytes: int, count: int) -> None:
         self.follows_arrival = False
         self.tuning = BucketTuning(nbytes, tries=group.size() > 1) if options.tunes_buckets else None
-        self._group, self._set, self._options, self._parameter_count = group, bucket_set, options, count
+        self._group, self._bucket_set, self._options, self._parameter_count = group, bucket_set, options, count
 
     def follow(self, arrived: Iterable[int], used: frozenset[int] | None, step: StepTimes | None) -> None:
         """Assign the buckets of the next step. All ranks call it after each step.
@@ -52,10 +52,10 @@ class BucketAssignment:
         order = torch.tensor(buckets.arrival_order(arrived, self._parameter_count), device="cpu")
         self._group.broadcast(order, 0, background=False).wait()
         if self._options.skip_all_reduce_unused_params and used is not None:
-            self._set.skipped = frozenset(range(self._parameter_count)) - used
+            self._bucket_set.skipped = frozenset(range(self._parameter_count)) - used
         if self.tuning is not None:
             self._options.limits = self.tuning.limits
-        self._set.assign(order.tolist())
+        self._bucket_set.assign(order.tolist())
         self.follows_arrival = True
 
     def _tune(self, tuning: BucketTuning, seconds: float) -> None:
@@ -66,4 +66,4 @@ class BucketAssignment:
                 log.info("DistributedDataParallel uses %s", tuning)
         if tuning.limits != self._options.limits:
             self._options.limits = tuning.limits
-            self._set.assign()
+            self._bucket_set.assign()

@@ -36,14 +36,14 @@ class BucketExchange:
     def __init__(
         self,
         group: Group,
-        buckets: BucketSet,
+        bucket_set: BucketSet,
         record: GradientRecord,
         parameters: Sequence[torch.nn.Parameter],
         verification: Verification,
     ) -> None:
         self.hook: HookCaller | None = None
         self._verification = verification
-        self._group, self._set, self._record, self._parameters = group, buckets, record, parameters
+        self._group, self._bucket_set, self._record, self._parameters = group, bucket_set, record, parameters
         self._overlaps = not group.shares_memory or has_free_cores(group.size(), torch.get_num_threads())
         self._works: list[Work | HookResult] = []
         self._times: Sequence[BucketTimes] = ()
@@ -68,7 +68,7 @@ class BucketExchange:
         """Start the all-reduces of full buckets, in order; ``bucket`` has become full."""
         self._times[bucket.index].ready = perf_counter()
         if self._overlaps or self.hook is not None:
-            buckets = self._set.buckets
+            buckets = self._bucket_set.buckets
             # `start_rest` starts the last one: nothing is computed after it, so no background thread needs to drive it.
             while len(self._works) < len(buckets) - 1 and not buckets[len(self._works)].pending:
                 self._start(background=True)
@@ -76,22 +76,22 @@ class BucketExchange:
     def start_rest(self, *, background: bool) -> None:
         """Start the remaining all-reduces at the end of backward."""
         with _RetrievedErrors(self._works):
-            if not self._set.flags_apart:
-                self._record.write_flags(self._set.flags())
-            while len(self._works) < len(self._set.buckets):
+            if not self._bucket_set.flags_apart:
+                self._record.write_flags(self._bucket_set.flags())
+            while len(self._works) < len(self._bucket_set.buckets):
                 self._start(background=background)
 
     def _start(self, *, background: bool) -> None:
         if not self._works:
             self._reduction = ReduceOp.AVG if self._joining is None else self._joining.reduction()
             self._verification.once()
-        bucket = self._set.buckets[len(self._works)]
-        flat = torch.empty(0) if self._set.is_alone else self._set.flat(bucket)
-        if not self._set.is_alone and (bucket.pending or self._set.is_special):
+        bucket = self._bucket_set.buckets[len(self._works)]
+        flat = torch.empty(0) if self._bucket_set.is_alone else self._bucket_set.flat(bucket)
+        if not self._bucket_set.is_alone and (bucket.pending or self._bucket_set.is_special):
             arrived = self._record.arrived
             for member in bucket.members:
                 if member not in arrived:
-                    self._set.fill_unused(member)
+                    self._bucket_set.fill_unused(member)
         times = self._times[bucket.index]
         times.started = perf_counter()
         if self.hook is not None:
@@ -102,7 +102,7 @@ class BucketExchange:
         work.add_done_callback(times.stop)
 
     def _bucket_for_hook(self, bucket: Bucket, flat: torch.Tensor) -> GradientBucket:
-        return GradientBucket(bucket, flat, self._parameters, is_last=bucket is self._set.buckets[-1])
+        return GradientBucket(bucket, flat, self._parameters, is_last=bucket is self._bucket_set.buckets[-1])
 
     def wait(self, futures: Iterable[Any]) -> torch.Tensor:
         """Wait for all averages and then for ``futures``; return the sums of the ranks' flags."""
@@ -119,7 +119,7 @@ class BucketExchange:
         """Contribute zeros to one backward of the other ranks; return the sums of the ranks' flags."""
         self._verification.once()
         results = []
-        for bucket in self._set.buckets:
+        for bucket in self._bucket_set.buckets:
             flat = bucket.zeros(self._parameters)
             if self.hook is None:
                 self._group.all_reduce(flat, reduction, background=False).wait()
@@ -127,12 +127,12 @@ class BucketExchange:
                 results.append(self.hook.start(self._bucket_for_hook(bucket, flat)))
         for result in results:
             result.wait()
-        return self._reduced_flags() if self._set.flags_apart else self._set.buckets[-1].flags_of(flat)
+        return self._reduced_flags() if self._bucket_set.flags_apart else self._bucket_set.buckets[-1].flags_of(flat)
 
     def _reduced_flags(self) -> torch.Tensor:
-        if not self._set.flags_apart:
-            return self._set.flags()
-        flags = torch.zeros(self._set.flags_count, dtype=torch.float32, device="cpu")
+        if not self._bucket_set.flags_apart:
+            return self._bucket_set.flags()
+        flags = torch.zeros(self._bucket_set.flags_count, dtype=torch.float32, device="cpu")
         self._record.write_flags(flags)
         # After the results of the hooks, which may issue collectives of this group from other threads.
         self._group.all_reduce(flags, ReduceOp.SUM, background=False).wait()

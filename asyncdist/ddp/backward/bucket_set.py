@@ -194,7 +194,7 @@ class BucketSet:
             view.copy_(gradient.detach())
 
     def write_back(self, used: frozenset[int] | None) -> None:
-        """Put the averages into ``grad``; parameters that no rank has used keep theirs."""
+        """Put the averages into ``grad``; parameters that no rank has used keep their gradients."""
         if self.is_alone or (self._options.gradient_as_bucket_view and used is None):
             return
         for bucket in self.buckets:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-HookOf = Callable[[int], Callable[[torch.Tensor], None]]
-"""Returns the hook of a parameter, by the number of the parameter."""
+GradientHook = Callable[[torch.Tensor], None]
+"""What autograd calls with a parameter that has got its gradient."""
 
 _attributes: Callable[[torch.Tensor], dict[str, Any]] = attrgetter("__dict__")
 
@@ -29,20 +29,21 @@ class GradientHooks:
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
         self._handles: list[Any] = []
+        self._hooks: Sequence[GradientHook] = ()
         self._hooks_of_parameters: list[Any] = []
         self._attributes: list[dict[str, Any]] = []
         self._is_complete = False
         self.is_installed = False
 
-    def install(self, hook_of: HookOf) -> None:
-        """Replace the hooks by those that ``hook_of`` returns for the numbers of the parameters."""
+    def install(self, hooks: Sequence[GradientHook]) -> None:
+        """Replace the hooks; there is one for each parameter."""
         self.remove()
-        self._hook_of, self.is_installed = hook_of, True
+        self._hooks, self.is_installed = hooks, True
         self._attributes = [each.__dict__ for each in self._parameters]
-        for index, each in enumerate(self._parameters):
+        for each, hook in zip(self._parameters, hooks, strict=True):
             # torch refuses a hook of a parameter that requires no gradient now. `restore` adds it later.
             if each.requires_grad:
-                self._handles.append(each.register_post_accumulate_grad_hook(hook_of(index)))
+                self._handles.append(each.register_post_accumulate_grad_hook(hook))
                 self._hooks_of_parameters.append(each._post_accumulate_grad_hooks)
         self._is_complete = len(self._handles) == len(self._parameters)
 
@@ -58,7 +59,7 @@ class GradientHooks:
             # torch adds a hook to the dictionary that the object has, which after a swap autograd does not know.
             if each.__dict__ is not attributes:
                 each._post_accumulate_grad_hooks = OrderedDict(each._post_accumulate_grad_hooks or {})
-        self.install(self._hook_of)
+        self.install(self._hooks)
 
     def remove(self) -> None:
         """Remove the hooks: later backwards call nothing."""

@@ -20,11 +20,11 @@ class GradientRecord:
         faults: The faults that this rank has found in this backward.
     """
 
-    def __init__(self, buckets: BucketSet, options: ReducerOptions, faults: Faults, count: int) -> None:
+    def __init__(self, bucket_set: BucketSet, options: ReducerOptions, faults: Faults, count: int) -> None:
         self.seen: dict[int, int] = {}
         self.used: set[int] = set()
         self.faults = faults
-        self._set, self._options, self._parameter_count = buckets, options, count
+        self._bucket_set, self._options, self._parameter_count = bucket_set, options, count
         # With a static graph or skipped parameters: those whose last gradient has arrived.
         self._filled: set[int] = set()
         # With a static graph, what `seen` was in the first backward.
@@ -33,7 +33,7 @@ class GradientRecord:
     @property
     def arrived(self) -> Container[int]:
         """The parameters whose gradients are complete."""
-        return self._filled if self._set.is_special else self.seen
+        return self._filled if self._bucket_set.is_special else self.seen
 
     def begin(self) -> None:
         """Forget the last backward, except for `used`."""
@@ -41,30 +41,30 @@ class GradientRecord:
         self._filled.clear()
         self.faults.clear()
         expected = self._expected
-        for bucket in self._set.buckets:
+        for bucket in self._bucket_set.buckets:
             members = bucket.members
             bucket.pending = len(members) if expected is None else sum(member in expected for member in members)
             bucket.unfilled.clear()
 
     def add(self, index: int) -> Bucket | None:
         """Count a gradient of a parameter, and return its bucket if that is full now."""
-        if index not in self.seen and not self._set.is_special:
+        if index not in self.seen and not self._bucket_set.is_special:
             self.seen[index] = 1
         elif not self._is_complete(index):
             return None
-        bucket = self._set.bucket_of[index]
+        bucket = self._bucket_set.bucket_of[index]
         bucket.pending -= 1
         bucket.unfilled.append(index)
         # A large gradient is copied while it is in the cache, small ones together.
-        if not bucket.pending or index in self._set.large:
-            self._set.fill(bucket, self.faults)
+        if not bucket.pending or index in self._bucket_set.large:
+            self._bucket_set.fill(bucket, self.faults)
         return None if bucket.pending else bucket
 
     def _is_complete(self, index: int) -> bool:
         """Count a gradient of a static graph, of a skipped parameter, or after the first one; return if it is the last."""
         count = self.seen[index] = self.seen.get(index, 0) + 1
         expected = 1 if not self._options.static_graph else (self._expected or {}).get(index, 0)
-        if index in self._set.skipped:
+        if index in self._bucket_set.skipped:
             self.faults.add(index, Fault.skipped)
         elif not self._options.static_graph and count > 1:
             self.faults.add(index, Fault.repeated)
@@ -81,7 +81,7 @@ class GradientRecord:
         if len(counts) < len(arrived) or self.seen:
             return False
         self.seen, is_complete = counts, len(counts) == self._parameter_count
-        for bucket in self._set.buckets:
+        for bucket in self._bucket_set.buckets:
             bucket.unfilled = (
                 [*bucket.members] if is_complete else [member for member in bucket.members if member in counts]
             )
@@ -98,7 +98,7 @@ class GradientRecord:
             self._expected = dict(self.seen)
             self._filled.update(self.seen)
             for index in self.seen:
-                bucket = self._set.bucket_of[index]
+                bucket = self._bucket_set.bucket_of[index]
                 bucket.pending -= 1
                 bucket.unfilled.append(index)
                 if not bucket.pending:
@@ -107,12 +107,12 @@ class GradientRecord:
             for index, count in self._expected.items():
                 if self.seen.get(index, 0) < count:
                     self.faults.add(index, Fault.changed)
-        elif not self._set.allows_unused and len(self.seen) < self._parameter_count:
+        elif not self._bucket_set.allows_unused and len(self.seen) < self._parameter_count:
             for index in range(self._parameter_count):
                 if index not in self.seen:
                     self.faults.add(index, Fault.missing)
-        for bucket in self._set.buckets:
-            self._set.fill(bucket, self.faults)
+        for bucket in self._bucket_set.buckets:
+            self._bucket_set.fill(bucket, self.faults)
         return full
 
     def write_flags(self, flags: torch.Tensor) -> None:
@@ -120,5 +120,5 @@ class GradientRecord:
         flags.zero_()
         if self.faults:
             flags[0] = 1
-        if self._set.allows_unused and self.used:
+        if self._bucket_set.allows_unused and self.used:
             flags[[1 + index for index in self.used]] = 1

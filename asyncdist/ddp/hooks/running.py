@@ -147,7 +147,7 @@ class AwaitedHookCaller(HookCaller):
             raise UsageError(f"an awaited communication hook is a coroutine function of (bucket, group), not {hook!r}")
         self.name = getattr(hook, "__qualname__", type(hook).__qualname__)
         number = _hooks_of[group] = _hooks_of.get(group, 0) + 1
-        self._hook, self._group = hook, group.sibling(f"communication hook {number}")
+        self._hook, self._group = hook, group._sibling(f"communication hook {number}")
         self._thread = DaemonThreadPool("asyncdist-comm-hook", 1, idle_timeout=1.0)
         weakref.finalize(self, self._thread.shutdown, wait=False)
 

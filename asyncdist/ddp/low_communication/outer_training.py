@@ -217,7 +217,7 @@ class OuterTraining:
             yield Procedure(lambda: _result(group.all_gather_object(numbers, self.inner_steps)))
             self.inner_steps = max(numbers)
         use = _uses[group] = _uses.get(group, 0) + 1
-        self._exchange_group = self._watched(group.sibling(f"outer steps {use}"))
+        self._exchange_group = self._watched(group._sibling(f"outer steps {use}"))
         self._exchanges, self._turn = [], asyncio.Lock()
 
     def _compare(self, group: Group) -> Steps[None]:
@@ -236,7 +236,8 @@ class OuterTraining:
             "parameters": hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:16],
         }
         found: list[Any] = [None] * group.size()
-        yield Procedure(lambda: _result(group.all_gather_object(found, own)))
+        # The first call of all: it refuses to block a loop that drives the group.
+        yield Procedure(lambda: _result(group.all_gather_object(found, own)), group.endpoint.progress)
         for rank, other in enumerate(found):
             for name, value in found[0].items():
                 if other[name] != value:
@@ -313,7 +314,7 @@ class OuterTraining:
         """Wait for the oldest exchange and take its outer step."""
         exchange, began = self._exchanges[0], monotonic()
         try:
-            average, changed = yield Procedure(lambda: _outcome_of(exchange.outcome))
+            average, changed = yield Procedure(lambda: _outcome_of(exchange.outcome), self.group.endpoint.progress)
         except (ExcludedError, NoQuorumError) as error:
             self._exchanges.remove(exchange)
             assert self._group is not None
@@ -354,8 +355,8 @@ class OuterTraining:
         """Let the members of the group notice, at the end of a step, that another generation is wanted."""
         user = self._group
         assert user is not None
-        group.watches.candidates = lambda: user.watches.candidates()
-        group.show_membership = lambda: user.show_membership()
+        group._watches.candidates = lambda: user._watches.candidates()
+        group._show_membership = lambda: user._show_membership()
         return group
 
     async def _exchange(self, fragment: Fragment, values: torch.Tensor) -> tuple[Average, bool]:
@@ -459,7 +460,7 @@ def default_outer(model: nn.Module) -> Optimizer:
 
 def _is_elastic(group: Group) -> bool:
     """Return whether the group belongs to a job session, which begins another generation after a change."""
-    return group.watches.candidates is not tuple
+    return group._watches.candidates is not tuple
 
 
 def _start(coroutine: Coroutine[Any, Any, T]) -> _Future[T]:

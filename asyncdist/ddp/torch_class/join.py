@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from asyncdist.base.callables import Callback
-from asyncdist.base.ops import Reduction
 from asyncdist.ddp.uneven_inputs import Joining, StepKind
 from asyncdist.errors import UsageError
 
@@ -20,20 +17,22 @@ class TorchJoinHook:
     these ranks.
     """
 
-    def __init__(
-        self, joining: Joining, refresh: Callable[[int], None], average: Callable[[Reduction], None],
-        leave: Callback,
-    ) -> None:  # fmt: skip
-        self._joining, self._refresh, self._average, self._leave = joining, refresh, average, leave
+    def __init__(self, model: Any, joining: Joining) -> None:
+        self._model, self._joining = model, joining
 
     def main_hook(self) -> None:
         """Follow the other ranks through one forward and its backward."""
-        while self._joining.stand_in_once(self._refresh, self._average) is StepKind.refresh:
+        while self._model._stand_in_once(self._joining) is StepKind.refresh:
             pass
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Receive the model of the last ranks, when all ranks have run out."""
-        self._leave()
+        try:
+            self._model._sync_last(self._joining)
+        finally:
+            # torch's context leaves its configuration behind.
+            vars(self._model).pop("_join_config", None)
+            self._model._stop_joining()
 
 
 def notify(model: Any) -> Joining | None:
@@ -67,16 +66,7 @@ def join_hook(model: Any, **kwargs: Any) -> TorchJoinHook:
     process_group(model)
     divides_by_all = kwargs.get("divide_by_initial_world_size", True)
     joining = model._torch_joining = Joining(model.process_group, divides_by_all=divides_by_all, throws=False)
-
-    def leave() -> None:
-        try:
-            model._sync_last(joining)
-        finally:
-            # torch's context leaves its configuration behind.
-            vars(model).pop("_join_config", None)
-            model._stop_joining()
-
-    return TorchJoinHook(joining, model._refresh, model._reducer.stand_in, leave)
+    return TorchJoinHook(model, joining)
 
 
 def device(model: Any) -> torch.device:

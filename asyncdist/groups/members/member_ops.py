@@ -35,11 +35,6 @@ class MemberOps(ABC):
 
     Attributes:
         changed: Whether the members should begin another generation, as a `step` has found.
-        regroup_in_job: Regroups, given ``min_size`` and the timeout, and admits processes that wait. The session of a job
-            sets it.
-        show_membership: Returns whether this process is sure, at a moment after the call, that the generation of its job
-            is the present one. The session of a job sets it.
-        watches: The streams of `watch_members`, and who waits to join.
     """
 
     endpoint: Endpoint
@@ -48,9 +43,12 @@ class MemberOps(ABC):
 
     def __init__(self, endpoint: Endpoint, member_ids: tuple[int, ...]) -> None:
         self.changed = False
-        self.regroup_in_job: Callable[[int, Timeout], Work[Self]] | None = None
-        self.show_membership: Callable[[], Work[bool]] = functools.partial(completed, True)
-        self.watches = MemberWatches(endpoint, member_ids)
+        # Regroups, given `min_size` and the timeout, and admits processes that wait. The session of a job sets it.
+        self._regroup_in_job: Callable[[int, Timeout], Work[Self]] | None = None
+        # Returns whether this process is sure, at a moment after the call, that the generation of its job is the present
+        # one. The session of a job sets it.
+        self._show_membership: Callable[[], Work[bool]] = functools.partial(completed, True)
+        self._watches = MemberWatches(endpoint, member_ids)
         self._agreements = itertools.count(1)
         self._regrouping: Work[Self] | None = None
         self._regrouping_in_job: Work[Self] | None = None
@@ -133,17 +131,17 @@ class MemberOps(ABC):
             ... except RuntimeError:  # every error of asyncdist is one
             ...     group = await group.regroup(min_size=2)
         """
-        if self.regroup_in_job is None:
-            return self.regroup_members(min_size=min_size, background=background, timeout=timeout)
+        if self._regroup_in_job is None:
+            return self._regroup_members(min_size=min_size, background=background, timeout=timeout)
         min_size = whole_number_of("min_size", min_size)
         with _regrouping_lock:
             if self._regrouping_in_job is None:
-                self._regrouping_in_job = self.regroup_in_job(min_size, timeout)
+                self._regrouping_in_job = self._regroup_in_job(min_size, timeout)
         if not background:
             self._regrouping_in_job.wait()
         return self._regrouping_in_job
 
-    def regroup_members(self, *, min_size: int = 1, background: bool = True, timeout: Timeout = None) -> Work[Self]:
+    def _regroup_members(self, *, min_size: int = 1, background: bool = True, timeout: Timeout = None) -> Work[Self]:
         """Do as `regroup`, and admit no process that waits."""
         begun = self._regrouping
         limit = self.timeout if begun is not None else self._limit("regroup", background, timeout)
@@ -191,7 +189,7 @@ class MemberOps(ABC):
         Example:
             >>> await group.adopt(state)
         """
-        return Procedure(functools.partial(adopt, self, state))
+        return Procedure(functools.partial(adopt, self, state), self.endpoint.progress)
 
     def revoke(self, reason: str = "revoke() was called") -> None:
         """Fail all pending operations of this group on every rank, as `abort` does. Connections stay usable.
@@ -207,4 +205,4 @@ class MemberOps(ABC):
             >>> async for change in group.watch_members():
             ...     print(f"member {change.member} is {change.change}: {change.reason}")
         """
-        return self.watches.begin()
+        return self._watches.begin()

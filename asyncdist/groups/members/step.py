@@ -27,8 +27,8 @@ class _Group(Protocol):
 
     endpoint: Any
     changed: bool
-    watches: MemberWatches
-    show_membership: Callable[[], Work[bool]]
+    _watches: MemberWatches
+    _show_membership: Callable[[], Work[bool]]
 
     def rank(self) -> int: ...
 
@@ -99,7 +99,7 @@ class GroupStep:
         if error is not None and not isinstance(error, GroupError):
             group.revoke(f"a step ended with {describe_error(error)}")
         # One member decides, because the others may see later who waits.
-        unchanged = error is None and not (group.rank() == 0 and any(True for _ in group.watches.candidates()))
+        unchanged = error is None and not (group.rank() == 0 and any(True for _ in group._watches.candidates()))
         try:
             shown = error is not None or await self._can_show()
         except BaseException:
@@ -121,7 +121,7 @@ class GroupStep:
 
     async def _can_show(self) -> bool:
         # A completed work is not awaited: the vote would come one iteration of the loop later.
-        showing = self._group.show_membership()
+        showing = self._group._show_membership()
         return showing.result() if showing.is_completed() else await showing
 
     async def _outlast(self, work: Work[Agreed]) -> None:
@@ -134,7 +134,7 @@ class GroupStep:
             else:
                 await run_on_background_loop(_value_of(work), shield=True)
             self._note(work)
-            showing = self._group.show_membership()
+            showing = self._group._show_membership()
             if self.committed and not (showing.is_completed() and showing.result()):
                 self._disown()
 

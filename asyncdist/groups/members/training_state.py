@@ -101,7 +101,7 @@ async def _pass_on(group: Members, state: State) -> bool:
 
 
 def _part(group: Members, members: Sequence[int]) -> Members:
-    part = group.world.new_group([group.ranks[rank] for rank in members], f"{group.name} (its newcomers)")
+    part = group.new_group(members, group_desc=f"{group.name} (its newcomers)", sort_ranks=False)
     # A member that has not seen the versions of all before the group failed does not come.
     group.endpoint.progress.submit(lambda: group.endpoint.failures.follow(part.channel, group.channel))
     return part

@@ -2,7 +2,7 @@
 
 A message between hosts takes longer than a small collective within a node, and the ranks of a host share its link. So the
 members give their data to the first one, and get the result from it. `hierarchical` describes the other collectives,
-and proves that none waits for ever. The steps of a call are prepared once for all calls that look like it.
+and proves that each wait ends. The steps of a call are prepared once for all calls that look like it.
 """
 
 from __future__ import annotations

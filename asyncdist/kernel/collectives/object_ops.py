@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 from asyncdist.kernel.collectives import p2p
-from asyncdist.kernel.collectives.operations import CallOptions
+from asyncdist.kernel.collectives.collective_ops import CallOptions
 from asyncdist.kernel.engine.operation import PlanOf
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.torch_compile import excluded_from_compile

@@ -1,4 +1,4 @@
-"""Checks of the arguments of collectives, whose tensors `prepared` has made contiguous."""
+"""Checks of the arguments of collectives, whose tensors `converted` has made contiguous."""
 
 from __future__ import annotations
 

@@ -81,7 +81,6 @@ class CompletionWatcher:
     """Poll pending operations and events, in a daemon thread that ends some seconds after the last one.
 
     Args:
-        name: Name of the thread.
         slow: Called as ``slow(pending)``, repeatedly, for the oldest operations once they have lasted 50 ms.
         late: Called as ``late(pending)`` when the deadline has passed.
         broken: Called as ``broken(pending, cause)`` when the device reports a failure.

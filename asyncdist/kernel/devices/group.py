@@ -1,6 +1,6 @@
 """The ranks of a group, for tensors on one device.
 
-`Group.on` creates a `DeviceGroup` for the first tensor on a device. The ranks agree on a backend in its first collective.
+`Group` creates a `DeviceGroup` for the first tensor on a device. The ranks agree on a backend in its first collective.
 A collective is prepared as on the host, but a `DeviceCollectives` runs it.
 """
 
@@ -33,7 +33,7 @@ from asyncdist.errors import (
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.collectives import p2p
 from asyncdist.kernel.collectives.call_plan import CallPlan, MemoryPlan, Result, finish_call
-from asyncdist.kernel.collectives.operations import CallOptions, CollectiveOps
+from asyncdist.kernel.collectives.collective_ops import CallOptions, CollectiveOps
 from asyncdist.kernel.devices.completion_watcher import CompletionWatcher, Pending
 from asyncdist.kernel.devices.cpu_group import CpuGroup
 from asyncdist.kernel.devices.cuda_streams import CudaStreams
@@ -106,7 +106,7 @@ class DeviceGroup(CollectiveOps):
         super().__init__()
         self.name, self.ranks, self.timeout = host.name, host.ranks, host.timeout
         self.member_ids = host.member_ids
-        self.device = self._device_if_not_host = device
+        self.device = self._device = self._device_if_not_host = device
         self._rank = host.rank()
         self.host = host
         self._owner = host if owner is None else owner
@@ -171,7 +171,6 @@ class DeviceGroup(CollectiveOps):
 
         Args:
             tag: Tag of a message; None for a collective.
-            options: Options of the call.
             executor: Executor that runs ``do``.
             do: Called as ``do(pending, before)`` in the executor; enqueues the device work, after the event
                 ``before`` (None: at once).
@@ -199,7 +198,7 @@ class DeviceGroup(CollectiveOps):
         self._owner.hooks.record(entry)
         now = monotonic()
         deadline = now + seconds(options.get("timeout"), self.timeout)
-        work = DeviceWork(self._streams, self.host.endpoint.progress)
+        work = DeviceWork(self._streams, self.host.endpoint.progress, waits_for_peers=not inline)
         pending = Pending(work, plan, entry, now, deadline, numbered=tag is None, held=held)
         before = self._streams.position()
         self._watcher.add(pending)
@@ -246,7 +245,7 @@ class DeviceGroup(CollectiveOps):
         if self._backend is None:
             if self._pending_split is not None:
                 self._pending_split._wait_until_enqueued(self._context.remaining)
-            self._backend = negotiate_backend(self._context, self._backend_classes, device=str(self.device))
+            self._backend = negotiate_backend(self._context, self._backend_classes, device=str(self._device))
         return self._backend
 
     def split(self, part: DeviceGroup | None, number: int) -> None:
@@ -301,9 +300,9 @@ class DeviceGroup(CollectiveOps):
 
     def _checked(self, tensor: Any) -> Any:
         """Return a tensor; raise UsageError if it is on another device."""
-        if isinstance(tensor, torch.Tensor) and tensor.device != self.device:
+        if isinstance(tensor, torch.Tensor) and tensor.device != self._device:
             raise UsageError(
-                f"a tensor is on {tensor.device}, but the group's tensors are on {self.device}: move it first"
+                f"a tensor is on {tensor.device}, but the group's tensors are on {self._device}: move it first"
             )
         return tensor
 

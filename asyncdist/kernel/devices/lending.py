@@ -114,9 +114,7 @@ class DeviceLending:
         """Check that the current device of a kind maps the memory of an owner. Raises TransferRefused.
 
         Args:
-            kind: The kind of devices.
             name: The name of the owner's back end.
-            owner: The owner.
             probe: See `DeviceLoans`.
         """
         loans = await self.open(self.current_device(kind))
@@ -131,7 +129,6 @@ class DeviceLending:
 
         Args:
             owner: The owner, whose memory has been verified.
-            kind: The kind of devices.
             lent: The bytes and the location of each tensor.
             is_wanted: Called before the copy, which is not made if it returns False.
 

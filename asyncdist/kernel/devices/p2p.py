@@ -96,8 +96,6 @@ class DevicePointToPoint:
         thread has to wake up.
 
         Args:
-            transfer: The transfer.
-            pending: The call.
             awaited: The completed work that the transfer has waited for; None starts the transfer.
         """
         if pending.work.failed:
@@ -131,7 +129,7 @@ class DevicePointToPoint:
         def send_first(message: torch.Tensor) -> HostWork:
             plan = p2p.send(host.context, message, peer)
             plan.fingerprint = fingerprint
-            return unlogged(host.start_message("send", tag, plan, timeout=max(0.0, deadline - monotonic())))
+            return unlogged(host._start_message("send", tag, plan, timeout=max(0.0, deadline - monotonic())))
 
         if data.numel() <= SMALL_NBYTES:
             return None, (yield from self._send_small(data, send_first, before))
@@ -201,7 +199,7 @@ class DevicePointToPoint:
             buffer = torch.empty(CONTROL_MESSAGE_NBYTES, dtype=torch.uint8, device="cpu")
         plan = p2p.receive(host.context, buffer, peer, host.member_ids)
         plan.fingerprint = fingerprint
-        received = unlogged(host.start_message("recv", tag, plan, timeout=max(0.0, deadline - monotonic())))
+        received = unlogged(host._start_message("recv", tag, plan, timeout=max(0.0, deadline - monotonic())))
         yield received
         source = received.result()
         member = host.member_ids.index(source)

@@ -35,7 +35,7 @@ class SideGroup:
         with self._lock:
             if self._closed:
                 raise NotInitializedError(f"group {self._host.name!r} was destroyed")
-            self._group = group = self._host.sibling(self._purpose)
+            self._group = group = self._host._sibling(self._purpose)
         return group
 
     @property

@@ -43,8 +43,9 @@ class DeviceWork(Work):
     hurry: Callback = staticmethod(lambda: None)
     """Called when something waits for the device, once the operation is enqueued: the completion watcher then polls."""
 
-    def __init__(self, streams: Streams, home: Progress | None = None) -> None:
+    def __init__(self, streams: Streams, home: Progress | None = None, *, waits_for_peers: bool = True) -> None:
         super().__init__(None)
+        self._waits_for_peers = waits_for_peers
         self._streams = streams
         self._home = home
         self._event: DeviceEvent | None = None
@@ -146,7 +147,8 @@ class DeviceWork(Work):
 
         Raises:
             WaitTimeoutError: The operation was not enqueued in time. It keeps running.
-            LoopThreadError: The operation needs the event loop of the calling thread.
+            LoopThreadError: The calling thread runs the event loop of the world, and the host waits for peers until the
+                operation is enqueued.
             GroupError: The operation failed.
         """
         self._wait_until_enqueued(timeout)
@@ -176,10 +178,11 @@ class DeviceWork(Work):
         finished.wait(_ERROR_TIMEOUT)
 
     def _wait_until_enqueued(self, timeout: Timeout) -> None:
+        # The kind of the call decides, not whether the peers were faster than the caller.
+        if self._home is not None and self._waits_for_peers:
+            self._refuse_loop_thread(self._home)
         if self._enqueue_callbacks is None:
             return
-        if self._home is not None:
-            self._home.refuse_loop_thread("this operation")
         limit = seconds(timeout)
         if not self._drive_until_enqueued(monotonic() + limit):
             raise WaitTimeoutError(

@@ -79,9 +79,7 @@ class Agreements:
     """The agreements of one rank.
 
     Args:
-        rank: This rank.
         failures: The groups, and the peers that are lost.
-        timers: The timers of the endpoint.
         host: The rank's endpoint.
     """
 

@@ -128,10 +128,6 @@ class DirectCalls:
         """Return the schedule that runs the only part of a collective directly, or in an operation.
 
         Args:
-            schedule: The part.
-            channel: The channel of the group.
-            number: The number of the collective.
-            fingerprint: Fingerprint of the call.
             fold: Does the arithmetic of Reduce and Combine.
             spins: Whether the attempt waits for peers without sleeping.
         """

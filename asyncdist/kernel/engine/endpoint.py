@@ -35,7 +35,7 @@ from asyncdist.kernel.engine.heartbeat import Heartbeat
 from asyncdist.kernel.engine.machine import Until
 from asyncdist.kernel.engine.operation import Channel, Operation, Plan, awaited
 from asyncdist.kernel.engine.progress import Progress
-from asyncdist.kernel.engine.routing import Addresses, TransportSelector
+from asyncdist.kernel.engine.transport_selector import Addresses, TransportSelector
 from asyncdist.kernel.engine.wait_probes import WaitProbes, timeout_error
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.buffers import Scratch
@@ -69,7 +69,6 @@ class Endpoint:
     results of `probe_peers` in the same way, and pass them to `finalize`. Links are made when they are first used.
 
     Args:
-        rank: This rank.
         world_size: The number of ranks.
         world_id: Identifies the world in traces.
         config: The settings of the world.
@@ -230,7 +229,7 @@ class Endpoint:
 
     def start(self, operation: Operation) -> None:
         """Begin an operation. The caller holds the lock."""
-        assert self.progress.turns.lock.locked()
+        self.progress.turns.assert_held()
         channel = operation.channel
         if self._checker.early_calls:
             self._checker.compare(channel, operation.key, operation.plan.fingerprint)

@@ -32,7 +32,7 @@ from asyncdist.kernel.engine.control_messages import (
 )
 from asyncdist.kernel.engine.executor import Executor
 from asyncdist.kernel.engine.operation import Channel, local_failure
-from asyncdist.kernel.engine.routing import TransportSelector
+from asyncdist.kernel.engine.transport_selector import TransportSelector
 from asyncdist.kernel.tracing.recorder import Recorder
 from asyncdist.kernel.transport.base import Link, Outgoing
 from asyncdist.kernel.transport.wire_format import generation_of, is_earlier, name_of
@@ -80,7 +80,6 @@ class GroupFailures:
         recorder: The flight recorder, written at a failure.
         executor: The executor, whose operations fail with their groups.
         selector: The transports; they forget a lost peer.
-        timers: The timers of the endpoint.
         host: The rank's endpoint.
     """
 

@@ -24,7 +24,7 @@ from asyncdist.base.daemon_threads import periodic_calls
 from asyncdist.errors import GroupError, PeerLostError, ranks
 from asyncdist.kernel.engine.group_failures import GroupFailures
 from asyncdist.kernel.engine.progress import Progress
-from asyncdist.kernel.engine.routing import TransportSelector
+from asyncdist.kernel.engine.transport_selector import TransportSelector
 from asyncdist.kernel.transport.base import Transport
 from asyncdist.kernel.transport.wire_format import HEARD, SUSPECT
 from asyncdist.net.detector import BEATS, SUSPECTED_AFTER, Detector, Liveness, Verdict
@@ -53,9 +53,7 @@ class Heartbeat:
     """The heartbeats of one rank, and its detectors: one for each transport that carries heartbeats.
 
     Args:
-        rank: This rank.
         timeout: Seconds of silence after which a peer is lost; 0 for no heartbeats.
-        selector: The transports.
         failures: Learns which peers are lost.
         host: The rank's endpoint.
     """

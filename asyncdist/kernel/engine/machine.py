@@ -39,7 +39,7 @@ class Until:
         """Do nothing, as `add_done_callback` does."""
 
 
-class Calls(Protocol):
+class ScheduleChannel(Protocol):
     """The channel of the group that a schedule belongs to. Written under the lock.
 
     Attributes:

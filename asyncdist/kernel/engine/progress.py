@@ -30,13 +30,14 @@ from collections.abc import Iterable
 from threading import get_ident
 from time import monotonic
 
+from asyncdist.base.call_site import refuse_await
 from asyncdist.base.callables import Callback, Predicate
 from asyncdist.base.deadline import wait_until_set
 from asyncdist.errors import LoopThreadError, UsageError
 from asyncdist.kernel.engine.drivers.attempts import Attempts
 from asyncdist.kernel.engine.drivers.loop_driver import LoopDriver, LoopState
 from asyncdist.kernel.engine.drivers.promises import Promises
-from asyncdist.kernel.engine.drivers.turns import TIME_SLICE, Turns
+from asyncdist.kernel.engine.drivers.turns import TIME_SLICE, Turns, give_back, holds
 from asyncdist.kernel.engine.machine import Finishable, Machine
 from asyncdist.kernel.transport.base import Wait
 
@@ -50,7 +51,6 @@ class Progress:
     """Ensures that a machine has exactly one driver while operations are pending.
 
     Args:
-        machine: The machine to drive.
         home: The event loop that drives while no thread blocks, until that loop ends. By default the background loop
             drives, and only while an operation is pending.
 
@@ -89,8 +89,8 @@ class Progress:
         """Run ``action`` under the lock: now if the lock is free, else on the thread that holds it."""
         turns = self.turns
         turns.inbox.append(action)
-        while turns.inbox and turns.lock.acquire(blocking=False):
-            turns.take()
+        while turns.inbox and turns.take() is not None:
+            pass
         self._wake_idle()
 
     def look(self, action: Predicate) -> None:
@@ -100,20 +100,19 @@ class Progress:
         neither drives nor runs callbacks.
         """
         turns = self.turns
-        if turns.lock.acquire(blocking=False):
-            try:
-                if action():
-                    turns.inbox.append(_nothing)
-            except BaseException as cause:
-                turns.interrupt(cause)
-                raise
-            finally:
-                turns.lock.release()
-        else:
-            turns.inbox.appendleft(action)
+        try:
+            if holds(turns.lock) or not turns.lock.acquire(False):
+                turns.inbox.appendleft(action)
+            elif action():
+                turns.inbox.append(_nothing)
+        except BaseException as cause:
+            turns.interrupt(cause)
+            raise
+        finally:
+            give_back(turns.lock)
         if turns.inbox:
             turns.wake()
-            if not turns.driver_lock.locked():
+            if not turns.is_driven:
                 self._schedule_loop()
 
     def post(self, action: Callback) -> None:
@@ -122,13 +121,13 @@ class Progress:
         turns.inbox.append(action)
         turns.wake()
         watched = self.loop_driver.watcher.watched
-        if not turns.driver_lock.locked() and (self.home or watched or self._machine.busy()):
+        if not turns.is_driven and (self.home or watched or self._machine.busy()):
             self._schedule_loop()
 
     def ensure_driven(self) -> None:
         """Let the loop drive the pending operations, unless a blocked thread drives them already."""
         turns, driver = self.turns, self.loop_driver
-        if turns.driver_lock.locked() or driver.state is LoopState.CLOSED or self.promises.is_made_here():
+        if turns.is_driven or driver.state is LoopState.CLOSED or self.promises.is_made_here():
             return
         running = _get_running_loop()
         if running is not None and running is self.loop and not turns.slice_exhausted:
@@ -140,8 +139,7 @@ class Progress:
         """Try for a moment to complete ``work`` inline, unless this turn of the loop has used its time slice."""
         turns, now = self.turns, monotonic()
         until, end = now + (self.waiting.await_spin if turns.in_trio or self.home else 0.0), now + TIME_SLICE
-        while not (turns.slice_exhausted or turns.driver_lock.locked()) and turns.lock.acquire(blocking=False):
-            moved = turns.take()
+        while not (turns.slice_exhausted or turns.is_driven) and (moved := turns.take()) is not None:
             if work.is_completed():
                 break
             now = monotonic()
@@ -151,7 +149,7 @@ class Progress:
             if not moved:
                 self.waiting.offer_core(now)
         self._wake_idle()
-        if turns.inbox and not turns.driver_lock.locked():
+        if turns.inbox and not turns.is_driven:
             self._schedule_loop()
 
     def _schedule_loop(self) -> None:
@@ -160,15 +158,20 @@ class Progress:
     def _wake_idle(self) -> None:
         """Wake any driver that has been asleep since before this turn: since the turn, peers no longer wake this rank."""
         self.turns.wake()
-        if self.loop_driver.state is LoopState.RESTING and not self.turns.driver_lock.locked():
+        if self.loop_driver.state is LoopState.RESTING and not self.turns.is_driven:
             self._schedule_loop()
 
     # -- the inline driver ---------------------------------------------------------------------
 
     def refuse_loop_thread(self, what: str) -> None:
-        """Raise LoopThreadError if a blocking wait in this thread would stop the very loop that it waits for."""
-        if (running := _get_running_loop()) is not None and running is self.loop:
-            raise LoopThreadError(what)
+        """Raise LoopThreadError if a blocking wait in this thread would stop the very loop that it waits for.
+
+        In a coroutine, raise UsageError if the program awaits a call of the blocking API.
+        """
+        if (running := _get_running_loop()) is not None:
+            refuse_await()
+            if running is self.loop:
+                raise LoopThreadError(what)
 
     def drive(self, work: Finishable, until: float, start: Callback | None = None) -> None:
         """Drive, or wait for another driver, until ``work`` is completed or the monotonic time is ``until``.
@@ -190,19 +193,20 @@ class Progress:
             return
         if turns.turning == thread or turns.attempting == thread:
             raise UsageError(_INTERRUPTED)
-        while not turns.driver_lock.acquire(blocking=False):
-            if turns.driving == thread:
-                self._drive_within(work, until)
-                return
-            if not self._follow(work, until) or work.is_completed():
-                return
-        turns.driving = thread
+        if turns.driving == thread:
+            self._drive_within(work, until)
+            return
         try:
+            while not turns.driver_lock.acquire(False):
+                if not self._follow(work, until) or work.is_completed():
+                    return
+            turns.driving = thread
             self._drive_locked(work, until)
         finally:
-            turns.driving = 0
-            turns.driver_lock.release()
-            self._hand_over()
+            if turns.driving == thread:
+                turns.driving = 0
+            if give_back(turns.driver_lock):
+                self._hand_over()
 
     def _drive_within(self, work: Finishable, until: float) -> None:
         """Drive in a callback or a signal handler, which has interrupted the sleep of this thread's outer `drive`."""
@@ -254,7 +258,7 @@ class Progress:
         work.add_done_callback(completed)
         try:
             self.submit(_nothing)  # run the action that `drive` added: the driver may be asleep
-            if turns.driver_lock.locked() and not work.is_completed():
+            if turns.is_driven and not work.is_completed():
                 wait_until_set(event, until - monotonic())
             return monotonic() < until
         finally:

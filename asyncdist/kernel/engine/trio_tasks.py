@@ -67,7 +67,6 @@ async def run_on_background_loop(coroutine: Coroutine[Any, Any, T], *, shield: b
     function returns it, so that the caller can close it; the task is then cancelled where it awaits next.
 
     Args:
-        coroutine: The coroutine.
         shield: Whether a cancellation of the task waits for the coroutine instead of cancelling it.
     """
     tasks: list[asyncio.Task[T]] = []

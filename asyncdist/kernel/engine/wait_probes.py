@@ -145,7 +145,6 @@ class WaitProbes:
 
     Args:
         host: The rank's endpoint.
-        clock: The monotonic clock.
     """
 
     def __init__(self, host: ProbeHost, clock: Callable[[], float]) -> None:
@@ -254,8 +253,6 @@ def timeout_error(operation: Operation, findings: Iterable[Finding], problem: st
     """Return the error of an operation whose deadline has passed.
 
     Args:
-        operation: The operation.
-        findings: The findings of its probe.
         problem: Why the ranks that it waits for cannot be reached; empty if they can.
     """
     rank = operation.channel.world_rank

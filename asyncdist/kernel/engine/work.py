@@ -22,7 +22,7 @@ from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.errors import UsageError, WaitTimeoutError
+from asyncdist.errors import GroupError, UsageError, WaitTimeoutError
 from asyncdist.kernel.engine import trio_tasks
 
 if TYPE_CHECKING:
@@ -70,7 +70,14 @@ class _LoopTurn(threading.local):
         self.since = None
 
 
+class _CallbackTurn(threading.local):
+    """The completed work whose callbacks this thread runs; None if it runs none."""
+
+    work: Work | None = None
+
+
 _loop_turn = _LoopTurn()
+_callback_turn = _CallbackTurn()
 _callbacks_lock = threading.RLock()
 """One lock for the callbacks of all works: it is held briefly, and threads rarely compete for it."""
 lifecycle.renew_in_children(globals(), "_callbacks_lock", threading.RLock)
@@ -132,6 +139,7 @@ class Work(ProcessBound, _Awaited[T_co]):
             with _callbacks_lock:
                 callbacks, self._callbacks = self._callbacks, None
             left = iter(callbacks or ())
+            outer, _callback_turn.work = _callback_turn.work, self
             try:
                 for callback in left:
                     try:
@@ -143,6 +151,8 @@ class Work(ProcessBound, _Awaited[T_co]):
                     self._callbacks = [*left, *(self._callbacks or ())]
                 self.run_callbacks()
                 raise
+            finally:
+                _callback_turn.work = outer
 
     # -- state and outcome ---------------------------------------------------------------------
 
@@ -222,19 +232,28 @@ class Work(ProcessBound, _Awaited[T_co]):
 
         Raises:
             WaitTimeoutError: The operation was not completed in time, and continues.
-            LoopThreadError: The calling thread's event loop drives the operation.
+            LoopThreadError: The calling thread's event loop drives the operation, which may be complete already: a
+                program that may wait there only if its peers were faster would fail by chance. A callback of the
+                operation may wait for it.
             Exception: The operation's error, if it failed.
         """
-        if not self._done and self._progress is not None:
-            self._progress.refuse_loop_thread("this operation")
-            limit = seconds(timeout)
-            self._progress.drive(self, math.inf if limit == math.inf else monotonic() + limit)
+        progress = self._progress
+        if progress is not None:
+            self._refuse_loop_thread(progress)
             if not self._done:
-                raise WaitTimeoutError(
-                    f"the operation was not completed within {limit:g} s and continues: wait again or abort the group"
-                )
+                limit = seconds(timeout)
+                progress.drive(self, math.inf if limit == math.inf else monotonic() + limit)
+                if not self._done:
+                    raise WaitTimeoutError(
+                        f"the operation was not completed within {limit:g} s and continues: wait again or abort the group"
+                    )
         self._outcome()
         return True
+
+    def _refuse_loop_thread(self, progress: Progress) -> None:
+        """Raise LoopThreadError on the thread of the loop that drives, except in a callback of this completed work."""
+        if _callback_turn.work is not self:
+            progress.refuse_loop_thread("this operation")
 
     def synchronize(self, timeout: Timeout = None) -> None:
         """Block until the data has arrived, as torch's `synchronize` does; like `wait`, but returns nothing."""
@@ -415,7 +434,10 @@ class _LoopCallback:
 
 
 class _UnretrievedError:
-    """Logs the error of a failed work if the work is deleted before the program has retrieved the error."""
+    """Logs the error of a failed work if the work is deleted before the program has retrieved the error.
+
+    One failure may end many operations of a group: it is logged for one of them.
+    """
 
     __slots__ = ("error",)
 
@@ -423,14 +445,16 @@ class _UnretrievedError:
         self.error: BaseException | None = error
 
     def __del__(self) -> None:
-        if self.error is not None:
-            log.error("an operation failed and its error was never retrieved: %s", describe_error(self.error))
+        error = self.error
+        if error is None or (isinstance(error, GroupError) and not error.begin_log()):
+            return
+        log.error("an operation failed and its error was never retrieved: %s", describe_error(error))
 
 
-def completed(value: Any = None) -> Work:
-    """Return a completed work, for a call that needs no communication."""
+def completed(value: Any = None, progress: Progress | None = None) -> Work:
+    """Return a completed work, for a call that is complete when it returns."""
     work = Work.__new__(Work)
-    work._value, work._done = value, True
+    work._value, work._done, work._progress = value, True, progress
     return work
 
 
@@ -441,8 +465,8 @@ def joined(works: Sequence[Work]) -> Work[list[Any]]:
     of the other works are then not logged as never retrieved.
     """
     pending = [work for work in works if not work.is_completed()]
-    driven = all(work._progress is not None for work in pending)
-    whole = Work(pending[0]._progress if pending else None) if driven else _SequentialWork(works)
+    driven = all(work._progress is not None for work in works)
+    whole = Work(works[0]._progress if works else None) if driven else _SequentialWork(works)
     left = len(pending)
 
     def end() -> None:

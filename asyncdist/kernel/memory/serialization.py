@@ -164,7 +164,6 @@ def pack(
     """Return an object as bytes. Raises UsageError, which names the type, for an object that needs pickle.
 
     Args:
-        value: The object.
         allow_pickle: Whether objects may be pickled.
         weights_only: Whether objects may be saved as for ``torch.load(weights_only=True)``, and none is pickled.
         extension: Carries further objects.

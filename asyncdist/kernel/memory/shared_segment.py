@@ -43,9 +43,6 @@ class SharedSegment:
 
     `close` gives up the descriptor, as does the end of this object. The memory lasts until its tensors have gone, too.
 
-    Args:
-        nbytes: Its size.
-
     Attributes:
         id: A text that no other segment has.
         bytes: The memory, as a flat uint8 tensor.

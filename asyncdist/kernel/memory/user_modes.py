@@ -1,4 +1,4 @@
-"""Leaves the modes and transforms of the user's code, so that this package's own tensor work is no part of them.
+"""Leaves the modes and transforms of the user's code, so that they do not see this package's own tensor work.
 
 A dispatch mode sees, and may replace, every operation on tensors in its thread: under ``FakeTensorMode`` a view of staging
 memory would have no memory. A transform of ``torch.func`` wraps the results of operations. Groups leave both when a call

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncdist.errors import UsageError
-from asyncdist.kernel.tracing.recorder import FILE_NAMES
 from asyncdist.kernel.tracing.trace_record import TracedCall, TraceRecord, parse
 
+_FILE_NAMES = "asyncdist-*-rank*.json"  # those of `Recorder.write`
 # A message that was pending for a shorter time, in seconds, is not reported.
 _MIN_PENDING = 0.05
 # The ranks of worlds that fail, or receive the signal, together write their files within these seconds.
@@ -31,7 +31,7 @@ def read(folder: Path) -> list[list[TraceRecord]]:
     Raises UsageError if the folder holds no dump, or another kind of file.
     """
     worlds: dict[str, list[TraceRecord]] = {}
-    for record in sorted(map(_record, folder.glob(FILE_NAMES)), key=lambda record: record.rank):
+    for record in sorted(map(_record, folder.glob(_FILE_NAMES)), key=lambda record: record.rank):
         worlds.setdefault(record.world, []).append(record)
     if not worlds:
         raise UsageError(

@@ -30,7 +30,6 @@ from asyncdist.kernel.transport.wire_format import Fingerprint
 
 log = logging.getLogger("asyncdist")
 
-FILE_NAMES = "asyncdist-*-rank*.json"
 RATE_WINDOW = 10.0
 """The seconds over which rates are computed, or less if the recorder keeps fewer."""
 
@@ -154,8 +153,6 @@ class Recorder:
         """Register a group.
 
         Args:
-            name: Its name.
-            ranks: Its ranks.
             last_number: Returns the number of its last collective; 0 without one.
             describe: Returns further values for a dump: ``generation``, ``open`` and ``error``.
         """
@@ -205,7 +202,6 @@ class Recorder:
         """Return the recorder as JSON values. Any thread may call it.
 
         Args:
-            reason: Why.
             most: Include only so many of the newest entries, and all pending ones; None includes all.
             window: The seconds over which to compute the rates.
             with_stacks: Whether to include the Python stacks of this process.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import linecache
+import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,8 @@ from asyncdist.base.weak_registry import WeakRegistry
 _MOST_FRAMES = 64
 """The frames of one stack, the innermost ones."""
 _MOST_TASKS = 256
-_PACKAGE = str(Path(__file__).parents[2])
+_PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
+_TRANSPORTS = f"{os.sep}asyncdist_transports{os.sep}"
 _STANDARD = (threading.__file__, str(Path(asyncio.__file__).parent))
 _WRAPPERS = ("coroutine_wrapper", "async_generator_asend", "async_generator_athrow")
 """Types of the interpreter that await a coroutine or generator without naming it."""
@@ -63,9 +65,7 @@ class Stack:
     @property
     def is_of_library(self) -> bool:
         """Whether it is a thread of asyncdist that runs no code of the program."""
-        return self.name.startswith("asyncdist-") and all(
-            frame.file.startswith((_PACKAGE, *_STANDARD)) for frame in self.frames
-        )
+        return self.name.startswith("asyncdist-") and not any(map(_is_of_program, self.frames))
 
     def lines(self) -> list[str]:
         """Return the stack as text, in the form of a traceback."""
@@ -96,7 +96,22 @@ def collect() -> list[dict[str, Any]]:
 
 
 def _plain(kind: str, name: str, frames: list[StackFrame]) -> dict[str, Any]:
-    return {"kind": kind, "name": name, "frames": [list(frame) for frame in frames[-_MOST_FRAMES:]]}
+    shown = _until_library(frames)[-_MOST_FRAMES:]
+    return {"kind": kind, "name": name, "frames": [list(frame) for frame in shown]}
+
+
+def _is_of_library(frame: StackFrame) -> bool:
+    return frame.file.startswith(_PACKAGE) or _TRANSPORTS in frame.file
+
+
+def _is_of_program(frame: StackFrame) -> bool:
+    return not (_is_of_library(frame) or frame.file.startswith(_STANDARD))
+
+
+def _until_library(frames: list[StackFrame]) -> list[StackFrame]:
+    """Leave out what asyncdist does below the innermost line of the program; all of it, where no line is the program's."""
+    last = max((place for place, frame in enumerate(frames) if _is_of_program(frame)), default=len(frames))
+    return frames[: next((place for place in range(last, len(frames)) if _is_of_library(frames[place])), len(frames))]
 
 
 def _of_frame(frame: FrameType | None) -> list[StackFrame]:

@@ -93,7 +93,7 @@ class HostGroup(Protocol):
 
     def all_to_all(self, *args: Any, **options: Any) -> HostWork: ...
 
-    def sibling(self, purpose: str) -> HostGroup:
+    def _sibling(self, purpose: str) -> HostGroup:
         """Return another group of the same ranks for control traffic: for one ``purpose`` the same group on every rank."""
 
     def abort(self, reason: str = ...) -> None: ...

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 from asyncdist.errors import PeerLostError, ProtocolError, UsageError
 from asyncdist.net.connection.frames import GOODBYE, SLOTS_FREE, STAGING_READY
 from asyncdist.net.connection.handshake import Greeting
-from asyncdist.net.connection.inbox import Inbox, StreamEnded
+from asyncdist.net.connection.inbox import Inbox, InboxOwner
 from asyncdist.net.connection.messages import IncomingMessage, OutgoingMessage
 from asyncdist.net.connection.outbox import Flushed, Outbox
+from asyncdist.net.connection.reader import SocketReader, StreamEnded
 from asyncdist.net.process_identity import has_ended, process_identity
 from asyncdist.net.security.tls import TlsSocket
 
@@ -89,7 +90,7 @@ class ChannelOwner(Protocol):
     def forget(self, channel: PeerChannel) -> None: ...
 
 
-class PeerChannel:
+class PeerChannel(InboxOwner):
     """An authenticated connection to one process. Messages arrive complete, once and in order, or the channel ends.
 
     Attributes:
@@ -119,7 +120,8 @@ class PeerChannel:
         self.is_local = is_unix
         """Whether descriptors may come with messages, because both processes are on one host."""
         self._outbox = Outbox(sock, stages=is_unix and peer.stages, most_nbytes=most_nbytes)
-        self._inbox = Inbox(sock, self, takes_descriptors=is_unix, most_nbytes=most_nbytes)
+        self._inbox = Inbox(self, most_nbytes=most_nbytes)
+        self._reader = SocketReader(sock, self._inbox, takes_descriptors=is_unix)
         self._loop = asyncio.get_running_loop()
         self._is_reading = False
         self._flush_scheduled = False
@@ -284,7 +286,7 @@ class PeerChannel:
             # Frames that the handler sends leave together.
             self._is_reading = True
             try:
-                self._inbox.read()
+                self._reader.read()
                 self._owner.heard(self)
             except StreamEnded as end:
                 self._ended(str(end))
@@ -319,6 +321,8 @@ class PeerChannel:
             self.left_in_order = True
             self._end(f"it has closed the channel: {body.decode(errors='replace')}")
             return
+        else:
+            super().on_frame(kind, body)
         self._wake()
 
     def reply(self, kind: int, body: bytes) -> None:

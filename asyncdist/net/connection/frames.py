@@ -1,4 +1,4 @@
-"""The frames of a channel, without I/O: a header of `HEADER_NBYTES` bytes and a body.
+"""The frames of a connection, without I/O: a header of `HEADER_NBYTES` bytes and a body. Channels and the store use them.
 
 A short message is one frame. A long one is an OPENING, which has its head and the sizes of its buffers, and any number of
 parts, between which other frames may stand. The body of a CHUNK is a part. A PIECE names the slot of shared memory in which
@@ -22,7 +22,8 @@ PIECE_BODY = struct.Struct("<IHI")
 STAGING_BODY = struct.Struct("<HI")
 """Number of slots, bytes of a slot."""
 
-SHORT, OPENING, CHUNK, PIECE, SLOTS_FREE, STAGING, STAGING_READY, WITHDRAWN, BEAT, GOODBYE = range(1, 11)
+HELLO, SHORT, OPENING, CHUNK, PIECE, SLOTS_FREE, STAGING, STAGING_READY, WITHDRAWN, BEAT, GOODBYE = range(11)
+"""HELLO begins a connection to a store: all versions of its protocol can read it (`asyncdist.store.protocol.codec`)."""
 
 SHORT_NBYTES = 32 << 10
 """The most bytes of the head and the buffers of a message that is sent as one frame, and of the head of a long one."""
@@ -41,7 +42,7 @@ BEAT_FRAME = HEADER.pack(0, BEAT, 0, 0)
 def check_header(nbytes: int, kind: int) -> None:
     """Raise ProtocolError for the header of a frame that no sender makes."""
     most = CHUNK_NBYTES + NUMBER.size if kind == CHUNK else _MOST_FRAME_NBYTES
-    if not SHORT <= kind <= GOODBYE or nbytes > most:
+    if kind > GOODBYE or nbytes > most:
         raise ProtocolError(f"a frame of kind {kind} that claims {nbytes} bytes: the stream is damaged")
 
 
@@ -81,7 +82,8 @@ def unpack_opening(body: bytes, most: int) -> tuple[int, bytes, tuple[int, ...]]
         raise ProtocolError(f"a truncated opening: {cause}") from cause
     if sum(sizes) > most:
         raise ProtocolError(
-            f"a message that claims {sum(sizes)} bytes, of at most {most} (ASYNCDIST_MAX_MESSAGE_NBYTES)"
+            f"a message that claims {sum(sizes)} bytes, of at most {most} (ASYNCDIST_MAX_MESSAGE_NBYTES; in the store "
+            "ASYNCDIST_STORE_MAX_VALUE_NBYTES)"
         )
     return number, body[8 + 8 * count :], sizes
 

@@ -1,15 +1,15 @@
-"""The receiving half of a channel: reads frames, and puts the parts of long messages into their memory."""
+"""The receiving half of a connection, without I/O: bytes in, and calls of the owner for the frames that they complete.
+
+The driver passes the bytes that it has read to `Inbox.feed`. While `Inbox.room` is not empty, it may read straight into it,
+the memory of a long message, and call `Inbox.filled` (`asyncdist.net.connection.reader`).
+"""
 
 from __future__ import annotations
 
-import array
-import mmap
-import socket
 import struct
 from collections.abc import Sequence
-from typing import Protocol
 
-from asyncdist.base.descriptors import close_all, describe_exhaustion
+from asyncdist.base.descriptors import close_all
 from asyncdist.errors import ProtocolError, SharedMemoryError
 from asyncdist.net.connection.frames import (
     BEAT,
@@ -33,185 +33,166 @@ from asyncdist.net.connection.frames import (
 )
 from asyncdist.net.connection.messages import IncomingMessage
 from asyncdist.net.connection.staging import StagedParts
-from asyncdist.net.security.tls import TlsSocket
-
-_BUFFER_NBYTES = 64 << 10
-"""A read of this size has hundreds of short messages. Pages that no read has filled take no memory."""
-_MOST_OPEN = 1 << 16
-"""The most long messages of one sender that are open at a time."""
-_ANCILLARY_NBYTES = socket.CMSG_SPACE(MOST_DESCRIPTORS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 
 
-class StreamEnded(Exception):
-    """The peer has closed the connection, or it broke; the message is the reason."""
-
-
-class InboxOwner(Protocol):
+class InboxOwner:
     """The interface that handles the frames of an inbox."""
 
-    def on_short(self, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]) -> None: ...
+    __slots__ = ()
 
-    def on_opening(self, message: IncomingMessage) -> None: ...
+    def on_short(self, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]) -> None:
+        raise NotImplementedError
 
-    def on_completed(self, message: IncomingMessage) -> None: ...
+    def on_opening(self, message: IncomingMessage) -> None:
+        raise NotImplementedError
 
-    def on_withdrawn(self, message: IncomingMessage) -> None: ...
+    def on_completed(self, message: IncomingMessage) -> None:
+        raise NotImplementedError
 
-    def on_frame(self, kind: int, body: bytes) -> None: ...
+    def on_withdrawn(self, message: IncomingMessage) -> None:
+        """Note that the sender has given up a long message."""
 
-    def reply(self, kind: int, body: bytes) -> None: ...
+    def on_frame(self, kind: int, body: bytes) -> None:
+        """Handle a frame of another kind."""
+        raise ProtocolError(f"a frame of kind {kind}, which does not belong here: run the same asyncdist on both sides")
+
+    def reply(self, kind: int, body: bytes) -> None:
+        """Send a frame about shared memory. A connection without descriptors has none."""
 
 
 class Inbox:
-    """The receiving side of one channel in one process.
+    """The receiving side of one connection in one process.
 
     Args:
-        sock: A non-blocking socket.
         owner: Handles the frames.
-        takes_descriptors: Whether descriptors may come with the frames.
-        most_nbytes: The most bytes of a message; one that claims more ends the channel.
+        most_nbytes: The most bytes of a message; one that claims more is a ProtocolError.
+        most_open: The most long messages that are open at a time.
+
+    Attributes:
+        room: Memory for the next bytes. `feed` takes them as well.
     """
 
-    def __init__(
-        self, sock: socket.socket | TlsSocket, owner: InboxOwner, *, takes_descriptors: bool, most_nbytes: int
-    ) -> None:
-        self._sock, self._owner = sock, owner
-        self._takes_descriptors, self._most_nbytes = takes_descriptors, most_nbytes
-        self._buffer = _new_buffer(_BUFFER_NBYTES)
-        self._filled = 0
+    __slots__ = (
+        "_chunk",
+        "_chunk_left",
+        "_descriptors",
+        "_most_open",
+        "_open",
+        "_owner",
+        "_rest",
+        "_slots",
+        "_staged",
+        "_wanted",
+        "heard",
+        "is_closed",
+        "most_nbytes",
+        "room",
+    )
+
+    def __init__(self, owner: InboxOwner, *, most_nbytes: int, most_open: int = 1 << 16) -> None:
+        self._owner, self._most_open = owner, most_open
+        self.most_nbytes = most_nbytes
+        self._rest = bytearray()
+        """An unfinished frame, which is parsed when it has `_wanted` bytes."""
+        self._wanted = HEADER_NBYTES
         self._descriptors: list[int] = []
         self._open: dict[int, IncomingMessage] = {}
         self._chunk: IncomingMessage | None = None
-        """The message of the chunk whose body has arrived in part, with the memory and the bytes that are left."""
-        self._room: list[memoryview] = []
+        """The message of the chunk whose body has arrived in part."""
+        self.room: list[memoryview] = []
         self._chunk_left = 0
         self._staged: StagedParts | None = None
         self._slots = bytearray()
-        self._is_closed = False
+        self.is_closed = False
         self.heard = True
-        """Whether bytes have arrived, or the channel has begun, since the owner last reset this."""
+        """Whether bytes have arrived, or the connection has begun, since the owner last reset this."""
 
     @property
     def open_messages(self) -> list[IncomingMessage]:
         """The long messages that have begun and not ended."""
-        return list(self._open.values())
+        left = list(self._open.values())
+        if self._chunk is not None and self._chunk not in left:
+            left.append(self._chunk)
+        return left
 
-    def read(self) -> None:
-        """Read what has arrived, once, and handle the complete frames.
+    @property
+    def awaits_part(self) -> bool:
+        """Whether the next part of a long message may follow."""
+        return bool(self._open)
 
-        Raises:
-            StreamEnded: The connection has ended.
-            ProtocolError: The bytes are not those of a channel.
-        """
-        try:
-            self._receive()
-            self._parse()
-            while isinstance(self._sock, TlsSocket) and self._sock.unread and not self._is_closed:
-                self._receive()
-                self._parse()
-        except BlockingIOError:
-            return
-        except OSError as cause:
-            raise StreamEnded(cause.strerror or str(cause)) from cause
-        finally:
-            if self._slots and not self._is_closed:
-                slots, self._slots = bytes(self._slots), bytearray()
-                self._owner.reply(SLOTS_FREE, slots)
+    @property
+    def is_between_messages(self) -> bool:
+        """Whether no message has arrived in part."""
+        return not (self._rest or self._open or self._chunk)
 
-    # -- reading -----------------------------------------------------------------------------------
+    # -- bytes -------------------------------------------------------------------------------------
 
-    def _receive(self) -> None:
-        free = self._buffer[self._filled :]
-        buffers = [*self._room, free] if self._room else [free]
-        if not self._takes_descriptors:
-            count = self._sock.recvmsg_into(buffers)[0]
-        else:
-            assert isinstance(self._sock, socket.socket)
-            count, ancillary, flags, _ = self._sock.recvmsg_into(buffers, _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC)
-            if ancillary or flags & socket.MSG_CTRUNC:
-                self._take_descriptors(ancillary, flags)
-        if count == 0:
-            raise StreamEnded("connection closed")
+    def feed(self, data: bytes) -> None:
+        """Handle bytes that have arrived. Raises ProtocolError; the connection must then end."""
         self.heard = True
-        if self._room:
-            count -= self._fill_room(count)
-        self._filled += count
-
-    def _take_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> None:
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                numbers = array.array("i")
-                numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-                self._descriptors.extend(numbers)
-        if flags & socket.MSG_CTRUNC:
-            raise StreamEnded(f"descriptors of the peer were lost: this process {describe_exhaustion(OSError())}")
-        if len(self._descriptors) > 2 * MOST_DESCRIPTORS:
-            raise ProtocolError("descriptors that belong to no message")
-
-    def _fill_room(self, count: int) -> int:
-        """Note that up to ``count`` bytes have arrived in the memory of the open chunk; return how many."""
-        room, taken = self._room, 0
-        while room and taken < count:
-            part = min(room[0].nbytes, count - taken)
-            taken += part
-            if part == room[0].nbytes:
-                del room[0]
-            else:
-                room[0] = room[0][part:]
-        self._chunk_arrived(taken)
-        return taken
-
-    def _chunk_arrived(self, nbytes: int) -> None:
-        self._chunk_left -= nbytes
-        if not self._chunk_left:
-            message, self._chunk, self._room = self._chunk, None, []
-            assert message is not None
-            self._complete_if_all(message)
-
-    # -- parsing -----------------------------------------------------------------------------------
-
-    def _parse(self) -> None:
-        """Handle the frames in the buffer, and move the rest to its beginning."""
-        at, filled, buffer, owner = 0, self._filled, self._buffer, self._owner
+        rest = self._rest
+        if rest:
+            rest += data
+            if len(rest) < self._wanted:
+                return
+            data = bytes(rest)
+            rest.clear()
+        at, filled, owner = 0, len(data), self._owner
         unpack = HEADER.unpack_from
         if self._chunk is not None:
-            # The message is dropped, and its bytes came into the buffer.
-            at = min(filled, self._chunk_left) if not self._room else 0
-            if at:
-                self._chunk_arrived(at)
-        while filled - at >= HEADER_NBYTES and not self._is_closed:
-            nbytes, kind, num_descriptors, count = unpack(buffer, at)
+            at = self._take_part(memoryview(data))
+        while filled - at >= HEADER_NBYTES and not self.is_closed:
+            nbytes, kind, num_descriptors, count = unpack(data, at)
             end = at + HEADER_NBYTES + nbytes
             if kind == SHORT and end <= filled and not count and not num_descriptors:
-                head = bytes(buffer[at + HEADER_NBYTES : end])
+                head = data[at + HEADER_NBYTES : end]
                 at = end
                 owner.on_short(head, (), ())
                 continue
             check_header(nbytes, kind)
             if kind == CHUNK:
                 if filled - at < HEADER_NBYTES + NUMBER.size:
+                    self._wanted = HEADER_NBYTES + NUMBER.size
                     break
-                at = self._begin_chunk(at + HEADER_NBYTES, nbytes, filled)
+                at = self._begin_chunk(data, at + HEADER_NBYTES, nbytes)
                 continue
             if end > filled:
-                if HEADER_NBYTES + nbytes > len(buffer):
-                    self._grow(HEADER_NBYTES + nbytes)
-                    buffer = self._buffer
+                self._wanted = end - at
                 break
-            body = bytes(buffer[at + HEADER_NBYTES : end])
+            body = data[at + HEADER_NBYTES : end]
             at = end
             self._dispatch(kind, body, num_descriptors, count)
-        if self._is_closed:
-            return
-        if at:
-            # A memoryview's slices may overlap.
-            buffer[: filled - at] = buffer[at:filled]
-        self._filled = filled - at
+        else:
+            self._wanted = HEADER_NBYTES
+        if at < filled and not self.is_closed:
+            rest += data[at:] if at else data
 
-    def _grow(self, nbytes: int) -> None:
-        larger = _new_buffer(nbytes)
-        larger[: len(self._buffer)] = self._buffer
-        self._buffer = larger
+    def filled(self, count: int) -> None:
+        """Handle ``count`` bytes that the driver has read into `room`."""
+        self.heard = True
+        room, left = self.room, count
+        while left:
+            part = min(room[0].nbytes, left)
+            left -= part
+            if part == room[0].nbytes:
+                del room[0]
+            else:
+                room[0] = room[0][part:]
+        self._chunk_arrived(count)
+
+    def add_descriptors(self, descriptors: Sequence[int]) -> None:
+        """Take descriptors, which belong to the frames that follow. Raises ProtocolError if there are too many."""
+        self._descriptors.extend(descriptors)
+        if len(self._descriptors) > 2 * MOST_DESCRIPTORS:
+            raise ProtocolError("descriptors that belong to no message")
+
+    def return_slots(self) -> None:
+        """Return the slots of shared memory that have been read to the sender."""
+        if self._slots and not self.is_closed:
+            slots, self._slots = bytes(self._slots), bytearray()
+            self._owner.reply(SLOTS_FREE, slots)
+
+    # -- frames ------------------------------------------------------------------------------------
 
     def _dispatch(self, kind: int, body: bytes, num_descriptors: int, count: int) -> None:
         if kind == PIECE:
@@ -239,9 +220,9 @@ class Inbox:
     # -- long messages -----------------------------------------------------------------------------
 
     def _begin(self, body: bytes, num_descriptors: int) -> None:
-        number, head, sizes = unpack_opening(body, self._most_nbytes)
-        if number in self._open or len(self._open) >= _MOST_OPEN:
-            raise ProtocolError(f"message {number} is opened twice, or more than {_MOST_OPEN} are open")
+        number, head, sizes = unpack_opening(body, self.most_nbytes)
+        if number in self._open or len(self._open) >= self._most_open:
+            raise ProtocolError(f"message {number} is opened twice, or more than {self._most_open} are open")
         message = IncomingMessage(head, sizes, self._take(num_descriptors))
         if message.left:
             self._open[number] = message
@@ -258,21 +239,36 @@ class Inbox:
             del self._open[number]
         return message
 
-    def _begin_chunk(self, at: int, nbytes: int, filled: int) -> int:
-        """Copy the part of a chunk that has arrived, and return the position behind it in the buffer."""
+    def _begin_chunk(self, data: bytes, at: int, nbytes: int) -> int:
+        """Begin a chunk, whose body begins in ``data``; return the position behind what has arrived of it."""
         if nbytes <= NUMBER.size:
             raise ProtocolError("an empty chunk: the stream is damaged")
-        (number,) = NUMBER.unpack_from(self._buffer, at)
+        (number,) = NUMBER.unpack_from(data, at)
         at, nbytes = at + NUMBER.size, nbytes - NUMBER.size
         message = self._chunk = self._message(number, nbytes)
-        room, arrived = message.room(nbytes), min(nbytes, filled - at)
-        self._room, self._chunk_left = room, nbytes
-        if room:
-            scatter(self._buffer[at : at + arrived], room)
-            self._fill_room(arrived)
-        else:
-            self._chunk_arrived(arrived)
-        return at + arrived
+        self.room, self._chunk_left = message.room(nbytes), nbytes
+        return at + self._take_part(memoryview(data)[at:])
+
+    def _take_part(self, data: memoryview) -> int:
+        """Take the bytes of the present chunk from the beginning of ``data``; return how many."""
+        part, message = data[: self._chunk_left], self._chunk
+        assert message is not None
+        if self.room:
+            scatter(part, self.room)
+            self.filled(part.nbytes)
+            return part.nbytes
+        if message.sink is not None and part:
+            message.sink.write(part)
+        self._chunk_arrived(part.nbytes)
+        return part.nbytes
+
+    def _chunk_arrived(self, nbytes: int) -> None:
+        self._chunk_left -= nbytes
+        if not self._chunk_left:
+            message, self._chunk, self.room = self._chunk, None, []
+            # None if a sink has closed the connection.
+            if message is not None:
+                self._complete_if_all(message)
 
     def _copy_piece(self, number: int, slot: int, nbytes: int) -> None:
         if self._staged is None or not nbytes:
@@ -303,27 +299,21 @@ class Inbox:
         self._owner.reply(STAGING_READY, bytes([self._staged is not None]))
 
     def close(self) -> list[IncomingMessage]:
-        """Read nothing more. Return the long messages that are open."""
-        self._is_closed = True
+        """Handle nothing more. Return the long messages that are open."""
+        self.is_closed = True
         close_all(self._descriptors)
         self._descriptors = []
         if self._staged is not None:
             self._staged.close()
         left = self.open_messages
-        if self._chunk is not None and self._chunk not in left:
-            left.append(self._chunk)
-        self._open, self._chunk, self._room = {}, None, []
+        self._open, self._chunk, self.room = {}, None, []
         return left
 
     def drop(self, message: IncomingMessage, error: Exception) -> None:
         """Write no further byte into the memory of a message. Its handler gets it with this error."""
         message.drop(error)
         if message is self._chunk:
-            self._room = []
-
-
-def _new_buffer(nbytes: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY))
+            self.room = []
 
 
 def scatter(part: memoryview, room: Sequence[memoryview]) -> None:

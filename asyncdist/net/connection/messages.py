@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from asyncdist.errors import AsyncdistError
 from asyncdist.net.connection.frames import BufferCursor
+
+
+class Sink(Protocol):
+    """Takes the bytes of a message as they arrive."""
+
+    def write(self, part: memoryview, /) -> object:
+        """Take the next bytes. The memory is used again afterwards."""
 
 
 class IncomingMessage:
@@ -16,16 +23,18 @@ class IncomingMessage:
         head: Its head.
         sizes: The bytes of each of its buffers.
         buffers: The memory of the buffers; empty until the handler or the first part provides it.
+        sink: Takes the bytes instead of ``buffers``, if the handler sets it.
         descriptors: The descriptors that came with it; the handler closes them.
         error: Why the bytes are read and dropped; None if they are kept.
         context: For the handler's own use.
     """
 
-    __slots__ = ("_cursor", "buffers", "context", "descriptors", "error", "head", "left", "sizes")
+    __slots__ = ("_cursor", "buffers", "context", "descriptors", "error", "head", "left", "sink", "sizes")
 
     def __init__(self, head: bytes, sizes: tuple[int, ...], descriptors: Sequence[int]) -> None:
         self.head, self.sizes, self.descriptors = head, sizes, descriptors
         self.buffers: Sequence[memoryview] = ()
+        self.sink: Sink | None = None
         self.error: Exception | None = None
         self.context: Any = None
         self.left = sum(sizes)
@@ -38,9 +47,9 @@ class IncomingMessage:
         return sum(self.sizes)
 
     def room(self, nbytes: int) -> list[memoryview]:
-        """Return the memory of the next bytes that arrive; an empty list if the channel drops them."""
+        """Return the memory of the next bytes that arrive; an empty list if a sink takes them, or they are dropped."""
         self.left -= nbytes
-        if self.error is None:
+        if self.error is None and self.sink is None:
             try:
                 return self._position().take(nbytes, nbytes)
             # The message claims more memory than there is, or its handler provided memory of another size.
@@ -50,7 +59,7 @@ class IncomingMessage:
 
     def drop(self, error: Exception) -> None:
         """Keep no further bytes. The handler gets the message with this error."""
-        self.error, self.buffers, self._cursor = error, (), None
+        self.error, self.buffers, self.sink, self._cursor = error, (), None, None
 
     def _position(self) -> BufferCursor:
         cursor = self._cursor
@@ -74,17 +83,23 @@ class OutgoingMessage:
     Attributes:
         done: Whether its memory is not read any more: all bytes have left, or the message has failed.
         error: Why it has failed; None if all bytes have left.
+        opening: Bytes that leave with the first part; empty afterwards.
         on_done: Called once on the loop of the channel when it is done.
     """
 
-    __slots__ = ("cursor", "done", "error", "number", "on_done")
+    __slots__ = ("cursor", "done", "error", "number", "on_done", "opening")
 
     def __init__(self, number: int, buffers: Sequence[memoryview]) -> None:
         self.number = number
+        self.opening = b""
         self.cursor = BufferCursor(buffers)
         self.done = False
         self.error: AsyncdistError | None = None
         self.on_done: Callable[[OutgoingMessage], None] | None = None
+
+    def is_wanted(self) -> bool:
+        """Return whether the next part is to be sent; else the message is withdrawn."""
+        return True
 
     def finish(self, error: AsyncdistError | None = None) -> None:
         """Note that the memory is not read any more. Idempotent."""

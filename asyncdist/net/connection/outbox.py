@@ -1,7 +1,8 @@
-"""The sending half of a channel: frames that wait, and long messages that are sent in parts between them.
+"""The sending half of a connection: frames that wait, and long messages that are sent in parts between them.
 
-The loop's thread adds messages and flushes. Another thread may call `pulse` at any time, so that the peer hears this
-process while a callback or a call of the program holds up its loop. The lock is held for system calls that do not block.
+One thread at a time adds messages, and one at a time flushes. Another thread may call `pulse` at any time, so that the peer
+hears this process while a callback or a call of the program holds up its loop. The lock is held for system calls that do
+not block. `asyncdist.net.connection.part_sender` drives an outbox over an asyncio transport.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from asyncdist.base.descriptors import close_all
 from asyncdist.errors import AsyncdistError, SharedMemoryError, UsageError
@@ -42,7 +43,7 @@ from asyncdist.net.connection.staging import NUM_SLOTS, SLOT_NBYTES, StagingArea
 from asyncdist.net.security.tls import TlsSocket
 
 _QUANTUM = 4 << 20
-"""About the most bytes of long messages that one flush sends, so that other callbacks of the loop get their turn."""
+"""About the most bytes of long messages that one flush of a channel sends, so that other callbacks get their turn."""
 _BATCH = 512
 """The most frames that one system call sends."""
 _MOST_VIEWS = 64
@@ -67,18 +68,35 @@ class _DescriptorFrame(NamedTuple):
         return len(self.whole)
 
 
+class Sending(Protocol):
+    """What an outbox needs of a socket. The methods raise BlockingIOError while the socket is full."""
+
+    def send(self, data: bytes, /) -> int: ...
+
+    def sendmsg(self, buffers: Sequence[bytes | memoryview], /) -> int: ...
+
+    def shutdown(self, how: int, /) -> None: ...
+
+
 class Outbox:
-    """The sending side of one channel in one process.
+    """The sending side of one connection in one process.
 
     Args:
         sock: A non-blocking socket.
         stages: Whether long messages may pass through shared memory.
         most_nbytes: The most bytes of a message.
+        in_order: Whether a long message begins when the one before it has ended, and a flush sends one part. Else all
+            advance together.
+
+    Attributes:
+        error: Why nothing can be sent any more; None while the connection is not known to be broken.
     """
 
-    def __init__(self, sock: socket.socket | TlsSocket, *, stages: bool, most_nbytes: int) -> None:
+    def __init__(self, sock: Sending, *, stages: bool = False, most_nbytes: int = 0, in_order: bool = False) -> None:
+        self.error: OSError | None = None
         self._sock = sock
-        self._stages, self._most_nbytes = stages, most_nbytes
+        self._tls = sock if isinstance(sock, TlsSocket) else None
+        self._stages, self._most_nbytes, self._in_order = stages, most_nbytes, in_order
         self._lock = threading.Lock()
         self._frames: deque[bytes | _DescriptorFrame] = deque()
         self._frames_nbytes = 0
@@ -103,11 +121,12 @@ class Outbox:
     @property
     def is_empty(self) -> bool:
         """Whether all has been sent."""
-        return not (self._frames or self._partial or self._long or self._is_tls_pending)
+        return not (self._frames or self._partial or self._long or (self._tls is not None and self._tls.unsent))
 
     @property
-    def _is_tls_pending(self) -> bool:
-        return isinstance(self._sock, TlsSocket) and self._sock.unsent
+    def first_long(self) -> OutgoingMessage | None:
+        """The long message that is being sent, or is the next one."""
+        return self._long[0] if self._long else None
 
     # -- adding ------------------------------------------------------------------------------------
 
@@ -149,6 +168,14 @@ class Outbox:
             self._make_staging()
         return message
 
+    def enqueue(self, message: bytes | OutgoingMessage) -> None:
+        """Add the body of a short message, or a long message whose ``opening`` leaves in its turn."""
+        if isinstance(message, bytes):
+            self._frames.append(HEADER.pack(len(message), SHORT, 0, 0) + message)
+            self._frames_nbytes += HEADER_NBYTES + len(message)
+        else:
+            self._long.append(message)
+
     def add_frame(self, kind: int, body: bytes = b"") -> None:
         """Add another frame."""
         self._add_frame(frame(kind, body))
@@ -181,16 +208,13 @@ class Outbox:
         try:
             with self._lock:
                 try:
-                    self._send_all()
-                    if self._can_send_part:
-                        left = Flushed.MORE
-                    elif self._is_tls_pending:
-                        left = Flushed.BLOCKED
+                    left = self._send_all()
                 except BlockingIOError:
                     left = Flushed.BLOCKED
-                except OSError:
-                    self._break_off()
-                finished, self._finished = self._finished, []
+                except OSError as error:
+                    self._break_off(error)
+                if self._finished:
+                    finished, self._finished = self._finished, []
             for message in finished:
                 message.finish()
         except BaseException:
@@ -210,28 +234,45 @@ class Outbox:
                 self._send_bytes(BEAT_FRAME)
         except BlockingIOError:
             pass
-        except OSError:
-            self._break_off()
+        except OSError as error:
+            self._break_off(error)
         finally:
             self._lock.release()
 
-    def _send_all(self) -> None:
+    def _send_all(self) -> Flushed:
         """Send frames, and parts between them. Raises BlockingIOError when the socket is full, and OSError."""
         if self._is_closed:
-            return
-        budget = _QUANTUM
-        self._send_partial()
+            return Flushed.ALL
+        budget = 1 if self._in_order else _QUANTUM
+        if self._partial or self._leaving is not None or self._tls is not None:
+            self._send_partial()
+        frames = self._frames
         while True:
-            if self._frames:
-                self._send_frames()
-            elif self._can_send_part and budget > 0:
+            if frames:
+                data = frames[0]
+                if len(frames) > 1 or not isinstance(data, bytes):
+                    self._send_frames()
+                    continue
+                # Most flushes send one frame: no call for it.
+                frames.popleft()
+                self._frames_nbytes -= len(data)
+                try:
+                    count = self._sock.send(data)
+                except BlockingIOError:
+                    count = 0
+                if count < len(data):
+                    self._partial = [memoryview(data)[count:]]
+                    self._send_partial()
+            elif not self._long or not self._can_send_part:
+                return Flushed.BLOCKED if self._tls is not None and self._tls.unsent else Flushed.ALL
+            elif budget > 0:
                 budget -= self._send_part()
             else:
-                return
+                return Flushed.MORE
 
     def _send_partial(self) -> None:
-        if isinstance(self._sock, TlsSocket):
-            self._sock.flush()
+        if self._tls is not None:
+            self._tls.flush()
         while self._partial:
             self._sent(self._partial, self._sock.sendmsg(self._partial[:_MOST_VIEWS]))
         if self._leaving is not None:
@@ -286,9 +327,13 @@ class Outbox:
         )
 
     def _send_part(self) -> int:
-        """Send a part of the first long message, and return its bytes. The next part is that of the next message."""
+        """Send a part of the first long message, and return its bytes."""
         message = self._long[0]
-        self._long.rotate(-1)
+        if not message.is_wanted():
+            self._abandon(message)
+            return 0
+        if not self._in_order:
+            self._long.rotate(-1)
         before = message.cursor.left
         is_staged = self._staging_is_ready and self._staging is not None
         if is_staged:
@@ -298,7 +343,10 @@ class Outbox:
             views = message.cursor.take(CHUNK_NBYTES, _MOST_VIEWS)
         nbytes = before - message.cursor.left
         if not message.cursor.left:
-            self._long.pop()
+            if self._in_order:
+                self._long.popleft()
+            else:
+                self._long.pop()
         if is_staged:
             if not message.cursor.left:
                 self._finished.append(message)
@@ -306,10 +354,18 @@ class Outbox:
             return nbytes
         if not message.cursor.left:
             self._leaving = message
-        head = HEADER.pack(NUMBER.size + nbytes, CHUNK, 0, 0) + NUMBER.pack(message.number)
-        self._partial = [memoryview(head), *views]
+        head = HEADER.pack(NUMBER.size + nbytes, CHUNK, 0, 0) + NUMBER.pack(message.number) if nbytes else b""
+        self._partial = [memoryview(message.opening + head), *views]
+        message.opening = b""
         self._send_partial()
         return nbytes
+
+    def _abandon(self, message: OutgoingMessage) -> None:
+        """Withdraw the message that is being sent. Of one that has not begun the peer learns nothing."""
+        self._long.popleft()
+        if not message.opening:
+            self._add_frame(frame(WITHDRAWN, NUMBER.pack(message.number)))
+        self._finished.append(message)
 
     def _make_staging(self) -> None:
         try:
@@ -351,9 +407,9 @@ class Outbox:
         for message in failed:
             message.finish(error)
 
-    def _break_off(self) -> None:
+    def _break_off(self, error: OSError) -> None:
         """Send nothing more after an error: a later frame would follow a part of another one."""
-        self._is_closed = True
+        self.error, self._is_closed = error, True
         self._drop_frames()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)

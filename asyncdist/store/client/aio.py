@@ -20,8 +20,8 @@ from asyncdist.store.base import AsyncStoreBase, AsyncStream
 from asyncdist.store.client.connect import FIRST_PAUSE, ConnectRetry, ReconnectPolicy, closed
 from asyncdist.store.client.link import StoreConnection, open_connection
 from asyncdist.store.client.request_future import RequestFuture
-from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, ClientProtocol
+from asyncdist.store.protocol.long_messages import LongMessage
 from asyncdist.store.protocol.operations import Command
 from asyncdist.store.protocol.streams import StreamBuffer, stream_buffer
 
@@ -175,7 +175,7 @@ class ReconnectingConnection:
     def confirm(self, number: int) -> None:
         self._send(self.protocol.confirm(number))
 
-    def _send(self, message: bytes | ChunkedMessage) -> None:
+    def _send(self, message: bytes | LongMessage) -> None:
         if self.link is not None:
             self.link.send(message)
 

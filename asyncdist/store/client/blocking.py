@@ -33,7 +33,6 @@ from asyncdist.store.client.blocking_socket import BlockingSocket, open_blocking
 from asyncdist.store.client.connect import ConnectRetry, ReconnectPolicy, broken, closed
 from asyncdist.store.client.pending import BlockingClient, PendingRequest, acquire
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, ClientProtocol
-from asyncdist.store.protocol.codec import framed
 from asyncdist.store.protocol.operations import Command
 
 T = TypeVar("T")
@@ -111,7 +110,7 @@ class BlockingConnection(BlockingClient):
             if sock is not None and message:
                 if self.protocol.output:
                     self._queue_output(sock)
-                sock.enqueue(message)
+                sock.outbox.enqueue(message)
         if sock is not None and message:
             self._flush(sock, deadline, pending)
 
@@ -126,13 +125,13 @@ class BlockingConnection(BlockingClient):
         with self.lock:
             message = encode() if self._over is None else b""
             if self.sock is not None and message:
-                self.sock.enqueue(message)
+                self.sock.outbox.enqueue(message)
             return self.sock
 
     def _queue_output(self, sock: BlockingSocket) -> None:
         """Queue what the protocol has to send. The lock is held."""
         for message in self.protocol.data_to_send():
-            sock.enqueue(message)
+            sock.outbox.enqueue(message)
 
     def _flush(self, sock: BlockingSocket, deadline: Deadline, pending: PendingRequest[Any] | None = None) -> None:
         """Drain a socket's queue, unless another thread does; a broken socket is replaced.
@@ -162,7 +161,7 @@ class BlockingConnection(BlockingClient):
                     self.send_lock.release()
                 except RuntimeError:
                     pass
-            if not sock.has_unsent:
+            if sock.outbox.is_empty:
                 return
 
     def _flush_soon(self, sock: BlockingSocket | None) -> None:
@@ -279,16 +278,19 @@ class BlockingConnection(BlockingClient):
         self._raise_if_over()
         deadline = retry.attempt_deadline()
         heartbeat = self._config.heartbeat
-        sock = open_blocking_socket(retry.host, retry.port, self._tls, deadline, self.protocol.is_open, heartbeat)
+        sock = open_blocking_socket(retry.host, retry.port, self._tls, deadline, heartbeat)
         try:
             with self.lock:
                 self._raise_if_over()
                 self._connecting = sock
+                # An interrupt may have come between the loss of the socket before and this.
+                self.protocol.interrupted()
             sock.secure(deadline)
             self._greet(sock, deadline)
             with self.lock:
                 message = self.protocol.introduce()
-            sock.send(framed([message]), deadline)
+            sock.outbox.enqueue(message)
+            sock.drain(deadline)
             sock.watch_host(heartbeat)
             with self.lock:
                 self._raise_if_over()

@@ -6,19 +6,15 @@ import contextlib
 import select
 import socket
 import ssl
-from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from asyncdist.base.deadline import LONGEST_POLL, Deadline
+from asyncdist.net.connection.outbox import Flushed, Outbox
 from asyncdist.net.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
 from asyncdist.net.security.auth import HandshakeDriver
 from asyncdist.net.security.tls import TlsSocket
 from asyncdist.store.client.connect import connect, hung_up, resolution_error
 from asyncdist.store.client.pending import PendingRequest
-from asyncdist.store.protocol.chunk_sender import ChunkSender
-from asyncdist.store.protocol.chunking import ChunkedMessage
-from asyncdist.store.protocol.codec import framed
 
 _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
 
@@ -26,11 +22,10 @@ _READ_NBYTES, _LONG_READ_NBYTES = 64 << 10, 1 << 20
 class BlockingSocket:
     """A connected socket with deadlines and a queue of outgoing messages.
 
-    One thread may send while another one receives. Any thread may call `enqueue`, one at a time.
-    ``is_open(request)`` tells whether the rest of a request's long message still has to be sent.
+    One thread may send while another one receives. Any thread may add to ``outbox``, one at a time.
     """
 
-    def __init__(self, sock: socket.socket, tls: TlsSocket | None, is_open: Callable[[int], bool]) -> None:
+    def __init__(self, sock: socket.socket, tls: TlsSocket | None) -> None:
         sock.setblocking(False)
         self._sock: socket.socket | TlsSocket = tls or sock
         self._tls = tls
@@ -38,9 +33,7 @@ class BlockingSocket:
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)
         self._read_nbytes = _READ_NBYTES
-        self._queue: deque[bytes] = deque()
-        self._chunks = ChunkSender(lambda data: self._unsent.append(data), is_open, schedule=lambda call: None)
-        self._unsent: deque[bytes | memoryview] = deque()
+        self.outbox = Outbox(self._sock, in_order=True)
         self._host_watch: HostWatch | None = None
         self._longest_poll: float = LONGEST_POLL
         self._plain_sock = sock
@@ -64,62 +57,25 @@ class BlockingSocket:
         return self._tls is not None and self._tls.secured
 
     def send(self, data: bytes, deadline: Deadline) -> None:
-        """Send all of ``data``. Raises ConnectionError, and TimeoutError: the next call then sends the rest first."""
-        self._unsent.append(data)
-        self._send_unsent(deadline)
-
-    def _send_unsent(self, deadline: Deadline) -> None:
-        unsent = self._unsent
-        while unsent:
-            data = unsent[0]
-            try:
-                nbytes = self._sock.send(data)
-            except BlockingIOError:
-                self.wait(deadline, self._writable)
-                continue
-            if nbytes == len(data):
-                unsent.popleft()
-            else:
-                unsent[0] = memoryview(data)[nbytes:]
-        while self._tls is not None and self._tls.unsent:
-            try:
-                self._tls.flush()
-            except BlockingIOError:
-                self.wait(deadline, self._writable)
-
-    # -- the outgoing queue -------------------------------------------------------------------------
-
-    def enqueue(self, message: bytes | ChunkedMessage) -> None:
-        """Queue a message."""
-        if isinstance(message, ChunkedMessage):
-            self._chunks.send(message)
-        else:
-            self._queue.append(message)
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether there is anything to be sent."""
-        return bool(self._queue or self._unsent or self._chunks.queue or (self._tls is not None and self._tls.unsent))
+        """Send the few bytes of a handshake. Raises ConnectionError and TimeoutError."""
+        self._sock.sendall(data)
+        self.drain(deadline)
 
     def drain(self, deadline: Deadline, pending: PendingRequest[Any] | None = None) -> None:
-        """Send the queue, short messages first, then one chunk, and so on. Return early when ``pending`` is ready.
+        """Send the queue, short messages first, then one part, and so on. Return early when ``pending`` is ready.
 
         Raises ConnectionError, and TimeoutError: the next call then continues at the same byte.
         """
-        queue, unsent, chunks = self._queue, self._unsent, self._chunks
+        flush = self.outbox.flush
         while not (pending is not None and pending.ready):
-            if not unsent:
-                messages = list(queue)
-                for _ in messages:  # other threads may have appended
-                    queue.popleft()
-                if messages:
-                    unsent.append(framed(messages))
-                if chunks.queue:
-                    chunks.send_next()
-            self._send_unsent(deadline)
-            if not queue and not chunks.queue:
+            left = flush()
+            if left is Flushed.ALL:
+                if self.outbox.error is not None:
+                    raise ConnectionError(*self.outbox.error.args)
                 return
-            if deadline.expired():  # a socket that takes every chunk at once never waits
+            if left is Flushed.BLOCKED:
+                self.wait(deadline, self._writable)
+            if deadline.expired():  # a socket that takes every part at once never waits
                 raise TimeoutError
 
     def wait(self, deadline: Deadline, poll: select.poll | None = None) -> None:
@@ -171,7 +127,6 @@ def open_blocking_socket(
     port: int,
     tls: ssl.SSLContext | None,
     deadline: Deadline,
-    is_open: Callable[[int], bool],
     heartbeat: float,
 ) -> BlockingSocket:
     """Connect, without the TLS handshake (`secure`). Over a Unix socket there is no TLS.
@@ -187,7 +142,7 @@ def open_blocking_socket(
         secured = (
             None if tls is None or sock.family == socket.AF_UNIX else TlsSocket(sock, tls, serves=False, name=host)
         )
-        return BlockingSocket(sock, secured, is_open)
+        return BlockingSocket(sock, secured)
     except BaseException:
         sock.close()
         raise

@@ -11,15 +11,15 @@ from asyncdist.base import lifecycle
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
 from asyncdist.errors import AuthenticationError, ProtocolError
+from asyncdist.net.connection.part_sender import PartSender
 from asyncdist.net.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
 from asyncdist.net.network import is_address, look_up
 from asyncdist.net.security.auth import HandshakeDriver
 from asyncdist.net.security.tls import handshake_error
 from asyncdist.store.client.connect import ConnectRetry, hung_up, look_up_overdue, resolution_error
-from asyncdist.store.protocol.chunk_sender import ChunkSender
-from asyncdist.store.protocol.chunking import ChunkedMessage
 from asyncdist.store.protocol.client_protocol import ClientProtocol
 from asyncdist.store.protocol.codec import framed
+from asyncdist.store.protocol.long_messages import LongMessage
 from asyncdist.store.server.connection import descriptor_of
 
 _CLOSE_TIMEOUT = 5.0
@@ -131,9 +131,7 @@ class StoreConnection(asyncio.Protocol):
         transport = cast(asyncio.Transport, transport)  # uvloop's transport does not derive from it
         self.transport = transport
         lifecycle.close_in_children(self)
-        self._chunks = ChunkSender(
-            transport.write, self._protocol.is_open, lambda call: self._loop.call_soon(self._guard, call)
-        )
+        self._parts = PartSender(transport, lambda call: self._loop.call_soon(self._guard, call))
         self._secured = transport.get_extra_info("sslcontext") is not None
         tune(transport.get_extra_info("socket"), self._heartbeat)
         self._handshake = HandshakeDriver.dialling(self._token, "store", transport.write)
@@ -169,7 +167,7 @@ class StoreConnection(asyncio.Protocol):
         self.transport = None
         if self._looking is not None:
             self._looking.cancel()
-        self._chunks.drop()
+        self._parts.drop()
         if not self.greeted.done():
             why = f": {describe_error(exc)}" if exc else ""
             during = ConnectionResetError(f"it hung up during the handshake{why}")
@@ -191,10 +189,10 @@ class StoreConnection(asyncio.Protocol):
             self._look_later()
 
     def pause_writing(self) -> None:
-        self._chunks.pause()
+        self._parts.pause()
 
     def resume_writing(self) -> None:
-        self._chunks.resume()
+        self._parts.resume()
 
     def fileno(self) -> int:
         """Return the descriptor of the connection's socket, or -1 if that is closed."""
@@ -202,13 +200,13 @@ class StoreConnection(asyncio.Protocol):
 
     # -- called by the store ----------------------------------------------------------------------
 
-    def send(self, message: bytes | ChunkedMessage) -> None:
-        """Write the first message of a loop iteration at once, further ones together, and a long one in chunks."""
+    def send(self, message: bytes | LongMessage) -> None:
+        """Write the first message of a loop iteration at once, further ones together, and a long one in parts."""
         if self.transport is None or not message:
             return
         try:
-            if isinstance(message, ChunkedMessage):
-                self._chunks.send(message)
+            if isinstance(message, LongMessage):
+                self._parts.add(message)
             elif not self._corked:
                 self._corked = True
                 self._loop.call_soon(self._guard, self._uncork)

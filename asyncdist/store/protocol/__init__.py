@@ -1,4 +1,4 @@
-"""The store's wire protocols without I/O: operations, codec, chunking, client state machine, torch's c10d format.
+"""The store's wire protocols without I/O: operations, codec, long messages, client state machine, torch's c10d format.
 
 Clients and the server use it.
 """

@@ -13,19 +13,15 @@ is unknown. A client that keeps a lease on a prefix ends instead, because the ke
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from asyncdist.errors import ProtocolError, QueueEmptyError, StoreConnectionError, StoreError, UsageError
-from asyncdist.store.protocol.chunking import (
-    FRAME_NBYTES,
-    LONG_NBYTES,
-    ChunkedMessage,
-    Reassembler,
-    request_piece,
-    weight,
-)
-from asyncdist.store.protocol.codec import HELLO, VERSION, Encoder, FrameParser, decode_answer, message_limit
+from asyncdist.net.connection.frames import HELLO
+from asyncdist.net.connection.inbox import Inbox, InboxOwner
+from asyncdist.net.connection.messages import IncomingMessage
+from asyncdist.store.protocol.codec import Encoder, decode_answer, decode_hello, message_limit, messages_in
+from asyncdist.store.protocol.long_messages import LONG_NBYTES, LongMessage, Reassembler, weight
 from asyncdist.store.protocol.operations import (
     BLOCKING,
     CHANGING,
@@ -66,7 +62,7 @@ def refusal(reason: int, text: str) -> Exception:
     return QueueEmptyError(text) if reason == Reason.EMPTY else StoreError(text)
 
 
-class ClientProtocol:
+class ClientProtocol(InboxOwner):
     """The open requests of one client, and its session over any number of connections.
 
     Args:
@@ -89,9 +85,9 @@ class ClientProtocol:
         """Whether the store has answered a request over the present connection."""
         self.expiries = 0
         """How often the store has ended this client's lease, and has deleted its ephemeral keys."""
-        self.output: list[bytes | ChunkedMessage] = []
+        self.output: list[bytes | LongMessage] = []
         """Messages to be sent; see `data_to_send`."""
-        self.arriving = Reassembler(self.limit)
+        self.inbox = Inbox(self, most_nbytes=self.limit, most_open=1)
         self._identity = identity
         self.lease = min(lease, _LONGEST_LEASE)
         self._open: dict[int, ResponseHandler] = {}
@@ -107,7 +103,6 @@ class ClientProtocol:
         self._introduced = False
         self._lineage = ""
         self._encoder = Encoder()
-        self._parser = FrameParser(FRAME_NBYTES)
 
     def open_requests(self) -> Collection[ResponseHandler]:
         """Return the requests without a final answer."""
@@ -124,7 +119,7 @@ class ClientProtocol:
         """Return whether a request, or the rest of it, still has to be sent."""
         return request in self._open or request in self._restoring
 
-    def ask(self, handler: ResponseHandler) -> tuple[int, bytes | ChunkedMessage]:
+    def ask(self, handler: ResponseHandler) -> tuple[int, bytes | LongMessage]:
         """Open a request; return its number, and its message, which follows those in ``output``.
 
         Raises UsageError if the request is too long for the server.
@@ -143,16 +138,16 @@ class ClientProtocol:
             self.output.append(self._encoder.pack((0, Op.RECEIVED, next(iter(self._changes), request))))
         return request, message
 
-    def _message(self, request: int, command: Command[Any]) -> bytes | ChunkedMessage:
+    def _message(self, request: int, command: Command[Any]) -> bytes | LongMessage:
         op, args = command
         fields = request, op, *args
         try:
             if op is not Op.GET and weight(args) > LONG_NBYTES:
-                message: bytes | ChunkedMessage = ChunkedMessage(self._encoder.pack, fields, request_piece)
+                message: bytes | LongMessage = LongMessage(self._encoder.pack, fields, self.is_open)
             else:
                 message = self._encoder.pack(fields)
                 if len(message) > LONG_NBYTES:
-                    message = ChunkedMessage(self._encoder.pack, fields, request_piece)
+                    message = LongMessage(self._encoder.pack, fields, self.is_open)
         except ValueError as error:  # a lone surrogate in a key
             raise UsageError(f"store {command.name}: {error}") from None
         if len(message) > self.limit:
@@ -181,7 +176,7 @@ class ClientProtocol:
         """Return the message that ends the session."""
         return self._encoder.pack((0, Op.LEAVE))
 
-    def data_to_send(self) -> list[bytes | ChunkedMessage]:
+    def data_to_send(self) -> list[bytes | LongMessage]:
         """Return the messages in ``output``, and empty it."""
         messages, self.output = self.output, []
         return messages
@@ -201,8 +196,8 @@ class ClientProtocol:
         self._resumed = self.greeted = False
         self._resume_request = 0
         self.output.clear()
-        self._parser = FrameParser(FRAME_NBYTES)
-        self.arriving.drop()
+        self.inbox.close()
+        self.inbox = Inbox(self, most_nbytes=self.limit, most_open=1)
 
     def end(self, error: Exception) -> None:
         """Reject all open requests, because there is no further connection."""
@@ -283,9 +278,23 @@ class ClientProtocol:
 
     def receive(self, data: bytes) -> None:
         """Parse received bytes, and pass each answer to its handler. Raises ProtocolError."""
-        for frame in self._parser.feed(data):
-            for message in self.arriving.messages_in(frame):
-                self._handle(*decode_answer(message))
+        self.inbox.feed(data)
+
+    def on_short(self, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]) -> None:
+        for message in messages_in(head):
+            self._handle(*decode_answer(message))
+
+    def on_opening(self, message: IncomingMessage) -> None:
+        message.context = Reassembler(message)
+
+    def on_completed(self, message: IncomingMessage) -> None:
+        self._handle(*decode_answer(message.context.message()))
+
+    def on_frame(self, kind: int, body: bytes) -> None:
+        if kind != HELLO or self.greeted:
+            super().on_frame(kind, body)
+        self.limit = self.inbox.most_nbytes = decode_hello(body, self.where)
+        self.greeted = True
 
     def _handle(self, request: int, kind: int, value: Any) -> None:
         handler = self._open.get(request)
@@ -293,8 +302,6 @@ class ClientProtocol:
             self._handle_other(request, kind, value)
         elif kind == OperationKind.PUBLISHED:
             handler.publish(value)
-        elif kind == OperationKind.PIECE:
-            self.arriving.add(*value)
         else:
             # A signal handler may raise in any line: the request stays open, and is sent again, until it has its answer.
             op = handler.command.op
@@ -320,11 +327,7 @@ class ClientProtocol:
 
     def _handle_other(self, request: int, kind: int, value: Any) -> None:
         """Handle a message that answers no request of the program, or one that was cancelled."""
-        if kind == HELLO:
-            self._greet(*value)
-        elif kind == OperationKind.PIECE:
-            self.arriving.add(*value)
-        elif request == self._resume_request and request:
+        if request == self._resume_request and request:
             types = [str, bool, bool]
             if kind != OperationKind.RESULT or type(value) is not list or [type(each) for each in value] != types:
                 raise ProtocolError(
@@ -339,15 +342,6 @@ class ClientProtocol:
                 if value is False:  # another client has set the key since
                     del self._ephemeral[key]
             self._send_held()
-
-    def _greet(self, version: int, limit: int) -> None:
-        if version != VERSION:
-            raise ProtocolError(
-                f"the store speaks version {version} of the protocol, and this client version {VERSION}: "
-                "run the same asyncdist on both sides"
-            )
-        self.greeted = True
-        self.limit = self.arriving.limit = limit
 
     # -- ephemeral keys ---------------------------------------------------------------------------
 

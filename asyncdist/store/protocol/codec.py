@@ -1,13 +1,14 @@
-"""The store's own wire format: messages in msgpack, and frames that carry one message or several. No I/O.
+"""The store's own wire format: messages in msgpack, in the frames of `asyncdist.net.connection.frames`. No I/O.
 
-    frame      u64 length (little-endian), then that many bytes: messages one after the other
+    frame      SHORT: messages one after the other; HELLO: the hello
     request    [id, op, argument…]                    client → server; ids are the client's own, from 1 up
     result     [id, 0, value]                         server → client, in any order
     refusal    [id, 1, [reason, text]]
     published  [id, 2, message]                       id is that of the subscription
     hello      [0, 3, [version, limit]]               server → client, once, first: the longest message it accepts
 
-Messages that are too long for a frame are sent in chunks (`chunking`).
+Messages that are too long for a frame are in `long_messages`. Versions up to 3 had frames with a length of 8 bytes, which
+the header of a HELLO also is: each side can tell the other version.
 
 Input from a peer is checked. A length beyond the limit, bytes that are not msgpack, an unknown operation and an argument
 of a wrong type raise ProtocolError; no other error is raised.
@@ -15,17 +16,17 @@ of a wrong type raise ProtocolError; no other error is raised.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import msgpack
 
 from asyncdist.errors import ProtocolError
+from asyncdist.net.connection.frames import HEADER, HELLO, SHORT, frame
 from asyncdist.store.protocol.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Op, OperationKind
 
-VERSION = 3
-HELLO = 3
+VERSION = 4
+_HELLO = 3
 OVERHEAD_NBYTES = 64 << 10
 """The largest size of a message without its value and key."""
 TOGETHER_NBYTES = 64 << 10
@@ -33,8 +34,6 @@ TOGETHER_NBYTES = 64 << 10
 _MARK = bytes(range(0xF0, 0x100))
 _END = msgpack.packb(_MARK)
 """Appended to a frame while it is decoded, to detect a last message that is cut short."""
-
-LENGTH = struct.Struct("<Q")
 
 
 class Request(NamedTuple):
@@ -50,53 +49,6 @@ def message_limit(max_value_nbytes: int = 0, max_key_nbytes: int = 0) -> int:
     return max_value_nbytes + max_key_nbytes + OVERHEAD_NBYTES
 
 
-class FrameParser:
-    """Cuts a stream of bytes into frames.
-
-    Buffers at most one frame of ``limit`` bytes and the rest of the same read. A longer frame raises ProtocolError as soon
-    as its length has arrived; after an error the stream cannot be read further.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._buffer = bytearray()
-        self._wanted = LENGTH.size  # the buffer is parsed again when it has this length
-
-    @property
-    def pending(self) -> int:
-        """Bytes of an unfinished frame."""
-        return len(self._buffer)
-
-    def feed(self, data: bytes | bytearray) -> list[bytes | bytearray]:
-        """Return the frames that ``data`` completes."""
-        buffer = self._buffer
-        if buffer:
-            buffer += data
-            if len(buffer) < self._wanted:
-                return []
-            data = buffer
-        frames = []
-        start, end = 0, len(data)
-        while True:
-            if end - start < LENGTH.size:
-                self._wanted = LENGTH.size
-                break
-            (nbytes,) = LENGTH.unpack_from(data, start)
-            if nbytes > self.limit:
-                raise ProtocolError(f"a frame that claims {nbytes} bytes, when {self.limit} is the limit")
-            after = start + LENGTH.size + nbytes
-            if after > end:
-                self._wanted = after - start
-                break
-            frames.append(data[after - nbytes : after])
-            start = after
-        if data is buffer:
-            del buffer[:start]
-        else:
-            buffer += data[start:] if start else data
-        return frames
-
-
 class Encoder:
     """Encodes messages. Not thread-safe."""
 
@@ -106,7 +58,7 @@ class Encoder:
 
     def frame(self, *fields: Any) -> bytes:
         """Return the frame of one message."""
-        return framed([self.pack(fields)])
+        return frame(SHORT, self.pack(fields))
 
 
 def framed(messages: Iterable[bytes]) -> bytes:
@@ -116,16 +68,30 @@ def framed(messages: Iterable[bytes]) -> bytes:
     nbytes = 0
     for message in messages:
         if together and nbytes + len(message) > TOGETHER_NBYTES:
-            frames += LENGTH.pack(nbytes), *together
+            frames += HEADER.pack(nbytes, SHORT, 0, 0), *together
             together, nbytes = [], 0
         together.append(message)
         nbytes += len(message)
-    return b"".join((*frames, LENGTH.pack(nbytes), *together))
+    return b"".join((*frames, HEADER.pack(nbytes, SHORT, 0, 0), *together))
 
 
 def hello(limit: int) -> bytes:
     """Return the frame with which a server begins."""
-    return Encoder().frame(0, HELLO, (VERSION, limit))
+    return frame(HELLO, Encoder().pack((0, _HELLO, (VERSION, limit))))
+
+
+def decode_hello(body: bytes, where: str) -> int:
+    """Return the longest message that a server accepts. Raises ProtocolError, also for one of another version."""
+    request, kind, value = decode_answer(messages_in(body)[0])
+    if (request, kind) != (0, _HELLO):
+        raise ProtocolError(f"the store at {where} did not begin with a hello")
+    version, limit = value
+    if version != VERSION:
+        raise ProtocolError(
+            f"the store speaks version {version} of the protocol, and this client version {VERSION}: "
+            "run the same asyncdist on both sides"
+        )
+    return int(limit)
 
 
 # -- decoding --------------------------------------------------------------------------------------
@@ -134,7 +100,7 @@ def hello(limit: int) -> bytes:
 def messages_in(frame: bytes | bytearray, extension: Callable[[int, bytes], Any] = msgpack.ExtType) -> list[Any]:
     """Return the messages of a frame, at least one, without checking their fields.
 
-    ``extension`` decodes msgpack's extension types (`chunking`). Raises ProtocolError.
+    ``extension`` decodes msgpack's extension types (`long_messages`). Raises ProtocolError.
     """
     try:
         return [msgpack.unpackb(frame, ext_hook=extension)]
@@ -177,7 +143,7 @@ def decode_request(fields: Any) -> Request:
 
 
 def decode_answer(fields: Any) -> tuple[int, int, Any]:
-    """Return an answer's request, its kind (`OperationKind` or HELLO), and its value. Raises ProtocolError."""
+    """Return an answer's request, its kind, and its value. Raises ProtocolError."""
     if type(fields) is list and len(fields) == 3:
         request, kind, value = fields
         if type(request) is int and type(kind) is int and (kind == OperationKind.RESULT or _sound(kind, value)):
@@ -198,9 +164,7 @@ def _fits(kind: str, argument: Any) -> bool:
 
 def _sound(kind: int, value: Any) -> bool:
     """Whether a reply's value has the shape of its kind."""
-    if kind == OperationKind.PIECE:
-        return type(value) is list and [type(each) for each in value] == [int, bytes]
-    if kind in (OperationKind.REFUSED, HELLO):
+    if kind in (OperationKind.REFUSED, _HELLO):
         second = str if kind == OperationKind.REFUSED else int
         return type(value) is list and len(value) == 2 and type(value[0]) is int and type(value[1]) is second
     return kind == OperationKind.PUBLISHED and type(value) is bytes

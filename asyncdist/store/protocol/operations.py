@@ -58,8 +58,6 @@ class Op(IntEnum):
     """Return the server's status, figures and texts by name. Servers only."""
     WATCH = 28
     """Return a key's value, and from then on publish every change."""
-    PIECE = 29
-    """A chunk of a long message (`chunking`). Has no reply."""
     WATCH_KEYS = 30
     """Return all keys that begin with a prefix, each followed by its value, and from then on publish every change."""
     RESTORE_EPHEMERAL = 31
@@ -102,7 +100,6 @@ ARGUMENTS: dict[Op, tuple[str, ...]] = {
     Op.WATCH: (KEY,),
     Op.WATCH_KEYS: (KEY,),
     Op.STATUS: (),
-    Op.PIECE: (NUMBER, VALUE),
 }
 
 STREAMS = frozenset((Op.SUBSCRIBE, Op.WATCH, Op.WATCH_KEYS))
@@ -132,7 +129,7 @@ LEASED = frozenset((Op.SET_EPHEMERAL, Op.RESTORE_EPHEMERAL, Op.ACQUIRE_LEASE, Op
 SWEEPING = frozenset((Op.LIST_KEYS, Op.WATCH_KEYS, Op.STATUS))
 """Operations that visit all keys and may take long: after each, the server serves other connections."""
 
-SERVERS = frozenset((Op.OPEN_SCOPED_STORE, Op.RESUME, Op.RECEIVED, Op.STATUS, Op.PIECE))
+SERVERS = frozenset((Op.OPEN_SCOPED_STORE, Op.RESUME, Op.RECEIVED, Op.STATUS))
 """Operations that the server executes, and not the state machine."""
 
 
@@ -147,8 +144,7 @@ class OperationKind(IntEnum):
     RESULT = 0
     REFUSED = 1
     PUBLISHED = 2
-    PIECE = 4
-    """A chunk of a long message (`chunking`); 3 is the server's hello."""
+    """3 is the server's hello."""
 
 
 class Reason(IntEnum):

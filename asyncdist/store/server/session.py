@@ -1,29 +1,25 @@
 """The server's side of one connection of this package's client: frames become requests, and replies become frames.
 
-Long messages are sent in chunks (`protocol.chunking`), and short messages between the chunks. The chunks of a value that
-arrives count against the store's memory quota, and are dropped with their connection. A client may reconnect and repeat
-its unanswered requests; each change is applied once (`state.sessions`). This module does not import the server.
+Long messages are sent in parts (`protocol.long_messages`), and short messages between the parts. The bytes of a request
+that arrives count against the memory quota, and are dropped with their connection. A client may reconnect and repeat its
+unanswered requests; each change is applied once (`state.sessions`). This module does not import the server.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError
+from asyncdist.net.connection.inbox import Inbox, InboxOwner
+from asyncdist.net.connection.messages import IncomingMessage, OutgoingMessage
+from asyncdist.net.connection.part_sender import PartSender
 from asyncdist.net.host_watch import HostWatch
-from asyncdist.store.protocol.chunk_sender import ChunkSender
-from asyncdist.store.protocol.chunking import (
-    FRAME_NBYTES,
-    LONG_NBYTES,
-    ChunkedMessage,
-    Reassembler,
-    answer_piece,
-    weight,
-)
-from asyncdist.store.protocol.codec import TOGETHER_NBYTES, FrameParser, decode_request, framed, messages_in
+from asyncdist.store.protocol.codec import TOGETHER_NBYTES, decode_request, framed, messages_in
+from asyncdist.store.protocol.long_messages import LONG_NBYTES, LongMessage, Reassembler, weight
 from asyncdist.store.protocol.operations import (
     CHANGING,
     LEASED,
@@ -68,22 +64,45 @@ class SessionContext(ConnectionContext, Protocol):
         """Return what ``asyncdist store status`` shows."""
 
 
-class Session(ServerConnection):
+class _ArrivingRequest(Reassembler):
+    """A long request, whose bytes count against the store's memory quota until it is executed, refused or withdrawn."""
+
+    def __init__(self, session: Session, opened: IncomingMessage) -> None:
+        super().__init__(opened)
+        self._session = session
+        self._reserved_nbytes = 0
+        self.is_answered = False
+
+    def write(self, part: memoryview) -> None:
+        if self.is_answered:
+            return
+        self.is_answered = self._session.answer_early(self.request, len(part))
+        if self.is_answered:
+            self.release_memory()
+        else:
+            self._reserved_nbytes += len(part)
+            super().write(part)
+
+    def release_memory(self) -> None:
+        """Release the memory that was reserved for it."""
+        self._session.release_memory(self._reserved_nbytes)
+        self._reserved_nbytes = 0
+
+
+class Session(ServerConnection, InboxOwner):
     """One authenticated client of this package's protocol."""
 
     __slots__ = (
-        "_chunk_sender",
         "_has_heard",
         "_has_sent",
         "_host_watch",
+        "_inbox",
         "_last_before",
-        "_parser",
+        "_parts",
         "_published_nbytes",
         "_published_queued_nbytes",
         "_queued",
         "_queued_nbytes",
-        "_reassembler",
-        "_reserved_nbytes",
         "_todo",
         "client_session",
     )
@@ -92,14 +111,10 @@ class Session(ServerConnection):
 
     def __init__(self, server: SessionContext, transport: asyncio.Transport, peer: str) -> None:
         super().__init__(server, transport, peer)
-        self._parser = FrameParser(FRAME_NBYTES)
-        self._reassembler = Reassembler(server.limit)
-        self._reserved_nbytes = 0  # for chunks that have arrived, in the server's quota
+        self._inbox = Inbox(self, most_nbytes=server.limit, most_open=1)
         self._queued: Counter[int] = Counter()  # number of long replies that are neither sent nor cancelled, by request
-        self._queued_nbytes = 0  # length of the long replies at the chunk sender
-        self._chunk_sender = ChunkSender(
-            transport.write, self._queued.__contains__, asyncio.get_running_loop().call_soon
-        )
+        self._queued_nbytes = 0  # length of the long replies that are neither sent nor withdrawn
+        self._parts = PartSender(transport, asyncio.get_running_loop().call_soon)
         self._published_nbytes = 0  # length of the short published messages since the socket was last full
         self._published_queued_nbytes = 0  # length of the long published messages that have not been sent
         self._todo: deque[Any] = deque()
@@ -111,47 +126,41 @@ class Session(ServerConnection):
 
     def receive(self, data: bytes) -> None:
         self._has_heard = True
-        for frame in self._parser.feed(data) if data else ():
-            if len(frame) > LONG_NBYTES or self._reassembler.busy:
-                self._take(frame)
-            else:
-                self._todo.extend(messages_in(frame))
+        if data:
+            self._inbox.feed(data)
         self._work()
 
-    def _take(self, frame: bytes | bytearray) -> None:
-        """Parse a frame that may be a chunk, or refer to chunks."""
-        for message in self._reassembler.messages_in(frame):
-            match message:
-                case [int(request), Op.PIECE, int(number), bytes(piece)]:
-                    self._take_chunk(request, number, piece)
-                case _:
-                    self._todo.append(message)
-        self._release_memory()
+    def on_short(self, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]) -> None:
+        self._todo.extend(messages_in(head))
 
-    def _take_chunk(self, request: int, number: int, piece: bytes) -> None:
-        self._reassembler.add(number, piece)
-        self._release_memory()
-        more = self._reassembler.nbytes - self._reserved_nbytes
-        if more <= 0:
-            return
+    def on_opening(self, message: IncomingMessage) -> None:
+        message.context = _ArrivingRequest(self, message)
+
+    def on_completed(self, message: IncomingMessage) -> None:
+        message.context.release_memory()
+        if not message.context.is_answered:
+            self._todo.append(message.context.message())
+
+    def on_withdrawn(self, message: IncomingMessage) -> None:
+        message.context.release_memory()
+
+    def answer_early(self, request: int, nbytes: int) -> bool:
+        """Reserve memory for bytes of a long request that have arrived; else answer the request, and return True."""
         self._work(in_turns=False)  # earlier requests may release memory
         # A repeated request, which has a reply, needs no memory.
         answer = self.client_session.answer_to(request) if self.client_session is not None else None
         try:
             if answer is None:
-                self._server.quota.reserve(more)
-                self._reserved_nbytes += more
+                self._server.quota.reserve(nbytes)
         except RequestRefused as refused:
             answer = self._unsure(request) or refused.reply(self, request)
         if answer is not None:
-            self._reassembler.discard()
             self.answer(answer)
+        return answer is not None
 
-    def _release_memory(self) -> None:
-        """Release the memory reserved for a chunked message that is complete or abandoned."""
-        if self._reserved_nbytes and not self._reassembler.nbytes:
-            self._server.quota.arriving_nbytes -= self._reserved_nbytes
-            self._reserved_nbytes = 0
+    def release_memory(self, nbytes: int) -> None:
+        """Release memory that was reserved for bytes of a long request."""
+        self._server.quota.arriving_nbytes -= nbytes
 
     def _work(self, in_turns: bool = True) -> None:
         """Execute the requests that have arrived, while the client reads the replies, and yield after a long one."""
@@ -223,7 +232,7 @@ class Session(ServerConnection):
             assert self.client_session is not None
             server.scoped_ports.open(self, self.client_session.identity, request, *args)
         else:
-            raise ProtocolError("a chunk of a message without other chunks")
+            raise AssertionError(op)
 
     def bind(self, client_session: ClientSession) -> None:
         """Set the client session of this connection, once, before its first change."""
@@ -256,13 +265,16 @@ class Session(ServerConnection):
             self._published_nbytes += len(message) if reply.kind is OperationKind.PUBLISHED else 0
             return
         if isinstance(message, bytes):  # a short message of a stream must not overtake a long one
-            message = ChunkedMessage(self._server.pack, (reply.request, reply.kind, reply.value), answer_piece)
+            message = self._long((reply.request, reply.kind, reply.value))
         self.flush()
         self._queued[reply.request] += 1
         self._published_queued_nbytes += len(message) if reply.kind is OperationKind.PUBLISHED else 0
         self._send_when_durable(message)
 
-    def _encoded(self, reply: Reply) -> bytes | ChunkedMessage:
+    def _long(self, fields: tuple[Any, ...]) -> LongMessage:
+        return LongMessage(self._server.pack, fields, self._queued.__contains__)
+
+    def _encoded(self, reply: Reply) -> bytes | LongMessage:
         """Return the message of a reply."""
         pack, limit = self._server.pack, self._server.limit
         fields = reply.request, reply.kind, reply.value
@@ -271,31 +283,33 @@ class Session(ServerConnection):
             return pack(fields)
         # A list's size is checked before it is packed: a request may repeat one key many times.
         if nbytes <= limit or type(reply.value) is bytes:
-            message = ChunkedMessage(pack, fields, answer_piece)
+            message = self._long(fields)
             if len(message) <= limit:
                 return message
         text = f"the reply would exceed the store's {limit} bytes: ask for fewer keys at a time"
         return pack(RequestRefused(Reason.TOO_LARGE, text).reply(self, reply.request)[1:])
 
-    def _write(self, data: bytes | ChunkedMessage) -> None:
+    def _write(self, data: bytes | LongMessage) -> None:
         self._has_sent = True
-        if not isinstance(data, ChunkedMessage):
+        if not isinstance(data, LongMessage):
             super()._write(data)
         elif self._transport is not None:
-            self._chunk_sender.send(data, self._chunks_sent)
+            data.on_done = self._long_sent
+            self._parts.add(data)
             self._queued_nbytes += len(data)
             self.paused = self.paused or self._must_pause
 
     def pause_writing(self) -> None:
         super().pause_writing()
         self._published_nbytes = 0
-        self._chunk_sender.pause()
+        self._parts.pause()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._chunk_sender.resume()
+        self._parts.resume()
 
-    def _chunks_sent(self, message: ChunkedMessage) -> None:
+    def _long_sent(self, message: OutgoingMessage) -> None:
+        assert isinstance(message, LongMessage)
         self._queued -= Counter([message.request])
         self._queued_nbytes -= len(message)
         self._published_queued_nbytes -= len(message) if message.kind is OperationKind.PUBLISHED else 0
@@ -303,7 +317,10 @@ class Session(ServerConnection):
 
     @property
     def _must_pause(self) -> bool:
-        return super()._must_pause or self._queued_nbytes - self._chunk_sender.nbytes_under_way > BACKLOG_NBYTES
+        if super()._must_pause or not self._queued_nbytes:
+            return super()._must_pause
+        first = self._parts.first
+        return self._queued_nbytes - (len(first) if isinstance(first, LongMessage) else 0) > BACKLOG_NBYTES
 
     @property
     def _published_waiting_nbytes(self) -> int:
@@ -311,14 +328,18 @@ class Session(ServerConnection):
         return self._published_queued_nbytes + min(self._published_nbytes, self.waiting_nbytes)
 
     def _close_if_sent(self) -> None:
-        if not self._chunk_sender.busy:
+        if not self._queued_nbytes:
             super()._close_if_sent()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._reassembler.drop()
-        self._release_memory()
-        self._chunk_sender.drop()
+        for message in self._inbox.close():
+            # None if its head could not be read.
+            if message.context is not None:
+                message.context.release_memory()
+        self._parts.drop()
         super().connection_lost(exc)
+        # It refers to this session: the cycle would keep both until the collector runs.
+        del self._inbox
 
     def joined(self, pieces: list[bytes]) -> bytes:
         return framed(pieces)
@@ -329,4 +350,4 @@ class Session(ServerConnection):
 
     @property
     def unfinished(self) -> bool:
-        return bool(self._parser.pending or self._todo or self._reassembler.busy)
+        return bool(self._todo) or not self._inbox.is_between_messages

@@ -29,7 +29,7 @@ from typing import Any
 import msgpack
 
 from asyncdist.errors import ProtocolError
-from asyncdist.store.protocol.chunking import LONG_NBYTES
+from asyncdist.store.protocol.long_messages import LONG_NBYTES
 from asyncdist.store.protocol.operations import OperationKind
 from asyncdist.store.state.model import Contents, extend
 

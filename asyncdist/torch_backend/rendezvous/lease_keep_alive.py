@@ -26,7 +26,6 @@ def connect_with_long_lease(host: str, port: int, timeout: Timeout) -> TCPStore:
 
     Args:
         host: Host name or address of the daemon.
-        port: Port of the daemon.
         timeout: Seconds after which an operation on the store fails.
     """
     config = Config.from_environment()

@@ -22,7 +22,6 @@ class HeldVersion:
     """Blocks of a version that have arrived in order and are verified, and who uses them. Belongs to one loop.
 
     Args:
-        version: The version.
         selection: The parts of it that are here.
         digests: The digests of the blocks of the selection's layout; of a part, they arrive with its blocks.
         on_unused: Called once, when the version is dropped and no use of it is left.

@@ -111,8 +111,6 @@ class VersionPuller:
         """Get a version from a source.
 
         Args:
-            channel: The channel to the source.
-            entry: The entry of the source.
             held: What to fill, from the first block that it lacks on.
             maps: Map the memory of the source, instead of copying its blocks.
 

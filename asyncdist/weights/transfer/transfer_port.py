@@ -52,9 +52,6 @@ class TransferPort:
     Args:
         host: The address of this machine at which it listens for other hosts.
         service: Ports of different services do not connect.
-        job: The name of the job.
-        token: The token of the job.
-        config: The settings.
         label: The role of this process, for messages.
 
     Attributes:
@@ -144,10 +141,6 @@ class TransferPort:
         """Get the blocks that a version lacks from one source, or map the memory of a source on this host.
 
         Args:
-            held: The version.
-            manifest: Its manifest.
-            entry: The entry of the source.
-            address: The source.
             token: The token of the source, if it is not that of this port.
 
         Raises:

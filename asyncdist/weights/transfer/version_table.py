@@ -99,7 +99,6 @@ class VersionTable:
 
     Args:
         store: The part of the store that belongs to the job, for the running loop. The caller closes it.
-        name: The name of the weights.
     """
 
     def __init__(self, store: AsyncStoreBase, name: str) -> None:
@@ -154,8 +153,6 @@ class VersionTable:
         """Make a version the newest, whose number is one more than that of the newest so far, and at least its own.
 
         Args:
-            version: The version.
-            manifest: Its manifest.
             record: The record of the publisher as its first holder.
             before: The version that is probably the newest.
 

@@ -260,7 +260,7 @@ def without_mpi(monkeypatch):
 
 def test_without_mpi_nothing_is_measured(without_mpi, monkeypatch):
     monkeypatch.setattr(launch, "commands", lambda *_: pytest.fail("ranks were started"))
-    with pytest.raises(UnsupportedError, match=r"pip install 'asyncdist\[mpi\]'"):
+    with pytest.raises(UnsupportedError, match=r"pip install mpi4py"):
         launch.run(BenchPlan(against=("mpi",)))
 
 

@@ -109,7 +109,7 @@ def host_as_device(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)  # it accepts no host tensor
     monkeypatch.setattr(Staged, "probe", classmethod(lambda kind: None))
     started = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(Group, "on", lambda *_: SimpleNamespace(backend="staged", all_reduce=lambda _: started))
+    monkeypatch.setattr(Group, "_on", lambda *_: SimpleNamespace(backend="staged", all_reduce=lambda _: started))
 
 
 def test_rank_measures_every_usable_contender(host_as_device, tmp_path):

@@ -162,7 +162,7 @@ def test_report_interval_grows(monkeypatch):
         def add_done_callback(self, call):
             pass
 
-    host = type("Host", (), {"sibling": lambda what: Reports()})
+    host = type("Host", (), {"_sibling": lambda what: Reports()})
     context = type("Site", (), {"rank": 0, "size": 3, "host": host})
     call = desync_detector.DesyncDetector(context, told.append)
     for number in range(1, 200):

@@ -35,7 +35,14 @@ from asyncdist.testing.cluster import run_ranks
 from asyncdist.testing.collective_cases import reducing
 from asyncdist_transports.nccl import Nccl, bindings, collectives, communicator
 from asyncdist_transports.nccl.bindings import Bindings, Numbers, numbers_of
-from tests.support.devices import PretendStreams, device_cases, device_group, run_cases, run_cases_in_flight
+from tests.support.devices import (
+    PretendStreams,
+    device_cases,
+    device_group,
+    part_on,
+    run_cases,
+    run_cases_in_flight,
+)
 from tests.support.nccl import PretendNccl, nccl_over
 
 REDUCED = [
@@ -410,8 +417,8 @@ def test_split_group_splits_the_device_groups(monkeypatch):
     monkeypatch.setattr("asyncdist.kernel.devices.group.CudaStreams", lambda device: PretendStreams())
     device, split = torch.device("cpu"), []
     sync.init_process_group(store=HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(sync.group.WORLD.on(device), "split", lambda part, number: split.append((part, number)))
-    monkeypatch.setattr(Group, "on", lambda group, device: (group, device))
+    monkeypatch.setattr(part_on(sync.group.WORLD, device), "split", lambda part, number: split.append((part, number)))
+    monkeypatch.setattr(Group, "_on", lambda group, device: (group, device))
     for group in (sync.group.WORLD, None):
         part = sync.split_group(group, [[0]])
         assert (part.ranks, split.pop()) == ((0,), ((part, device), 0))

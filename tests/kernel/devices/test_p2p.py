@@ -622,7 +622,7 @@ def test_blocking_receive_returns_before_the_device_has_the_data(monkeypatch):
     devices, streams = {}, [PretendStreams(), PretendStreams()]
     streams[1].hold()
     monkeypatch.setattr("asyncdist.groups.group.device_of", lambda value: torch.device("cuda"))
-    monkeypatch.setattr(Group, "on", lambda group, device: devices.get(group, group))
+    monkeypatch.setattr(Group, "_on", lambda group, device: devices.get(group, group))
 
     def program(group):
         rank = group.rank()

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -26,6 +27,12 @@ pytestmark = pytest.mark.each_loop
 @pytest.fixture
 def streams():
     return PretendStreams()
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(4) as executor:
+        yield executor
 
 
 @pytest.fixture(params=["queued"])
@@ -170,13 +177,13 @@ def test_wait_of_joined_works(group, streams):
     assert [tensor.sum().item() for tensor in whole.result()] == [8.0, 2.0]
 
 
-async def test_await_of_joined_works():
+async def test_await_of_joined_works(threads):
     async with devices_of(2) as groups:
         tensors = [[torch.ones(4), torch.ones(3)] for _ in groups]
         works = [joined([g.all_reduce(one) for one in pair]) for g, pair in zip(groups, tensors, strict=True)]
         await asyncio.gather(*works)
-        for work in works:
-            work.synchronize(20.0)
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(loop.run_in_executor(threads, work.synchronize, 20.0) for work in works))
         assert all(torch.equal(one, torch.full_like(one, 2)) for pair in tensors for one in pair)
 
 
@@ -190,6 +197,19 @@ async def test_blocking_on_the_driving_loop_is_refused():
         with pytest.raises(LoopThreadError):
             groups[0].barrier(background=False)
         await asyncio.gather(work, groups[1].all_reduce(torch.ones(1)))
+        for wait in (work.wait, work.synchronize):
+            with pytest.raises(LoopThreadError):
+                wait()
+
+
+async def test_wait_is_allowed_on_the_driving_loop_if_the_host_waits_for_no_peer():
+    """It orders streams. The first call connects the devices, for which it needs the loop."""
+    async with devices_of(1, [Queued]) as (group,):
+        first = group.all_reduce(torch.ones(1))
+        await first
+        with pytest.raises(LoopThreadError):
+            first.wait()
+        assert group.all_reduce(torch.ones(1)).wait()
 
 
 # -- refusals and failures --------------------------------------------------------------------------
@@ -251,7 +271,7 @@ async def test_destroyed_group_fails_pending_operations():
 
 
 @pytest.mark.parametrize("wait", ["await", "wait", "synchronize", "exception", "never"])
-async def test_failures_of_joined_works_are_logged_only_if_the_whole_is_not_waited_for(caplog, wait):
+async def test_failures_of_joined_works_are_logged_only_if_the_whole_is_not_waited_for(caplog, threads, wait):
     # Works of other tests log their errors now.
     gc.collect()
     caplog.clear()
@@ -271,7 +291,7 @@ async def test_failures_of_joined_works_are_logged_only_if_the_whole_is_not_wait
             assert isinstance(whole.exception(), GroupAbortedError)
         elif wait != "never":
             with pytest.raises(GroupAbortedError):
-                getattr(whole, wait)()
+                await loop.run_in_executor(threads, getattr(whole, wait))
         streams[0].release()
         del whole
     gc.collect()

@@ -227,7 +227,7 @@ async def test_message_of_another_kind_may_arrive_first(nbytes):
 
 async def test_message_of_another_group_may_arrive_first():
     async with world_of(2, transport="tcp") as groups:
-        others = [group.sibling("other") for group in groups]
+        others = [group._sibling("other") for group in groups]
         for pair in (groups, others):
             await asyncio.gather(*(group.all_reduce(torch.ones(COUNT)) for group in pair))
         works = [others[1].all_reduce(torch.ones(COUNT)), groups[1].all_reduce(torch.full((COUNT,), 2.0))]

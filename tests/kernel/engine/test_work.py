@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -64,7 +65,8 @@ async def test_await_returns_the_value_of_the_operation(transport):
             assert work.is_completed()
             assert work.is_success()
             assert work.exception() is None
-            assert work.wait()
+            with pytest.raises(LoopThreadError):
+                work.wait()
 
 
 async def test_pending_work_has_no_result(transport):
@@ -331,13 +333,36 @@ async def test_timed_out_wait_in_a_thread_leaves_the_operation_pending(transport
 async def test_wait_on_the_thread_of_the_loop_is_refused(transport):
     async with world_of(2, transport=transport) as (zero, one):
         work = zero.all_reduce(ones())
-        with pytest.raises(LoopThreadError, match=r"use `await`, or asyncio.to_thread\(\)"):
+        with pytest.raises(LoopThreadError, match=r"use `await work`, or asyncio.to_thread\(\)"):
             work.wait()
         with pytest.raises(LoopThreadError, match="all_reduce on the event loop"):
             one.all_reduce(ones(), background=False)
         await one.all_reduce(ones())  # matches the first call, because the refused call has issued nothing
         await work
-        assert work.wait(), "any thread may wait for a completed work"
+        with pytest.raises(LoopThreadError):
+            work.wait()
+
+
+async def test_wait_on_the_thread_of_the_loop_is_refused_although_the_operation_is_complete(threads):
+    """A program must not depend on how fast its peers are, or on their number."""
+    async with world_of(1) as (group,):
+        done = [group.all_reduce(ones()), group.barrier(), joined([group.barrier(), group.barrier()]), joined([])]
+        assert all(work.is_completed() for work in done)
+        for work in done[:3]:
+            for wait in (work.wait, work.synchronize):
+                with pytest.raises(LoopThreadError, match="use `await work`"):
+                    wait()
+            await asyncio.get_running_loop().run_in_executor(threads, work.wait)
+
+
+async def test_callback_may_wait_for_its_own_operation_on_the_thread_of_the_loop(transport):
+    outcomes = []
+    async with world_of(2, transport=transport) as (zero, one):
+        work = zero.all_reduce(ones())
+        work.add_done_callback(lambda done: outcomes.append(done.wait()))
+        await asyncio.gather(work, one.all_reduce(ones()))
+        work.add_done_callback(lambda done: outcomes.append(done.wait()))
+    assert outcomes == [True, True]
 
 
 def test_blocking_program_may_wait_on_the_thread_of_another_loop(together, transport):
@@ -541,7 +566,7 @@ async def test_every_way_of_waiting_raises_the_failure(transport, threads):
             with pytest.raises(MismatchError):
                 work.result()
             with pytest.raises(MismatchError):
-                work.wait()
+                await asyncio.get_running_loop().run_in_executor(threads, work.wait)
         assert work.is_completed()
         assert not work.is_success()
         assert isinstance(work.exception(), MismatchError)
@@ -575,6 +600,30 @@ async def test_joined_work_reports_the_failures_of_all_its_works(transport, capl
         del whole
     gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+async def test_failure_is_logged_once_for_each_group_and_rank(transport, caplog):
+    # Works of other tests log their errors now.
+    gc.collect()
+    async with world_of(3, transport=transport) as groups:
+        pairs = [group.new_group([0, 1], group_desc="pair") for group in groups[:2]]
+        caplog.clear()
+        pending = [group.all_reduce(ones()) for group in (groups[0], groups[1], pairs[0]) for _ in range(4)]
+        pending += [groups[0].recv(ones(), 2, tag) for tag in range(4)]
+        groups[2].abort("enough")
+        pairs[1].abort("enough")
+        await asyncio.wait(pending)
+        assert len({str(work.exception()) for work in pending[:4]}) == 4, "each operation has its own error"
+        unseen = [group.all_reduce(ones()) for group in (groups[0], groups[1], pairs[0]) for _ in range(4)]
+        await asyncio.wait(unseen)
+        del pending, unseen
+        gc.collect()
+    logged = [
+        re.search(r"on group '(\w+)', rank (\d)", message).groups()
+        for message in caplog.messages
+        if "never retr" in message
+    ]
+    assert sorted(logged) == [("pair", "0"), ("world", "0"), ("world", "1")]
 
 
 async def test_awaiting_completed_works_lets_other_tasks_run():

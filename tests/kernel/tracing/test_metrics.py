@@ -135,7 +135,7 @@ def test_impossible_port_is_refused(monkeypatch, port):
 
 def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(UsageError, match=r"prometheus-client: pip install 'asyncdist\[metrics\]'"):
+    with pytest.raises(UsageError, match=r"prometheus-client: pip install prometheus-client"):
         serve_metrics()
 
 

@@ -73,5 +73,5 @@ async def test_span_of_a_failed_operation_has_its_error(provider):
 
 def test_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(UsageError, match=r"opentelemetry-api: pip install 'asyncdist\[otel\]'"):
+    with pytest.raises(UsageError, match=r"opentelemetry-api: pip install opentelemetry-api"):
         trace_operations()

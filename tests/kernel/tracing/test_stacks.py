@@ -4,9 +4,13 @@ import asyncio
 import json
 import threading
 
+import pytest
+import torch
+
 from asyncdist.base.background_loop import background_loop
 from asyncdist.kernel.tracing import stacks
 from asyncdist.kernel.tracing.stacks import Stack
+from asyncdist.testing.cluster import run_ranks, world_of
 
 NAMES = ("asyncdist-runtime", "MainThread")
 
@@ -82,6 +86,35 @@ def test_only_threads_of_the_library_without_code_of_the_program_are_of_the_libr
     (busy,) = [each for each in map(Stack.parse, stacks.collect()) if each.name == NAMES[0]]
     go_on.set()
     assert not busy.is_of_library
+
+
+async def test_stack_ends_in_the_line_of_the_program_that_calls_the_library():
+    async with world_of(2) as groups:
+
+        async def call():
+            await groups[0].all_reduce(torch.ones(1))  # the line
+
+        stacks.watch_tasks(asyncio.get_running_loop())
+        task = asyncio.create_task(call(), name="a calling task")
+        await asyncio.sleep(0)
+        frames = await asyncio.to_thread(of, "task", "a calling task")
+        assert [frame.code for frame in frames] == ["await groups[0].all_reduce(torch.ones(1))  # the line"]
+        await groups[1].all_reduce(torch.ones(1))
+        await task
+
+
+def test_stack_of_a_blocked_rank_ends_in_its_call():
+    def rank(group):
+        if group.rank() == 1:
+            for _ in range(10_000):
+                codes = [frame.code for frame in of("thread", "rank 0")]
+                if codes and codes[-1].endswith("# the call"):
+                    break
+            else:
+                pytest.fail(f"the stack ends in {codes[-1]}")
+        group.barrier().wait()  # the call
+
+    run_ranks(2, rank)
 
 
 def test_long_stack_keeps_its_innermost_frames():

@@ -189,22 +189,29 @@ def test_acknowledgement_is_sent_after_another_thread_has_sent(master, threads, 
 
 @pytest.mark.parametrize("sent", [0, 1])
 def test_long_value_that_times_out_half_sent_leaves_the_connection_usable(sent, master, monkeypatch):
-    value = os.urandom(300_000)  # two chunks, and a message that refers to them
+    value = os.urandom(600_000)  # three parts
     with client(master) as other:
         sock = other.connection.sock
-        send_unsent, calls = sock._send_unsent, itertools.count()
+        writable, calls = sock.outbox._sock, itertools.count()
 
-        def send_until_full(deadline: Deadline) -> None:
-            if next(calls) == sent:
-                threading.Event().wait(deadline.remaining())
-                raise TimeoutError
-            send_unsent(deadline)
+        class FullAfterSome:
+            send = writable.send
+
+            def sendmsg(self, buffers: list[memoryview]) -> int:
+                if next(calls) == sent:
+                    raise BlockingIOError
+                return writable.sendmsg(buffers)
+
+        def wait_until_overdue(deadline: Deadline, poll: object) -> None:
+            threading.Event().wait(deadline.remaining())
+            raise TimeoutError
 
         with monkeypatch.context() as patch:
-            patch.setattr(sock, "_send_unsent", send_until_full)
+            patch.setattr(sock.outbox, "_sock", FullAfterSome())
+            patch.setattr(sock, "wait", wait_until_overdue)
             other.set_timeout(UNIT)
             with pytest.raises(StoreTimeoutError):
-                other.set("k", bytes(300_000))
+                other.set("k", bytes(600_000))
         other.set_timeout(LONG)
         other.set("another", value)
         assert other.get("another") == value

@@ -19,16 +19,17 @@ import pytest
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError, UsageError
+from asyncdist.net.connection import inbox, outbox, part_sender
 from asyncdist.store import AsyncStore, FileStore, HashStore, TCPStore
 from asyncdist.store.client import blocking, blocking_socket, link, pending
-from asyncdist.store.protocol import chunk_sender, client_protocol
-from asyncdist.store.protocol.chunking import LONG_NBYTES
+from asyncdist.store.protocol import client_protocol, long_messages
+from asyncdist.store.protocol.long_messages import LONG_NBYTES
 from asyncdist.store.state.machine import StoreState
 from tests.conftest import LOOPS
 
 LONG, CONFIG = 10.0, Config()
-FILES = {module.__file__ for module in (pending, blocking, blocking_socket)}
-AWAITED = {module.__file__ for module in (link, client_protocol, chunk_sender)}
+FILES = {module.__file__ for module in (pending, blocking, blocking_socket, outbox)}
+AWAITED = {module.__file__ for module in (link, client_protocol, inbox, long_messages, outbox, part_sender)}
 
 
 @cache

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from asyncdist.errors import JournalError, ProtocolError
 from asyncdist.store.persistence import log_format
 from asyncdist.store.persistence.journal import Journal
-from asyncdist.store.protocol.chunking import LONG_NBYTES
+from asyncdist.store.protocol.long_messages import LONG_NBYTES
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.state import change_log
 from asyncdist.store.state.change_log import ChangeLog, replay, snapshot

@@ -1,5 +1,6 @@
 """The wire format with any split of the stream, and malformed input, which raises only ProtocolError."""
 
+import contextlib
 import itertools
 import struct
 
@@ -9,20 +10,22 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncdist.errors import ProtocolError, UsageError
+from asyncdist.net.connection.frames import HEADER, HEADER_NBYTES, SHORT
 from asyncdist.store.protocol import operations
+from asyncdist.store.protocol.client_protocol import ClientProtocol
 from asyncdist.store.protocol.codec import (
-    HELLO,
     TOGETHER_NBYTES,
     VERSION,
     Encoder,
-    FrameParser,
     decode_answer,
+    decode_hello,
     decode_request,
     framed,
     hello,
     messages_in,
 )
 from asyncdist.store.protocol.operations import ARGUMENTS, FLAG, KEY, KEYS, NUMBER, VALUE, VALUES, Op, OperationKind
+from tests.support.received_messages import ReceivedMessages
 
 LIMIT = 1000
 
@@ -49,16 +52,29 @@ def split(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in itertools.pairwise(edges)]
 
 
+def frames_in(data: bytes) -> list[bytes]:
+    """Return the bodies of short frames."""
+    found = []
+    while data:
+        nbytes, kind, *_ = HEADER.unpack_from(data)
+        assert kind == SHORT
+        found.append(data[HEADER_NBYTES : HEADER_NBYTES + nbytes])
+        data = data[HEADER_NBYTES + nbytes :]
+    return found
+
+
 def requests_in(frame: bytes) -> list[object]:
     return [decode_request(message) for message in messages_in(frame)]
 
 
 @given(st.lists(requests, max_size=8), st.lists(st.integers(0, 1 << 16), max_size=30))
 def test_requests_arrive_from_any_split(sent, cuts):
-    encoder, parser = Encoder(), FrameParser(10 * LIMIT)
+    encoder, received = Encoder(), ReceivedMessages()
     data = b"".join(encoder.frame(number, op, *args) for number, op, args in sent)
-    assert [each for piece in split(data, cuts) for frame in parser.feed(piece) for each in requests_in(frame)] == sent
-    assert parser.pending == 0
+    for piece in split(data, cuts):
+        received.inbox.feed(piece)
+    assert list(map(decode_request, received.messages)) == sent
+    assert received.inbox.is_between_messages
 
 
 results = st.one_of(st.none(), st.booleans(), numbers, st.binary(max_size=50), st.lists(st.binary(), max_size=5))
@@ -73,25 +89,42 @@ def test_answers_split_at_every_place(sent):
     encoder = Encoder()
     data = hello(LIMIT) + b"".join(encoder.frame(*answer) for answer in sent)
     for place in range(len(data) + 1):
-        parser = FrameParser(10 * LIMIT)
-        frames = parser.feed(data[:place]) + parser.feed(data[place:])
-        greeting, *got = [tuple(decode_answer(message)) for frame in frames for message in messages_in(frame)]
-        assert greeting == (0, HELLO, [VERSION, LIMIT])
+        received = ReceivedMessages()
+        received.inbox.feed(data[:place])
+        received.inbox.feed(data[place:])
+        greeting, *got = [tuple(decode_answer(message)) for message in received.messages]
+        assert greeting == (0, 3, [VERSION, LIMIT])
         assert got == sent
-        assert parser.pending == 0
+        assert received.inbox.is_between_messages
+
+
+@pytest.mark.parametrize("version", [3, VERSION + 1])
+def test_store_of_another_version_is_named(version):
+    """Version 3 had frames with a length of 8 bytes."""
+    body = Encoder().pack((0, 3, (version, LIMIT)))
+    protocol = ClientProtocol("there")
+    with pytest.raises(ProtocolError, match=f"speaks version {version} .* version {VERSION}: run the same asyncdist"):
+        protocol.receive(struct.pack("<Q", len(body)) + body)
+    assert hello(LIMIT)[:8] == struct.pack("<Q", len(hello(LIMIT)) - 8)
+
+
+def test_hello_is_decoded():
+    assert decode_hello(hello(LIMIT)[8:], "there") == LIMIT
+    with pytest.raises(ProtocolError, match="did not begin with a hello"):
+        decode_hello(Encoder().pack((1, OperationKind.RESULT, b"v")), "there")
 
 
 @given(st.lists(requests, min_size=1, max_size=20))
 def test_requests_in_one_frame(sent):
     encoder = Encoder()
-    (frame,) = FrameParser(100 * LIMIT).feed(framed([encoder.pack((number, op, *args)) for number, op, args in sent]))
+    (frame,) = frames_in(framed([encoder.pack((number, op, *args)) for number, op, args in sent]))
     assert requests_in(frame) == sent
 
 
 def test_frame_of_several_messages_is_bounded():
     messages = [Encoder().pack((number, Op.SET, "k", bytes(20_000))) for number in range(10)]
     messages.insert(4, Encoder().pack((0, Op.SET, "k", bytes(2 * TOGETHER_NBYTES))))
-    frames = FrameParser(3 * TOGETHER_NBYTES).feed(framed(messages))
+    frames = frames_in(framed(messages))
     assert b"".join(frames) == b"".join(messages)
     assert [len(requests_in(frame)) for frame in frames] == [3, 1, 1, 3, 3]
 
@@ -106,15 +139,12 @@ def test_frame_whose_last_message_is_cut_short_is_refused(sent, data):
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=5))
-def test_noise_raises_protocol_error_or_is_an_unfinished_frame(data, cuts):
-    parser = FrameParser(LIMIT)
-    try:
+def test_noise_raises_protocol_error_only(data, cuts):
+    received = ReceivedMessages(LIMIT)
+    with contextlib.suppress(ProtocolError):
         for piece in split(data, cuts):
-            for frame in parser.feed(piece):
-                requests_in(frame)
-    except ProtocolError:
-        return
-    assert parser.pending <= LIMIT + 8
+            received.inbox.feed(piece)
+        list(map(decode_request, received.messages))
 
 
 anything = st.recursive(
@@ -147,16 +177,10 @@ def test_arguments_of_wrong_types_are_refused(op, args):
 
 
 @pytest.mark.parametrize("before", [b"", Encoder().frame(1, Op.NUM_KEYS)])
-@pytest.mark.parametrize("claimed", [LIMIT + 1, 1 << 32, (1 << 64) - 1])
+@pytest.mark.parametrize("claimed", [1 << 20, (1 << 32) - 1])
 def test_length_beyond_the_limit_is_refused_before_its_frame_arrives(before, claimed):
     with pytest.raises(ProtocolError, match=str(claimed)):
-        FrameParser(LIMIT).feed(before + struct.pack("<Q", claimed))
-
-
-def test_frame_of_exactly_the_limit_is_accepted():
-    body = msgpack.packb([1, Op.SET, "k", bytes(900)])
-    parser = FrameParser(len(body))
-    assert parser.feed(struct.pack("<Q", len(body)) + body) == [body]
+        ReceivedMessages().inbox.feed(before + HEADER.pack(claimed, SHORT, 0, 0))
 
 
 @pytest.mark.parametrize("bomb", [b"\x91" * 5000, b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xc1", b""])

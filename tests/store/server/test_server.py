@@ -11,11 +11,12 @@ import pytest
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, LookUpTimeoutError, StoreConnectionError, UsageError
+from asyncdist.net.connection.frames import CHUNK, GOODBYE, HEADER, SHORT, STAGING, pack_opening
 from asyncdist.net.security.auth import MAGIC, NONCE_NBYTES, PROOF_NBYTES
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client.connect import ConnectRetry
-from asyncdist.store.protocol.chunking import LONG_NBYTES
 from asyncdist.store.protocol.codec import Encoder
+from asyncdist.store.protocol.long_messages import LONG_NBYTES
 from asyncdist.store.protocol.operations import CHANGED, Op, OperationKind
 from asyncdist.store.server import listener
 from asyncdist.store.server.accept import PendingConnection
@@ -58,18 +59,23 @@ async def test_wrong_proof_is_refused(server, store, caplog, raw):
 
 
 HARM = {
-    "a frame of 2^60 bytes": struct.pack("<Q", 1 << 60),
-    "a frame just above the limit": struct.pack("<Q", (1 << 20) + (64 << 10) + 1),
-    "a frame of noise": struct.pack("<Q", 5) + b"\xc1\xc1\xc1\xc1\xc1",
-    "an empty frame": struct.pack("<Q", 0),
-    "no array": struct.pack("<Q", 1) + b"\x05",
+    "a frame of 2^32 bytes": HEADER.pack((1 << 32) - 1, SHORT, 0, 0),
+    "a frame just above the limit": HEADER.pack((1 << 20) + (64 << 10) + 1, SHORT, 0, 0),
+    "a frame of noise": HEADER.pack(5, SHORT, 0, 0) + b"\xc1\xc1\xc1\xc1\xc1",
+    "an empty frame": HEADER.pack(0, SHORT, 0, 0),
+    "a long message of no request": pack_opening(0, b"\xc1", [1 << 17], 0),
+    "two long messages at once": pack_opening(0, b"\x01", [1 << 17], 0) + pack_opening(1, b"\x02", [1 << 17], 0),
+    "a part of no message": HEADER.pack(5, CHUNK, 0, 0) + bytes(5),
+    "shared memory": HEADER.pack(6, STAGING, 0, 0) + bytes(6),
+    "a frame of channels": HEADER.pack(0, GOODBYE, 0, 0),
+    "no array": HEADER.pack(1, SHORT, 0, 0) + b"\x05",
     "an unknown operation": frame(1, 999),
     "no operation": frame(1),
     "wrong arguments": frame(1, Op.SET, "k", 5),
     "too many arguments": frame(1, Op.GET, "k", "l"),
     "an id that is not an integer": frame("one", Op.NUM_KEYS),
     "an identity, twice": frame(1, Op.RESUME, b"identity", 0) + frame(2, Op.RESUME, b"another", 0),
-    "nested a thousand deep": struct.pack("<Q", 2000) + b"\x91" * 2000,
+    "nested a thousand deep": HEADER.pack(2000, SHORT, 0, 0) + b"\x91" * 2000,
 }
 
 

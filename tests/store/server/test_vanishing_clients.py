@@ -6,7 +6,6 @@ import os
 import pytest
 
 from asyncdist.store.protocol.c10d import MAGIC, Code
-from asyncdist.store.protocol.chunking import LONG_NBYTES
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES
 from asyncdist.store.protocol.codec import Encoder
 from asyncdist.store.protocol.operations import LEASED, Op
@@ -40,7 +39,6 @@ OURS = {
     Op.RELEASE_LEASE: ("leased/",),
     Op.WATCH: ("k",),
     Op.WATCH_KEYS: ("",),
-    Op.PIECE: (0, bytes(LONG_NBYTES + 1)),
     Op.CANCEL: (1,),
     Op.CONFIRM: (1,),
     Op.LEAVE: (),

@@ -269,7 +269,7 @@ async def test_awaiting_task_yields_to_the_loop_during_a_long_operation():
 
 async def test_patient_group_waits_in_the_call_only_off_the_loop():
     async with world_of(2, transport="shm") as (zero, one):
-        zero.patient = True
+        zero._patient = True
 
         def seconds():
             before = time.monotonic()

@@ -13,7 +13,7 @@ from asyncdist.errors import PeerLostError
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.stopwatch import Stopwatch
 from asyncdist_transports.tcp.connection import Outbound
-from asyncdist_transports.tcp.sockets import prepare
+from asyncdist_transports.tcp.sockets import set_options
 
 
 class Unreachable(socket.socket):
@@ -33,7 +33,7 @@ def network(monkeypatch):
             return new_socket(connection)
         left[0] -= 1
         sock = Unreachable(socket.AF_INET, socket.SOCK_STREAM)
-        prepare(sock, connection._host)
+        set_options(sock, connection._host)
         return sock
 
     monkeypatch.setattr(Outbound, "_new_socket", make)

@@ -68,7 +68,6 @@ class Exports:
         """Return a flat tensor, or a copy that can be mapped, and its location.
 
         Args:
-            tensor: The tensor.
             slot: Number of the copy buffer; two tensors that are in use at the same time need different slots.
         """
         location = self.locate(tensor)

@@ -46,7 +46,6 @@ class Communicator:
     reference until then, because cupy destroys a communicator that is collected, which may block.
 
     Args:
-        bindings: NCCL.
         streams: Device and stream for all calls.
         make: Creates and returns cupy's communicator, or None for a rank in no subgroup. Runs in the communicator's thread.
         first: Calls that check that the communicator works.

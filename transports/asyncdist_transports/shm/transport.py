@@ -99,7 +99,7 @@ class ShmTransport(Transport):
         return {**self._listener.address(), "cores": sorted(os.sched_getaffinity(0))}
 
     def reaches(self, address: Address) -> bool:
-        # Only called for ranks that `settle` has returned.
+        # `probe_peers` decides.
         return True
 
     async def probe_peers(self, addresses: Sequence[Address | None], timeout: float) -> list[int]:
@@ -250,21 +250,23 @@ class ShmTransport(Transport):
             config.shm_area_nbytes, waits, self.host.difference, oversubscribed=self._oversubscribed,
         )  # fmt: skip
         try:
-            publish = functools.partial(self._publish, slots, self._control.reserve_entry())
+            place = self._control.reserve_entry()
         except SharedMemoryError:
             slots.block.free()
             raise
         piece_nbytes = min(config.piece_nbytes, _MOST_READ_NBYTES)
-        return ShmNative(slots, piece_nbytes, publish, functools.partial(self._withdraw_slots, slots))
+        return ShmNative(slots, place, piece_nbytes, self)
 
-    def _publish(self, slots: SlotTable, place: int) -> None:
+    def publish_slots(self, slots: SlotTable, place: int) -> None:
+        """Show the members of a group this rank's slot table; see `SlotPublisher`."""
         self._slot_tables[slots.number] = slots
         self._control.publish_group(place, slots.number, slots.block.offset)
         for local_peer in self._connected.values():
             # It may wait for this group.
             local_peer.wake_if_asleep()
 
-    def _withdraw_slots(self, slots: SlotTable) -> None:
+    def withdraw_slots(self, slots: SlotTable) -> None:
+        """Hide this rank's slot table, and free it once no member reads it."""
         if self._slot_tables.pop(slots.number, None) is not None and self._arena.pid == os.getpid():
             deferred_free.release_slots(slots, self._control)
             self._free_unused(_MOST_CHECKS)
@@ -411,7 +413,7 @@ class ShmTransport(Transport):
         if self._listener is not None:
             self._listener.close()
         for slots in list(self._slot_tables.values()):
-            self._withdraw_slots(slots)
+            self.withdraw_slots(slots)
         if self._closed:
             return
         self._closed = True

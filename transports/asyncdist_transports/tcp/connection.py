@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import socket
 import ssl
 import struct
 from collections import deque
-from collections.abc import Callable
 from time import monotonic
-from typing import cast
+from typing import Protocol, cast
 
 from asyncdist.errors import UNREACHED, ProtocolError
 from asyncdist.kernel.transport.base import Host, Outgoing
@@ -24,7 +22,7 @@ from asyncdist_transports.tcp.sockets import (
     READ,
     WRITE,
     Connected,
-    end,
+    close_socket,
     flushed,
     new_socket,
     read_all,
@@ -60,6 +58,19 @@ def purpose(host: Host) -> str:
     return f"peer of world {host.world_id}"
 
 
+class ConnectionOwner(Protocol):
+    """The transport that has a connection."""
+
+    host: Host
+    threads: TransferThreads
+
+    def go_on(self, connection: Inbound | Outbound) -> None:
+        """Go on with a connection after a thread has moved a message."""
+
+    def end_authentication(self, connection: Inbound) -> None:
+        """Note that the peer of a connection has proven who it is."""
+
+
 class Outbound:
     """A connection that this rank opens to send to a peer."""
 
@@ -68,17 +79,16 @@ class Outbound:
         peer: int,
         lane: int,
         where: tuple[str, int],
-        host: Host,
-        threads: TransferThreads,
-        go_on: Callable[[Outbound], object],
+        owner: ConnectionOwner,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.peer = peer
-        self._lender = Lender(threads, functools.partial(go_on, self))
+        self._owner = owner
+        self._lender = Lender(owner.threads, self.go_on)
         self._tls = tls
         self._lane = lane
         self._where = where
-        self._host = host
+        self._host = owner.host
         # The messages that have not been sent.
         self.queue: deque[Outgoing] = deque()
         self.closed = False
@@ -177,6 +187,10 @@ class Outbound:
             self.queue.pop()
         return self.writer.send(message)
 
+    def go_on(self) -> None:
+        """Go on after a thread has sent a message."""
+        self._owner.go_on(self)
+
     def _flush(self) -> bool:
         return self._lender.transfer is None and (self._lend() or self.writer.flush())
 
@@ -273,26 +287,18 @@ class Outbound:
             if self._lender.stop():
                 self.writer.complete_sent()
             whole = self.established and not any(message.sent for message in self.queue)
-            end(self._sock, self._host, self.peer if say_goodbye and whole else None)
+            close_socket(self._sock, self._host, self.peer if say_goodbye and whole else None)
 
 
 class Inbound:
     """A connection that another process opened to send to this rank. Its peer is unknown until it has authenticated."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        host: Host,
-        proven: Callable[[Inbound], None],
-        threads: TransferThreads,
-        go_on: Callable[[Inbound], object],
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
+    def __init__(self, sock: socket.socket, owner: ConnectionOwner, tls: ssl.SSLContext | None = None) -> None:
+        host = self._host = owner.host
         self._sock: Connected = sock if tls is None else TlsSocket(sock, tls, serves=True)
-        self._lender = Lender(threads, functools.partial(go_on, self))
+        self._owner = owner
+        self._lender = Lender(owner.threads, self.go_on)
         self._securing = tls is not None
-        self._host = host
-        self._proven = proven
         self.peer: int | None = None
         # Meaningful once `peer` is known.
         self.established = True
@@ -356,7 +362,7 @@ class Inbound:
         if self._host.gone(rank) is not None:
             raise Ended(f"it comes from rank {rank}, which was lost before")
         self.peer = rank
-        self._proven(self)
+        self._owner.end_authentication(self)
         inbox = self._host.inbox(rank)
         plain = isinstance(self._sock, socket.socket)
         self._reader = Reader(self._sock, rank, self._host, inbox, self._lend, short_reads_empty=plain)
@@ -367,6 +373,10 @@ class Inbound:
         self._way_back.open = True
         read_all(self._sock, self._reader, True)
         return True
+
+    def go_on(self) -> None:
+        """Go on after a thread has received a message."""
+        self._owner.go_on(self)
 
     def _lend(self) -> bool:
         lends = (
@@ -434,4 +444,4 @@ class Inbound:
             if self.peer is not None and (inbox := self._host.inbox(self.peer)).source is self._reader:
                 inbox.source = None
             whole = self._way_back.open and not self._way_back.queue
-            end(self._sock, self._host, self.peer if say_goodbye and whole else None)
+            close_socket(self._sock, self._host, self.peer if say_goodbye and whole else None)

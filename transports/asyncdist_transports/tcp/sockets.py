@@ -1,4 +1,4 @@
-"""The sockets of the connections: their options, their handshake, and what the kernel knows of them."""
+"""The sockets of the connections: how they are made and closed, and what the kernel knows of them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def flushed(sock: TlsSocket) -> bool:
     return True
 
 
-def end(sock: Connected, host: Host, peer: int | None) -> None:
+def close_socket(sock: Connected, host: Host, peer: int | None) -> None:
     """Close a socket; say goodbye to ``peer``, if given, before."""
     if peer is not None:
         with contextlib.suppress(OSError):
@@ -67,11 +67,11 @@ def end(sock: Connected, host: Host, peer: int | None) -> None:
 
 def new_socket(address: str, host: Host) -> socket.socket:
     sock = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    prepare(sock, host)
+    set_options(sock, host)
     return sock
 
 
-def prepare(sock: socket.socket, host: Host) -> None:
+def set_options(sock: socket.socket, host: Host) -> None:
     """Set the options of every connection, and close it in forked children."""
     lifecycle.close_in_children(sock)
     sock.setblocking(False)

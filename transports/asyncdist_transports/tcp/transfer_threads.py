@@ -1,4 +1,4 @@
-"""Sends and receives large messages in threads, one for each connection, beside the driver of the world.
+"""Sends and receives large messages in threads, one for each connection, while the driver of the world goes on.
 
 Their calls release the interpreter, so one rank uses several cores, or keeps a larger share of cores for which other
 programs compete. The setting `tcp_threads` says when they are used. The driver lends a thread the first message of a

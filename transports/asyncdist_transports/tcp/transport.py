@@ -24,7 +24,7 @@ from asyncdist.net.security import tls
 from asyncdist_transports.byte_stream import LENT_NBYTES, Ended
 from asyncdist_transports.tcp.connection import Inbound, Outbound, Unreached
 from asyncdist_transports.tcp.listener import Listener
-from asyncdist_transports.tcp.sockets import READ, prepare
+from asyncdist_transports.tcp.sockets import READ, set_options
 from asyncdist_transports.tcp.transfer_threads import TransferThreads
 
 log = logging.getLogger("asyncdist.tcp")
@@ -58,7 +58,7 @@ class TcpTransport(Transport):
         self._unauthenticated: EvictingQueue[Inbound] = EvictingQueue(most, self._evict)
         self._refusals = RefusalLog(log, f"rank {host.rank}")
         contexts = tls.rank_contexts(host.config)
-        self._threads = TransferThreads(host)
+        self.threads = TransferThreads(host)
         self._accepting = contexts[0] if contexts else None
         self._dialling = contexts[1] if contexts else None
 
@@ -85,7 +85,7 @@ class TcpTransport(Transport):
 
     def open(self, peer: int, lane: int, where: tuple[str, int]) -> Outbound:
         """Start to open one lane to a peer."""
-        connection = Outbound(peer, lane, where, self.host, self._threads, self._go_on, self._dialling)
+        connection = Outbound(peer, lane, where, self, self._dialling)
         self.connections[connection.fileno()] = connection
         return connection
 
@@ -105,7 +105,7 @@ class TcpTransport(Transport):
             self._listener = None
         for connection in list(self.connections.values()):
             self.drop(connection, say_goodbye=True)
-        self._threads.close()
+        self.threads.close()
         self._refusals.flush()
 
     def drop(self, connection: Inbound | Outbound, *, say_goodbye: bool) -> None:
@@ -116,7 +116,7 @@ class TcpTransport(Transport):
             self._inbound_poll.unregister(connection)
         connection.close(say_goodbye=say_goodbye)
         if isinstance(connection, Inbound):
-            self._end_authentication(connection)
+            self.end_authentication(connection)
         else:
             self.host.timers.cancel(connection)
 
@@ -212,8 +212,8 @@ class TcpTransport(Transport):
         outbound = [each for each in list(self.connections.values()) if isinstance(each, Outbound)]
         return self.is_encrypted and any(connection.holds_bytes for connection in outbound)
 
-    def _go_on(self, connection: Inbound | Outbound) -> None:
-        """Go on with a connection after a thread."""
+    def go_on(self, connection: Inbound | Outbound) -> None:
+        """Go on with a connection after a thread has moved a message."""
         self._pump(connection, True)
 
     def _pump(self, connection: Inbound | Outbound, ready: bool) -> bool:
@@ -285,8 +285,8 @@ class TcpTransport(Transport):
         assert self._listener is not None
         moved = False
         for sock in self._listener.accept_pending(self.host):
-            prepare(sock, self.host)
-            connection = Inbound(sock, self.host, self._end_authentication, self._threads, self._go_on, self._accepting)
+            set_options(sock, self.host)
+            connection = Inbound(sock, self, self._accepting)
             self.connections[connection.fileno()] = connection
             self._inbound += 1
             self._inbound_poll.register(connection, READ)
@@ -307,7 +307,7 @@ class TcpTransport(Transport):
         if connection in self._unauthenticated:
             self._ended(connection, "it did not authenticate in time")
 
-    def _end_authentication(self, connection: Inbound) -> None:
+    def end_authentication(self, connection: Inbound) -> None:
         """Stop the timer of a connection that has authenticated, or is closed."""
         if connection in self._unauthenticated:
             self._unauthenticated.discard(connection)

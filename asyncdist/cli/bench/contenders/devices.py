@@ -140,7 +140,7 @@ def _open_backends(
             backend = None if name == "asyncdist" else f"cpu:auto,cuda:{name}"
             arguments = init_arguments(plan, rank, folder, f"device-{name}")
             group = stack.enter_context(sync.process_group(backend=backend, group_name=name, **arguments))
-            device_group: Any = group.on(device)
+            device_group: Any = group._on(device)
             device_group.all_reduce(torch.zeros(1, device=device)).synchronize()
             if name not in ("asyncdist", device_group.backend):
                 raise TransportUnavailableError(f"the ranks selected {device_group.backend}")

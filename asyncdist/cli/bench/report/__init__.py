@@ -1,1 +1,1 @@
-"""The results of the benchmarks as tables, Markdown pages and a plot. Called by `asyncdist.cli`."""
+"""The results of the benchmarks as tables, Markdown pages and a plot. Called by `bench.command`."""

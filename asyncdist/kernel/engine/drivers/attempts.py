@@ -9,9 +9,9 @@ from time import monotonic
 from asyncdist.base.callables import Callback
 from asyncdist.kernel.algorithms.schedule import END_ATTEMPT, Schedule
 from asyncdist.kernel.engine.drivers.loop_driver import LoopDriver, LoopState
-from asyncdist.kernel.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns
+from asyncdist.kernel.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns, give_back, holds
 from asyncdist.kernel.engine.drivers.waiting import MOST_POLLS
-from asyncdist.kernel.engine.machine import Calls
+from asyncdist.kernel.engine.machine import ScheduleChannel
 from asyncdist.kernel.transport.base import Advance, Sleep
 
 _TURN_EVERY = 0.5e-3
@@ -23,7 +23,6 @@ class Attempts:
 
     Args:
         turns: The turns of the rank's machine.
-        loop_driver: The loop driver of the machine.
         hand_over: Lets other drivers continue what is pending.
     """
 
@@ -33,7 +32,13 @@ class Attempts:
         self._turn_at = 0.0
 
     def run(
-        self, schedule: Schedule, group: Calls, number: int, wait: bool, polls: int = MOST_POLLS, block: bool = False
+        self,
+        schedule: Schedule,
+        channel: ScheduleChannel,
+        number: int,
+        wait: bool,
+        polls: int = MOST_POLLS,
+        block: bool = False,
     ) -> bool:
         """Run a native schedule, or a direct one over links, inline and without an operation object.
 
@@ -42,8 +47,6 @@ class Attempts:
         for the progress of that operation.
 
         Args:
-            schedule: The schedule to run.
-            group: The channel of the group.
             number: The number of the collective in the group.
             wait: Whether to wait for peers for as long as an inline driver polls.
             polls: Polls after which a waiting thread looks at the clock and offers its core, at most.
@@ -52,14 +55,16 @@ class Attempts:
         Returns:
             Whether the schedule is complete. If not, an operation continues it from where it stopped.
         """
-        turns, machine = self._turns, self._machine
-        if machine.acting or not turns.driver_lock.acquire(False):
+        turns, machine, thread = self._turns, self._machine, get_ident()
+        if machine.acting or turns.attempting == thread or turns.driving == thread or holds(turns.lock):
             return False
-        turns.attempting = get_ident()
         asleep_until, ready = 0.0, None
         advance: Advance | None = None
         drives = has_driven = bool(machine.operations) and monotonic() >= self._turn_at
         try:
+            if not turns.driver_lock.acquire(False):
+                return False
+            turns.attempting = thread
             while turns.lock.acquire(False):
                 try:
                     if drives:
@@ -67,10 +72,10 @@ class Attempts:
                         self._turn_at = turns.expire() + _TURN_EVERY
                     elif advance is not None:
                         turns.turn(ready, advance)
-                    outcome = self._run(schedule, group, wait, polls, block)
+                    outcome = self._run(schedule, channel, wait, polls, block)
                     if outcome is True:
-                        group.started += 1
-                        group.highest = number if number > group.highest else group.highest
+                        channel.started += 1
+                        channel.highest = number if number > channel.highest else channel.highest
                         return True
                 except BaseException as cause:
                     if not isinstance(cause, Exception):
@@ -87,22 +92,36 @@ class Attempts:
                 drives = ready is None or advance == machine.advance
                 has_driven = has_driven or advance is not None
             return False
+        except BaseException:
+            give_back(turns.lock)
+            raise
         finally:
-            turns.sleeping, turns.attempting = False, 0
-            turns.driver_lock.release()
-            if machine.finished:
-                turns.deliver()
-            if turns.standby or turns.inbox:
-                self._hand_over()
-            # Peers no longer signal to the loop, another thread has begun an operation, or the loop has met this thread.
-            elif machine.operations and (has_driven or machine.acting or self._loop_driver.state is LoopState.IDLE):
-                self._loop_driver.resume()
+            if turns.attempting == thread:
+                turns.sleeping, turns.attempting = False, 0
+            try:
+                turns.driver_lock.release()
+            except RuntimeError:  # another thread holds it
+                pass
+            else:
+                if machine.finished or machine.operations or turns.standby or turns.inbox:
+                    self._end(has_driven)
 
-    def _run(self, schedule: Schedule, group: Calls, wait: bool, most: int, block: bool) -> Sleep | bool:
+    def _end(self, has_driven: bool) -> None:
+        """Let others go on once this attempt has ended."""
+        turns, machine = self._turns, self._machine
+        if machine.finished:
+            turns.deliver()
+        if turns.standby or turns.inbox:
+            self._hand_over()
+        # Peers no longer signal to the loop, another thread has begun an operation, or the loop has met this thread.
+        elif machine.operations and (has_driven or machine.acting or self._loop_driver.state is LoopState.IDLE):
+            self._loop_driver.resume()
+
+    def _run(self, schedule: Schedule, channel: ScheduleChannel, wait: bool, most: int, block: bool) -> Sleep | bool:
         """Run a schedule; return whether it is complete or an operation continues it, or how to sleep for its peers."""
         turns, waiting = self._turns, self._waiting
         inbox = turns.inbox
-        if group.error is not None or inbox or self._machine.acting:
+        if channel.error is not None or inbox or self._machine.acting:
             return False
         until, polls, allowed = 0.0, 0, waiting.polls if wait else waiting.attempts
         enough = most if most < allowed else allowed
@@ -128,7 +147,7 @@ class Attempts:
             if now >= waiting.look_at:
                 waiting.look(now)
             if block and not waiting.spin:
-                sleep, awaited = self._prepare_sleep(group.members[step]), step
+                sleep, awaited = self._prepare_sleep(channel.members[step]), step
                 if sleep is None or sleep.advance is None:
                     return sleep or False
                 # The schedule is polled once more before the sleep: a peer that has moved before does not signal.

@@ -53,7 +53,6 @@ class CorePlacement:
     """Moves a waiting thread of this rank to another core where too many peers share its core.
 
     Args:
-        rank: This rank.
         peer_cores: Publishes this rank's core, and returns those of its peers.
 
     Attributes:

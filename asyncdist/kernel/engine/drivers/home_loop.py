@@ -1,4 +1,7 @@
-"""Selects the event loop that drives background operations: the user's loop while it is alive, then the runtime's."""
+"""The event loop that drives background operations: the user's loop while it is alive, then the background loop.
+
+Used by `loop_driver`.
+"""
 
 from __future__ import annotations
 

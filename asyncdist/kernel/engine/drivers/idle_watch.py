@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from time import monotonic
 
 from asyncdist.base.callables import Callback
 from asyncdist.kernel.engine.drivers.loop_watcher import LoopWatcher
-from asyncdist.kernel.engine.machine import Machine
+from asyncdist.kernel.engine.drivers.turns import Turns, give_back, holds
 from asyncdist.kernel.transport.base import Wait
 
 PERIOD = 0.3
@@ -25,19 +24,15 @@ class IdleWatch:
     and stops at the first event on one of them after a call.
 
     Args:
-        machine: The machine whose descriptors the loop watches.
-        lock: The lock under which a thread touches the machine.
-        driver_lock: The lock that an inline driver holds while it drives the machine.
+        turns: The turns of the machine whose descriptors the loop watches.
         loop_watcher: The watcher of the machine's `Progress`, which drives the machine when a descriptor is ready.
 
     Attributes:
         last_call: Returns an object that differs from one call to the next; None until `Endpoint.finalize` sets it.
     """
 
-    def __init__(
-        self, machine: Machine, lock: threading.Lock, driver_lock: threading.Lock, loop_watcher: LoopWatcher
-    ) -> None:
-        self._machine, self._lock, self._driver_lock, self._loop_watcher = machine, lock, driver_lock, loop_watcher
+    def __init__(self, turns: Turns, loop_watcher: LoopWatcher) -> None:
+        self._turns, self._machine, self._loop_watcher = turns, turns.machine, loop_watcher
         self.last_call: Callback | None = None
         self._seen: object = None
         self._complete = False
@@ -76,14 +71,16 @@ class IdleWatch:
             return
         before, self._seen = self._seen, self.last_call()
         quiet = self._seen is before
-        driven = self._driver_lock.locked() or self._machine.busy()
+        driven = self._turns.is_driven or self._machine.busy()
         # A call may have opened connections that the loop does not watch yet.
         self._complete = self._complete and quiet and bool(self._loop_watcher.watched)
-        if quiet and not driven and not self._complete and self._lock.acquire(blocking=False):
+        if quiet and not driven and not self._complete:
+            lock = self._turns.lock
             try:
-                self._watch(loop)
+                if not holds(lock) and lock.acquire(False):
+                    self._watch(loop)
             finally:
-                self._lock.release()
+                give_back(lock)
         period = LONG_PERIOD if driven or self._complete else PERIOD
         self._timer = loop.call_later(period, self._check, loop)
 

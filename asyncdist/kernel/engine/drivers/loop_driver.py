@@ -71,7 +71,6 @@ class LoopDriver:
     """The loop driver of one machine.
 
     Args:
-        turns: The turns of the machine.
         home: The event loop to drive from, until that loop ends; None for the background loop.
     """
 
@@ -80,7 +79,7 @@ class LoopDriver:
         self.home = HomeLoop(home, self._on_home_left)
         self.state = _IDLE
         self.watcher = LoopWatcher(self.drive)
-        self.idle_watch = IdleWatch(turns.machine, turns.lock, turns.driver_lock, self.watcher)
+        self.idle_watch = IdleWatch(turns, self.watcher)
         self._last_call: object = None
 
     def _on_home_left(self, home: asyncio.AbstractEventLoop) -> None:
@@ -149,7 +148,7 @@ class LoopDriver:
         # A callback that the home loop had scheduled before it was left.
         if _get_running_loop() is not loop:
             return
-        if turns.driver_lock.locked():
+        if turns.is_driven:
             self.watcher.watch(loop, {})
             # It may be an attempt, which hands over nothing but receives, and timers must run after it.
             again = _DEFERRAL if self.state is _DEFERRING else LONGEST_ATTEMPT if machine.timers else math.inf

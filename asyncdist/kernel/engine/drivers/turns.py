@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,11 +25,27 @@ TIME_SLICE = 1e-3
 """Seconds for which the machine continues in an event loop before the loop's other callbacks run."""
 
 
+holds = operator.methodcaller("_is_owned")
+"""Whether the calling thread holds an RLock. The locks of `Turns` are not acquired twice by a thread."""
+
+
+def give_back(lock: threading.RLock) -> bool:
+    """Release a lock if the calling thread holds it, and return whether it did.
+
+    A signal handler may raise between the return of ``acquire(False)`` and the next instruction. Therefore the call stands
+    inside the ``try`` whose ``finally`` calls this, and the locks are RLocks, which know who holds them.
+    """
+    try:
+        lock.release()
+    except RuntimeError:
+        return False
+    return True
+
+
 class Turns:
     """The state that the drivers of one machine share; see `asyncdist.kernel.engine.progress` for its rules.
 
     Args:
-        machine: The machine to drive.
         schedule_loop: Schedules the loop driver, if it is not scheduled.
 
     Attributes:
@@ -49,8 +66,8 @@ class Turns:
     def __init__(self, machine: Machine, schedule_loop: Callback) -> None:
         self.machine = machine
         self.waiting = Waiting()
-        self.lock = threading.Lock()
-        self.driver_lock = threading.Lock()
+        self.lock = threading.RLock()
+        self.driver_lock = threading.RLock()
         self.inbox: deque[Callback] = deque()
         self.standby: deque[threading.Event] = deque()
         self.sleeping = False
@@ -62,9 +79,14 @@ class Turns:
 
     # -- under the lock ------------------------------------------------------------------------
 
+    @property
+    def is_driven(self) -> bool:
+        """Whether an inline driver drives, its sleep included."""
+        return bool(self.driving or self.attempting)
+
     def assert_held(self) -> None:
         """Check that the lock is held, as far as a lock tells. ``python -O`` leaves the check out."""
-        assert self.lock.locked(), "this needs the lock of the world's Progress: pass it to submit() or post()"
+        assert holds(self.lock), "this needs the lock of the world's Progress: pass it to submit() or post()"
 
     def turn(self, ready: Iterable[int] | None, advance: Advance | None = None) -> bool:
         """Run the actions that other threads have added, and drive the machine once; return whether anything moved.
@@ -119,14 +141,20 @@ class Turns:
 
     # -- without the lock ----------------------------------------------------------------------
 
-    def take(self) -> bool:
-        """Drive the machine once and release the lock, which the caller has acquired; return whether anything moved."""
-        self.turning = get_ident()
+    def take(self) -> bool | None:
+        """Drive the machine once if the lock is free; return whether anything moved, None if it is not free."""
+        if holds(self.lock):
+            return None
         try:
-            moved = self.turn(None)
+            if not self.lock.acquire(False):
+                return None
+            self.turning = get_ident()
+            try:
+                moved = self.turn(None)
+            finally:
+                self.turning = 0
         finally:
-            self.turning = 0
-            self.lock.release()
+            give_back(self.lock)
         self.deliver()
         return moved
 

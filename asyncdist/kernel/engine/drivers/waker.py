@@ -60,6 +60,6 @@ class Waker:
         return poll
 
     def __del__(self) -> None:  # until then another thread may call `ring`
-        # There are none if the process could open no more.
+        # They are missing if the process could open no more.
         for descriptor in {self.reader, self.writer} - {-1}:
             os.close(descriptor)

@@ -76,9 +76,7 @@ class SlotTable:
     Args:
         number: The group's number, the same on all members.
         rank: This member's rank in the group.
-        world_ranks: The members' ranks in the world.
         local_peers: The members by rank in the group; None for this member.
-        arena: The arena of this process.
         fence: The barriers of this rank.
         area_nbytes: Size in bytes of an area, rounded up to whole pages.
         waits: What schedules yield to wait for each member: see `Transport.native`.

@@ -1,5 +1,7 @@
 """Selects the transport to each peer, and the native collectives of each group (`transport.native`).
 
+The endpoint makes the one `TransportSelector` of a rank; groups, failures and heartbeats ask it.
+
 Every rank publishes an address for each of its transports. Some transports, such as shared memory, then probe which peers
 they reach. Every rank gets the results of all ranks, so that any two ranks select the same transport, and all members of a
 group agree on which ranks share memory.

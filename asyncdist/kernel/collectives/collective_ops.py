@@ -58,13 +58,13 @@ class CollectiveOps(ABC):
     member_ids: tuple[int, ...]
     """The ids by which errors name the members."""
     timeout: float
-    device: torch.device
+    _device: torch.device
     """The device of all tensors."""
+    # The rank and size in the group, and the settings, for the preparation of calls.
     context: GroupContext
-    """The rank and size in the group, and the settings, for the preparation of calls."""
     _rank: int
     _device_if_not_host: torch.device | None = None
-    """``device``; None for the host, whose tensors are recognized faster."""
+    """``_device``; None for the host, whose tensors are recognized faster."""
 
     def __init__(self) -> None:
         self._plans: BoundedCache[Hashable, CallPlan] = BoundedCache(_CACHED_CALLS)
@@ -85,7 +85,7 @@ class CollectiveOps(ABC):
     def _group_for(self, value: Any) -> CollectiveOps:
         """Return the operations for the device of a tensor, or of the first tensor in nested sequences."""
 
-    def refused(self, name: str, error: UsageError) -> None:
+    def _refused(self, name: str, error: UsageError) -> None:
         """Add the operation, the group and the rank to the error of a refused call."""
         error.during(group=self.name, rank=self.member_ids[self._rank], op=name)
 
@@ -123,7 +123,7 @@ class CollectiveOps(ABC):
                     and getattr(tensors[0], "layout", torch.strided) is not torch.strided
                 ):
                     return self._run_plan(name, sparse.all_reduce, (tensors[0], *arguments), options)
-                values, outputs = converted(tensors, self.device, writes=writes)
+                values, outputs = converted(tensors, self._device, writes=writes)
                 key = cache_key((name, arguments), values, contiguous=True)
             try:
                 plan = self._plans.get(key)
@@ -136,7 +136,7 @@ class CollectiveOps(ABC):
                     self._plans.add(key, plan)
             return self._run(name, plan, values, (tensors[0] if tensors else None, outputs, writes), options)
         except UsageError as error:
-            self.refused(name, error)
+            self._refused(name, error)
             raise
         finally:
             if left is not None:
@@ -148,7 +148,7 @@ class CollectiveOps(ABC):
 
     def _run_plan(self, name: str, make: PlanOf, arguments: tuple[Any, ...], options: CallOptions) -> Work:
         """Start the collective over links that ``make(context, *arguments)`` plans."""
-        raise UnsupportedError(f"{name} does not support such tensors on {self.device}: move them with .cpu() first")
+        raise UnsupportedError(f"{name} does not support such tensors on {self._device}: move them with .cpu() first")
 
     @abstractmethod
     def _send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Work:
@@ -205,6 +205,8 @@ class CollectiveOps(ABC):
             op = reduction(op)
         return self._call("reduce_scatter_tensor", reductions.reduce_scatter_single, (output, input), options, (op,))
 
+    reduce_scatter_tensor = reduce_scatter_single
+
     # -- moving --------------------------------------------------------------------------------
 
     def broadcast(self, tensor: TensorT, src: int, **options: Unpack[CallOptions]) -> Work[TensorT]:
@@ -227,6 +229,8 @@ class CollectiveOps(ABC):
         """Gather every rank's ``input`` into ``output``, concatenated in group order."""
         return self._call("all_gather_into_tensor", data_movement.all_gather_single, (output, input), options)
 
+    all_gather_into_tensor = all_gather_single
+
     def gather(
         self, tensor: TensorLike, gather_list: TensorsT | None, dst: int, **options: Unpack[CallOptions]
     ) -> Work[TensorsT | None]:
@@ -241,6 +245,8 @@ class CollectiveOps(ABC):
         at_root = dst == self._rank
         tensors = output if at_root else None, tensor
         return self._call("gather_into_tensor", data_movement.gather_single, tensors, options, (dst,), writes=at_root)
+
+    gather_into_tensor = gather_single
 
     def scatter(
         self, tensor: TensorT, scatter_list: Sequence[TensorLike] | None, src: int, **options: Unpack[CallOptions]
@@ -277,7 +283,7 @@ class CollectiveOps(ABC):
         try:
             return self._group_for(tensor)._send(tensor, dst, checked_tag(tag), options)
         except UsageError as error:
-            self.refused("send", error)
+            self._refused("send", error)
             raise
 
     def recv(
@@ -287,8 +293,16 @@ class CollectiveOps(ABC):
         try:
             return self._group_for(tensor)._receive(tensor, src, checked_tag(tag), options)
         except UsageError as error:
-            self.refused("recv", error)
+            self._refused("recv", error)
             raise
+
+    def isend(self, tensor: TensorLike, dst: int, tag: int = 0) -> Work[None]:
+        """Start to send ``tensor`` to rank ``dst``: torch's name of `send`, whose work completes in the background."""
+        return self.send(tensor, dst, tag)
+
+    def irecv(self, tensor: TensorLike, src: int | None = None, tag: int = 0) -> Work[int]:
+        """Start to receive into ``tensor`` from rank ``src``, or from any rank: torch's name of `recv`."""
+        return self.recv(tensor, src, tag)
 
 
 def _split_sizes(what: str, sizes: Sequence[int] | None) -> tuple[int, ...] | None:

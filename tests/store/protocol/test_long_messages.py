@@ -1,7 +1,6 @@
-"""Long messages in chunks: other messages pass between them, and abandoned ones leave no memory behind."""
+"""Long messages in parts: other messages pass between them, and withdrawn ones leave no memory behind."""
 
 import asyncio
-import contextlib
 import gc
 import socket
 from collections.abc import Callable, Iterator
@@ -14,21 +13,17 @@ from hypothesis import strategies as st
 from asyncdist.base.deadline import Deadline
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError, StoreError, StoreTimeoutError, UsageError
+from asyncdist.net.connection.frames import CHUNK, CHUNK_NBYTES, OPENING, SHORT, frame, pack_opening
+from asyncdist.net.connection.outbox import Flushed, Outbox
 from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.client.blocking_socket import BlockingSocket
-from asyncdist.store.protocol.chunking import (
-    FRAME_NBYTES,
-    LONG_NBYTES,
-    PIECE_NBYTES,
-    ChunkedMessage,
-    Reassembler,
-    answer_piece,
-    request_piece,
-)
-from asyncdist.store.protocol.codec import Encoder, FrameParser, framed
-from asyncdist.store.protocol.operations import Op, OperationKind
+from asyncdist.store.protocol import long_messages
+from asyncdist.store.protocol.codec import Encoder, framed
+from asyncdist.store.protocol.long_messages import LONG_NBYTES, LongMessage
+from asyncdist.store.protocol.operations import Op
 from asyncdist.store.server.session import Session
 from asyncdist.testing.faults import Proxy
+from tests.support.received_messages import ReceivedMessages
 from tests.support.stores import LONG, TOKEN
 
 LARGE_NBYTES = 200 << 20
@@ -57,72 +52,93 @@ def patterned(nbytes: int) -> bytes:
 # -- the format -------------------------------------------------------------------------------------
 
 
-def reassembled(sent: ChunkedMessage) -> list[object]:
-    """Return the messages that the receiver of a chunked message finds in its frames."""
-    arriving, parser = Reassembler(1 << 30), FrameParser(FRAME_NBYTES)
-    found: list[object] = []
-    for part in sent:
-        (frame,) = parser.feed(framed([part]))
-        for message in arriving.messages_in(frame):
-            match message:
-                case [_, Op.PIECE, number, bytes(content)]:
-                    arriving.add(number, content)
-                case _:
-                    found.append(message)
-    assert not arriving.busy
-    return found
+def sent(*messages: LongMessage) -> bytes:
+    """Return the bytes of messages that are sent one after the other."""
+    frames: list[bytes] = []
+    outbox = Outbox(Writing(frames), in_order=True)
+    for message in messages:
+        outbox.enqueue(message)
+    while outbox.flush() is Flushed.MORE:
+        pass
+    assert outbox.is_empty
+    return b"".join(frames)
 
 
-lengths = st.sampled_from([0, 1, 3, LONG_NBYTES, LONG_NBYTES + 1, PIECE_NBYTES, 2 * PIECE_NBYTES, 2 * PIECE_NBYTES + 1])
+class Writing:
+    """A socket that takes all."""
+
+    def __init__(self, written: list[bytes]) -> None:
+        self._written = written
+
+    def send(self, data):
+        return self.sendmsg([data])
+
+    def sendmsg(self, buffers):
+        self._written.append(b"".join(buffers))
+        return len(self._written[-1])
+
+
+def long(*fields: object) -> LongMessage:
+    return LongMessage(Encoder().pack, fields, lambda request: True)
+
+
+def received(data: bytes, most_nbytes: int = 1 << 30) -> list[object]:
+    """Return the messages in bytes, which arrive in several reads."""
+    found = ReceivedMessages(most_nbytes)
+    for start in range(0, len(data), 100_001):
+        found.inbox.feed(data[start : start + 100_001])
+    assert found.inbox.is_between_messages
+    return found.messages
+
+
+lengths = st.sampled_from([0, 1, 3, LONG_NBYTES, LONG_NBYTES + 1, CHUNK_NBYTES, 2 * CHUNK_NBYTES, 2 * CHUNK_NBYTES + 1])
 fields = st.lists(lengths.map(bytes) | st.lists(lengths.map(bytes), max_size=3) | st.text(max_size=5), max_size=3)
 
 
 @given(fields)
-def test_chunks_are_reassembled(content):
-    message = ChunkedMessage(Encoder().pack, (7, Op.SET, *content), request_piece)
-    assert reassembled(message) == [[7, Op.SET, *content]]
+def test_parts_are_reassembled(content):
+    assert received(sent(long(7, Op.SET, *content), long(8, Op.GET, "k"))) == [[7, Op.SET, *content], [8, Op.GET, "k"]]
 
 
 def test_long_message_without_a_long_value_is_reassembled():
     keys = [f"key {number}" for number in range(100_000)]
-    message = ChunkedMessage(Encoder().pack, (7, Op.MULTI_SET, keys, [b"x" * 100_000, b"y"]), request_piece)
+    message = long(7, Op.MULTI_SET, keys, [b"x" * 100_000, b"y"])
     assert len(message) > 1_000_000
-    assert reassembled(message) == [[7, Op.MULTI_SET, keys, [b"x" * 100_000, b"y"]]]
+    assert received(sent(message)) == [[7, Op.MULTI_SET, keys, [b"x" * 100_000, b"y"]]]
+
+
+def test_more_long_values_than_an_opening_names_are_reassembled(monkeypatch):
+    monkeypatch.setattr(long_messages, "_MOST_VALUES", 2)
+    values = [bytes([number]) * (LONG_NBYTES + 1) for number in range(4)]
+    assert received(sent(long(7, Op.MULTI_SET, [], values))) == [[7, Op.MULTI_SET, [], values]]
 
 
 @pytest.mark.parametrize(
-    "harm",
+    ("head", "values"),
     [
-        [1, Op.SET, "k", msgpack.ExtType(1, bytes(4))],
-        msgpack.ExtType(2, bytes(4)),
-        msgpack.ExtType(77, b""),
-        [1, Op.SET, "k", msgpack.ExtType(1, b"")],
+        ([], []),
+        ([1], []),
+        (["1"], [b"\x01"]),
+        ([1, [1, Op.NUM_KEYS], [1, Op.NUM_KEYS]], []),
+        ([1], [msgpack.packb([1, Op.NUM_KEYS]) * 2]),
+        ([1, [1, Op.SET, "k", msgpack.ExtType(1, bytes(4))]], []),
+        ([1, [1, Op.SET, "k", msgpack.ExtType(1, bytes([1, 0, 0, 0]))]], [b"x"]),
+        ([1, [1, Op.SET, "k", msgpack.ExtType(2, bytes(4))]], [b"x"]),
     ],
 )
-def test_reference_to_missing_chunks_is_refused(harm):
+def test_long_message_that_no_sender_makes_is_refused(head, values):
+    data = pack_opening(0, b"".join(map(msgpack.packb, head)), list(map(len, values)), 0)
+    if values:
+        data += frame(CHUNK, bytes(4) + b"".join(values))
     with pytest.raises(ProtocolError):
-        Reassembler(1 << 20).messages_in(msgpack.packb(harm))
+        received(data)
 
 
-def test_chunked_message_does_not_refer_to_another():
-    arriving = Reassembler(1 << 20)
-    arriving.add(0, msgpack.packb(msgpack.ExtType(2, bytes([1, 0, 0, 0]))))
-    arriving.add(1, msgpack.packb([1, Op.NUM_KEYS]))
-    (message,) = arriving.messages_in(msgpack.packb(msgpack.ExtType(2, bytes(4))))
-    assert type(message) is msgpack.ExtType  # which no decoder takes for a message
-
-
-def test_chunks_are_bounded_in_bytes_and_in_number():
-    arriving = Reassembler(1 << 20)
-    for _ in range(4):
-        arriving.add(0, bytes(PIECE_NBYTES))
-    with pytest.raises(ProtocolError, match="more than"):
-        arriving.add(0, b"x")
-    arriving = Reassembler(1 << 20)
-    for number in range(18):
-        arriving.add(number, b"x")
-    with pytest.raises(ProtocolError, match="more than"):
-        arriving.add(18, b"x")
+def test_long_message_is_bounded():
+    message = sent(long(7, Op.SET, "k", bytes(1 << 20)))
+    assert len(received(message, 1 << 20)) == 1
+    with pytest.raises(ProtocolError, match="ASYNCDIST_STORE_MAX_VALUE_NBYTES"):
+        received(message, (1 << 20) - 1)
 
 
 # -- other messages between the chunks ----------------------------------------------------------------
@@ -150,54 +166,52 @@ async def test_small_requests_pass_while_a_large_value_goes_through(server, stor
     assert await getting == value
 
 
-def test_blocking_socket_sends_queued_requests_between_the_chunks_of_a_large_value():
-    """A request that another thread queues while a chunk is written is sent before the next chunk."""
+class Passing:
+    """The socket of a blocking client, for what is written to it."""
+
+    def __init__(self, written) -> None:
+        self._written = written
+
+    def sendmsg(self, buffers):
+        data = b"".join(buffers)
+        self._written(data)
+        return len(data)
+
+    def send(self, data):
+        return self.sendmsg([data])
+
+
+def test_blocking_socket_sends_queued_requests_between_the_parts_of_a_large_value():
+    """A request that another thread queues while a part is written is sent before the next part."""
     near, far = socket.socketpair()
     with near, far:
-        blocking = BlockingSocket(near, None, lambda request: True)
-        value = ChunkedMessage(Encoder().pack, (1, Op.SET, "large", bytes(4 * PIECE_NBYTES)), request_piece)
-        frames, parser = [], FrameParser(FRAME_NBYTES)
-        write = blocking._sock.send
+        blocking, kinds = BlockingSocket(near, None), []
 
-        class Sock:
-            def send(self, data):
-                sent = write(data)
-                far.setblocking(False)
-                with contextlib.suppress(BlockingIOError):
-                    while True:
-                        new = list(parser.feed(far.recv(1 << 20)))
-                        for frame in new:
-                            if len(frame) > PIECE_NBYTES:
-                                blocking.enqueue(b"\x01")
-                        frames.extend(new)
-                return sent
+        def written(data: bytes) -> None:
+            kinds.append(data[4])
+            if len(data) > CHUNK_NBYTES:
+                blocking.outbox.enqueue(b"\x01")
 
-        blocking._sock = Sock()
-        blocking.enqueue(value)
+        blocking.outbox = Outbox(Passing(written), in_order=True)
+        blocking.outbox.enqueue(long(1, Op.SET, "large", bytes(4 * CHUNK_NBYTES)))
         blocking.drain(Deadline.after(LONG))
-        assert [len(frame) > PIECE_NBYTES for frame in frames[:-1]] == [True, False] * 4
+        assert kinds == [OPENING, SHORT, CHUNK, SHORT, CHUNK, SHORT, CHUNK, SHORT]
 
 
-def test_deadline_ends_a_blocking_send_whose_socket_takes_every_chunk_at_once():
-    """The next call goes on with the next chunk."""
+def test_deadline_ends_a_blocking_send_whose_socket_takes_every_part_at_once():
+    """The next call goes on with the next part."""
     near, far = socket.socketpair()
     with near, far:
-        blocking, sent = BlockingSocket(near, None, lambda request: True), []
-
-        class Sock:
-            def send(self, data):
-                sent.append(bytes(data))
-                return len(data)
-
-        blocking._sock = Sock()
-        blocking.enqueue(ChunkedMessage(Encoder().pack, (1, Op.SET, "large", bytes(4 * PIECE_NBYTES)), request_piece))
+        blocking, sent = BlockingSocket(near, None), []
+        blocking.outbox = Outbox(Passing(sent.append), in_order=True)
+        blocking.outbox.enqueue(long(1, Op.SET, "large", bytes(4 * CHUNK_NBYTES)))
         with pytest.raises(TimeoutError):
             blocking.drain(Deadline.after(0))
-        assert 0 < len(b"".join(sent)) < 2 * PIECE_NBYTES
-        assert blocking.has_unsent
+        assert 0 < len(b"".join(sent)) < 2 * CHUNK_NBYTES
+        assert not blocking.outbox.is_empty
         blocking.drain(Deadline.after(LONG))
-        assert not blocking.has_unsent
-        assert len(b"".join(sent)) > 4 * PIECE_NBYTES
+        assert blocking.outbox.is_empty
+        assert len(b"".join(sent)) > 4 * CHUNK_NBYTES
 
 
 async def test_deadline_ends_a_blocking_get_whose_socket_is_always_readable(server, monkeypatch):
@@ -216,7 +230,7 @@ async def test_deadline_ends_a_blocking_get_whose_socket_is_always_readable(serv
 
 
 async def test_large_values_in_a_row_and_in_lists(server, store):
-    values = [patterned(nbytes) for nbytes in (LONG_NBYTES + 1, 3 << 20, 10, PIECE_NBYTES, 0, 1 << 20)]
+    values = [patterned(nbytes) for nbytes in (LONG_NBYTES + 1, 3 << 20, 10, CHUNK_NBYTES, 0, 1 << 20)]
     keys = [f"k{number}" for number in range(len(values))]
     await asyncio.gather(*map(store.set, keys, values))
     assert await asyncio.gather(*map(store.get, keys)) == values
@@ -285,9 +299,8 @@ async def test_earlier_request_of_the_same_read_makes_room(server, store, eventu
     pack = Encoder().pack
     await store.set("k", bytes(7 << 20))
     await store.set("l", bytes((1 << 20) - LONG_NBYTES))
-    setting = ChunkedMessage(pack, (102, Op.SET, "m", bytes(LONG_NBYTES + 1)), request_piece)
-    frames = [framed([message]) for message in (pack((101, Op.DELETE_KEY, "k")), *setting)]
-    store.connection.link.transport.write(b"".join(frames))
+    setting = long(102, Op.SET, "m", bytes(LONG_NBYTES + 1))
+    store.connection.link.transport.write(framed([pack((101, Op.DELETE_KEY, "k"))]) + sent(setting))
     await eventually(lambda: server.state.keys.peek("m"))
 
 
@@ -325,12 +338,12 @@ async def test_partial_value_is_dropped_when_it_is_cancelled(server, store, even
 async def test_cancelled_large_reply_is_abandoned(server, store, eventually):
     value = patterned(LARGE_NBYTES // 4)
     await store.set("large", value)
-    arriving = store.connection.protocol.arriving
+    inbox = store.connection.protocol.inbox
     for _ in range(3):
         getting = asyncio.ensure_future(store.get("large"))
-        await eventually(lambda: arriving.nbytes > 0)
+        await eventually(lambda: inbox.open_messages)
         getting.cancel()
-        await eventually(lambda: arriving.nbytes == 0)
+        await eventually(lambda: not inbox.open_messages)
     assert await store.get("large") == value
 
 
@@ -358,30 +371,30 @@ async def test_closed_session_is_freed_without_the_collector(server, connect, no
 async def test_long_message_is_freed_without_the_collector(server, store, no_collector, eventually):
     value = patterned(LARGE_NBYTES // 4)
     await store.set("large", value)
-    await eventually(all_freed(ChunkedMessage))
+    await eventually(all_freed(LongMessage))
     await store.get("large")
-    await eventually(all_freed(ChunkedMessage))
+    await eventually(all_freed(LongMessage))
     setting = asyncio.ensure_future(store.set("large", value))
     await eventually(lambda: server.quota.arriving_nbytes > 0)
     setting.cancel()
-    await eventually(all_freed(ChunkedMessage))
+    await eventually(all_freed(LongMessage))
     getting = asyncio.ensure_future(store.get("large"))
-    await eventually(lambda: store.connection.protocol.arriving.nbytes > 0)
+    await eventually(lambda: store.connection.protocol.inbox.open_messages)
     getting.cancel()
-    await eventually(all_freed(ChunkedMessage))
+    await eventually(all_freed(LongMessage))
 
 
 async def test_long_message_of_a_blocking_store_is_freed_without_the_collector(server, no_collector, eventually):
     value = patterned(LARGE_NBYTES // 4)
     store = await asyncio.to_thread(TCPStore, "127.0.0.1", server.port, timeout=LONG, config=CONFIG)
     await asyncio.to_thread(store.set, "large", value)
-    await eventually(all_freed(ChunkedMessage))
+    await eventually(all_freed(LongMessage))
     await asyncio.to_thread(store.get, "large")
-    await eventually(all_freed(ChunkedMessage))
+    await eventually(all_freed(LongMessage))
     store.set_timeout(0.001)
     with pytest.raises(StoreTimeoutError):
         await asyncio.to_thread(store.set, "large", value)
-    await eventually(all_freed(ChunkedMessage))
+    await eventually(all_freed(LongMessage))
     await asyncio.to_thread(store.close)
 
 
@@ -412,10 +425,10 @@ async def test_long_value_is_sent_again_after_the_connection_broke(proxy, connec
     assert await store.get("k") == value + value
 
 
-async def test_chunk_without_a_message_ends_the_connection(server, store, caplog):
-    store.connection.link.transport.write(framed([Encoder().pack((1, Op.PIECE, 0, b"small and first"))]))
+async def test_part_of_no_message_ends_the_connection(server, store, caplog):
+    store.connection.link.transport.write(frame(CHUNK, bytes(4) + b"of nothing"))
     await store.set("k", b"v")  # over another connection
-    assert "a chunk of a message" in caplog.text
+    assert "bytes of message 0, which is not open" in caplog.text
 
 
 async def test_daemon_with_data_keeps_large_values(tmp_path):
@@ -429,7 +442,3 @@ async def test_daemon_with_data_keeps_large_values(tmp_path):
                 await setting
             assert await store.get("k") == value
             await store.close()
-
-
-def test_fields_of_a_reply_chunk():
-    assert answer_piece(1, 2, b"x") == (1, OperationKind.PIECE, (2, b"x"))

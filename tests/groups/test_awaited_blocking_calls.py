@@ -1,0 +1,121 @@
+"""An ``await`` of a call of the blocking API is refused by an error that names the API, before anything is sent."""
+
+import inspect
+
+import pytest
+import torch
+
+import asyncdist
+import asyncdist.sync as blocking
+from asyncdist.errors import UsageError
+from asyncdist.sync import weights
+
+pytestmark = pytest.mark.each_loop
+
+ALONE = {"rank": 0, "world_size": 1}
+OP = {"op": "sum"}
+
+
+async def initialized():
+    await blocking.init_process_group(store=blocking.HashStore(), **ALONE)
+
+
+async def reduced():
+    await blocking.all_reduce(torch.ones(2))
+
+
+async def reduced_with_arguments():
+    await blocking.all_reduce(*[torch.ones(2)], **OP)
+
+
+async def passed_on():
+    return [await blocking.barrier() for _ in range(2)]
+
+
+async def received():
+    await blocking.recv(torch.ones(2))
+
+
+async def agreed():
+    await blocking.agree()
+
+
+async def gathered():
+    await blocking.all_gather_object([None], 1)
+
+
+async def waited():
+    await blocking.all_reduce(torch.ones(2), async_op=True).wait()
+
+
+async def adopted():
+    await blocking.group.WORLD.adopt(blocking.State()).wait()
+
+
+async def destroyed():
+    await blocking.destroy_process_group()
+
+
+async def entered():
+    async with blocking.process_group(store=blocking.HashStore(), **ALONE):
+        raise AssertionError
+
+
+@pytest.fixture
+def world():
+    blocking.init_process_group(store=blocking.HashStore(), **ALONE)
+    yield
+    blocking.destroy_process_group()
+
+
+CALLS = {
+    "all_reduce": reduced, "barrier": passed_on, "recv": received, "agree": agreed, "all_gather_object": gathered,
+    "wait": waited, "destroy_process_group": destroyed,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_await_of_a_blocking_call_names_the_blocking_api(world, name):
+    with pytest.raises(
+        UsageError, match=rf"{name} is called with await at {__file__}:\d+, but this is the blocking API"
+    ):
+        await CALLS[name]()
+    assert blocking.is_initialized()
+    blocking.all_reduce(torch.ones(2))
+
+
+async def test_place_of_the_call_is_that_of_the_line(world):
+    line = inspect.getsourcelines(reduced_with_arguments)[1] + 1
+    with pytest.raises(UsageError, match=f":{line}, but this is the blocking API"):
+        await reduced_with_arguments()
+    with pytest.raises(UsageError, match="wait is called with await"):
+        await adopted()
+
+
+@pytest.mark.parametrize("call", [initialized, entered])
+async def test_await_of_the_blocking_start_names_the_blocking_api(call):
+    with pytest.raises(UsageError, match=r"process_group is called with await at .*, but this is the blocking API"):
+        await call()
+    assert not blocking.is_initialized()
+    await asyncdist.init_process_group(store=blocking.HashStore(), **ALONE)
+    with pytest.raises(UsageError, match="all_reduce is called with await at"):
+        await blocking.all_reduce(torch.ones(2))
+    await asyncdist.destroy_process_group()
+
+
+async def test_await_of_a_blocking_call_of_weights_names_the_blocking_api():
+    with blocking.TCPStore("127.0.0.1", 0, is_master=True) as store:
+        job = f"asyncdist://127.0.0.1:{store.port}/weights"
+        with weights.Publisher({"w": torch.ones(2)}, job=job) as publisher:
+            with pytest.raises(UsageError, match=r"publish is called with await at .*, but this is the blocking API"):
+                await publisher.publish()
+            publisher.publish()
+
+
+async def test_works_of_both_apis_are_awaited_as_before(world):
+    tensor = torch.ones(2)
+    assert await blocking.all_reduce(tensor, async_op=True) is tensor
+    assert await blocking.group.WORLD.all_reduce(tensor, background=False) is tensor
+    assert await asyncdist.all_reduce(tensor) is tensor
+    blocking.all_reduce(tensor)
+    assert await blocking.group.WORLD.agree() == (True, ())
