@@ -6,6 +6,7 @@ when the call is planned, and lets them belong to the tensors of one call at a t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
@@ -14,7 +15,14 @@ import torch
 
 from asyncdist.kernel.algorithms.schedule import Combine, Reduce, Schedule, Send, Step, Wait
 from asyncdist.kernel.engine.direct_calls import MAX_DIRECT_NBYTES, DirectStep
-from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks, overlapping_inputs, view_at
+from asyncdist.kernel.memory.buffers import (
+    Memory,
+    Scratch,
+    TensorBlocks,
+    outside_inference_mode,
+    overlapping_inputs,
+    view_at,
+)
 from asyncdist.kernel.memory.reduce_kernels import Fold, divide
 
 _address_of = torch.Tensor.data_ptr
@@ -22,6 +30,8 @@ _KEPT_NBYTES = 1 << 20
 """Bytes of scratch in the recordings of one call that are kept: programs begin hundreds of calls before the first ends."""
 _LEAST_NBYTES = 4 << 10
 """Bytes for which a recording counts at least."""
+_IN_LISTS = frozenset([list, type(None)])
+"""The types of what is in a list of an argument and is no value."""
 _LONG_NBYTES = 1 << 20
 """Bytes of a copy that torch makes, on several threads and without the GIL."""
 
@@ -97,12 +107,17 @@ class RecordedCall:
         scratch: Sequence[Form] = (),
         pool: Scratch | None = None,
     ) -> None:
-        self._records, self._fold, self._scratch, self._pool = records, fold, scratch, pool or Scratch()
+        nbytes = sum(count * dtype.itemsize for count, dtype in scratch)
+        keeps_scratch = nbytes <= MAX_DIRECT_NBYTES
+        self._records, self._fold, self._pool = records, fold, pool or Scratch()
+        self._kept = scratch if keeps_scratch else ()
+        self._taken = () if keeps_scratch else scratch
         self._forms = [_each(lambda tensor: (tensor.numel(), tensor.dtype), argument) for argument in arguments]
-        self._free = [self._recording()]
+        most = _KEPT_NBYTES // max(nbytes if keeps_scratch else 0, _LEAST_NBYTES)
+        self._free = deque([self._recording()], most)
 
     def _recording(self) -> _Recording:
-        return _Recording(self._records, self._forms, self._scratch, self._fold)
+        return _Recording(self._records, self._forms, self._fold, self._kept, self._taken)
 
     def schedules(self, *arguments: Any) -> list[Schedule]:
         """Return the schedules of the parts of a call with contiguous tensors. They run under the lock of the world."""
@@ -110,7 +125,7 @@ class RecordedCall:
             recording = self._free.pop()
         except IndexError:
             recording = self._recording()
-        parts, recording.unfinished = recording.parts, len(recording.parts)
+        parts = recording.parts
         # A comprehension takes a Python frame.
         if len(parts) == 1:
             return [recording.schedule(parts[0], arguments, self._pool, self._free)]
@@ -125,44 +140,47 @@ class RecordedCall:
 class _Recording:
     """The recorded steps of one call at a time.
 
+    Args:
+        kept: Scratch that the recording keeps.
+        taken: Scratch that it takes for each call.
+
     Attributes:
         parts: The steps of each part of the call, and between them what the rank does alone.
-        unfinished: The number of parts of the present call that have not ended.
     """
 
     def __init__(
-        self, records: Sequence[Record], forms: Sequence[Any], scratch: Sequence[Form], fold: Fold | None
+        self,
+        records: Sequence[Record],
+        forms: Sequence[Any],
+        fold: Fold | None,
+        kept: Sequence[Form],
+        taken: Sequence[Form],
     ) -> None:
         made = [_each(lambda form: Memory.unbound(*form), form) for form in forms]
-        memories = _listed(made)
-        nbytes = sum(count * dtype.itemsize for count, dtype in scratch)
-        keeps_scratch = nbytes <= MAX_DIRECT_NBYTES
-        self._most_kept = _KEPT_NBYTES // max(nbytes if keeps_scratch else 0, _LEAST_NBYTES)
-        if keeps_scratch:
-            buffers = [Memory(torch.empty(count, dtype=dtype, device="cpu")) for count, dtype in scratch]
-            scratch = ()
-        else:
-            buffers = [Memory.unbound(*form) for form in scratch]
-            memories += buffers
-        self._scratch_forms, self._scratch = scratch, list[Memory]()
+        buffers = [Memory.unbound(*form) for form in taken]
+        memories = _listed(made) + buffers
+        buffers = buffers or [Memory(torch.empty(count, dtype=dtype, device="cpu")) for count, dtype in kept]
         self.parts = [[_prepared(item, fold) for item in record(*made, *buffers)] for record in records]
         places = _Places(memories, list(chain(*self.parts)))
         self._places = places.places
         self._read, self._written, self._own = places.read, places.written, places.own
-        self._wholes, self._computed = places.wholes, places.computed
+        self._wholes, self._computed = list(places.wholes.items()), list(places.computed.items())
+        self._with_tensor = [*places.wholes, *places.computed]
         self._reads_only = [places.reads_only(_listed(argument)) for argument in made]
+        self._takes_tensors = not taken and all(isinstance(argument, Memory) for argument in made)
         self._addresses: list[int] = []
         """The addresses of the tensors to which the places belong, or have belonged in the last call."""
-        self._tensors: list[torch.Tensor] = []
-        """The tensors of the present call: the places are addresses, and keep no copy alive."""
-        self.unfinished = 0
-        self._is_bound = False
+        self._copies: list[torch.Tensor] = []
+        """Keeps the copies and the scratch of the present call alive, because the places are addresses."""
+        self._taken, self._scratch = taken, list[Memory]()
+        self._unfinished = 0
+        """The number of parts of the present call that have not ended; 0 until the first begins."""
 
     def schedule(
-        self, part: Sequence[Any], arguments: Sequence[Any], pool: Scratch, free: list[_Recording]
+        self, part: Sequence[Any], arguments: Sequence[Any], pool: Scratch, free: deque[_Recording]
     ) -> Schedule:
         """Return the schedule of a part. After the last part the recording is in ``free``, unless the call has failed."""
-        if not self._is_bound:
+        if not self._unfinished:
             self._bind(arguments, pool)
         try:
             for item in part:
@@ -171,54 +189,51 @@ class _Recording:
                 else:
                     item.run()
         finally:
-            self.unfinished -= 1
-            if not self.unfinished:
-                self._tensors, self._is_bound = [], False
-                for memory in self._wholes:
-                    del memory.tensor
-                for place in self._computed:
+            self._unfinished -= 1
+            if not self._unfinished:
+                for place in self._with_tensor:
                     del place.tensor
-                if self._scratch:
+                if self._copies:
                     for memory in self._scratch:
                         pool.give(memory)
-                    self._scratch = []
-                if len(free) < self._most_kept:
-                    free.append(self)
+                    self._copies, self._scratch = [], []
+                free.append(self)
 
     def _bind(self, arguments: Sequence[Any], pool: Scratch) -> None:
         """Let the places belong to the tensors of a call."""
-        tensors: list[torch.Tensor] = []
-        for argument in arguments:
-            if type(argument) is torch.Tensor:
-                tensors.append(argument)
-            else:
-                # `_listed` takes a Python frame for each value.
-                is_flat = type(argument) is list and argument and type(argument[0]) is torch.Tensor
-                tensors += argument if is_flat else _listed(argument)
-        if self._scratch_forms:
-            self._scratch = [pool.take(*form) for form in self._scratch_forms]
-            tensors += [memory.tensor for memory in self._scratch]
+        tensors = arguments
+        if not self._takes_tensors:
+            tensors = []
+            for argument in arguments:
+                tensors += [argument] if type(argument) is torch.Tensor else _listed(argument)
+            if self._taken:
+                self._scratch = [pool.take(*form) for form in self._taken]
+                tensors += [memory.tensor for memory in self._scratch]
+                self._copies = tensors
         addresses = list(map(_address_of, tensors))
         if addresses != self._addresses:
             if self._read and overlapping_inputs(_at(addresses, self._read), _at(addresses, self._written), self._own):
-                arguments = [
+                copied = [
                     _each(torch.clone, argument) if reads_only else argument
                     for argument, reads_only in zip(arguments, self._reads_only, strict=True)
                 ]
-                copies = _listed(arguments)
-                tensors[: len(copies)] = copies
+                copies = _listed(copied)
+                tensors = self._copies = [*copies, *tensors[len(copies) :]]
                 addresses = list(map(_address_of, tensors))
             # An error, such as exhausted memory, leaves no places of two calls.
             self._addresses = []
             for place, number, start in self._places:
                 place.view = view_at(addresses[number] + start, place.nbytes)
             self._addresses = addresses
-        for memory, number in self._wholes.items():
-            memory.bind(tensors[number])
-        for place, (memory, start) in self._computed.items():
+        for memory, number in self._wholes:
+            tensor = tensors[number]
+            if tensor.is_inference():
+                tensor = outside_inference_mode(tensor)
+            is_flat = tensor.dim() == 1 and tensor.stride(0) == 1
+            memory.tensor = tensor if is_flat else tensor.as_strided((memory.count,), (1,))
+        for place, (memory, start) in self._computed:
             place.tensor = memory.tensor[start : start + place.count]
-        self._tensors = tensors
-        self._is_bound = True
+        self._unfinished = len(self.parts)
 
 
 _Range = tuple[int, int, int]
@@ -316,6 +331,9 @@ def _each(function: Callable[[Any], Any], argument: Any) -> Any:
 def _listed(argument: Any) -> list[Any]:
     """Return the values of an argument in one list: itself, those in nested lists, or nothing for None."""
     if isinstance(argument, list):
+        # The others would take a Python frame for each value.
+        if _IN_LISTS.isdisjoint(map(type, argument)):
+            return argument
         return [value for each in argument for value in _listed(each)]
     return [] if argument is None else [argument]
 
