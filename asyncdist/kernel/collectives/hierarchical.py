@@ -129,13 +129,17 @@ class HierarchicalCollectives:
 
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_reduce(self, kernels: Arithmetic, call: int, memories: Sequence[Memory]) -> Iterator[Schedule]:
+    def all_reduce(self, kernels: Arithmetic, call: int, memories: Sequence[Memory]) -> Iterable[Schedule]:
         """Reduce each memory over all ranks in place, with equal bits on all ranks. The caller has applied any scaling."""
+        small = self._small
+        # A small call has no time for lists of parts.
+        if len(memories) == 1 and small.takes("all_reduce", memories[0].nbytes):
+            return [small.all_reduce(call, memories[0], kernels, self._reserve(small.NUMBERS))]
 
         def parts() -> Iterator[tuple[int, Part]]:
             for memory in memories:
-                if self._small.takes("all_reduce", memory.nbytes):
-                    yield self._small.NUMBERS, partial(self._small.all_reduce, call, memory, kernels)
+                if small.takes("all_reduce", memory.nbytes):
+                    yield small.NUMBERS, partial(small.all_reduce, call, memory, kernels)
                     continue
                 blocks = TensorBlocks.split(memory, self._cut(memory.nbytes, overlaps=True))
                 for part in range(len(blocks)):
