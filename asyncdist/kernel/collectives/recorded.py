@@ -30,8 +30,6 @@ _KEPT_NBYTES = 1 << 20
 """Bytes of scratch in the recordings of one call that are kept: programs begin hundreds of calls before the first ends."""
 _LEAST_NBYTES = 4 << 10
 """Bytes for which a recording counts at least."""
-_IN_LISTS = frozenset([list, type(None)])
-"""The types of what is in a list of an argument and is no value."""
 _LONG_NBYTES = 1 << 20
 """Bytes of a copy that torch makes, on several threads and without the GIL."""
 
@@ -168,6 +166,8 @@ class _Recording:
         self._with_tensor = [*places.wholes, *places.computed]
         self._reads_only = [places.reads_only(_listed(argument)) for argument in made]
         self._takes_tensors = not taken and all(isinstance(argument, Memory) for argument in made)
+        lists = [argument for argument in made if isinstance(argument, list)]
+        self._is_nested = not all(isinstance(each, Memory) for each in chain(*lists))
         self._addresses: list[int] = []
         """The addresses of the tensors to which the places belong, or have belonged in the last call."""
         self._copies: list[torch.Tensor] = []
@@ -205,7 +205,11 @@ class _Recording:
         if not self._takes_tensors:
             tensors = []
             for argument in arguments:
-                tensors += [argument] if type(argument) is torch.Tensor else _listed(argument)
+                if type(argument) is list:
+                    # `_listed` takes a Python frame for each value.
+                    tensors += _listed(argument) if self._is_nested else argument
+                elif argument is not None:
+                    tensors.append(argument)
             if self._taken:
                 self._scratch = [pool.take(*form) for form in self._taken]
                 tensors += [memory.tensor for memory in self._scratch]
@@ -331,9 +335,6 @@ def _each(function: Callable[[Any], Any], argument: Any) -> Any:
 def _listed(argument: Any) -> list[Any]:
     """Return the values of an argument in one list: itself, those in nested lists, or nothing for None."""
     if isinstance(argument, list):
-        # The others would take a Python frame for each value.
-        if _IN_LISTS.isdisjoint(map(type, argument)):
-            return argument
         return [value for each in argument for value in _listed(each)]
     return [] if argument is None else [argument]
 
