@@ -13,7 +13,7 @@ BIN    := $(VENV)/bin
 LIBRARIES := .venv-ecosystem
 READY  := $(VENV)/.ready
 
-.PHONY: train test test-all test-rest test-next-torch test-upstream test-ecosystem test-gpu prove-gpu fuzz chaos lint types docs diagrams bench build clean
+.PHONY: train test test-all test-rest test-next-torch test-upstream test-ecosystem test-gpu prove-gpu fuzz chaos findings lint types docs diagrams bench build clean
 .DEFAULT_GOAL := train
 
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -73,6 +73,13 @@ fuzz: $(READY)  ## fuzz the parsers, SECONDS each; guided by coverage where athe
 
 chaos: $(READY)  ## run random worlds of processes with random faults for SECONDS, from SEED (default: a random one)
 	$(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+findings:  ## run the findings on software of others; the environments are made in one temporary folder and removed
+	@folder=$$(mktemp -d); failed=; \
+	for script in findings/*.sh; do \
+	    echo "$$script"; FINDINGS_ENVIRONMENTS=$$folder $$script || failed="$$failed $$script"; \
+	done; \
+	rm -rf "$$folder"; test -z "$$failed" || { echo "changed:$$failed"; exit 1; }
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python .ci/blocking_api.py --check

@@ -16,9 +16,9 @@ from asyncdist.cli.option_types import ListOf, NewFolder
 from asyncdist.cli.page import Grid, Page
 from asyncdist.errors import BenchmarkError
 from asyncdist.testing.hosts import Hosts, HostsUnavailableError
-from asyncdist.testing.processes import RankEndedError
 from benchmarks.grid import Case, GridReport
 from benchmarks.laboratory import Laboratory, Progress
+from benchmarks.processes import RankEndedError
 
 PlanT = TypeVar("PlanT")
 

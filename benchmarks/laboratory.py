@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from asyncdist.testing.hosts import LINK, Hosts, enter
-from asyncdist.testing.processes import Nursery, RankProcess
+from benchmarks.processes import Nursery, RankProcess
 
 LIMIT = 300.0
 """Seconds in which a process answers an order."""

@@ -27,8 +27,8 @@ import torch
 from asyncdist.base.background_loop import background_loop, observing_loop
 from asyncdist.kernel.memory.shared_arena import arena
 from asyncdist.testing.cluster import run_ranks
-from asyncdist.testing.processes import Nursery
-from asyncdist.testing.stopwatch import Stopwatch
+from benchmarks.processes import Nursery
+from benchmarks.stopwatch import Stopwatch
 
 PATIENCE = 5.0
 """Seconds for threads, descriptors and processes to end after a test, without time spent waiting for a processor."""

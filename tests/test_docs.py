@@ -268,7 +268,7 @@ def test_torchrun_of_a_quick_start_does_not_warn_of_threads(page: str) -> None:
 
 def copy_sources(folder: Path) -> None:
     """Copy what a reader has who works in a checkout of the sources."""
-    for name in ("asyncdist", "transports", "tests"):
+    for name in ("asyncdist", "transports", "benchmarks", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "docs").mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "docs/errors.md"):

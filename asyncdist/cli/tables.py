@@ -30,15 +30,18 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
+def _show_facts(console: Console, title: str, facts: Mapping[str, str]) -> None:
+    """Show a table of two columns without headings."""
+    table = _table(title, "", "")
+    table.show_header = False
+    for fact in facts.items():
+        table.add_row(*fact)
+    console.print(table)
+
+
 def show_versions(console: Console) -> None:
     """Show the machine and the versions of asyncdist and its dependencies."""
-    table = _table("This machine")
-    table.show_header = False
-    table.add_column()
-    table.add_column()
-    for name, value in machine().items():
-        table.add_row(name, escape(value))
-    console.print(table)
+    _show_facts(console, "This machine", {name: escape(value) for name, value in machine().items()})
 
 
 def show_waiting(console: Console, config: Config) -> None:
@@ -59,13 +62,8 @@ def show_waiting(console: Console, config: Config) -> None:
         text = f"it sleeps at once: other threads kept this command from its core for {found[1]:.0%} of the time"
     else:
         text = f"it polls for {config.spin_us:g} µs and then sleeps: no other thread competes for its core"
-    table = _table("Waiting of a rank on this machine at the moment")
-    table.show_header = False
-    table.add_column()
-    table.add_column(overflow="fold")
-    table.add_row("waiting", text)
-    table.add_row("cores", f"{cores}; more than {cores} ranks share cores, and yield to each other while they poll")
-    console.print(table)
+    shared = f"{cores}; more than {cores} ranks share cores, and yield to each other while they poll"
+    _show_facts(console, "Waiting of a rank on this machine at the moment", {"waiting": text, "cores": shared})
 
 
 def _model_of(config: Config) -> selection.Model:
@@ -107,17 +105,15 @@ def show_model(console: Console, config: Config) -> None:
     source = model.source
     if config.profile is None and config.calibrate:
         source += "; a world on several hosts measures its links when it starts"
-    table = _table("Time of a schedule between hosts")
-    table.show_header = False
-    table.add_column()
-    table.add_column(overflow="fold")
-    table.add_row("from", escape(source))
-    table.add_row("a round", f"{model.alpha * 1e6:.3g} µs")
-    table.add_row("a message", f"{model.overhead * 1e6:.3g} µs")
-    table.add_row("a byte moved", f"{model.beta * 1e9:.3g} ns")
-    table.add_row("a byte reduced", f"{model.gamma * 1e9:.3g} ns")
-    table.add_row("TCP connections", _connections_of(config))
-    console.print(table)
+    facts = {
+        "from": escape(source),
+        "a round": f"{model.alpha * 1e6:.3g} µs",
+        "a message": f"{model.overhead * 1e6:.3g} µs",
+        "a byte moved": f"{model.beta * 1e9:.3g} ns",
+        "a byte reduced": f"{model.gamma * 1e9:.3g} ns",
+        "TCP connections": _connections_of(config),
+    }
+    _show_facts(console, "Time of a schedule between hosts", facts)
 
 
 def show_transports(console: Console) -> None:

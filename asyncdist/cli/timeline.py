@@ -38,11 +38,6 @@ _COLUMNS = 1600
 """The resolution of the time axis, about that of the picture."""
 
 
-def draw_timeline(worlds: Worlds, path: Path, seconds: float = 0.0) -> None:
-    """Plot the last ``seconds``, or all if that is 0, into a png, svg or pdf file with one row per rank."""
-    timeline_figure(worlds, seconds).savefig(path, dpi=150)
-
-
 def timeline_figure(worlds: Worlds, seconds: float = 0.0) -> Figure:
     """Return the plot, with one panel per world. Calls that had not completed when their rank wrote its dump are red."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

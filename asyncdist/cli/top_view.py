@@ -27,7 +27,13 @@ _NARROW, _WIDE = 100, 130
 _LINES = 12
 """Lines of a screen that are not rows of ranks."""
 _STORY = 6
-_NUMBERS = ("rank", "pid", "gen", "for", "done", "calls/s", "bytes/s", "heard")
+_COLUMNS: dict[str, tuple[int, JustifyMethod]] = {
+    "rank": (0, "right"), "host": (_WIDE, "left"), "pid": (_WIDE, "right"), "gen": (_WIDE, "right"), "state": (0, "left"),
+    "operation": (0, "left"), "for": (0, "right"), "done": (_NARROW, "right"), "calls/s": (_NARROW, "right"),
+    "bytes/s": (_NARROW, "right"), "heard": (_NARROW, "right"), "waits for": (0, "left"), "holds up": (_WIDE, "left"),
+    "remarks": (_NARROW, "left"),
+}  # fmt: skip
+"""The titles of the columns: from which width on a table has the column, and on which side its text begins."""
 _MOST_RANKS = 4
 """Ranks that a cell names."""
 
@@ -82,78 +88,56 @@ def _header(status: JobStatus, job: str) -> Text:
 def _table(rows: Sequence[RankRow], width: int) -> Table:
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
-    titles = _titles(width)
-    lines = [[Text(title) for title in titles], *[_cells(row, width) for row in rows]]
-    widths = [max(text.cell_len for text in column) for column in zip(*lines, strict=True)]
-    _fit(dict(zip(titles, range(len(titles)), strict=True)), widths, width)
+    titles = [title for title, (least_width, _) in _COLUMNS.items() if width >= least_width]
+    lines = [_cells(row) for row in rows]
+    widths = {title: max(len(title), *(line[title].cell_len for line in lines), 0) for title in titles}
+    _fit(widths, width)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for title, each in zip(titles, widths, strict=True):
-        justify: JustifyMethod = "right" if title in _NUMBERS else "left"
-        table.add_column(title, justify=justify, no_wrap=True, width=each, overflow="ellipsis")
-    for row, line in zip(rows, lines[1:], strict=True):
-        table.add_row(*line, style="" if row.is_member else "dim")
+    for title in titles:
+        table.add_column(title, justify=_COLUMNS[title][1], no_wrap=True, width=widths[title], overflow="ellipsis")
+    for row, line in zip(rows, lines, strict=True):
+        table.add_row(*(line[title] for title in titles), style="" if row.is_member else "dim")
     return table
 
 
-def _fit(places: dict[str, int], widths: list[int], width: int) -> None:
+def _fit(widths: dict[str, int], width: int) -> None:
     """Narrow the operations and the remarks until the columns fit, operations last."""
     # Two spaces follow each column.
-    spare = width - sum(widths) - 2 * len(widths)
+    spare = width - sum(widths.values()) - 2 * len(widths)
     for title, least in (("remarks", 12), ("operation", 8)):
-        if title in places and spare < 0:
-            cut = min(-spare, max(0, widths[places[title]] - least))
-            widths[places[title]] -= cut
+        if title in widths and spare < 0:
+            cut = min(-spare, max(0, widths[title] - least))
+            widths[title] -= cut
             spare += cut
 
 
-def _titles(width: int) -> list[str]:
-    """Return the titles of the columns that a table of a width has."""
-    titles = ["rank"]
-    if width >= _WIDE:
-        titles += ["host", "pid", "gen"]
-    titles += ["state", "operation", "for"]
-    if width >= _NARROW:
-        titles += ["done", "calls/s", "bytes/s", "heard"]
-    titles.append("waits for")
-    if width >= _WIDE:
-        titles.append("holds up")
-    return [*titles, "remarks"] if width >= _NARROW else titles
-
-
-def _cells(row: RankRow, width: int) -> list[Text]:
+def _cells(row: RankRow) -> dict[str, Text]:
+    """Return the cells of a rank by the titles of `_COLUMNS`."""
     from rich.text import Text
 
-    mark = "▶ " if row.culprit else ""
-    call = row.call
-    doing = "" if call is None else f"#{call.seq} {call.call}"
+    doing = "" if row.call is None else f"#{row.call.seq} {row.call.call}"
     if row.pending > 1:
         doing += f" +{row.pending - 1}"
     remarks = "; ".join([*([row.reason] if row.reason else []), *row.remarks])
-    cells = [Text(f"{mark}{row.rank}", style="bold red" if row.culprit else "")]
-    if width >= _WIDE:
-        cells += [Text(row.host), Text(str(row.pid or "")), Text("" if row.generation is None else str(row.generation))]
-    cells += [
-        Text(row.state, style=_STYLES[row.state]),
+    answers = row.state in ("pending", "idle", "failed")
+    return {
+        "rank": Text(f"{'▶ ' if row.culprit else ''}{row.rank}", style="bold red" if row.culprit else ""),
+        "host": Text(row.host),
+        "pid": Text(str(row.pid or "")),
+        "gen": Text("" if row.generation is None else str(row.generation)),
+        "state": Text(row.state, style=_STYLES[row.state]),
         # A completed call shows what the rank did last.
-        Text(doing, style="" if row.state == "pending" else "dim"),
-        Text("" if row.seconds is None else _elapsed(row.seconds)),
-    ]
-    if width >= _NARROW:
-        progress, answers = row.progress, row.state in ("pending", "idle", "failed")
-        cells += [
-            Text("" if progress is None else f"{progress:.0%}"),
-            Text(quantity(row.calls_per_second) if answers else ""),
-            Text(quantity(row.bytes_per_second, "B") if answers else ""),
-            Text("" if row.last_heard is None else _elapsed(row.last_heard) if row.last_heard else "now"),
-        ]
-    cells.append(Text(_ranks(row.waits_for)))
-    if width >= _WIDE:
-        cells.append(Text(_ranks(row.waited_for_by)))
-    if width >= _NARROW:
-        cells.append(Text(remarks, style="red" if row.culprit or row.reason else "yellow"))
-    return cells
+        "operation": Text(doing, style="" if row.state == "pending" else "dim"),
+        "for": Text("" if row.seconds is None else _elapsed(row.seconds)),
+        "done": Text("" if row.progress is None else f"{row.progress:.0%}"),
+        "calls/s": Text(quantity(row.calls_per_second) if answers else ""),
+        "bytes/s": Text(quantity(row.bytes_per_second, "B") if answers else ""),
+        "heard": Text("" if row.last_heard is None else _elapsed(row.last_heard) if row.last_heard else "now"),
+        "waits for": Text(_ranks(row.waits_for)),
+        "holds up": Text(_ranks(row.waited_for_by)),
+        "remarks": Text(remarks, style="red" if row.culprit or row.reason else "yellow"),
+    }
 
 
 def _elapsed(seconds: float) -> str:

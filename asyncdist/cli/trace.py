@@ -104,7 +104,7 @@ def trace(
         console.print(f"{older} file{'s' * (older > 1)} of older worlds in {folder} left out", markup=False)
     if plot is not None:
         with reporting_write_errors(plot):
-            timeline.draw_timeline(worlds, plot, seconds)
+            timeline.timeline_figure(worlds, seconds).savefig(plot, dpi=150)
         console.print(f"plotted into {plot}", markup=False)
     if perfetto is not None:
         with reporting_write_errors(perfetto):

@@ -22,7 +22,6 @@ import functools
 import logging
 from collections.abc import AsyncIterator, Iterator
 from time import monotonic
-from types import TracebackType
 from typing import Any, Self
 
 from asyncdist.base.background_loop import background_loop, running_loop
@@ -110,17 +109,13 @@ class JobSession(ProcessBound):
         self._home = running_loop("async with dist.join(...)")
         return await self._open()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._close()
 
     def __enter__(self) -> Self:
         return background_loop().run(self._open())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         background_loop().run(self._close())
 
     async def _open(self) -> Self:

@@ -30,8 +30,8 @@ What a user of channels takes care of:
   may ask for: the sender of a long message keeps its memory until it is `done`, and each peer may open many.
 - **Memory.** `ChannelHandler.opened` may set ``message.buffers`` to the memory into which a long message is received.
 - **The end.** `ChannelHandler.closed` is called once per channel: within a moment of the peer's death, and within
-  ASYNCDIST_HEARTBEAT after it has stopped. ``channel.left_in_order`` tells a goodbye from a loss. A channel that has ended
-  stays so; `ChannelPort.connect` opens another one. The id of a port (`ChannelAddress.id`) is never used twice.
+  ASYNCDIST_HEARTBEAT after it has stopped. A channel that has ended stays so; `ChannelPort.connect` opens another one. The
+  id of a port (`ChannelAddress.id`) is never used twice.
 - **Descriptors.** ``channel.send(head, descriptors=[memfd])`` passes memory to a peer for which `PeerChannel.is_local`
   holds.
 

@@ -14,7 +14,7 @@ log = logging.getLogger("asyncdist")
 
 ACCEPT_AGAIN = 1.0
 """Seconds to pause after an error that an immediate retry would most likely meet again."""
-_BACKLOG = 4096
+BACKLOG = 4096
 """Connections that may wait to be accepted: all ranks may connect within a second. The kernel caps it."""
 
 
@@ -39,13 +39,13 @@ def listen_tcp(host: str, what: str = "", advice: str = "") -> socket.socket:
         ) from cause
 
 
-def listen(sock: socket.socket, where: tuple[str, int] | str) -> socket.socket:
+def listen(sock: socket.socket, where: tuple[str, int] | tuple[str, int, int, int] | str) -> socket.socket:
     """Let a new socket listen, without blocking. Closes it, and raises OSError, if that fails."""
     lifecycle.close_in_children(sock)
     try:
         sock.setblocking(False)
         sock.bind(where)
-        sock.listen(_BACKLOG)
+        sock.listen(BACKLOG)
     except BaseException:
         sock.close()
         raise

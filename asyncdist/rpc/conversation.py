@@ -8,20 +8,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 
 from asyncdist.base.callables import Callback
-from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.descriptors import close_all
 from asyncdist.errors import PeerLostError, ProtocolError
 from asyncdist.net import IncomingMessage, PeerChannel
-from asyncdist.rpc.calls import Caller
+from asyncdist.rpc.calls import Caller, HeldAnswer
 from asyncdist.rpc.execution import Callee, CallResources, Execution
 from asyncdist.rpc.loans import Buffer, ChannelLoans
 from asyncdist.rpc.references import ReferenceTable
-from asyncdist.rpc.values import run_aside
+from asyncdist.rpc.values import Carrier, run_aside
 from asyncdist.rpc.wire import CALL, CANCEL, CREDIT, GRANT, ITEM, LENT_BYTES, OFFER, RELEASE, RESULT, VERSION
 
 CREDITS = 1024
@@ -40,7 +39,7 @@ class Conversation:
         about = channel.peer.about
         if about["version"] != VERSION:
             raise ProtocolError(f"it makes calls of version {about['version']}, and this process of {VERSION}")
-        self.channel = channel
+        self.channel, self.resources = channel, resources
         self.loans = ChannelLoans(channel, resources.lending)
         self.caller = Caller(
             channel,
@@ -88,11 +87,11 @@ class ConversationHandler:
             message = None
         # The value is None if it is the first buffer, and a loan has a number behind it.
         if message is None or (buffers and (message[-1] is None or type(message[-1]) is int)):
-            context = self._begin(conversation, head)
-            if context is not None:
-                self._complete(conversation, context, head, buffers)
+            arriving = ValueMessage.begin(conversation, head)
+            if arriving is not None:
+                arriving.complete(head, buffers)
             else:
-                self._discard(head, buffers)
+                _discard(self._resources.carrier, head, buffers)
             return
         kind = message[0]
         if kind == CALL:
@@ -113,37 +112,32 @@ class ConversationHandler:
             conversation.caller.answered(message)
 
     def opened(self, channel: PeerChannel, message: IncomingMessage) -> None:
-        if message.descriptors:
-            close_all(message.descriptors)
-            raise ProtocolError("a call with descriptors")
         conversation = conversation_of(channel)
-        context = message.context = self._begin(conversation, message.head, is_ready=False)
-        if context is None:
+        arriving = message.context = ValueMessage.begin(conversation, message.head, is_ready=False)
+        if arriving is None:
             message.drop(CancelledMessage())
-            self._discard(message.head, ())
-        elif context.kind == RESULT:
-            conversation.caller.receive_into(context.number, message)
+            _discard(self._resources.carrier, message.head, ())
+        elif arriving.kind == RESULT:
+            conversation.caller.receive_into(arriving.number, message)
 
     def completed(self, channel: PeerChannel, message: IncomingMessage) -> None:
-        conversation, context = conversation_of(channel), _context_of(message)
-        if context is None:
-            return
-        if message.error is None:
-            self._complete(conversation, context, message.head, message.buffers)
-        else:
-            reason = f"{message.nbytes} bytes cannot be received: {message.error or type(message.error).__name__}"
-            self._give_back(conversation, context.loan)
-            self._unreadable(conversation, context, reason)
+        arriving: ValueMessage | None = message.context
+        if arriving is not None and message.error is None:
+            arriving.complete(message.head, message.buffers)
+        elif arriving is not None:
+            arriving.give_back()
+            arriving.unreadable(
+                f"{message.nbytes} bytes cannot be received: {message.error or type(message.error).__name__}"
+            )
 
     def withdrawn(self, channel: PeerChannel, message: IncomingMessage) -> None:
-        conversation, context = conversation_of(channel), _context_of(message)
-        if context is None:
-            return
-        self._give_back(conversation, context.loan)
-        if context.call is not None:
-            conversation.callee.cancel(context.number)
+        arriving: ValueMessage | None = message.context
+        if arriving is not None:
+            arriving.give_back()
+            if arriving.call is not None:
+                conversation_of(channel).callee.cancel(arriving.number)
 
-    def closed(self, channel: PeerChannel, error: PeerLostError, messages: Sequence[IncomingMessage]) -> None:
+    def closed(self, channel: PeerChannel, error: PeerLostError) -> None:
         conversation: Conversation | None = channel.context
         if conversation is None:  # the peer was refused
             return
@@ -152,9 +146,40 @@ class ConversationHandler:
         conversation.loans.closed(error)
         self._references.departed(channel)
 
-    # -- messages with buffers ---------------------------------------------------------------------
 
-    def _begin(self, conversation: Conversation, head: bytes, *, is_ready: bool = True) -> ValueContext | None:
+class ValueMessage:
+    """A call or an answer whose value arrives in buffers, or the content of a loan. It is the `Borrower` of its own loan.
+
+    Args:
+        kind: CALL, RESULT, ITEM or LENT_BYTES.
+        number: The number of the call, or of the loan.
+        is_outside: Whether the value is the first buffer instead of a part of the head.
+        loan: The number of the loan of its tensors; 0 for none.
+    """
+
+    _head: bytes
+    _buffers: Sequence[memoryview]
+    _content: tuple[bytes | memoryview, Sequence[Buffer]]
+    """The bytes of the value, or the head with the value in it, and the buffers of its tensors."""
+    _held: HeldAnswer
+
+    def __init__(
+        self,
+        conversation: Conversation,
+        kind: int,
+        number: int,
+        *,
+        is_outside: bool = False,
+        loan: int = 0,
+    ) -> None:
+        self._conversation, self._carrier = conversation, conversation.resources.carrier
+        self.kind, self.number = kind, number
+        self.call: Execution | None = None
+        """The call, if this process runs it."""
+        self._is_outside, self._loan = is_outside, loan
+
+    @classmethod
+    def begin(cls, conversation: Conversation, head: bytes, *, is_ready: bool = True) -> ValueMessage | None:
         """Note a call or an answer whose value is read later; None if no call wants the value."""
         try:
             envelope = msgpack.unpackb(head, strict_map_key=False, ext_hook=_unread, unicode_errors="surrogatepass")
@@ -164,182 +189,110 @@ class ConversationHandler:
         if kind not in _LENGTHS:
             raise ProtocolError(f"a message of kind {kind!r} with buffers")
         if kind == LENT_BYTES:
-            return ValueContext(kind, number) if conversation.loans.awaits(number) else None
+            return cls(conversation, kind, number) if conversation.loans.awaits(number) else None
         length = _LENGTHS[kind]
         loan = envelope[length] if len(envelope) > length else 0
-        is_outside = envelope[length - 1] is None
+        message = cls(conversation, kind, number, is_outside=envelope[length - 1] is None, loan=loan)
         if kind == CALL:
-            execution = conversation.callee.called(envelope[1:6], is_ready=is_ready and not loan)
-            if execution is not None:
-                return ValueContext(kind, number, execution, is_outside, loan)
-        elif conversation.caller.expects(number):
-            return ValueContext(kind, number, None, is_outside, loan)
-        self._give_back(conversation, loan)
+            message.call = conversation.callee.called(envelope[1:6], is_ready=is_ready and not loan)
+        if message.call is not None or (kind != CALL and conversation.caller.expects(number)):
+            return message
+        message.give_back()
         return None
 
-    def _give_back(self, conversation: Conversation, loan: int) -> None:
-        """Return the loan of a message whose tensors are not read, if it has one."""
-        if loan:
-            conversation.loans.give_back(loan)
+    def give_back(self) -> None:
+        """Return the loan of its tensors, which are not read, if it has one."""
+        if self._loan:
+            self._conversation.loans.give_back(self._loan)
 
-    def _discard(self, head: bytes, buffers: Sequence[memoryview]) -> None:
-        """Take the references out of a message that no call wants, and drop them, so that their holds are returned."""
-        carrier = self._resources.carrier
-        with contextlib.suppress(ProtocolError):
-            envelope = carrier.unpack_references(head)
-            if buffers and envelope[_LENGTHS[envelope[0]] - 1] is None:
-                carrier.unpack_references(buffers[0])
-
-    def _complete(
-        self, conversation: Conversation, context: ValueContext, head: bytes, buffers: Sequence[memoryview]
-    ) -> None:
-        if context.kind == LENT_BYTES:
-            conversation.loans.content_arrived(context.number, buffers, msgpack.unpackb(head)[2])
-        elif context.loan:
-            conversation.loans.borrow(context.loan, buffers, _LentMessage(self, conversation, context, head, buffers))
-        else:
-            self._unpack(conversation, context, head, buffers)
-
-    def _unpack(
-        self, conversation: Conversation, context: ValueContext, head: bytes, buffers: Sequence[Buffer]
-    ) -> None:
-        data: bytes | memoryview = head
-        if context.is_outside and buffers:
-            assert isinstance(buffers[0], memoryview)
-            data, buffers = buffers[0], buffers[1:]
-        message = _ValueMessage(self, conversation, context, data, buffers)
-        if not self._resources.carrier.takes_long(data, buffers) or not message.read_aside(
-            self._resources.value_threads
-        ):
-            message.read()
-
-    def _arrived(self, conversation: Conversation, context: ValueContext, value: Any) -> None:
-        if context.call is not None:
-            conversation.callee.arrived(context.call, value)
-        else:
-            conversation.caller.answered((context.kind, context.number, value))
-
-    def _unreadable(self, conversation: Conversation, context: ValueContext, reason: str) -> None:
-        if context.kind == LENT_BYTES:
-            conversation.loans.content_arrived(context.number, (), reason)
-        elif context.call is not None:
-            conversation.callee.refuse(context.call, f"its arguments cannot be read: {reason}")
-        else:
-            conversation.caller.unreadable(context.number, f"its result cannot be read: {reason}")
-
-
-class _LentMessage:
-    """A message with lent tensors, which are being read: the `Borrower` of its loan."""
-
-    def __init__(
-        self,
-        handler: ConversationHandler,
-        conversation: Conversation,
-        context: ValueContext,
-        head: bytes,
-        buffers: Sequence[memoryview],
-    ) -> None:
-        self._handler, self._conversation, self._context = handler, conversation, context
+    def complete(self, head: bytes, buffers: Sequence[memoryview]) -> None:
+        """Read the value, all of whose bytes have arrived, and deliver it."""
+        loans = self._conversation.loans
         self._head, self._buffers = head, buffers
+        if self.kind == LENT_BYTES:
+            loans.content_arrived(self.number, buffers, msgpack.unpackb(head)[2])
+        elif self._loan:
+            loans.borrow(self._loan, buffers, self)
+        else:
+            self.arrived(buffers)
+
+    def unreadable(self, reason: str) -> None:
+        """Say why there is no value."""
+        if self.kind == LENT_BYTES:
+            self._conversation.loans.content_arrived(self.number, (), reason)
+        elif self.call is not None:
+            self._conversation.callee.refuse(self.call, f"its arguments cannot be read: {reason}")
+        else:
+            self._conversation.caller.unreadable(self.number, f"its result cannot be read: {reason}")
+
+    # -- its loan ----------------------------------------------------------------------------------
 
     def is_wanted(self) -> bool:
-        call = self._context.call
-        return self._conversation.caller.expects(self._context.number) if call is None else not call.is_cancelled
+        return self._conversation.caller.expects(self.number) if self.call is None else not self.call.is_cancelled
 
     def arrived(self, buffers: Sequence[Buffer]) -> None:
-        self._handler._unpack(self._conversation, self._context, self._head, buffers)
+        """Read the value at once, or in a thread if that takes long; later answers to the call then wait."""
+        data: bytes | memoryview = self._head
+        if self._is_outside and buffers:
+            assert isinstance(buffers[0], memoryview)
+            data, buffers = buffers[0], buffers[1:]
+        self._content = data, buffers
+        threads = self._conversation.resources.value_threads
+        if not self._carrier.takes_long(data, buffers) or not run_aside(threads, self._read_in_thread):
+            self._read()
+        elif self.call is None:
+            self._held = self._conversation.caller.hold_answer(self.number)
 
     def failed(self, reason: str) -> None:
-        self._handler._discard(self._head, self._buffers)
-        self._handler._unreadable(self._conversation, self._context, reason)
+        self.dropped()
+        self.unreadable(reason)
 
     def dropped(self) -> None:
-        self._handler._discard(self._head, self._buffers)
+        _discard(self._carrier, self._head, self._buffers)
 
+    # -- reading -----------------------------------------------------------------------------------
 
-class _ValueMessage:
-    """A message whose value is read at once, or in a thread if that takes long; later answers to the call then wait."""
-
-    def __init__(
-        self,
-        handler: ConversationHandler,
-        conversation: Conversation,
-        context: ValueContext,
-        data: bytes | memoryview,
-        buffers: Sequence[Buffer],
-    ) -> None:
-        self._handler, self._conversation, self._context = handler, conversation, context
-        self._data, self._buffers = data, buffers
-        self._carrier = handler._resources.carrier
-
-    def read(self) -> None:
-        """Read the value, and deliver it."""
+    def _read(self) -> None:
         try:
-            value = self._carrier.unpack(self._data, self._buffers)
+            value = self._carrier.unpack(*self._content)
         except ProtocolError as error:
-            self._handler._unreadable(self._conversation, self._context, error.summary)
-            return
-        self._deliver(value)
+            self.unreadable(error.summary)
+        else:
+            self._deliver(value)
 
     def _deliver(self, value: Any) -> None:
-        context = self._context
         # The data of a value outside of the head is the value alone.
-        self._handler._arrived(self._conversation, context, value if context.is_outside else value[context.place])
-
-    def read_aside(self, threads: DaemonThreadPool) -> bool:
-        """Begin to read the value in a thread; return False if the session has no threads any more."""
-        if not run_aside(threads, self._read_in_thread):
-            return False
-        if self._context.call is None:
-            self._held = self._conversation.caller.hold_answer(self._context.number)
-        return True
+        value = value if self._is_outside else value[_LENGTHS[self.kind] - 1]
+        if self.call is not None:
+            self._conversation.callee.arrived(self.call, value)
+        else:
+            self._conversation.caller.answered((self.kind, self.number, value))
 
     def _read_in_thread(self) -> Callback:
         deliver: Callback
         try:
-            deliver = functools.partial(self._deliver, self._carrier.unpack_aside(self._data, self._buffers))
+            deliver = functools.partial(self._deliver, self._carrier.unpack_aside(*self._content))
         # It has references, or is damaged: the loop reads it.
         except ProtocolError:
-            deliver = self.read
+            deliver = self._read
         return functools.partial(self._end, deliver)
 
     def _end(self, deliver: Callback) -> None:
-        conversation, context = self._conversation, self._context
         try:
-            if context.call is None:
-                conversation.caller.take_held(context.number, self._held, deliver)
-            elif not context.call.is_cancelled:
+            if self.call is None:
+                self._conversation.caller.take_held(self.number, self._held, deliver)
+            elif not self.call.is_cancelled:
                 deliver()
         except Exception as error:
-            conversation.channel.fail_by(error)
+            self._conversation.channel.fail_by(error)
 
 
-class ValueContext(NamedTuple):
-    """A call or an answer whose value arrives in buffers, or the content of a loan.
-
-    Attributes:
-        kind: CALL, RESULT, ITEM or LENT_BYTES.
-        number: The number of the call, or of the loan.
-        call: The call, if this process runs it.
-        is_outside: Whether the value is the first buffer instead of a part of the head.
-        loan: The number of the loan of its tensors; 0 for none.
-    """
-
-    kind: int
-    number: int
-    call: Execution | None = None
-    is_outside: bool = False
-    loan: int = 0
-
-    @property
-    def place(self) -> int:
-        """The place of the value in the head."""
-        return _LENGTHS[self.kind] - 1
-
-
-def _context_of(message: IncomingMessage) -> ValueContext | None:
-    context: ValueContext | None = message.context
-    return context
+def _discard(carrier: Carrier, head: bytes, buffers: Sequence[memoryview]) -> None:
+    """Take the references out of a message that no call wants, and drop them, so that their holds are returned."""
+    with contextlib.suppress(ProtocolError):
+        envelope = carrier.unpack_references(head)
+        if buffers and envelope[_LENGTHS[envelope[0]] - 1] is None:
+            carrier.unpack_references(buffers[0])
 
 
 class CancelledMessage(Exception):

@@ -14,11 +14,7 @@ from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import StoreError, UnsupportedError, UsageError, WaitTimeoutError
-from asyncdist.weights.content.layout import layout_of
-from asyncdist.weights.content.manifest import Manifest
-from asyncdist.weights.content.selection import whole_selection
 from asyncdist.weights.errors import PublisherReplacedError, WeightsError
-from asyncdist.weights.snapshot import take_snapshot
 from asyncdist.weights.transfer.exchange import WeightsExchange
 from asyncdist.weights.transfer.held_version import HeldVersion
 from asyncdist.weights.transfer.version_table import NO_VERSION, ReaderStatus, Version, new_version
@@ -97,22 +93,12 @@ class Publishing:
             if self._replaced is not None:
                 raise self._replaced
             await self._cleaned()
-            tensors = _published(self._source)
-            layout = layout_of(tensors)
-            selection = whole_selection(layout)
-            segment = await exchange.port.pool.take(layout.nbytes)
-            try:
-                digests = await take_snapshot(tensors, layout, segment.bytes, exchange.port.threads)
-            except BaseException:
-                exchange.port.pool.give_back(segment)
-                raise
-            self._serial += 1
             newest = self._kept[-1][0].version.number if self._kept else 0
-            version = new_version(self.incarnation, self._serial, step, layout.nbytes, newest + 1)
-            manifest = Manifest(layout, digests)
-            held = exchange.port.new_held(version, selection, manifest)
-            held.place(segment)
-            held.advance(len(held.blocks))
+            self._serial += 1
+            held, manifest = await exchange.port.copy(
+                _published(self._source),
+                lambda nbytes: new_version(self.incarnation, self._serial, step, nbytes, newest + 1),
+            )
             # From here on the copy is complete: a caller that is cancelled leaves a version that is whole.
             return await asyncio.shield(asyncio.ensure_future(self._announce(exchange, held, manifest.encode())))
 
@@ -121,10 +107,8 @@ class Publishing:
             await asyncio.wait([self._cleaning])
 
     async def _announce(self, exchange: WeightsExchange, held: HeldVersion, manifest: bytes) -> Version:
-        record = exchange.record(held.selection, is_complete=True)
-        exchange.offer(held, record.entry)
         try:
-            held.version = await exchange.table.announce(held.version, manifest, record, self._latest)
+            await exchange.announce(held, manifest, self._latest)
         except BaseException as error:
             if isinstance(error, PublisherReplacedError):
                 self._replaced = error
@@ -167,10 +151,8 @@ class Publishing:
             if not self._kept or self._latest is not NO_VERSION:
                 return
             held, manifest = self._kept[-1]
-            record = exchange.record(held.selection, is_complete=True)
-            exchange.offer(held, record.entry)
             try:
-                held.version = await exchange.table.announce(held.version, manifest, record, self._latest)
+                await exchange.announce(held, manifest, self._latest)
             except PublisherReplacedError as error:
                 self._note_replaced(error)
             except StoreError as error:

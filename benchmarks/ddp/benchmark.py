@@ -15,11 +15,11 @@ import click
 
 from asyncdist.cli.bench.hosts.limits import rate_in_bytes
 from asyncdist.cli.page import Column, Grid, duration, times
-from asyncdist.testing.processes import RankProcess
 from benchmarks.benchmark import Benchmark, option
 from benchmarks.ddp.names import ALONE, CONTENDERS, KEPT, MODELS, ON_TWO_HOSTS, PARTS, STEPS
 from benchmarks.grid import Case, GridReport, Line, lines, spread
 from benchmarks.laboratory import hear_all
+from benchmarks.processes import RankProcess
 
 _PATIENCE = 3600.0
 _SAMPLE = 0.01

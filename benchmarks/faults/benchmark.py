@@ -17,10 +17,10 @@ import click
 from asyncdist.cli.option_types import ListOf, Seconds
 from asyncdist.cli.page import Column, Grid, duration
 from asyncdist.errors import BenchmarkError
-from asyncdist.testing.processes import PATIENCE, RankProcess
 from benchmarks.benchmark import Benchmark, option
 from benchmarks.grid import Case, GridReport, Line, lines
 from benchmarks.laboratory import hear_all
+from benchmarks.processes import PATIENCE, RankProcess
 
 FAULTS = {
     "kill": "a process is killed (SIGKILL)",

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from asyncdist.cli.machine import installed
 from asyncdist.cli.page import Grid
-from asyncdist.testing.processes import RankProcess
 from benchmarks.benchmark import Benchmark, option
 from benchmarks.grid import Case, GridReport, figure_within, side_by_side
 from benchmarks.laboratory import ask
+from benchmarks.processes import RankProcess
 from benchmarks.rpc.called import OBJECTS
 
 _POLLS_WHEN_IDLE = ("torch",)

@@ -23,10 +23,10 @@ from asyncdist.errors import BenchmarkError
 from asyncdist.store import TCPStore
 from asyncdist.store.persistence.journal import Journal
 from asyncdist.store.state.change_log import Change, ChangeLog
-from asyncdist.testing.processes import RankProcess
 from benchmarks.benchmark import COUNTS, Benchmark, option
 from benchmarks.grid import Case, GridReport, figure_within, side_by_side, times_at_least
 from benchmarks.laboratory import HOST, LIMIT, hear_all
+from benchmarks.processes import RankProcess
 
 OURS, TORCHS = "asyncdist", "torch"
 CONTENDERS = {OURS: "asyncdist", TORCHS: "torch"}

@@ -10,10 +10,10 @@ from pathlib import Path
 from asyncdist.cli.option_types import ListOf
 from asyncdist.cli.page import Column, Grid, duration, size, times
 from asyncdist.config import whole_number
-from asyncdist.testing.processes import RankProcess
 from benchmarks.benchmark import COUNTS, Benchmark, option
 from benchmarks.grid import Case, GridReport, Target, yes_or_no
 from benchmarks.laboratory import LIMIT, ask, hear_all
+from benchmarks.processes import RankProcess
 
 OURS, ALONE = "asyncdist", "alone"
 """Publication to the swap on the slowest reader; and one copy by one thread, or one plain transfer over the link."""

@@ -7,8 +7,8 @@ import gc
 
 import pytest
 
-from asyncdist.testing.processes import RankEndedError
 from benchmarks.laboratory import Laboratory
+from benchmarks.processes import RankEndedError
 from benchmarks.store.benchmark import StoreBenchmark, StorePlan
 from benchmarks.store.processes import Clients, call_rate
 

@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
 
 from asyncdist.testing.hosts import Hosts, HostsUnavailableError  # noqa: E402
-from asyncdist.testing.processes import Nursery  # noqa: E402
+from benchmarks.processes import Nursery  # noqa: E402
 from tests.chaos.judge import ViolationError  # noqa: E402
 from tests.chaos.plan import NETWORKS, plan_of  # noqa: E402
 from tests.chaos.store_world import StoreWorld  # noqa: E402

@@ -2,8 +2,8 @@
 
 import contextlib
 
-from asyncdist.testing.faults import Proxy
 from tests.chaos.plan import BETWEEN, OF_A_HOST
+from tests.support.faults import Proxy
 
 _DELAY = 0.02
 """Seconds that each chunk of a delayed connection takes."""

@@ -10,12 +10,12 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from asyncdist.testing.faults import Proxy
-from asyncdist.testing.processes import RankEndedError
+from benchmarks.processes import RankEndedError
 from tests.chaos.judge import Judge, ViolationError
 from tests.chaos.networks import Proxied, Separated, SharedMemory
 from tests.chaos.plan import HEARTBEAT
 from tests.chaos.strangers import Strangers
+from tests.support.faults import Proxy
 
 PROGRAM = Path(__file__).parent / "program_chaos.py"
 _START_WITHIN = 60.0

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from asyncdist.testing.processes import Nursery
+from benchmarks.processes import Nursery
 
 PROGRAM = Path(__file__).parent / "program_table.py"
 PAGE = Path(__file__).parents[2] / "docs" / "ddp-compared.md"

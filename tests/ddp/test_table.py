@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.testing.processes import Nursery
+from benchmarks.processes import Nursery
 
 _spec = importlib.util.spec_from_file_location("table_of_arguments", Path(__file__).parent / "table.py")
 table = importlib.util.module_from_spec(_spec)

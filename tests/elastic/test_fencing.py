@@ -12,8 +12,8 @@ from asyncdist.elastic import session as session_module
 from asyncdist.elastic.presence import Presence
 from asyncdist.errors import StoreConnectionError, UsageError
 from asyncdist.groups.members.training_state import State
-from asyncdist.testing.faults import Proxy
 from tests.elastic.conftest import enter
+from tests.support.faults import Proxy
 
 LEASE = 0.5
 

@@ -11,7 +11,7 @@ import torch
 import asyncdist
 from asyncdist.store import HashStore, StoreServer
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.faults import cancelled_at
+from tests.support.faults import cancelled_at
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.each_loop

@@ -19,7 +19,7 @@ from asyncdist.errors import AuthenticationError, PeerLostError
 from asyncdist.kernel.transport.wire_format import DATA, HEADER_NBYTES, pack_header, pack_key
 from asyncdist.net.security.auth import MAGIC, NONCE_NBYTES, dial
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.faults import greet, impostor, proxied_world
+from tests.support.faults import greet, impostor, proxied_world
 
 TOKEN = "the token of this job"
 

@@ -17,8 +17,8 @@ import torch
 from asyncdist.config import Config
 from asyncdist.errors import GroupAbortedError, OperationTimeoutError, PeerLostError
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.faults import proxied_world
-from asyncdist.testing.stopwatch import Stopwatch
+from benchmarks.stopwatch import Stopwatch
+from tests.support.faults import proxied_world
 from tests.support.ports import free_port
 
 # Magic and nonce.

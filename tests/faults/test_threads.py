@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from asyncdist.errors import AsyncdistError, GroupAbortedError, GroupError, NotInitializedError, PeerLostError
-from asyncdist.testing.faults import proxied_world
-from asyncdist.testing.stopwatch import Stopwatch
 from asyncdist_transports.byte_stream import Reader, Writer
+from benchmarks.stopwatch import Stopwatch
+from tests.support.faults import proxied_world
 
 pytestmark = pytest.mark.each_loop
 

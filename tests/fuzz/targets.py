@@ -154,7 +154,7 @@ _FRAME = Encoder().frame
 def _long(message: object, *values: bytes) -> bytes:
     head = packb(1) + (packb(message) if message is not None else b"")
     parts = b"".join(frame(CHUNK, bytes(4) + value) for value in values)
-    return pack_opening(0, head, list(map(len, values)), 0) + parts
+    return pack_opening(0, head, list(map(len, values))) + parts
 
 
 _VALUE = ExtType(1, bytes(4))

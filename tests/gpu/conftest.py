@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncdist.kernel.transport.device_streams import cuda_missing
-from asyncdist.testing.processes import Nursery
+from benchmarks.processes import Nursery
 
 PATIENCE = 120.0
 """Seconds for one program: the first one also starts CUDA."""

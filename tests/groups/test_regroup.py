@@ -23,7 +23,7 @@ from asyncdist.kernel.engine.control_messages import MAX_CLOSING_FAILURES
 from asyncdist.kernel.transport.base import Outgoing
 from asyncdist.kernel.transport.wire_format import DATA, pack_key
 from asyncdist.testing.cluster import run_ranks, world_of
-from asyncdist.testing.faults import cancelled_at
+from tests.support.faults import cancelled_at
 
 transports = pytest.mark.parametrize("transport", ["inproc", "shm", "tcp"])
 

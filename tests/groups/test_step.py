@@ -10,7 +10,7 @@ import trio
 from asyncdist.errors import ExcludedError, GroupError
 from asyncdist.kernel.engine.work import Work, completed
 from asyncdist.testing.cluster import run_ranks, world_of
-from asyncdist.testing.faults import cancelled_at
+from tests.support.faults import cancelled_at
 
 
 class Member:

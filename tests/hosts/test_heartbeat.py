@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncdist.testing.stopwatch import Stopwatch
+from benchmarks.stopwatch import Stopwatch
 from tests.hosts.conftest import Job
 
 

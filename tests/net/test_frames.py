@@ -26,7 +26,7 @@ def test_short_message_is_read_as_written(head, buffers):
 
 @given(st.integers(0, (1 << 32) - 1), st.binary(max_size=40), st.lists(st.integers(0, 1 << 20), max_size=9))
 def test_opening_is_read_as_written(number, head, sizes):
-    whole = frames.pack_opening(number, head, sizes, 0)
+    whole = frames.pack_opening(number, head, sizes)
     assert frames.unpack_opening(whole[frames.HEADER_NBYTES :], 1 << 40) == (number, head, tuple(sizes))
 
 
@@ -43,7 +43,7 @@ def test_cursor_takes_every_byte_once(buffers, most, most_views):
 
 
 def test_message_that_claims_more_than_the_limit_is_refused():
-    body = frames.pack_opening(1, b"", [1 << 60], 0)[frames.HEADER_NBYTES :]
+    body = frames.pack_opening(1, b"", [1 << 60])[frames.HEADER_NBYTES :]
     with pytest.raises(ProtocolError, match=f"claims {1 << 60} bytes"):
         frames.unpack_opening(body, 1 << 38)
 

@@ -16,7 +16,7 @@ class Message(OutgoingMessage):
 
     def __init__(self, number: int, ended: list[int]) -> None:
         super().__init__(number, [memoryview(bytes([number]) * (3 * CHUNK_NBYTES))])
-        self.opening = pack_opening(number, b"", [3 * CHUNK_NBYTES], 0)
+        self.opening = pack_opening(number, b"", [3 * CHUNK_NBYTES])
         self.wanted = True
         self.on_done = lambda message: ended.append(message.number)
 

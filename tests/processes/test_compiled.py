@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncdist.testing.processes import Nursery
+from benchmarks.processes import Nursery
 
 pytestmark = [pytest.mark.processes, pytest.mark.filterwarnings("ignore")]
 PROGRAM = Path(__file__).parent / "program_compiled.py"

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncdist.testing.processes import RankEndedError
+from benchmarks.processes import RankEndedError
 
 pytestmark = pytest.mark.processes
 

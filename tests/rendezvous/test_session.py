@@ -20,9 +20,9 @@ from asyncdist.rendezvous.record_store import AddressRecord
 from asyncdist.store import AsyncPrefixStore, AsyncStore, HashStore, StoreServer, TCPStore
 from asyncdist.store.client import connect as dialling
 from asyncdist.store.protocol.c10d import Code
-from asyncdist.testing.faults import Proxy
-from asyncdist.testing.stopwatch import Stopwatch
+from benchmarks.stopwatch import Stopwatch
 from tests.support.c10d_peer import Peer
+from tests.support.faults import Proxy
 from tests.support.ports import free_port
 from tests.support.rendezvous_stores import BLOCKING_STORES
 

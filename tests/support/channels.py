@@ -48,16 +48,14 @@ class Recorder:
     def completed(self, channel: PeerChannel, message: IncomingMessage) -> None:
         self.events.append(f"{message.error or 'completed'} {message.head.decode()}")
         self.messages.append((message.head, [bytes(buffer) for buffer in message.buffers]))
-        self.descriptors.extend(message.descriptors)
         self._changed.set()
 
     def withdrawn(self, channel: PeerChannel, message: IncomingMessage) -> None:
         self.events.append(f"withdrawn {message.head.decode()}")
         self._changed.set()
 
-    def closed(self, channel: PeerChannel, error: PeerLostError, messages: Sequence[IncomingMessage]) -> None:
+    def closed(self, channel: PeerChannel, error: PeerLostError) -> None:
         self.errors.append(error)
-        self.events.extend(f"lost {message.head.decode()}" for message in messages)
         self._changed.set()
 
     async def until(self, count: int) -> list[tuple[bytes, list[bytes]]]:

@@ -3,7 +3,7 @@
 import socket
 import struct
 
-from asyncdist.testing.faults import Proxy
+from tests.support.faults import Proxy
 
 
 def test_reset_connection_does_not_spoil_the_next_one():

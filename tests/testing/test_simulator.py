@@ -7,7 +7,7 @@ import pytest
 
 from asyncdist.kernel.algorithms.cost import Cost
 from asyncdist.kernel.algorithms.schedule import Action, Combine, Recv, Reduce, Schedule, Send
-from asyncdist.testing.simulator import (
+from tests.support.simulator import (
     ArrayBlocks,
     DeadlockError,
     ScheduleError,

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from asyncdist.testing.processes import Nursery, RankEndedError
+from benchmarks.processes import Nursery, RankEndedError
 from tests.support.daemon import started
 
 HERE = Path(__file__).parent

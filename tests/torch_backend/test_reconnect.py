@@ -11,10 +11,10 @@ from asyncdist.base.background_loop import background_loop
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import StoreServer, TCPStore
 from asyncdist.store.protocol import operations
-from asyncdist.testing.faults import Proxy
 from asyncdist.torch_backend.rendezvous.url_handler import rendezvous
 from asyncdist.torchrun import handler
 from tests.support.daemon import started
+from tests.support.faults import Proxy
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).parent / "program_at_daemon.py"

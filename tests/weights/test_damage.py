@@ -129,7 +129,7 @@ class Nonsense:
         self.heard.append(msgpack.unpackb(head))
         self.changed.set()
 
-    def closed(self, channel, error, messages):
+    def closed(self, channel, error):
         self.heard.append(error)
         self.changed.set()
 

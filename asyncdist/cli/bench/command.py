@@ -25,7 +25,7 @@ from asyncdist.config import DEFAULT_LANES, whole_number
 from asyncdist.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from asyncdist.cli.bench.result import Report, ResultRow
+    from asyncdist.cli.bench.result import ResultRow
 
 _SIZES = "4,1K,64K,256K,1M,4M,25M,100M"
 _SIZES_BETWEEN_HOSTS = "4,1K,64K,1M,25M"
@@ -164,7 +164,6 @@ def _transports(ctx: click.Context, param: click.Parameter, value: tuple[str, ..
     help="Measure the links between the hosts of a job instead, and write a profile for ASYNCDIST_PROFILE to this file on "
     "rank 0. Start the command with a launcher on every host.",
 )
-@click.option("--pin", is_flag=True, help="Bind each rank to one core: less noise, but less realistic.")
 @click.option(
     "--json", "json_file", type=NewFile(allow_dash=True), help="Write all results to this file as JSON; - is stdout."
 )
@@ -241,7 +240,10 @@ def bench(
         write_page(page, report.as_json(), output, stem)
     for path in (plot_file, output and output / f"{stem}.png"):
         if path is not None:
-            _plot(report, path)
+            from asyncdist.cli.bench.report.plot import benchmark_figure
+
+            with reporting_write_errors(path):
+                benchmark_figure(report).savefig(path, dpi=150)
 
 
 def _calibrate(profile: Path) -> None:
@@ -372,10 +374,3 @@ def _progress_bar() -> Iterator[Callable[[float, ResultRow | None], None]]:
     with bar:
         bar.refresh()
         yield update
-
-
-def _plot(report: Report, path: Path) -> None:
-    from asyncdist.cli.bench.report.plot import draw_benchmark
-
-    with reporting_write_errors(path):
-        draw_benchmark(report, path)

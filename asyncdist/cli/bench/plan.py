@@ -64,7 +64,6 @@ class BenchPlan:
         transports: The contenders "asyncdist", "registered", "awaited" and "torch" use the first one. Each further one is
             another contender.
         repeat: The number of timed calls and steps; None for a number of calls that depends on the size.
-        pin: Whether to bind each rank to one core.
         busy: The number of processes that compute on the same cores, as data loaders or another job do.
         hosts: The number of hosts: 1 for this machine, more for a test bed of `asyncdist.testing.hosts`.
         link: The rate of each host's link in the words of ``tc``; no limit if empty.
@@ -81,7 +80,6 @@ class BenchPlan:
     steps: tuple[str, ...] = ()
     transports: tuple[str, ...] = ("auto",)
     repeat: int | None = None
-    pin: bool = False
     busy: int = 0
     hosts: int = 1
     link: str = ""

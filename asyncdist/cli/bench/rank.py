@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncdist.cli.bench import pacing_sockets
 from asyncdist.cli.bench.plan import BenchPlan
-from asyncdist.errors import AsyncdistError, UnsupportedError
+from asyncdist.errors import AsyncdistError
 
 CONTROL_SOCKET = "control.sock"
 """The name, in the run's folder, of the Unix socket at which rank processes connect."""
@@ -75,8 +75,6 @@ def _measure(plan: BenchPlan, rank: int, table: Sequence[socket.socket | None], 
     from asyncdist.cli.bench.pace import StartPacer
 
     torch.set_num_threads(1)
-    if plan.pin:
-        _pin(rank)
     pace = StartPacer(rank, table, sleeps=plan.shares_cores)
     reporter = _Reporter(pipe if rank == 0 else None, plan.parts)
     if plan.device == "cpu":
@@ -92,14 +90,6 @@ def _measure(plan: BenchPlan, rank: int, table: Sequence[socket.socket | None], 
 
             reporter.row(train(step, plan, field.torch_groups, rank, pace, reporter.progress))
         pace()  # no rank exits while another rank measures
-
-
-def _pin(rank: int) -> None:
-    """Bind this process to one core, as MPI launchers do. Ranks that outnumber the cores share them."""
-    if not hasattr(os, "sched_setaffinity"):
-        raise UnsupportedError("this system cannot bind a process to a core: omit --pin")
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 class _Reporter:

@@ -12,7 +12,7 @@ A native schedule (`asyncdist.kernel.transport.native`) moves data itself. It yi
 part of its work, or the group rank for which it waits. The executor resumes it to check again. A direct schedule
 (`asyncdist.kernel.engine.direct_calls`) may also yield `END_ATTEMPT`: only an operation can continue it.
 
-A step must satisfy these rules, which the simulator in `asyncdist.testing` checks:
+A step must satisfy these rules, which `tests/support/simulator.py` checks:
 
 * no place of a step overlaps another place of it, except that several ``Send`` may have the same place;
 * every ``Send`` has its ``Recv`` or ``Reduce`` of equal size at the peer.

@@ -70,14 +70,8 @@ class ChannelHandler(Protocol):
     def withdrawn(self, channel: PeerChannel, message: IncomingMessage) -> None:
         """Note that the sender has given up a long message. Its memory is written no more."""
 
-    def closed(self, channel: PeerChannel, error: PeerLostError, messages: Sequence[IncomingMessage]) -> None:
-        """Note that a channel has ended, and with it the long messages of both directions.
-
-        Args:
-            channel: The channel.
-            error: Why; ``channel.left_in_order`` says whether the peer or this process has closed it.
-            messages: The long messages that had begun to arrive. Their memory is written no more.
-        """
+    def closed(self, channel: PeerChannel, error: PeerLostError) -> None:
+        """Note that a channel has ended, and with it the long messages of both directions."""
 
 
 class ChannelOwner(Protocol):
@@ -95,25 +89,16 @@ class PeerChannel(InboxOwner):
 
     Attributes:
         peer: The identity that the peer has sent.
-        is_dialled: Whether this process has opened the connection.
         number: Unique among the channels of this process.
         error: Why the channel has ended; None while it is open.
-        left_in_order: Whether one side has closed it on purpose.
         context: For the handler's own use.
     """
 
     def __init__(
-        self,
-        sock: socket.socket | TlsSocket,
-        peer: Greeting,
-        owner: ChannelOwner,
-        *,
-        most_nbytes: int,
-        is_dialled: bool,
+        self, sock: socket.socket | TlsSocket, peer: Greeting, owner: ChannelOwner, *, most_nbytes: int
     ) -> None:
-        self.peer, self.is_dialled, self.number = peer, is_dialled, next(_numbers)
+        self.peer, self.number = peer, next(_numbers)
         self.error: PeerLostError | None = None
-        self.left_in_order = False
         self.context: Any = None
         self._sock, self._owner = sock, owner
         is_unix = isinstance(sock, socket.socket) and sock.family == getattr(socket, "AF_UNIX", None)
@@ -126,8 +111,8 @@ class PeerChannel(InboxOwner):
         self._is_reading = False
         self._flush_scheduled = False
         self._writes = False
-        self._drained: list[asyncio.Future[None]] = []
-        self._ends: list[asyncio.Future[None]] = []
+        self._drained, self._over = asyncio.Event(), asyncio.Event()
+        self._drained.set()
         self._goodbye = ""
         self._is_closing = self._has_said_goodbye = False
 
@@ -162,7 +147,7 @@ class PeerChannel(InboxOwner):
             head: Up to 32 KiB.
             buffers: Contiguous memories. Those of a short message, of up to 32 KiB with its head, are copied. Those of a
                 long one must not change until it is ``done``.
-            descriptors: Up to 16 file descriptors for a peer on this host. They are duplicated.
+            descriptors: Up to 16 file descriptors with a short message for a peer on this host. They are duplicated.
 
         Returns:
             The message if it is long; None if it is short.
@@ -203,13 +188,12 @@ class PeerChannel(InboxOwner):
     async def drain(self) -> None:
         """Wait until the channel is not congested. Raises PeerLostError when it ends."""
         while self.is_congested and self.error is None:
-            drained: asyncio.Future[None] = self._loop.create_future()
-            self._drained.append(drained)
-            await drained
+            self._drained.clear()
+            await self._drained.wait()
         if self.error is not None:
             raise copy.copy(self.error)
 
-    async def deliver(self, head: bytes, buffers: Sequence[memoryview] = (), descriptors: Sequence[int] = ()) -> None:
+    async def deliver(self, head: bytes, buffers: Sequence[memoryview] = ()) -> None:
         """Send a message. Wait until the memory of a long one may change; after a short one, until there is no congestion.
 
         Long messages leave after the short ones before them, so a sender that awaits each delivery never has much unsent.
@@ -219,7 +203,7 @@ class PeerChannel(InboxOwner):
             PeerLostError: The channel has ended. The peer may have received the message.
             UsageError: As in `send`.
         """
-        message = self.send(head, buffers, descriptors)
+        message = self.send(head, buffers)
         if message is None or message.done:
             if self.is_congested:
                 await self.drain()
@@ -272,8 +256,8 @@ class PeerChannel(InboxOwner):
                 self._loop.add_writer(self._sock.fileno(), self._flush)
             else:
                 self._loop.remove_writer(self._sock.fileno())
-        if self._drained and not self.is_congested:
-            self._wake_all(self._drained)
+        if not self._drained.is_set() and not self.is_congested:
+            self._drained.set()
         if self._is_closing and self._outbox.is_empty:
             self._say_goodbye()
 
@@ -318,7 +302,6 @@ class PeerChannel(InboxOwner):
         elif kind == STAGING_READY:
             self._outbox.staging_answered(is_ready=body == b"\x01")
         elif kind == GOODBYE:
-            self.left_in_order = True
             self._end(f"it has closed the channel: {body.decode(errors='replace')}")
             return
         else:
@@ -345,17 +328,17 @@ class PeerChannel(InboxOwner):
             if not self._is_closing:
                 self._is_closing, self._goodbye = True, reason
                 self._wake()
-            ended: asyncio.Future[None] = self._loop.create_future()
-            self._ends.append(ended)
             try:
-                await asyncio.wait([ended], timeout=_LAST_BYTES_TIMEOUT)
+                async with asyncio.timeout(_LAST_BYTES_TIMEOUT):
+                    await self._over.wait()
+            except TimeoutError:
+                pass
             finally:
                 self.leave(reason)
 
     def leave(self, reason: str) -> None:
         """Close the connection at once: what has not been sent is lost. Idempotent."""
         if self.is_open:
-            self.left_in_order = True
             self._end(f"this process has closed the channel: {self._goodbye or reason}")
 
     def fail(self, reason: str, *, last_heard: float | None = None) -> None:
@@ -416,23 +399,16 @@ class PeerChannel(InboxOwner):
         descriptor = self._sock.fileno()
         self._loop.remove_reader(descriptor)
         self._loop.remove_writer(descriptor)
-        messages = self._inbox.close()
+        self._inbox.close()
         self._outbox.close(error)
         self._sock.close()
-        self._wake_all(self._drained)
-        self._wake_all(self._ends)
+        self._drained.set()
+        self._over.set()
         self._owner.forget(self)
         try:
-            self._owner.handler.closed(self, error, messages)
+            self._owner.handler.closed(self, error)
         except Exception:
             log.exception("the handler of the channel to %s failed", self.peer.name)
-
-    @staticmethod
-    def _wake_all(waiters: list[asyncio.Future[None]]) -> None:
-        while waiters:
-            waiter = waiters.pop()
-            if not waiter.done():
-                waiter.set_result(None)
 
 
 def _none(descriptors: Sequence[int]) -> Sequence[int]:

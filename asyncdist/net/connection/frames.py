@@ -67,10 +67,10 @@ def unpack_short(body: bytes, count: int) -> tuple[bytes, list[memoryview]]:
     return head, [whole[start:end] for start, end in _ranges(sizes, at)]
 
 
-def pack_opening(number: int, head: bytes, sizes: Sequence[int], num_descriptors: int) -> bytes:
+def pack_opening(number: int, head: bytes, sizes: Sequence[int]) -> bytes:
     """Return the opening of a long message."""
     body = struct.pack(f"<II{len(sizes)}Q", number, len(sizes), *sizes) + head
-    return HEADER.pack(len(body), OPENING, num_descriptors, 0) + body
+    return HEADER.pack(len(body), OPENING, 0, 0) + body
 
 
 def unpack_opening(body: bytes, most: int) -> tuple[int, bytes, tuple[int, ...]]:

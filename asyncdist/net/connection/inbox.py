@@ -200,8 +200,8 @@ class Inbox:
         elif kind == SHORT:
             head, buffers = unpack_short(body, count)
             self._owner.on_short(head, buffers, self._take(num_descriptors))
-        elif kind == OPENING:
-            self._begin(body, num_descriptors)
+        elif kind == OPENING and not num_descriptors:
+            self._begin(body)
         elif kind == WITHDRAWN:
             (number,) = NUMBER.unpack(_exactly(body, NUMBER))
             self._owner.on_withdrawn(self._message(number, ends=True))
@@ -219,11 +219,11 @@ class Inbox:
 
     # -- long messages -----------------------------------------------------------------------------
 
-    def _begin(self, body: bytes, num_descriptors: int) -> None:
+    def _begin(self, body: bytes) -> None:
         number, head, sizes = unpack_opening(body, self.most_nbytes)
         if number in self._open or len(self._open) >= self._most_open:
             raise ProtocolError(f"message {number} is opened twice, or more than {self._most_open} are open")
-        message = IncomingMessage(head, sizes, self._take(num_descriptors))
+        message = IncomingMessage(head, sizes)
         if message.left:
             self._open[number] = message
         self._owner.on_opening(message)

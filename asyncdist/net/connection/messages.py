@@ -24,15 +24,14 @@ class IncomingMessage:
         sizes: The bytes of each of its buffers.
         buffers: The memory of the buffers; empty until the handler or the first part provides it.
         sink: Takes the bytes instead of ``buffers``, if the handler sets it.
-        descriptors: The descriptors that came with it; the handler closes them.
         error: Why the bytes are read and dropped; None if they are kept.
         context: For the handler's own use.
     """
 
-    __slots__ = ("_cursor", "buffers", "context", "descriptors", "error", "head", "left", "sink", "sizes")
+    __slots__ = ("_cursor", "buffers", "context", "error", "head", "left", "sink", "sizes")
 
-    def __init__(self, head: bytes, sizes: tuple[int, ...], descriptors: Sequence[int]) -> None:
-        self.head, self.sizes, self.descriptors = head, sizes, descriptors
+    def __init__(self, head: bytes, sizes: tuple[int, ...]) -> None:
+        self.head, self.sizes = head, sizes
         self.buffers: Sequence[memoryview] = ()
         self.sink: Sink | None = None
         self.error: Exception | None = None

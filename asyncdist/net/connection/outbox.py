@@ -141,8 +141,11 @@ class Outbox:
         nbytes = len(head)
         for buffer in buffers:
             nbytes += buffer.nbytes
-        if len(descriptors) > MOST_DESCRIPTORS:
-            raise UsageError(f"a message carries at most {MOST_DESCRIPTORS} descriptors, not {len(descriptors)}")
+        if descriptors and (len(descriptors) > MOST_DESCRIPTORS or nbytes > SHORT_NBYTES):
+            raise UsageError(
+                f"a message of at most {SHORT_NBYTES} bytes carries at most {MOST_DESCRIPTORS} descriptors, not one of "
+                f"{nbytes} with {len(descriptors)}"
+            )
         if nbytes <= SHORT_NBYTES and len(buffers) < MOST_BUFFERS:
             if not buffers and not descriptors:
                 self._frames.append(HEADER.pack(nbytes, SHORT, 0, 0) + head)
@@ -159,7 +162,7 @@ class Outbox:
         self._number = self._number + 1 & 0xFFFFFFFF
         message = OutgoingMessage(self._number, [each if each.format == "B" else each.cast("B") for each in buffers])
         sizes = [buffer.nbytes for buffer in buffers]
-        self._add_frame(pack_opening(message.number, head, sizes, len(descriptors)), descriptors)
+        self._add_frame(pack_opening(message.number, head, sizes))
         if not message.cursor.left:
             message.finish()
             return message

@@ -175,7 +175,7 @@ class ChannelPort:
             raise PeerLostError(address.name, f"it did not answer within {limit}") from cause
         except (OSError, EOFError) as cause:
             raise PeerLostError(address.name, f"it cannot be reached: {describe_error(cause)}") from cause
-        channel = self._begin(sock, peer, is_dialled=True)
+        channel = self._begin(sock, peer)
         if channel.error is not None:
             raise channel.error
         return channel
@@ -190,9 +190,8 @@ class ChannelPort:
                     raise
         raise AssertionError
 
-    def _begin(self, sock: AnySocket, peer: Greeting, *, is_dialled: bool) -> PeerChannel:
-        most = self._config.max_message_nbytes
-        channel = PeerChannel(sock, peer, self, most_nbytes=most, is_dialled=is_dialled)
+    def _begin(self, sock: AnySocket, peer: Greeting) -> PeerChannel:
+        channel = PeerChannel(sock, peer, self, most_nbytes=self._config.max_message_nbytes)
         self._channels.add(channel)
         self._by_id.setdefault(peer.id, []).append(channel)
         self._liveness.start()
@@ -221,7 +220,7 @@ class ChannelPort:
         return await accept(sock, self._greeting, self._security)
 
     async def _receive(self, proven: tuple[AnySocket, Greeting]) -> None:
-        self._begin(*proven, is_dialled=False)
+        self._begin(*proven)
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class LongMessage(OutgoingMessage):
         self._nbytes = sum(sizes) + len(message)
         super().__init__(0, [memoryview(value) for value in values])
         # One at a time is open in each direction, so that all have the same number.
-        self.opening = pack_opening(self.number, pack(self.request) + message, sizes, 0)
+        self.opening = pack_opening(self.number, pack(self.request) + message, sizes)
 
     def __len__(self) -> int:
         return self._nbytes

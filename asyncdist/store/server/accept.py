@@ -40,14 +40,21 @@ class Admission:
     Args:
         max_connections: How many connections may be open at a time.
         dismiss: Releases what a connection has open; called before an evicted connection is aborted.
+        refusals: Counts and logs the connections that are refused.
         limit: Seconds of silence after which a client's host counts as vanished.
 
     Attributes:
         unauthenticated: The connections that have not authenticated yet.
     """
 
-    def __init__(self, max_connections: int, dismiss: Callable[[ServerConnection], None], limit: float = 0.0) -> None:
-        self.max_connections = max_connections
+    def __init__(
+        self,
+        max_connections: int,
+        dismiss: Callable[[ServerConnection], None],
+        refusals: RefusalLog,
+        limit: float,
+    ) -> None:
+        self.max_connections, self.refusals = max_connections, refusals
         self._look_interval = look_interval(limit, SERVER_LOOKS)
         self._looking: asyncio.TimerHandle | None = None
         self.connections: set[ServerConnection] = set()
@@ -56,7 +63,6 @@ class Admission:
         self.num_admitted = 0
         self._dismiss = dismiss
         self.unauthenticated: EvictingQueue[ServerConnection] = EvictingQueue(max_connections, self._evict)
-        self.refusals = RefusalLog(logger, "the store")
         self._closed = False
 
     def close(self) -> None:
@@ -112,27 +118,14 @@ class Admission:
         connection.abort()
 
     @property
-    def num_refused(self) -> int:
-        """How many connections were refused or dropped."""
-        return self.refusals.count
-
-    @property
     def is_full(self) -> bool:
         """Whether all connections that may be open have authenticated, so that none gives way."""
         return len(self.connections) - len(self.unauthenticated) >= self.max_connections
 
-    def count_refusal(self) -> None:
-        """Count a connection that was refused or dropped."""
-        self.refusals.count += 1
-
-    def refused(self, peer: str, why: str) -> None:
-        """Count a connection that was refused, and tell the log."""
-        self.refusals.add(why, peer)
-
     def refuse_overflow(self) -> None:
         """Count a connection that found the server full, and tell the log."""
         most = self.max_connections
-        self.refused("a connection", f"it has {most} connections; ASYNCDIST_STORE_MAX_CONNECTIONS raises the limit")
+        self.refusals.add(f"it has {most} connections; ASYNCDIST_STORE_MAX_CONNECTIONS raises the limit")
 
 
 class PendingContext(SessionContext, C10dContext, Protocol):
@@ -166,7 +159,7 @@ class PendingConnection(ServerConnection):
         self.peer = peer_name(sock)
         through_file = sock.family == socket.AF_UNIX
         if address is None and not through_file:  # the connection was reset, and the client's address is unknown
-            self._server.count_refusal()
+            self._server.refusals.count += 1
             self.abort()
             return
         self._local = through_file or is_loopback(address[0])

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from asyncdist.base import lifecycle
 from asyncdist.errors import AuthenticationError, ProtocolError
+from asyncdist.net.refusals import RefusalLog
 from asyncdist.store.persistence.group_commit import GroupCommit
 from asyncdist.store.protocol.operations import Reply
 
@@ -40,18 +41,14 @@ class ConnectionContext(Protocol):
     """Whether the server reads from no connection and executes no request."""
     limit: int
     """The longest message in bytes."""
+    refusals: RefusalLog
+    """Counts and logs the connections that are refused or dropped."""
 
     def heard(self, client: object) -> None:
         """Tell the busy poll that a client has sent something."""
 
     def dismiss(self, connection: ServerConnection) -> None:
         """Release everything that an ended connection has open."""
-
-    def count_refusal(self) -> None:
-        """Count a connection that is refused or dropped."""
-
-    def refused(self, peer: str, why: str) -> None:
-        """Count a connection that is refused, and tell the log."""
 
 
 class ServerConnection(asyncio.Protocol, ABC):
@@ -249,7 +246,7 @@ class ServerConnection(asyncio.Protocol, ABC):
                 self.peer,
                 waiting,
             )
-            self._server.count_refusal()
+            self._server.refusals.count += 1
             self.abort()
 
     # -- ends -------------------------------------------------------------------------------------
@@ -259,7 +256,7 @@ class ServerConnection(asyncio.Protocol, ABC):
 
     def refuse(self, why: str) -> None:
         """Tell the log the reason, and close the connection once the queued replies have been sent."""
-        self._server.refused(self.peer, why)
+        self._server.refusals.add(why, self.peer)
         self.finish()
 
     def fail(self) -> None:

@@ -14,11 +14,9 @@ from pathlib import Path
 from asyncdist.base.daemon_threads import start_daemon_thread
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, UsageError
+from asyncdist.net.listening import BACKLOG, listen
 from asyncdist.net.network import is_address, is_loopback
 from asyncdist.store.client.connect import NAME_GRACE, look_up_overdue, unresolved
-
-BACKLOG = 4096
-"""Connections that may wait to be accepted: all ranks connect within a second. The kernel caps it."""
 
 _PORT_TRIES = 16
 
@@ -123,24 +121,15 @@ def _bind_all(port: int, addresses: Addresses) -> list[socket.socket]:
 
 
 def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    host, _, zone = address.partition("%")
+    where = (host, port, 0, socket.if_nametoindex(zone)) if zone else (host, port)
     sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if os.name == "posix":
-            # A restarted store can bind its port at once. Two sockets still cannot listen on it.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family is socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if address == "::" else 1)
-        host, _, zone = address.partition("%")
-        if zone:
-            sock.bind((host, port, 0, socket.if_nametoindex(zone)))
-        else:
-            sock.bind((host, port))
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+    if os.name == "posix":
+        # A restarted store can bind its port at once. Two sockets still cannot listen on it.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family is socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if address == "::" else 1)
+    return listen(sock, where)
 
 
 def _explain(host: str, port: int, error: OSError) -> AddressError:

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from asyncdist.base import lifecycle
 from asyncdist.errors import UsageError
 from asyncdist.store.server import listener
 from asyncdist.store.server.status import MEANINGS, StatusSource, figures
@@ -43,7 +42,6 @@ class Metrics:
         metrics = cls(store, registry, generate_latest)
         registry.register(_Collector(store))
         sockets = listener.listening_sockets(host, port, listener.resolve_listen_address(host, port))
-        lifecycle.close_in_children(sockets[0])
         metrics.port = sockets[0].getsockname()[1]
         metrics._server = await asyncio.start_server(metrics._handle, sock=sockets[0], limit=_REQUEST_NBYTES)
         for each in sockets[1:]:  # one address is enough

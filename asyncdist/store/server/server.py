@@ -24,7 +24,9 @@ from asyncdist.base import lifecycle
 from asyncdist.base.daemon_threads import run_in_daemon_thread
 from asyncdist.config import Config
 from asyncdist.net.busy_poll import AdaptiveBusyPoll
+from asyncdist.net.listening import BACKLOG
 from asyncdist.net.network import is_address
+from asyncdist.net.refusals import RefusalLog
 from asyncdist.net.security.tls import server_context
 from asyncdist.store.c10d_policy import policy
 from asyncdist.store.persistence.group_commit import Fsync, GroupCommit
@@ -73,7 +75,8 @@ class StoreServer(lifecycle.ProcessBound):
         self._loop = asyncio.get_running_loop()
         self.busy_poll = AdaptiveBusyPoll.where_it_pays(self._loop, config) if polls else None
         self._servers: list[asyncio.Server | SniffingListener] = []
-        self.admission = Admission(config.store_max_connections, self.dismiss, config.heartbeat)
+        self.refusals = RefusalLog(logger, "the store")
+        self.admission = Admission(config.store_max_connections, self.dismiss, self.refusals, config.heartbeat)
         self.halted = False
         """Whether reading is paused, and no further request is executed."""
         self.started = time.monotonic()
@@ -150,12 +153,12 @@ class StoreServer(lifecycle.ProcessBound):
         lifecycle.close_in_children(sock)
         sock.setblocking(False)
         if self.tls is not None and _is_tcp(sock):
-            sock.listen(listener.BACKLOG)
+            sock.listen(BACKLOG)
             timeout = self.config.handshake_timeout
             self._servers.append(SniffingListener(self.admission, sock, self.tls, self._new_connection, timeout))
             return
         listen = self._loop.create_server if _is_tcp(sock) else self._loop.create_unix_server
-        self._servers.append(await listen(self._new_connection, sock=sock, backlog=listener.BACKLOG))
+        self._servers.append(await listen(self._new_connection, sock=sock, backlog=BACKLOG))
 
     def _new_connection(self) -> PendingConnection:
         return PendingConnection(self)
@@ -228,14 +231,6 @@ class StoreServer(lifecycle.ProcessBound):
 
     # -- for connections --------------------------------------------------------------------------
 
-    def count_refusal(self) -> None:
-        """Count a connection that is refused or dropped."""
-        self.admission.count_refusal()
-
-    def refused(self, peer: str, why: str) -> None:
-        """Count a connection that is refused, and tell the log."""
-        self.admission.refused(peer, why)
-
     def status(self) -> dict[str, Any]:
         """Return what ``asyncdist store status`` shows."""
         return status.status(self)
@@ -260,8 +255,7 @@ class StoreServer(lifecycle.ProcessBound):
         self.num_requests += count
         if self.state.requests.due:
             self.deliver(self.state.requests.collect(), None)
-        if self.busy_poll is not None:
-            self.busy_poll.heard(client)
+        self.heard(client)
 
     # -- client sessions --------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from asyncdist.base.version import VERSION
 from asyncdist.config import Config
+from asyncdist.net.refusals import RefusalLog
 from asyncdist.store.persistence.group_commit import GroupCommit
 from asyncdist.store.server.accept import Admission
 from asyncdist.store.state.limits import MemoryQuota
@@ -22,6 +23,7 @@ class StatusSource(Protocol):
     """The attributes of a server that the figures are read from."""
 
     admission: Admission
+    refusals: RefusalLog
     quota: MemoryQuota
     config: Config
     durability: GroupCommit | None
@@ -59,7 +61,7 @@ def figures(server: StatusSource) -> dict[str, float]:
         "connections": len(server.admission.connections),
         "connections_limit": server.config.store_max_connections,
         "connections_total": server.admission.num_admitted,
-        "refusals_total": server.admission.num_refused,
+        "refusals_total": server.refusals.count,
         "requests_total": server.num_requests,
         "clients": len(server.sessions),
         "keys": len(state.keys),

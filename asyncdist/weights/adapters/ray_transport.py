@@ -46,10 +46,8 @@ from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.net import ChannelAddress
 from asyncdist.rendezvous import outward
-from asyncdist.weights.content.layout import layout_of
 from asyncdist.weights.content.manifest import Manifest
 from asyncdist.weights.content.selection import whole_selection
-from asyncdist.weights.snapshot import take_snapshot
 from asyncdist.weights.transfer.held_version import HeldVersion
 from asyncdist.weights.transfer.transfer_port import TransferPort
 from asyncdist.weights.transfer.version_table import Version
@@ -124,17 +122,7 @@ class AsyncdistTensorTransport(TensorTransportManager):  # type: ignore[misc]
 
     async def _hold(self, obj_id: str, tensors: dict[str, torch.Tensor]) -> bytes:
         port = self._opened()
-        layout = layout_of(tensors)
-        segment = await port.pool.take(layout.nbytes)
-        try:
-            digests = await take_snapshot(tensors, layout, segment.bytes, port.threads)
-        except BaseException:
-            port.pool.give_back(segment)
-            raise
-        manifest = Manifest(layout, digests)
-        held = port.new_held(_version(obj_id, layout.nbytes), whole_selection(layout), manifest)
-        held.place(segment)
-        held.advance(len(held.blocks))
+        held, manifest = await port.copy(tensors, lambda nbytes: _version(obj_id, nbytes))
         port.offer(held, held.version.key)
         self._held[obj_id] = held
         return manifest.encode()

@@ -88,6 +88,12 @@ class WeightsExchange:
         self.port.offer(held, entry)
         self._entries[held] = entry
 
+    async def announce(self, held: HeldVersion, manifest: bytes, before: Version) -> None:
+        """Give a version to readers, and make it the newest after ``before``. Raises the errors of the table."""
+        record = self.record(held.selection, is_complete=True)
+        self.offer(held, record.entry)
+        held.version = await self.table.announce(held.version, manifest, record, before)
+
     async def drop(self, held: HeldVersion) -> None:
         """Give a version to readers no more. Its memory is used again when those that read it now have ended."""
         entry = self._entries.pop(held, None)

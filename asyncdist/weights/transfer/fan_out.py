@@ -15,13 +15,30 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from asyncdist.errors import ProtocolError
 
 
 @dataclass(frozen=True, slots=True)
-class HolderRecord:
+class StoreRecord:
+    """A record at the store, as JSON. A derived class has the fields."""
+
+    def encode(self) -> bytes:
+        """Return the record as bytes."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Return the record that `encode` has written. Raises ProtocolError for other bytes."""
+        try:
+            return cls(**json.loads(data))
+        except (ValueError, TypeError) as cause:
+            raise ProtocolError(f"a record of weights ({cls.__name__}) that cannot be read: {cause}") from cause
+
+
+@dataclass(frozen=True, slots=True)
+class HolderRecord(StoreRecord):
     """A process that has a version, or is reading it.
 
     Attributes:
@@ -39,18 +56,6 @@ class HolderRecord:
     selection: str
     is_complete: bool
     address: Sequence[Any]
-
-    def encode(self) -> bytes:
-        """Return the record as bytes."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> HolderRecord:
-        """Return the record that `encode` has written. Raises ProtocolError for other bytes."""
-        try:
-            return cls(**json.loads(data))
-        except (ValueError, TypeError) as cause:
-            raise ProtocolError(f"a record of a holder of weights that cannot be read: {cause}") from cause
 
     def shares_with(self, other: HolderRecord) -> bool:
         """Return whether two processes can map each other's memory."""

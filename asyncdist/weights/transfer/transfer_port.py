@@ -9,18 +9,21 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError, ProtocolError, SharedMemoryError
 from asyncdist.kernel import can_share_segments
 from asyncdist.net import ChannelAddress, ChannelPort, IncomingMessage, PeerChannel
+from asyncdist.weights.content.layout import layout_of
 from asyncdist.weights.content.manifest import Manifest
 from asyncdist.weights.content.selection import Selection, whole_selection
+from asyncdist.weights.snapshot import take_snapshot
 from asyncdist.weights.transfer.held_version import HeldVersion
 from asyncdist.weights.transfer.pulling import MappedSource, VersionPuller
 from asyncdist.weights.transfer.segments import OwnSegment, SegmentPool
@@ -95,6 +98,23 @@ class TransferPort:
         if selection.key:
             digests = np.zeros(len(selection.layout.blocks), dtype=np.uint64)
         return HeldVersion(version, selection, digests, self._unused)
+
+    async def copy(
+        self, tensors: Mapping[str, torch.Tensor], new_version: Callable[[int], Version]
+    ) -> tuple[HeldVersion, Manifest]:
+        """Copy tensors into memory of this process; return the version of so many bytes that ``new_version`` makes."""
+        layout = layout_of(tensors)
+        segment = await self.pool.take(layout.nbytes)
+        try:
+            digests = await take_snapshot(tensors, layout, segment.bytes, self.threads)
+        except BaseException:
+            self.pool.give_back(segment)
+            raise
+        manifest = Manifest(layout, digests)
+        held = self.new_held(new_version(layout.nbytes), whole_selection(layout), manifest)
+        held.place(segment)
+        held.advance(len(held.blocks))
+        return held, manifest
 
     def offer(self, held: HeldVersion, entry: str) -> None:
         """Give a version to readers from now on, as they ask for this entry."""
@@ -219,8 +239,6 @@ class TransferPort:
 
     def opened(self, channel: PeerChannel, message: IncomingMessage) -> None:
         """Handle the beginning of a long message."""
-        for descriptor in message.descriptors:
-            os.close(descriptor)
         kind, fields = decode(message.head)
         if kind == BLOCKS:
             self._puller.opened(channel, message, fields)
@@ -239,7 +257,7 @@ class TransferPort:
         """Handle the end of a long message that its sender has given up."""
         self._puller.withdrawn(message)
 
-    def closed(self, channel: PeerChannel, error: PeerLostError, messages: Sequence[IncomingMessage]) -> None:
+    def closed(self, channel: PeerChannel, error: PeerLostError) -> None:
         """Handle the end of a channel."""
         self._puller.closed(channel, error)
         self._server.closed(channel)

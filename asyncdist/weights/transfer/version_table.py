@@ -16,27 +16,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Self
 from urllib.parse import quote
 
-from asyncdist.errors import ProtocolError, StoreConnectionError
+from asyncdist.errors import StoreConnectionError
 from asyncdist.store import AsyncPrefixStore, AsyncStoreBase
 from asyncdist.store.base import AsyncPrefixWatch
 from asyncdist.store.protocol import operations
 from asyncdist.weights.errors import PublisherReplacedError
-from asyncdist.weights.transfer.fan_out import HolderRecord
+from asyncdist.weights.transfer.fan_out import HolderRecord, StoreRecord
 
 _LATEST, _MANIFEST, _ORDER, _HOLDER, _READER = "latest", "manifest/", "order/", "holder/", "reader/"
 _ABSENT = b"\0"
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class Version(StoreRecord):
     """A published version.
 
     Attributes:
@@ -58,25 +57,13 @@ class Version:
     def __str__(self) -> str:
         return f"version {self.number}" + (f" (step {self.step})" if self.step is not None else "")
 
-    def encode(self) -> bytes:
-        """Return the record as bytes."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Version:
-        """Return the record that `encode` has written. Raises ProtocolError for other bytes."""
-        try:
-            return cls(**json.loads(data))
-        except (ValueError, TypeError) as cause:
-            raise ProtocolError(f"a record of a version of weights that cannot be read: {cause}") from cause
-
 
 NO_VERSION = Version(0, None, 0, 0, 0.0, "")
 """The record before the first version."""
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderStatus:
+class ReaderStatus(StoreRecord):
     """What a subscriber has announced.
 
     Attributes:
@@ -225,7 +212,7 @@ class VersionTable:
 
     async def report(self, status: ReaderStatus) -> None:
         """Announce what this subscriber uses."""
-        await self.store.set(_READER + status.process, json.dumps(asdict(status)), ephemeral=True)
+        await self.store.set(_READER + status.process, status.encode(), ephemeral=True)
 
     async def leave(self, process: str) -> None:
         """Withdraw what this subscriber has announced."""
@@ -234,7 +221,7 @@ class VersionTable:
     async def readers(self) -> list[ReaderStatus]:
         """Return what all living subscribers have announced, in the order of their arrival."""
         values = await asyncio.gather(*(self._value(key) for key in await self.store.list_keys(_READER)))
-        return [ReaderStatus(**json.loads(value)) for value in values if value is not None]
+        return [ReaderStatus.decode(value) for value in values if value is not None]
 
     async def watch_readers(self) -> AsyncGenerator[list[ReaderStatus], None]:
         """Yield what all living subscribers have announced, now and after each change."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.kernel.algorithms.cost import Cost
 from asyncdist.kernel.algorithms.schedule import Schedule
-from asyncdist.testing.simulator import Array, ArrayBlocks, adversary, lock_step
+from tests.support.simulator import Array, ArrayBlocks, adversary, lock_step
 
 SIZES = range(1, 17)
 

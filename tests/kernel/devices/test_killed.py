@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.testing.processes import Nursery
+from benchmarks.processes import Nursery
 
 PROGRAM = Path(__file__).with_name("program_on_device.py")
 

@@ -24,7 +24,7 @@ from asyncdist.store import TCPStore
 from asyncdist.store.base import Subscription
 from asyncdist.store.client.blocking import BlockingConnection
 from asyncdist.store.server.server import StoreServer
-from asyncdist.testing.faults import Proxy
+from tests.support.faults import Proxy
 from tests.support.frames import frames_of
 from tests.support.ports import free_port
 from tests.support.stores import LONG, TOKEN

@@ -26,7 +26,7 @@ from asyncdist.store.client import connect as connecting
 from asyncdist.store.client.blocking_socket import BlockingSocket
 from asyncdist.store.client.pending import PendingRequest
 from asyncdist.store.protocol import operations
-from asyncdist.testing.faults import Proxy
+from tests.support.faults import Proxy
 from tests.support.ports import free_port
 from tests.support.stores import LONG, TOKEN
 

@@ -19,7 +19,7 @@ from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError
 from asyncdist.store import AsyncStore
 from asyncdist.store.persistence.group_commit import Fsync
-from asyncdist.testing.processes import Nursery, RankEndedError, RankProcess
+from benchmarks.processes import Nursery, RankEndedError, RankProcess
 
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).with_name("program_killed.py")

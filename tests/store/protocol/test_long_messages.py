@@ -22,7 +22,7 @@ from asyncdist.store.protocol.codec import Encoder, framed
 from asyncdist.store.protocol.long_messages import LONG_NBYTES, LongMessage
 from asyncdist.store.protocol.operations import Op
 from asyncdist.store.server.session import Session
-from asyncdist.testing.faults import Proxy
+from tests.support.faults import Proxy
 from tests.support.received_messages import ReceivedMessages
 from tests.support.stores import LONG, TOKEN
 
@@ -127,7 +127,7 @@ def test_more_long_values_than_an_opening_names_are_reassembled(monkeypatch):
     ],
 )
 def test_long_message_that_no_sender_makes_is_refused(head, values):
-    data = pack_opening(0, b"".join(map(msgpack.packb, head)), list(map(len, values)), 0)
+    data = pack_opening(0, b"".join(map(msgpack.packb, head)), list(map(len, values)))
     if values:
         data += frame(CHUNK, bytes(4) + b"".join(values))
     with pytest.raises(ProtocolError):

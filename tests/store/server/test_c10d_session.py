@@ -131,7 +131,7 @@ async def test_requests_of_a_reset_connection_are_not_applied(server, store, mon
     monkeypatch.setattr(accept, "is_loopback", lambda host: False)
     for _ in range(20):
         reset(server.port, HELLO[:5] + encode(Code.SET, b"/k", b"v"))
-    await eventually(lambda: server.admission.num_refused == 20)
+    await eventually(lambda: server.refusals.count == 20)
     assert await store.check(["k"]) is False
 
 
@@ -216,7 +216,7 @@ async def test_client_with_many_requests_is_not_dropped_when_its_wait_ends(
         caller.writer.transport.resume_reading()
         listed_nbytes = 8 + count * (8 + 1 + name_nbytes)
         assert (await caller.receive(listed_nbytes + 1))[listed_nbytes:] == STOP_WAITING
-    assert server.admission.num_refused == 0
+    assert server.refusals.count == 0
 
 
 def test_three_hundred_clients_die_after_a_barrier():

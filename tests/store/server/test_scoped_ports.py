@@ -5,7 +5,7 @@ import pytest
 from asyncdist.errors import AddressError, StoreConnectionError, StoreError
 from asyncdist.store import AsyncStore, StoreServer
 from asyncdist.store.protocol import operations
-from asyncdist.testing.faults import Proxy
+from tests.support.faults import Proxy
 
 LONG = 10.0
 

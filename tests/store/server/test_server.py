@@ -63,8 +63,8 @@ HARM = {
     "a frame just above the limit": HEADER.pack((1 << 20) + (64 << 10) + 1, SHORT, 0, 0),
     "a frame of noise": HEADER.pack(5, SHORT, 0, 0) + b"\xc1\xc1\xc1\xc1\xc1",
     "an empty frame": HEADER.pack(0, SHORT, 0, 0),
-    "a long message of no request": pack_opening(0, b"\xc1", [1 << 17], 0),
-    "two long messages at once": pack_opening(0, b"\x01", [1 << 17], 0) + pack_opening(1, b"\x02", [1 << 17], 0),
+    "a long message of no request": pack_opening(0, b"\xc1", [1 << 17]),
+    "two long messages at once": pack_opening(0, b"\x01", [1 << 17]) + pack_opening(1, b"\x02", [1 << 17]),
     "a part of no message": HEADER.pack(5, CHUNK, 0, 0) + bytes(5),
     "shared memory": HEADER.pack(6, STAGING, 0, 0) + bytes(6),
     "a frame of channels": HEADER.pack(0, GOODBYE, 0, 0),
@@ -323,7 +323,7 @@ async def test_client_with_many_requests_is_not_dropped_by_notifications(
         if len(lengths) == 2 * count and published == CHANGED + b"9":
             break
     assert set(lengths) == {nbytes}
-    assert server.admission.num_refused == 0
+    assert server.refusals.count == 0
 
 
 @pytest.mark.each_loop

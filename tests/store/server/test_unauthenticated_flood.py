@@ -66,7 +66,7 @@ async def test_authenticated_client_is_not_evicted(eventually):
         ]
         with socket.create_connection(("127.0.0.1", server.port)) as stranger:
             stranger.settimeout(LONG)
-            await eventually(lambda: server.admission.num_refused == 1)
+            await eventually(lambda: server.refusals.count == 1)
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.to_thread(stranger.recv, 1) == b""
         for store in stores:
@@ -81,9 +81,9 @@ async def test_reset_connections_are_counted_without_a_traceback(caplog, eventua
             with socket.create_connection(("127.0.0.1", server.port)) as stranger:
                 stranger.sendall(said)
                 stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        await eventually(lambda: server.admission.num_refused == 20 or "never retrieved" in caplog.text)
+        await eventually(lambda: server.refusals.count == 20 or "never retrieved" in caplog.text)
         gc.collect()
-        assert server.admission.num_refused == 20
+        assert server.refusals.count == 20
         assert "Traceback" not in caplog.text
 
 
@@ -94,7 +94,7 @@ async def test_refusals_of_many_connections_are_logged_together(caplog, eventual
             with socket.create_connection(("127.0.0.1", server.port)) as stranger:
                 stranger.sendall(b"\x16" * 200)
                 await eventually(lambda: _has_ended(stranger))
-        assert server.admission.num_refused == 20
+        assert server.refusals.count == 20
         assert caplog.text.count("the store refused 127.0.0.1:") == 1
     assert caplog.text.count("the store refused 19 connections") == 1
     assert len(caplog.messages) == 2

@@ -9,7 +9,7 @@ from asyncdist.store import AsyncStore, StoreServer, TCPStore
 from asyncdist.store.protocol import operations
 from asyncdist.store.protocol.operations import CHANGED, GONE, Op, Reason
 from asyncdist.store.state.machine import StoreState
-from asyncdist.testing.faults import Proxy
+from tests.support.faults import Proxy
 
 LONG = 10.0
 

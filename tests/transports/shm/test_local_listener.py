@@ -18,9 +18,9 @@ from asyncdist.groups.world import open_world
 from asyncdist.kernel.memory.shared_arena import arena
 from asyncdist.store import HashStore
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.faults import cancelled_at
 from asyncdist_transports.shm import local_listener, transport
 from asyncdist_transports.shm.local_listener import LocalListener, unreachable_reason
+from tests.support.faults import cancelled_at
 
 
 async def check_sums(groups):

@@ -18,9 +18,9 @@ from asyncdist.errors import GroupAbortedError, PeerLostError
 from asyncdist.kernel.transport.base import MatchingQueue, Outgoing, Receive
 from asyncdist.kernel.transport.wire_format import HEADER_NBYTES, pack_header, pack_key
 from asyncdist.testing.cluster import run_ranks, world_of
-from asyncdist.testing.faults import proxied_world
 from asyncdist_transports.byte_stream import LENT_NBYTES, Ended, Reader, Writer
 from asyncdist_transports.tcp.transfer_threads import Lender, Transfer, TransferThreads
+from tests.support.faults import proxied_world
 
 ALWAYS = Config(tcp_threads="always")
 NEVER = Config(tcp_threads="never")

@@ -11,9 +11,9 @@ import torch
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
 from asyncdist.testing.cluster import world_of
-from asyncdist.testing.stopwatch import Stopwatch
 from asyncdist_transports.tcp.connection import Outbound
 from asyncdist_transports.tcp.sockets import set_options
+from benchmarks.stopwatch import Stopwatch
 
 
 class Unreachable(socket.socket):

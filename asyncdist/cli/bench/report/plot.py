@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.cli.bench.plan import BenchPlan
@@ -47,11 +46,6 @@ _LINES_ON_DEVICES = {
 _FURTHER = ("#56b4e9", "--", 1.4, "x")  # a further transport
 _PANELS_ABREAST = 3
 _INK, _GRID = "#333333", "#e4e4e4"
-
-
-def draw_benchmark(report: Report, path: Path) -> None:
-    """Draw the report into a file whose name ends in png, svg or pdf."""
-    benchmark_figure(report).savefig(path, dpi=150)
 
 
 def benchmark_figure(report: Report) -> Figure:

@@ -83,7 +83,7 @@ def about_run(report: Report) -> str:
     plan = report.plan
     return (
         f"{about_machine(report.machine)}; {_placed(plan)}, one thread each, "
-        f"{'each on its own core, ' if plan.pin else ''}{_beside(plan)}transport {', '.join(plan.transports)}; float32"
+        f"{_beside(plan)}transport {', '.join(plan.transports)}; float32"
     )
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.testing.processes import Nursery
-from asyncdist.testing.stopwatch import Stopwatch
+from benchmarks.processes import Nursery
+from benchmarks.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/schedstat").exists(), reason="the kernel does not report waiting time"

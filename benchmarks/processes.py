@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Self
 
-from asyncdist.testing.stopwatch import Stopwatch, stood_in_line
+from benchmarks.stopwatch import Stopwatch, stood_in_line
 
 PATIENCE = 60.0
 """The default of seconds after which waiting for a rank is an error. No test needs as many."""

@@ -7,7 +7,7 @@
     for number in itertools.count():                      # until the coroutine suspends fewer times than this
         task = asyncio.ensure_future(cancelled_at(number, coroutine()))
 
-`asyncdist.testing.processes` kills and stops processes.
+`benchmarks.processes` kills and stops processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncdist.groups.group import Group
 from asyncdist.kernel.engine.endpoint import Endpoint
 from asyncdist.kernel.transport import registry
 from asyncdist.net.security.auth import Handshake, HandshakeDriver, dial
-from asyncdist.testing.stopwatch import Stopwatch
+from benchmarks.stopwatch import Stopwatch
 
 T = TypeVar("T")
 
