@@ -111,6 +111,7 @@ class Nursery:
         self._statuses: dict[int, int] = {}
         self._waited: dict[int, float] = {}
         self._ranks: list[RankProcess] = []
+        self._has_imported = False
 
     def start(
         self, program: str | Path, function: str, *args: Any, environment: Mapping[str, str] | None = None
@@ -140,9 +141,11 @@ class Nursery:
 
     def _next(self, timeout: float, *, expected: str) -> int:
         while True:
-            if not self._control.poll(timeout):
+            # On a busy machine the imports may take any time. An error among them ends the process, and thus the pipe.
+            if not self._control.poll(timeout if self._has_imported else None):
                 raise TimeoutError(f"the nursery did not report {expected!r} within {timeout:g} s")
             event, pid, status, waited = self._control.recv()
+            self._has_imported = True
             if event == "ended":
                 self._statuses[pid], self._waited[pid] = status, waited
             if event == expected:
@@ -266,7 +269,9 @@ def _main(arguments: Sequence[str]) -> None:
     gc.collect()
     # A rank's garbage collector would otherwise write to the shared pages, and so copy them.
     gc.freeze()
-    job = _serve(Connection(int(descriptor)))
+    control = Connection(int(descriptor))
+    control.send(("imported", 0, 0, 0.0))
+    job = _serve(control)
     if job is not None:
         job.run()
 

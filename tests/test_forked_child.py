@@ -20,7 +20,7 @@ from asyncdist.store.server.listener import unix_socket
 from asyncdist.testing.cluster import world_of
 
 FILES = Path(__file__).parent / "tls"
-LONG = 10.0
+LONG = 60.0
 TLS = {
     "tls_cert": str(FILES / "member.crt"),
     "tls_key": str(FILES / "member.key"),

@@ -22,7 +22,7 @@ from asyncdist.config import Config
 from asyncdist.errors import UsageError
 from asyncdist.store import AsyncStore, StoreServer
 
-LONG = 20.0
+LONG = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +204,7 @@ from asyncdist.base.background_loop import background_loop
 dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 if sys.argv[1] == "blocked":
     blocked = threading.Event()
-    background_loop().loop.call_soon_threadsafe(lambda: (blocked.set(), time.sleep(60)))
+    background_loop().loop.call_soon_threadsafe(lambda: (blocked.set(), time.sleep(180)))
     blocked.wait()
 else:
     raise KeyError("a mistake")

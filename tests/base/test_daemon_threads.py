@@ -12,7 +12,7 @@ import pytest
 
 from asyncdist.base.daemon_threads import DaemonThreadPool, SerialExecutor
 
-LONG = 20.0
+LONG = 60.0
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_executor_logs_a_call_that_leaves_its_thread(executor, caplog):
     ended = threading.Event()
     executor.put(sys.exit)
     executor.put(ended.set)
-    assert ended.wait(20)
+    assert ended.wait(60)
     assert "SystemExit" in caplog.text
 
 
@@ -178,7 +178,7 @@ def test_executor_runs_a_call_inline_unless_one_is_pending(executor):
     executor.put(ended.set)
     assert len(where) == 1
     proceed.set()
-    assert ended.wait(20)
+    assert ended.wait(60)
     assert where[0] is threading.current_thread()
     assert where[1].name == "serial_0"
 
@@ -193,7 +193,7 @@ def test_executor_logs_a_call_that_raises_and_continues(executor, caplog):
     ended = threading.Event()
     executor.put(lambda: 1 / 0)
     executor.put(ended.set)
-    assert ended.wait(20)
+    assert ended.wait(60)
     assert "a call in the executor 'serial' failed" in caplog.text
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-LONG = 20.0
+LONG = 60.0
 
 pytestmark = pytest.mark.processes
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -229,7 +229,7 @@ def test_exchange_completes_while_the_thread_computes(group):
         for step in range(1, 7):
             compute(model, group.rank(), step)
             if step == 5:  # between the launch after step 4 and the outer step after step 6
-                assert ended.wait(20), "the exchange waits for the thread that computes"
+                assert ended.wait(60), "the exchange waits for the thread that computes"
             assert diloco.outer_steps == 0
             diloco.step()
         assert diloco.outer_steps == 1
@@ -243,7 +243,7 @@ async def test_exchange_completes_while_a_worker_thread_computes(group):
     def slow(step):
         compute(model, group.rank(), step)
         if step == 5:
-            assert ended.wait(20), "the exchange waits for the computation"
+            assert ended.wait(60), "the exchange waits for the computation"
 
     async with DiLoCo(model, inner_of(model), every=4, delay=2, group=group) as diloco:
         hook = diloco.group.register_hook(on_end=lambda record: ended.set())
@@ -341,7 +341,7 @@ async def test_newcomer_receives_the_outer_state():
     done.since = 0
     try:
         first = asyncio.create_task(member("first", done))
-        await asyncio.wait_for(reached.wait(), 20)
+        await asyncio.wait_for(reached.wait(), 60)
         second = asyncio.create_task(member("second", done))
         one, other = await asyncio.wait_for(asyncio.gather(first, second), 30)
     finally:

@@ -11,7 +11,7 @@ from asyncdist import HashStore
 from asyncdist.elastic.reconfiguration import ProcessHandle, Reconfiguration
 from asyncdist.errors import GroupError, RendezvousError, UsageError
 
-LIMIT = 30.0
+LIMIT = 60.0
 
 
 class Member:

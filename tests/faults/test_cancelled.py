@@ -16,7 +16,7 @@ from tests.support.ports import free_port
 
 pytestmark = pytest.mark.each_loop
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 async def steps(count):

@@ -2,15 +2,16 @@
 
 import asyncio
 import json
-import socket
-import sys
 import time
+from collections import Counter, defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from asyncdist.config import DEFAULT_LANES, Config
 from asyncdist.errors import UsageError
+from asyncdist.groups.calibration import lanes as lane_measurement
 from asyncdist.groups.calibration import measurement
 from asyncdist.groups.calibration.lanes import measure_lanes
 from asyncdist.groups.calibration.measurement import first_of_hosts, measure_links
@@ -24,13 +25,12 @@ from asyncdist.groups.calibration.profile import (
     read_profile,
     write_profile,
 )
+from asyncdist.groups.group import Group
 from asyncdist.kernel.algorithms.selection import Model, choose
 from asyncdist.testing.cluster import world_of
-from asyncdist_transports.tcp import sockets
+from asyncdist_transports.byte_stream import Writer
 from asyncdist_transports.tcp.transport import TcpTransport
 
-# Linux: the bytes per second at which the kernel sends at most.
-_MAX_PACING_RATE = 47
 LONG = 20.0
 VALUES = {"alpha": 2e-3, "beta": 8e-9, "overhead": 20e-6}
 
@@ -90,21 +90,23 @@ async def test_measurement_without_time_leaves_a_world_that_works():
 
 
 async def test_no_message_is_sent_that_would_take_longer_than_the_time_left(monkeypatch):
-    sent = []
-    original = measurement._Ring.shift
+    """For each rank time is what it has sent."""
+    sent, send = defaultdict(list), Group.send
 
-    async def shift(ring, messages, nbytes=4):
-        sent.append(nbytes)
-        if nbytes > 4:
-            await asyncio.sleep(nbytes * 1e-6)
-        await original(ring, messages, nbytes)
+    def sending(group, tensor, *args):
+        sent[asyncio.current_task()].append(tensor.nbytes)
+        return send(group, tensor, *args)
 
-    monkeypatch.setattr(measurement._Ring, "shift", shift)
+    def clock():
+        return sum(sent[asyncio.current_task()]) * 40e-6
+
+    monkeypatch.setattr(Group, "send", sending)
+    monkeypatch.setattr(measurement, "time", SimpleNamespace(monotonic=clock, perf_counter=clock))
     async with world_of(2) as groups:
-        found = await asyncio.gather(*(measure_links(group.endpoint, [0, 1], limit=0.5) for group in groups))
-    # A link of 1 MB/s carries 64 KiB twice in half a second, but not 256 KiB twice.
-    assert max(sent) < 1 << 20
-    assert all(each["beta"] > 0.9e-6 for each in found)
+        found = await asyncio.gather(*(measure_links(group.endpoint, [0, 1], limit=LONG) for group in groups))
+    # A link on which 64 KiB take 2.6 s carries 256 KiB in the time, but not 1 MiB.
+    assert [max(each) for each in sent.values()] == [256 << 10] * 2
+    assert [each["beta"] for each in found] == pytest.approx([40e-6] * 2)
 
 
 MANY = {FEW_LANES: 1e-8, MANY_LANES: 0.5e-8}
@@ -136,24 +138,28 @@ def test_more_connections_or_threads_must_be_faster_by_a_fifth(few, many, thread
     assert lanes_of({name: time * 1e-9 for name, time in times.items() if time is not None}) == due
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces a connection")
 @pytest.mark.parametrize(("lanes", "due"), [(0, 4), (1, 1)])
 async def test_hosts_use_several_lanes_where_the_network_limits_each_connection(lanes, due, monkeypatch):
-    opened = []
+    """Time is what the busiest connection has carried."""
+    opened, carried = [], Counter()
 
-    def set_options(sock, host):
-        original(sock, host)
-        sock.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, 20_000_000)
+    def sending(writer, message):
+        carried[writer] += len(message.body)
+        return send(writer, message)
 
     def opening(self, peer, lane, where):
         opened.append((self.host.rank, lane))
         return opens(self, peer, lane, where)
 
-    original, opens = sockets.set_options, TcpTransport.open
-    monkeypatch.setattr(sockets, "set_options", set_options)
+    def clock():
+        return max(carried.values(), default=0) / 20e6
+
+    send, opens = Writer.send, TcpTransport.open
+    monkeypatch.setattr(Writer, "send", sending)
     monkeypatch.setattr(TcpTransport, "open", opening)
-    monkeypatch.setattr(measurement, "LIMIT", 4.0)
-    config = Config(lanes=lanes, stripe_nbytes=1 << 20, calibrate=True)
+    monkeypatch.setattr(lane_measurement, "time", SimpleNamespace(monotonic=time.monotonic, perf_counter=clock))
+    monkeypatch.setattr(measurement, "LIMIT", LONG)
+    config = Config(lanes=lanes, stripe_nbytes=1 << 20, calibrate=True, tcp_threads="never")
     async with world_of(3, transport="tcp", hosts=["a", "b", "c"], config=config) as groups:
         assert [group.context.config.lanes for group in groups] == [due] * 3
         # Without a partner this rank has measured nothing.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import socket
 
 import pytest
 
 from asyncdist.net import listening
-from asyncdist.net.acceptor import Acceptor
+from asyncdist.net.admission import EvictingQueue
 from asyncdist.net.connection import port as port_module
 from asyncdist.net.security.auth import MAGIC, NONCE_NBYTES
 from tests.support.channels import Recorder, port_of
@@ -43,24 +44,24 @@ async def test_strangers_that_hold_connections_give_way_to_a_peer(monkeypatch, c
 async def test_peer_whose_handshake_was_evicted_connects_again(monkeypatch):
     monkeypatch.setattr(port_module, "_MOST_HANDSHAKES", 1)
     async with port_of(Recorder(), host="here") as accepting, port_of(Recorder(), host="there") as dialling:
-        prove, strangers = Acceptor._handle, contextlib.ExitStack()
+        add, strangers = EvictingQueue.add, contextlib.ExitStack()
 
-        async def interrupted(self, sock):
+        def interrupted(queue, handshake):
             """Let a stranger come in the middle of the first handshake."""
-            monkeypatch.setattr(Acceptor, "_handle", prove)
+            monkeypatch.setattr(EvictingQueue, "add", add)
+            add(queue, handshake)
             strangers.enter_context(socket.create_connection(accepting.address.tcp))
-            await prove(self, sock)
 
-        monkeypatch.setattr(Acceptor, "_handle", interrupted)
+        monkeypatch.setattr(EvictingQueue, "add", interrupted)
         with strangers:
             assert (await dialling.connect(accepting.address)).is_open
 
 
 class Failing:
-    """A listening socket whose ``accept`` fails with some errors before it succeeds."""
+    """A listening socket whose ``accept`` fails with the errors ``codes`` before it succeeds."""
 
-    def __init__(self, sock, *codes):
-        self._sock, self.codes = sock, list(codes)
+    def __init__(self, sock):
+        self._sock, self.codes = sock, []
 
     def accept(self):
         if self.codes:
@@ -72,34 +73,57 @@ class Failing:
         return getattr(self._sock, name)
 
 
-def fail(monkeypatch, port, *codes):
-    failing = [Failing(acceptor._listening.sock, *codes) for acceptor in port._acceptors]
-    for acceptor, each in zip(port._acceptors, failing, strict=True):
-        monkeypatch.setattr(acceptor._listening, "sock", each)
+@pytest.fixture
+def fail(monkeypatch):
+    """Let the next accepts of all ports fail: ``fail(*codes)``."""
+    listening = []
+
+    def listen(plain, *args):
+        listening.append(Failing(plain(*args)))
+        return listening[-1]
+
+    for name in ("listen", "listen_tcp"):
+        monkeypatch.setattr(port_module, name, functools.partial(listen, getattr(port_module, name)))
+
+    def fail(*codes):
+        for sock in listening:
+            sock.codes = list(codes)
+
+    return fail
 
 
-async def test_aborted_connection_delays_no_other(monkeypatch, caplog):
+@pytest.fixture
+def accepted(monkeypatch):
+    """The handshakes of the accepted connections."""
+    handshakes, add = [], EvictingQueue.add
+    monkeypatch.setattr(EvictingQueue, "add", lambda queue, each: handshakes.append(each) or add(queue, each))
+    return handshakes
+
+
+async def test_aborted_connection_delays_no_other(fail, monkeypatch, caplog):
     monkeypatch.setattr(listening, "ACCEPT_AGAIN", 1000.0)
     async with port_of(Recorder(), host="here") as accepting, port_of(Recorder(), host="there") as dialling:
-        fail(monkeypatch, accepting, errno.ECONNABORTED, errno.ECONNABORTED)
+        fail(errno.ECONNABORTED, errno.ECONNABORTED)
         assert (await dialling.connect(accepting.address)).is_open
     assert "cannot accept" not in caplog.text
 
 
-async def test_port_without_descriptors_tries_again_and_says_so_once(monkeypatch, caplog):
+async def test_port_without_descriptors_tries_again_and_says_so_once(fail, monkeypatch, caplog):
     monkeypatch.setattr(listening, "ACCEPT_AGAIN", 0.01)
     async with port_of(Recorder(), host="here") as accepting, port_of(Recorder(), host="there") as dialling:
-        fail(monkeypatch, accepting, *[errno.EMFILE] * 5)
+        fail(*[errno.EMFILE] * 5)
         assert (await dialling.connect(accepting.address)).is_open
     assert caplog.text.count("cannot accept connections") == 1
 
 
-async def test_port_without_descriptors_closes_connections_of_strangers(monkeypatch, caplog, eventually):
+async def test_port_without_descriptors_closes_connections_of_strangers(
+    fail, accepted, monkeypatch, caplog, eventually
+):
     monkeypatch.setattr(listening, "ACCEPT_AGAIN", 0.0)
     async with port_of(Recorder(), host="here") as accepting, port_of(Recorder(), host="there") as dialling:
         with strangers_at(accepting.address.tcp, 2) as held:
-            await eventually(lambda: sum(len(each._unproven) for each in accepting._acceptors) == 2)
-            fail(monkeypatch, accepting, errno.EMFILE)
+            await eventually(lambda: len(accepted) == 2)
+            fail(errno.EMFILE)
             assert (await dialling.connect(accepting.address)).is_open
             assert held[0].recv(1) == b""
     assert "cannot accept" not in caplog.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import os
 import socket
@@ -14,8 +13,21 @@ import pytest
 import uvloop
 
 from asyncdist.errors import AuthenticationError, PeerLostError, ProtocolError, SharedMemoryError, UsageError
+from asyncdist.net.admission import EvictingQueue
 from asyncdist.net.connection import frames
-from tests.support.channels import CARRIERS, Recorder, channel_pair, place, port_of, settings_of, tls_settings
+from asyncdist.net.connection.outbox import Outbox
+from tests.support.channels import (
+    CARRIERS,
+    Recorder,
+    channel_pair,
+    place,
+    port_of,
+    read_again,
+    settings_of,
+    socket_of,
+    stop_reading,
+    tls_settings,
+)  # fmt: skip
 
 LONG = 3 * frames.CHUNK_NBYTES + 17
 each_carrier = pytest.mark.parametrize("over", CARRIERS)
@@ -102,7 +114,7 @@ async def test_memory_that_is_withdrawn_in_the_middle_is_written_no_more(over):
         near.send(b"head", [memoryview(b"\1" * len(memory))])
         while not memory[0]:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        (message,) = far._inbox.open_messages
+        (message,) = theirs.openings
         far.drop(message, UsageError("the caller has gone"))
         arrived = int(memory.sum())
         await theirs.until(1)
@@ -130,12 +142,12 @@ async def test_all_of_many_messages_of_one_part_are_delivered(over):
     """The socket is full in the middle of some of them."""
     async with channel_pair(over) as (near, _, far, theirs):
         data = memoryview(random_bytes(frames.CHUNK_NBYTES))
-        far._loop.remove_reader(far._sock.fileno())
+        stop_reading(far)
         deliveries = [asyncio.create_task(near.deliver(b"%d" % number, [data])) for number in range(64)]
         for _ in range(10):
             await asyncio.sleep(0)
         assert not all(each.done() for each in deliveries)
-        far._loop.add_reader(far._sock.fileno(), far._on_readable)
+        read_again(far)
         await theirs.until(len(deliveries))
         await asyncio.wait_for(asyncio.gather(*deliveries), 20)
 
@@ -197,7 +209,7 @@ async def test_message_beyond_the_limits_is_refused_by_its_sender():
 
 async def congest(near, far):
     """Let ``far`` stop reading, and send until ``near`` is congested; return the number of messages."""
-    far._loop.remove_reader(far._sock.fileno())
+    stop_reading(far)
     count = 0
     while not near.is_congested:
         near.send(bytes(frames.SHORT_NBYTES))
@@ -213,7 +225,7 @@ async def test_sender_is_congested_while_the_peer_does_not_read(over):
         draining = asyncio.ensure_future(near.drain())
         await asyncio.sleep(0.01)
         assert not draining.done()
-        far._loop.add_reader(far._sock.fileno(), far._on_readable)
+        read_again(far)
         await draining
         await theirs.until(count)
 
@@ -226,13 +238,13 @@ async def test_short_message_whose_delivery_is_cancelled_in_a_congestion_is_sent
         delivery.cancel()
         with pytest.raises(asyncio.CancelledError):
             await delivery
-        far._loop.add_reader(far._sock.fileno(), far._on_readable)
+        read_again(far)
         assert (await theirs.until(count + 1))[-1] == (b"short", [])
 
 
 async def test_end_of_the_channel_ends_waits_and_long_messages():
     async with channel_pair("tcp") as (near, _, far, _):
-        far._loop.remove_reader(far._sock.fileno())
+        stop_reading(far)
         message = near.send(b"long", [memoryview(bytearray(16 << 20))])
         while not near.is_congested:
             near.send(bytes(frames.SHORT_NBYTES))
@@ -268,7 +280,7 @@ async def test_broken_connection_is_no_goodbye():
     async with channel_pair() as (near, ours, _, theirs):
         near.send(b"long", [memoryview(bytearray(16 << 20))])
         await theirs.when(lambda: theirs.events)
-        near._sock.shutdown(socket.SHUT_RDWR)
+        socket_of(near).shutdown(socket.SHUT_RDWR)
         await theirs.when(lambda: theirs.errors)
         await ours.when(lambda: ours.errors)
         assert "it has closed" not in str(theirs.errors[0])
@@ -390,27 +402,23 @@ async def test_cancelled_close_of_a_port_leaves_nothing_open(turns):
             assert not channel.is_open
             await theirs.when(lambda: theirs.errors)
         await dialling.close()
-        assert channel._sock.fileno() == -1
+        assert socket_of(channel).fileno() == -1
 
 
 @pytest.mark.each_loop
 async def test_end_of_a_port_before_a_handshake_has_begun_leaves_no_socket(monkeypatch):
-    accepting = port_of(Recorder(), host="here")
-    accepted, closing = [], []
+    accepting, closing, add = port_of(Recorder(), host="here"), [], EvictingQueue.add
 
-    def close_before(handle, sock):
-        accepted.append(sock)
+    def close_before(queue, handshake):
         closing.append(asyncio.create_task(accepting.close()))
-        return handle(sock)
+        add(queue, handshake)
 
-    for acceptor in accepting._acceptors:
-        monkeypatch.setattr(acceptor, "_handle", functools.partial(close_before, acceptor._handle))
+    monkeypatch.setattr(EvictingQueue, "add", close_before)
     reader, writer = await asyncio.open_connection(*accepting.address.tcp)
     async with asyncio.timeout(60):
         assert await reader.read() == b""
     writer.close()
     await closing[0]
-    assert accepted[0].fileno() == -1
 
 
 async def test_address_of_an_ended_port_that_another_has_now_is_refused():
@@ -469,19 +477,19 @@ async def test_other_protocol_and_silence_are_refused():
     ],
 )  # fmt: skip
 async def test_damaged_frames_end_their_channel_and_no_other(damaged, caplog):
-    async with channel_pair() as (near, ours, far, theirs):
-        near._outbox._sock.send(damaged)
+    async with channel_pair() as (near, ours, _, theirs):
+        socket_of(near).send(damaged)
         await theirs.when(lambda: theirs.errors)
         await ours.when(lambda: ours.errors)
         assert "this peer was given up" in str(ours.errors[0])
-        assert (await near._owner.connect(far._owner.address)).is_open
+        assert (await ours.port.connect(theirs.port.address)).is_open
 
 
 async def test_returned_slots_that_the_peer_does_not_have_end_the_channel():
     async with channel_pair() as (near, ours, far, theirs):
         await near.deliver(b"long", [memoryview(bytearray(4 << 20))])
         await theirs.until(1)
-        far._outbox._sock.send(frames.frame(frames.SLOTS_FREE, b"\xff"))
+        socket_of(far).send(frames.frame(frames.SLOTS_FREE, b"\xff"))
         await ours.when(lambda: ours.errors)
 
 
@@ -516,27 +524,23 @@ async def test_failing_handler_ends_its_channel(caplog):
 # -- interrupts -----------------------------------------------------------------------------------------
 
 
-class InterruptedSocket:
-    """A socket whose sender is interrupted after five bytes."""
+def interrupt_sending(loop, near, theirs, monkeypatch):
+    """After five bytes."""
+    kind = type(socket_of(near))
+    send = kind.send
 
-    def __init__(self, sock):
-        self._sock = sock
-
-    def send(self, data):
-        self._sock.send(data[:5])
+    def interrupted(sock, data):
+        if sock is not socket_of(near):
+            return send(sock, data)
+        send(sock, data[:5])
         raise KeyboardInterrupt
 
-    def __getattr__(self, name):
-        return getattr(self._sock, name)
-
-
-def interrupt_sending(near, theirs):
-    near._outbox._sock = InterruptedSocket(near._outbox._sock)
+    monkeypatch.setattr(kind, "send", interrupted)
     for _ in range(3):
         near.send(bytes(100))
 
 
-def interrupt_reading(near, theirs):
+def interrupt_reading(loop, near, theirs, monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
@@ -545,27 +549,27 @@ def interrupt_reading(near, theirs):
         near.send(bytes(100))
 
 
-def interrupt_adding(near, theirs):
-    add = near._outbox.add
+def interrupt_adding(loop, near, theirs, monkeypatch):
+    add = Outbox.add
 
     def interrupted(*args):
         add(*args)
         raise KeyboardInterrupt
 
-    near._outbox.add = interrupted
-    near._loop.call_soon(near.send, b"head", [memoryview(bytes(LONG))])
+    monkeypatch.setattr(Outbox, "add", interrupted)
+    loop.call_soon(near.send, b"head", [memoryview(bytes(LONG))])
 
 
 @each_carrier
 @pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 @pytest.mark.parametrize("interrupt", [interrupt_sending, interrupt_reading, interrupt_adding])
-def test_interrupt_in_the_middle_of_a_frame_ends_the_channel(over, make_loop, interrupt):
+def test_interrupt_in_the_middle_of_a_frame_ends_the_channel(over, make_loop, interrupt, monkeypatch):
     """As in a notebook, which runs the loop again after Ctrl-C."""
     loop = make_loop()
     try:
         pair = channel_pair(over)
-        near, ours, far, theirs = loop.run_until_complete(pair.__aenter__())
-        interrupt(near, theirs)
+        near, ours, _, theirs = loop.run_until_complete(pair.__aenter__())
+        interrupt(loop, near, theirs, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             loop.run_until_complete(asyncio.sleep(60))
         loop.run_until_complete(asyncio.wait_for(ours.when(lambda: ours.errors), 20))
@@ -573,7 +577,7 @@ def test_interrupt_in_the_middle_of_a_frame_ends_the_channel(over, make_loop, in
         ended = theirs if interrupt is interrupt_reading else ours
         assert "this process was interrupted by KeyboardInterrupt" in str(ended.errors[0])
         assert not theirs.messages
-        again = loop.run_until_complete(near._owner.connect(far._owner.address))
+        again = loop.run_until_complete(ours.port.connect(theirs.port.address))
         assert again.is_open
         loop.run_until_complete(pair.__aexit__(None, None, None))
     finally:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
 
 import pytest
 
 from asyncdist.net import ChannelAddress
-from tests.support.channels import Recorder, channel_pair, port_of
+from asyncdist.net.connection import liveness as liveness_module
+from asyncdist.net.connection.liveness import ChannelLiveness
+from tests.support.channels import Recorder, channel_pair, port_of, stop_reading
 
 PROGRAM = Path(__file__).parent / "program_peer.py"
 both_ways = pytest.mark.parametrize("local", [True, False], ids=["unix", "tcp"])
@@ -90,26 +93,22 @@ async def test_process_that_exits_without_closing_says_goodbye(nursery):
         assert "its process ends" in str(handler.errors[0])
 
 
-async def test_silent_peer_is_suspected_read_and_lost():
+async def test_silent_peer_is_suspected_read_and_lost(monkeypatch):
+    clock = itertools.count(0.0, 0.5)
+    monkeypatch.setattr(liveness_module, "monotonic", lambda: next(clock))
     async with channel_pair(heartbeat=0.0) as (near, ours, far, theirs):
-        now = 0.0
-        liveness = near._owner._liveness
-        far._loop.remove_reader(far._sock.fileno())
-        detector = liveness._detector = type(liveness._detector)(5.0)
-        looks = iter([number * 0.5 for number in range(100)])
-        detector_look = detector.look
-        detector.look = lambda _, heard: detector_look(next(looks), heard)
+        liveness = ChannelLiveness(5.0, None, lambda: [near])
+        stop_reading(far)
         for _ in range(9):
             far.pulse()
             near.read_now()
             liveness.look()
-        assert not detector.suspects
-        while near.is_open and now < 100:
+        last = next(clock)
+        while near.is_open:
             liveness.look()
-            now += 1
         # The process of the peer is this one, so this process does not look at its state.
-        assert 8 <= now <= 12
+        assert 4.0 <= next(clock) - last <= 6.5
         assert ours.errors[0].noticed == "heartbeat"
         assert "its process is stopped, or its host is unreachable" in str(ours.errors[0])
-        far._on_readable()
+        far.read_now()
         assert "this peer was given up: no heartbeat" in str(theirs.errors[0])

@@ -25,7 +25,7 @@ from tests.support.c10d_peer import Peer
 
 FILES = Path(__file__).parents[1] / "tls"
 TOKEN = "a token for tests"
-LONG = 10.0
+LONG = 60.0
 
 
 def config(name: str | None = "member", ca: str | None = "ca", **options) -> Config:

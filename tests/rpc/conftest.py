@@ -34,6 +34,25 @@ def serving(job):
     return serving
 
 
+@pytest.fixture
+def overdue():
+    """Make a call that reaches its deadline after something has happened: ``error = await overdue(call, has_happened)``.
+
+    On a busy machine a short limit may pass before: then ``call(limit)`` gets a longer one.
+    """
+
+    async def overdue(call, has_happened):
+        for limit in (0.05, 0.5, 5.0, 50.0):
+            with pytest.raises(rpc.CallTimeoutError) as caught:
+                await call(limit)
+            assert caught.value.timeout == limit
+            if has_happened():
+                return caught.value
+        raise AssertionError("the call is overdue before it begins")
+
+    return overdue
+
+
 def assert_equal_and_writable(found, sent):
     """Compare a tensor with the one that was sent, and overwrite it."""
     assert (found.dtype, found.shape) == (sent.dtype, sent.shape)

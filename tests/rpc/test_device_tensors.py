@@ -19,6 +19,7 @@ from asyncdist.errors import PeerLostError
 from asyncdist.rpc import blocking, wire
 from asyncdist.rpc import session as session_module
 from asyncdist.rpc.loans import DevicePart
+from asyncdist.rpc.wire import pack_plain
 from tests.rpc.conftest import assert_equal_and_writable, caller_of, channels_of, lent_by, tasks_of
 from tests.support.device_tensors import CUDA, OnDevice, PretendLending, on_device
 from tests.support.devices import PretendStaged
@@ -333,8 +334,8 @@ async def test_damaged_loan_ends_at_most_its_call(job, eventually, monkeypatch, 
 @pytest.mark.parametrize("message", [[wire.ANSWER, 77, ""], [wire.DECLINED, 77, "no"], [wire.LENT_BYTES, 77, ""]])
 async def test_message_about_a_loan_that_was_not_made_ends_the_channel(job, eventually, message, caplog):
     async with acquainted(job, Echo(), eventually) as (_it, _far, near):
-        channel, loans = near.loans._channel, near.loans
-        loans._send(message)
+        (channel,) = channels_of(near.session)
+        channel.send(pack_plain(message))
         await eventually(lambda: not channel.is_open)
         assert re.search("77, which was not|loan 77 was declined", caplog.text)
 
@@ -390,24 +391,27 @@ def hold(owner, borrower, moment):
 
 
 @pytest.mark.parametrize(("moment", "ends"), [("before", "cancelled"), ("during", "cancelled"), ("during", "overdue")])
-async def test_call_that_ends_before_its_tensor_was_copied_returns_the_loan(job, eventually, moment, ends):
+async def test_call_that_ends_before_its_tensor_was_copied_returns_the_loan(job, eventually, overdue, moment, ends):
     echo = Echo()
     async with acquainted(job, echo, eventually) as (it, far, near):
         hold(near, far, moment)
         tensor = on_device(torch.ones(LARGE))
         kept = weakref.ref(tensor.untyped_storage())
-        call = it.call("note", [tensor], timeout=0.02 if ends == "overdue" else None)
-        del tensor
-        if ends == "cancelled":
+        if ends == "overdue":
+            await overdue(lambda limit: it.call("note", [tensor], timeout=limit), lambda: tasks_of(far.device))
+            del tensor
+        else:
+            call = it.call("note", [tensor])
+            del tensor
             await near.ping()
             call.cancel()
-        with pytest.raises(asyncio.CancelledError if ends == "cancelled" else rpc.CallTimeoutError):
-            await call
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            del call
         await near.ping()
         assert kept() is not None, "the device may still read it"
         near.driver.go_on()
         far.device.stream.release()
-        del call
         await eventually(lambda: not near.lent)
         gc.collect()
         assert kept() is None

@@ -5,6 +5,7 @@ import functools
 import gc
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,16 +239,16 @@ async def test_release_does_not_look_at_other_objects(job):
     objects = {"owner": owner, "things": things}
     async with serve(objects, job) as serving, connect(job) as session:
         maker = await session.find("owner")
-        table = serving.references
+        table, gone = serving.references, channel_of("gone")
 
         async def num_steps():
             """Return the steps of two releases: of one object, and of all objects of a process that has gone."""
             first, second = await maker.make(), await maker.make()
             await asyncio.gather(first.call("add", 1), second.call("add", 1))
             (channel,) = channels_of(serving)
-            table.granted(channel, number_of(second), "gone")
+            table.granted(channel, number_of(second), gone.peer.id)
             return steps_of(lambda: table.released(channel, number_of(first), 1)), steps_of(
-                lambda: table._expect("gone")
+                lambda: table.departed(gone)
             )
 
         few = await num_steps()
@@ -256,8 +257,13 @@ async def test_release_does_not_look_at_other_objects(job):
         assert await num_steps() == few
 
 
+def channel_of(peer):
+    """Return a channel to a process that has gone."""
+    return SimpleNamespace(peer=SimpleNamespace(id=peer))
+
+
 def steps_of(call):
-    """Return the number of instructions of Python that a call executes."""
+    """Return the number of instructions of Python that a call executes, without finalizers of what earlier tests left."""
     count = 0
 
     def trace(frame, event, _):
@@ -267,11 +273,13 @@ def steps_of(call):
         return trace
 
     before = sys.gettrace()
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
@@ -305,17 +313,19 @@ async def test_reference_whose_owner_ended_raises(job):
             await thing.call("add", 1)
 
 
-async def test_hold_for_a_process_that_never_connects_ends(job, eventually):
+async def test_hold_for_a_process_that_never_connects_ends(job, eventually, monkeypatch):
     owner = Owner()
     async with serve({"owner": owner}, job) as serving, connect(job) as session:
         thing = await (await session.find("owner")).make()
         (channel,) = channels_of(session.references)
-        number, table = number_of(thing), serving.references
-        table.granted(channel, number, "a process that died")
+        number, table, died = number_of(thing), serving.references, channel_of("a process that died")
+        table.granted(channel, number, died.peer.id)
+        released, release = [], table.released
+        monkeypatch.setattr(table, "released", lambda *hold: released.append(hold[1:]) or release(*hold))
         del thing
         gc.collect()
-        await eventually(lambda: set(table._holds) == {"a process that died"})
-        assert owner.num_alive == 1
-        # The timer of the grant calls this.
-        table._expect("a process that died")
+        await eventually(lambda: released)
+        assert (released, owner.num_alive) == ([(number, 1)], 1)
+        # The timer of the grant does the same.
+        table.departed(died)
         assert owner.num_alive == 0

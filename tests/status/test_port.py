@@ -10,12 +10,10 @@ import socket
 import pytest
 import torch
 
-from asyncdist.base.background_loop import observing_loop
 from asyncdist.config import Config
 from asyncdist.errors import AuthenticationError
 from asyncdist.kernel.tracing.job_status import job_status
-from asyncdist.net import LoopSocket, dial_tcp
-from asyncdist.net.acceptor import Acceptor
+from asyncdist.net import Acceptor, EvictingQueue, LoopSocket, dial_tcp
 from asyncdist.status import port as port_module
 from asyncdist.status.discovery import status_security
 from asyncdist.status.port import StatusPort
@@ -138,11 +136,12 @@ async def test_illegible_question_is_answered_with_an_error(question):
         connection.close()
 
 
-async def test_question_that_is_too_long_ends_its_connection_and_no_other(caplog):
+async def test_question_that_is_too_long_ends_its_connection_and_no_other(caplog, monkeypatch):
+    monkeypatch.setattr(port_module, "_MOST_QUESTION_NBYTES", 1000)
     async with world_of(1) as groups:
         connection, other = [await connected(groups[0]) for _ in range(2)]
         with pytest.raises((EOFError, OSError)):
-            await connection.ask({"calls": "x" * port_module._MOST_QUESTION_NBYTES})
+            await connection.ask({"calls": "x" * 1000})
         assert (await other.ask(QUESTION))["answered_by"] == 0
         connection.close()
         other.close()
@@ -162,44 +161,33 @@ async def test_port_ends_with_its_world():
         await refused(*address)
 
 
-async def on_its_loop(coroutine):
-    """Run a coroutine on the loop of all status ports."""
-    return await asyncio.wrap_future(observing_loop().submit(coroutine))
-
-
 async def test_port_that_is_closed_before_it_accepts_leaves_no_socket(monkeypatch):
     async with world_of(1) as groups:
         port = StatusPort("127.0.0.1", Config())
-        resume = Acceptor._resume
 
-        def close_before(self):
+        def close_before(*args, **options):
             asyncio.get_running_loop().call_soon(port.close)
-            resume(self)
+            return Acceptor(*args, **options)
 
-        monkeypatch.setattr(Acceptor, "_resume", close_before)
+        monkeypatch.setattr(port_module, "Acceptor", close_before)
         await port.serve(groups[0].world.endpoint, [], dict)
-        for _ in range(2):
-            await on_its_loop(asyncio.sleep(0))
-        assert port._sock.fileno() == -1
+        with pytest.raises(OSError):
+            await refused(*port.address)
 
 
 async def test_port_that_is_closed_before_a_handshake_has_begun_leaves_no_socket(monkeypatch):
     async with world_of(1) as groups:
-        port = groups[0].world.status_port
-        handle, accepted = port._acceptor._handle, []
+        port, add = groups[0].world.status_port, EvictingQueue.add
 
-        def close_before(sock):
-            accepted.append(sock)
+        def close_before(queue, handshake):
             asyncio.get_running_loop().call_soon(port.close)
-            return handle(sock)
+            add(queue, handshake)
 
-        monkeypatch.setattr(port._acceptor, "_handle", close_before)
+        monkeypatch.setattr(EvictingQueue, "add", close_before)
         reader, writer = await asyncio.open_connection(*port.address)
         async with asyncio.timeout(60):
             assert await reader.read() == b""
         writer.close()
-        await on_its_loop(asyncio.sleep(0))
-        assert accepted[0].fileno() == -1
 
 
 async def test_answer_that_fails_is_logged_and_ends_its_connection_alone(caplog, monkeypatch):

@@ -14,7 +14,7 @@ from asyncdist.config import Config
 from asyncdist.errors import QueueEmptyError, StoreConnectionError, StoreError, StoreTimeoutError, UsageError
 from asyncdist.store import AsyncStoreBase, FileStore, HashStore, PrefixStore, Store, TCPStore
 
-UNIT, LONG = 0.05, 10.0
+UNIT, LONG = 0.05, 60.0
 KINDS = ["hash", "tcp", "prefix of hash", "prefix of tcp"]
 """Stores with all operations; a file store has a part of them."""
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from asyncdist.store.protocol.c10d import MAGIC, Code
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds after which a missing reply is an error."""
 
 _NONCE = b"\xff\xee\xdd\xcc"  # the first byte is not a release of a wait

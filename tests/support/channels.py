@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
 from asyncdist.net import ChannelPort, IncomingMessage, PeerChannel
+from asyncdist.net.security.tls import TlsSocket
 
 TOKEN = "the token of the test"
 TLS = Path(__file__).parent.parent / "tls"
@@ -17,7 +19,10 @@ class Recorder:
     """A handler that keeps what it is told. ``events`` are texts, ``messages`` heads with the bytes of their buffers."""
 
     def __init__(self) -> None:
+        self.port: ChannelPort
+        """The port of the channels of a `channel_pair`."""
         self.channels: list[PeerChannel] = []
+        self.openings: list[IncomingMessage] = []
         self.events: list[str] = []
         self.messages: list[tuple[bytes, list[bytes]]] = []
         self.descriptors: list[int] = []
@@ -39,6 +44,7 @@ class Recorder:
         self._changed.set()
 
     def opened(self, channel: PeerChannel, message: IncomingMessage) -> None:
+        self.openings.append(message)
         self.events.append(f"opened {message.head.decode()}")
         message.buffers = self.memory.get(message.head, ())
         if message.head in self.refused:
@@ -109,6 +115,21 @@ async def channel_pair(
         port_of(ours, host="here", **settings) as dialling,
         port_of(theirs, host=place(over), **settings) as accepting,
     ):
+        ours.port, theirs.port = dialling, accepting
         channel = await dialling.connect(accepting.address)
         await theirs.when(lambda: theirs.channels)
         yield channel, ours, theirs.channels[0], theirs
+
+
+def socket_of(channel: PeerChannel) -> socket.socket | TlsSocket:
+    """Return the socket of a channel, to damage what it carries."""
+    return channel._sock
+
+
+def stop_reading(channel: PeerChannel) -> None:
+    """Let a channel read nothing until `read_again`."""
+    asyncio.get_running_loop().remove_reader(socket_of(channel).fileno())
+
+
+def read_again(channel: PeerChannel) -> None:
+    asyncio.get_running_loop().add_reader(socket_of(channel).fileno(), channel.read_now)

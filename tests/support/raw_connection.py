@@ -10,7 +10,7 @@ from typing import Any
 from asyncdist.net.security.auth import HandshakeDriver
 from tests.support.received_messages import ReceivedMessages
 
-LIMIT = 10.0
+LIMIT = 60.0
 """Seconds for a reply that the server sends immediately."""
 
 

@@ -9,7 +9,7 @@ from asyncdist.config import Config
 from asyncdist.store import AsyncStore, TCPStore
 
 TOKEN = "a token for tests"
-LONG = 20.0
+LONG = 60.0
 """Seconds that no test needs."""
 
 

@@ -5,7 +5,7 @@ import torch
 
 from asyncdist.weights import Publisher, Subscriber
 
-LIMIT = 30.0
+LIMIT = 60.0
 
 
 @pytest.mark.parametrize("host", ["trainer", "server"])

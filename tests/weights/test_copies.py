@@ -9,7 +9,7 @@ from torch import nn
 from asyncdist.errors import UsageError
 from asyncdist.weights import Publisher, Subscriber
 
-LIMIT = 20
+LIMIT = 60.0
 
 
 def layer(value=0.0):

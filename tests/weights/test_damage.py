@@ -19,7 +19,7 @@ from asyncdist.weights.transfer.exchange import WeightsExchange
 from asyncdist.weights.transfer.transfer_messages import ASK, BLOCKS, MAPPED, REFUSED
 from tests.weights.conftest import TOKEN
 
-LIMIT = 30.0
+LIMIT = 60.0
 STATE = {"first": torch.arange(500_000.0), "second": torch.arange(700_000.0), "small": torch.ones(5)}
 
 

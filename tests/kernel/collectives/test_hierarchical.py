@@ -25,7 +25,7 @@ from asyncdist.kernel.transport import registry
 from asyncdist.kernel.transport.wire_format import shape_checksum
 from asyncdist.testing.cluster import world_of
 from asyncdist.testing.collective_cases import collective_cases, moving, reducing
-from asyncdist_transports.byte_stream import Writer
+from asyncdist_transports.tcp.transport import TcpLink
 from tests.support.placing import Placing
 
 HOSTS = {
@@ -355,23 +355,19 @@ async def test_forced_schedule_uses_links_only(monkeypatch):
 
 @pytest.fixture
 def sent(monkeypatch):
-    """The numbers of bytes of the tensors that are sent over sockets, one entry for each message."""
-    nbytes = []
-    send = Writer.send
+    """The numbers of bytes of the tensors that are sent over sockets, one entry for each message. Heartbeats are none."""
+    nbytes, send, send_now = [], TcpLink.send, TcpLink.send_now
 
-    def counting(writer, message):
-        if type(writer._sock).__name__ == "socket":
-            nbytes.append(len(message.body))
-        return send(writer, message)
+    def counting(link, message):
+        nbytes.append(len(message.body))
+        return send(link, message)
 
-    send_now = Writer.send_now
-
-    def counting_now(writer, peer, header, body):
+    def counting_now(link, header, body):
         nbytes.append(len(body))
-        return send_now(writer, peer, header, body)
+        return send_now(link, header, body)
 
-    monkeypatch.setattr(Writer, "send", counting)
-    monkeypatch.setattr(Writer, "send_now", counting_now)
+    monkeypatch.setattr(TcpLink, "send", counting)
+    monkeypatch.setattr(TcpLink, "send_now", counting_now)
     return nbytes
 
 

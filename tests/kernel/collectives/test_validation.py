@@ -149,7 +149,7 @@ async def test_invalid_arguments_are_refused_and_group_stays_usable(name):
         for error in (refused.value, again):
             assert str(error).startswith(f"{recording.op} on group 'world', rank 0: ")
             assert (error.op, error.group, error.rank) == (recording.op, "world", 0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             total = await asyncio.gather(zero.all_reduce(ones(2)), one.all_reduce(ones(2)))
         assert all(tensor.eq(2).all() for tensor in total)
 

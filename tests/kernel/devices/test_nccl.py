@@ -100,7 +100,7 @@ def run(nccl, until):
             try:
                 result = program(device)
                 with contextlib.suppress(threading.BrokenBarrierError):
-                    ended.wait(20)
+                    ended.wait(60)
                 return result
             except BaseException:
                 ended.abort()

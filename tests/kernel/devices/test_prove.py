@@ -141,7 +141,7 @@ def test_unknown_part_is_refused():
 
 @pytest.mark.exhaustive
 def test_dry_run_on_the_cpu(tmp_path):
-    command = [sys.executable, str(PROVE), "--device", "cpu", "--seconds", "900", "--out", str(tmp_path)]
+    command = [sys.executable, str(PROVE), "--device", "cpu", "--seconds", "3600", "--out", str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout
     report = json.loads((tmp_path / "report.json").read_text())

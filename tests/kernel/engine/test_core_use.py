@@ -10,7 +10,7 @@ import time
 import pytest
 
 from asyncdist.kernel.engine.drivers import core_use
-from asyncdist.kernel.engine.drivers.core_use import CoreUse, _Ticks
+from asyncdist.kernel.engine.drivers.core_use import CoreUse, Ticks, read_ticks
 from asyncdist.net.process_identity import pids_of_machine
 
 CORES, PIDS = frozenset({0, 1}), frozenset({7})
@@ -20,7 +20,7 @@ class Machine:
     """Two cores whose use the test sets, with a clock that it moves."""
 
     def __init__(self, monkeypatch):
-        self.now, self.reading, self.pids = 0.0, _Ticks(CORES, PIDS, 0, 0, 0), PIDS
+        self.now, self.reading, self.pids = 0.0, Ticks(CORES, PIDS, 0, 0, 0), PIDS
         monkeypatch.setattr(core_use, "monotonic", lambda: self.now)
         self.use = CoreUse(lambda: self.pids, lambda pids: self.reading)
         self.use.others_compete()
@@ -29,7 +29,7 @@ class Machine:
         """Let time pass, of which the ranks and other programs use a share in percent; return whether they compete."""
         passed = round(200 * seconds)
         self.now += seconds
-        self.reading = _Ticks(
+        self.reading = Ticks(
             cores, pids,
             self.reading.passed + passed,
             self.reading.busy + (ranks + others) * passed // 100,
@@ -77,20 +77,20 @@ def test_nothing_is_known_of_ranks_that_are_not_visible(machine):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these counters")
 def test_counters_of_the_kernel_tell_own_work_from_that_of_another_program():
-    before = core_use._read([os.getpid()])
+    before = read_ticks([os.getpid()])
     until = time.process_time() + 0.2
     while time.process_time() < until:
         pass
-    after = core_use._read([os.getpid()])
+    after = read_ticks([os.getpid()])
     assert after.ranks - before.ranks >= 15
     # The kernel samples the use of the cores, and sums up that of a process.
     assert after.busy - before.busy >= (after.ranks - before.ranks) // 2
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:
             # Each reading has the processor time of this process alone.
-            own, until = core_use._read([os.getpid()]), time.monotonic() + 60.0
+            own, until = read_ticks([os.getpid()]), time.monotonic() + 60.0
             while True:
-                now = core_use._read([os.getpid()])
+                now = read_ticks([os.getpid()])
                 if (now.busy - now.ranks) - (own.busy - own.ranks) >= 20 or time.monotonic() > until:
                     break
         finally:
@@ -99,7 +99,7 @@ def test_counters_of_the_kernel_tell_own_work_from_that_of_another_program():
 
 
 def test_process_that_has_ended_gives_no_reading():
-    assert core_use._read([2**22 + 1]) is None
+    assert read_ticks([2**22 + 1]) is None
 
 
 def identity(host, pid, pids="pid:[1]"):

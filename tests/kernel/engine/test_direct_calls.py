@@ -23,7 +23,7 @@ from asyncdist.testing.cluster import run_ranks, world_of
 
 COUNT = 5
 BODY = 4 * COUNT
-PATIENCE = 10.0
+PATIENCE = 60.0
 WHOLE = HEADER_NBYTES + BODY
 
 

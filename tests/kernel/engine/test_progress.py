@@ -30,7 +30,7 @@ from asyncdist.testing.cluster import run_ranks, world_of
 
 pytestmark = pytest.mark.each_loop
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 class Flag:

@@ -166,7 +166,7 @@ def busy(connection: BlockingConnection) -> Iterator[None]:
 def test_cancellation_is_sent_after_another_thread_has_sent(master, threads, until):
     state = master.server.server.state
     with client(master) as other:
-        popping = threads.submit(other.queue_pop, "q", timeout=2 * UNIT)
+        popping = threads.submit(other.queue_pop, "q", timeout=10 * UNIT)
         until(lambda: state.num_open == 1)
         with busy(other.connection), pytest.raises(StoreTimeoutError):
             popping.result(LONG)

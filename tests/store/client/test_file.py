@@ -13,7 +13,7 @@ from asyncdist.store import FileStore, PrefixStore
 from asyncdist.store.client import file as file_module
 from asyncdist.store.persistence.log_format import MAGIC, frame_head, read_header
 
-LONG = 20.0
+LONG = 60.0
 
 WORKER = """
 import sys

@@ -16,7 +16,7 @@ from asyncdist.store import FileStore
 from asyncdist.store.client import locked_file
 from asyncdist.store.client.locked_file import LockedFile
 
-LONG, UNIT = 20.0, 0.05
+LONG, UNIT = 60.0, 0.05
 
 
 class Network:

@@ -24,7 +24,7 @@ from benchmarks.processes import Nursery, RankEndedError, RankProcess
 pytestmark = pytest.mark.processes
 PROGRAM = Path(__file__).with_name("program_killed.py")
 KILLS = int(os.environ.get("ASYNCDIST_TEST_STORE_KILLS", "300"))
-PATIENCE = 30.0
+PATIENCE = 60.0
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from asyncdist.store.server import accept
 from tests.support.c10d_peer import Peer, encode
 from tests.support.raw_connection import RawConnection
 
-LONG, UNIT = 10.0, 0.05
+LONG, UNIT = 60.0, 0.05
 TOKEN = "a token for tests"
 CERTIFICATES = Path(__file__).parents[2] / "tls"
 HELLO = struct.pack("<BIBI", 0, MAGIC, 0x0D, 1234)

@@ -10,7 +10,7 @@ from asyncdist.config import Config
 from asyncdist.errors import StoreConnectionError
 from asyncdist.store import TCPStore
 
-LONG = 20.0
+LONG = 60.0
 CONFIG = Config(token="a token for tests", store_reconnect=0.0)
 PROGRAM = """
 import asyncio

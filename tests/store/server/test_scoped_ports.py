@@ -7,7 +7,7 @@ from asyncdist.store import AsyncStore, StoreServer
 from asyncdist.store.protocol import operations
 from tests.support.faults import Proxy
 
-LONG = 10.0
+LONG = 60.0
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from asyncdist.store.server.accept import PendingConnection
 from asyncdist.store.server.session import Session
 from tests.support.packets import deafen, needs_packet_filters
 
-UNIT, LONG = 0.05, 10.0
+UNIT, LONG = 0.05, 60.0
 TOKEN = "a token for tests"
 
 LOGGER = "asyncdist.store.server.server"

@@ -14,7 +14,7 @@ from asyncdist.net.security.auth import MAGIC
 from asyncdist.store import AsyncStore, StoreServer
 
 TOKEN = "a token for tests"
-LONG = 10.0
+LONG = 60.0
 TLS = Path(__file__).parents[2] / "tls"
 FILES = {"tls_cert": str(TLS / "member.crt"), "tls_key": str(TLS / "member.key"), "tls_ca": str(TLS / "ca.crt")}
 SAYINGS = [b"", MAGIC[:4], MAGIC + bytes(32), b"\x00\xce\xf7", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n" * 5]

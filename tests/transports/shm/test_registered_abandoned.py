@@ -12,7 +12,7 @@ from asyncdist.errors import GroupAbortedError, GroupError, OperationTimeoutErro
 from asyncdist.testing.cluster import run_ranks
 from tests.support.ranks import native_of
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 # More elements than a small exchange stages.
 COUNT = 500_000
 

@@ -65,7 +65,7 @@ async def test_error_of_a_timeout_says_why_a_peer_is_not_reached(network):
     async with world_of(2, transport="tcp") as (zero, _):
         network[0] = 10**6
         with pytest.raises(
-            Exception, match=r"no connection to rank 1 at .* yet, tried for 0 s: Network is unreachable"
+            Exception, match=r"no connection to rank 1 at .* yet, tried for \d s: Network is unreachable"
         ):
             await zero.send(torch.ones(4), 1, timeout=0.3)
         network[0] = 0

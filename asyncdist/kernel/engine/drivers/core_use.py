@@ -21,7 +21,7 @@ _OTHERS_LEFT = 0.12
 """The share of the others below which they no longer compete."""
 
 
-class _Ticks(NamedTuple):
+class Ticks(NamedTuple):
     """Ticks since the machine started: of the cores, of all programs on them, and of the processes of the ranks."""
 
     cores: frozenset[int]
@@ -40,11 +40,11 @@ class CoreUse:
     """
 
     def __init__(
-        self, pids: Callable[[], Iterable[int] | None], read: Callable[[Iterable[int]], _Ticks | None] | None = None
+        self, pids: Callable[[], Iterable[int] | None], read: Callable[[Iterable[int]], Ticks | None] | None = None
     ) -> None:
-        self._pids, self._read = pids, read or _read
+        self._pids, self._read = pids, read or read_ticks
         self._look_at = 0.0
-        self._before: _Ticks | None = None
+        self._before: Ticks | None = None
         self.compete = False
         """Whether others competed at the last look. Any thread may ask."""
 
@@ -71,8 +71,11 @@ class CoreUse:
         self.compete = busy >= _BUSY and others >= (_OTHERS_LEFT if self.compete else _OTHERS)
 
 
-def _read(pids: Iterable[int]) -> _Ticks | None:
-    """Read ``/proc``. The time of interrupts counts for no program: the kernel's network code runs in them."""
+def read_ticks(pids: Iterable[int]) -> Ticks | None:
+    """Read ``/proc``; return None if it does not tell.
+
+    The time of interrupts counts for no program: the kernel's network code runs in them.
+    """
     try:
         cores = frozenset(os.sched_getaffinity(0))
         passed = busy = 0
@@ -90,4 +93,4 @@ def _read(pids: Iterable[int]) -> _Ticks | None:
     # Not Linux, a sandbox without these files, or a process that has ended.
     except (OSError, ValueError, IndexError, AttributeError):
         return None
-    return _Ticks(cores, frozenset(pids), passed, busy, ranks)
+    return Ticks(cores, frozenset(pids), passed, busy, ranks)
