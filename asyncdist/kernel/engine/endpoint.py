@@ -112,9 +112,9 @@ class Endpoint:
         # Bound here, because a forwarding method would cost each call a Python frame.
         self.fail, self.gone, self.lost, self.suspect = failures.fail, failures.gone, failures.lost, failures.suspect
         self.open, self.end = failures.open, failures.end
-        self._checker = CollectiveChecker(self.recorder, failures, self.operations)
-        self.difference = self._checker.difference
-        self.direct_calls = DirectCalls(self, self.operations, self._checker, scratch, self.progress.waiting)
+        self.checker = CollectiveChecker(self.recorder, failures, self.operations)
+        self.difference = self.checker.difference
+        self.direct_calls = DirectCalls(self, self.operations, self.checker, scratch, self.progress.waiting)
         self._probes = WaitProbes(self, monotonic)
         self.processes: Sequence[dict[str, Any] | None] = ()
         """The identities of all ranks' processes, by rank. Without them no process of a peer is known to have ended."""
@@ -231,15 +231,15 @@ class Endpoint:
         """Begin an operation. The caller holds the lock."""
         self.progress.turns.assert_held()
         channel = operation.channel
-        if self._checker.early_calls:
-            self._checker.compare(channel, operation.key, operation.plan.fingerprint)
+        if self.checker.early_calls:
+            self.checker.compare(channel, operation.key, operation.plan.fingerprint)
         channel.started += 1
         channel.highest = max(channel.highest, operation.sequence)
         self._executor.start(operation)
 
     def discard(self, prefix: bytes) -> None:
         """Drop the messages of a group, by the first 8 bytes of their keys."""
-        self._checker.forget(prefix)
+        self.checker.forget(prefix)
         for inbox in self.inboxes.values():
             inbox.purge(prefix)
 
@@ -382,7 +382,7 @@ class Endpoint:
                 return receive
             self.mismatch(peer, receive, fingerprint, nbytes)
             return DiscardReceive(peer, key, nbytes)
-        if key[:8] in self.failures.ended or self._checker.refuses(peer, key, fingerprint):
+        if key[:8] in self.failures.ended or self.checker.refuses(peer, key, fingerprint):
             return DiscardReceive(peer, key, nbytes)
         return None
 
@@ -412,7 +412,7 @@ class Endpoint:
             # Later, because a look reads from connections, and this message is being read from one.
             self.post(functools.partial(self._heartbeat.on_loss_elsewhere, error))
         elif kind == CALLED and key[:8] not in self.failures.ended:
-            self._checker.answer(peer, key, int.from_bytes(body, "little"))
+            self.checker.answer(peer, key, int.from_bytes(body, "little"))
         elif kind == PROBE:
             self._probes.on_probe(peer, key, body)
         elif kind == WAITING:
