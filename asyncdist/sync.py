@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import asyncdist
 from asyncdist.base.background_loop import background_loop, result_on
 from asyncdist.base.call_site import refuse_await
+from asyncdist.base.callables import AnyFunction
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.elastic.session import JobSession, join
@@ -69,10 +70,10 @@ if TYPE_CHECKING:
     from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from asyncdist.ddp.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=AnyFunction)
 
 
-def _documented_as(awaited: Callable[..., Any]) -> Callable[[F], F]:
+def _documented_as(awaited: AnyFunction) -> Callable[[F], F]:
     """Return a decorator that adds the arguments, errors and example of the awaited API to a docstring."""
 
     def extend(function: F) -> F:

@@ -20,6 +20,7 @@ from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
 from asyncdist.base import lifecycle
+from asyncdist.base.callables import AnyFunction, Callback
 from asyncdist.base.weak_registry import WeakRegistry
 
 log = logging.getLogger("asyncdist")
@@ -174,24 +175,24 @@ class SerialExecutor:
         self._pool = DaemonThreadPool(name, max_threads=1, idle_timeout=idle_timeout)
         self._running = threading.Lock()
 
-    def put(self, call: Callable[[], object], *, inline: bool = False) -> None:
+    def put(self, call: Callback, *, inline: bool = False) -> None:
         """Run a call after the earlier calls. With ``inline``, run it before this returns if no call is pending."""
         if not (inline and self.run_now(call)):
             self._pool.submit(self._run_queued, call)
 
-    def run_now(self, call: Callable[..., object], *args: Any) -> bool:
+    def run_now(self, call: AnyFunction, *args: Any) -> bool:
         """Run a call in this thread if no call is pending; return whether it was run."""
         if self._pool.is_busy or not self._running.acquire(blocking=False):
             return False
         self._run(call, *args)
         return True
 
-    def close(self, last: Callable[[], object]) -> None:
+    def close(self, last: Callback) -> None:
         """Run one more call, in this thread if no call is pending. The executor's thread ends after it."""
         self.put(last, inline=True)
         self._pool.shutdown(wait=False)
 
-    def _run_queued(self, call: Callable[[], object]) -> None:
+    def _run_queued(self, call: Callback) -> None:
         self._running.acquire()
         try:
             self._run(call)
@@ -199,7 +200,7 @@ class SerialExecutor:
         except BaseException:
             log.exception("a call in the executor %r failed", self._name)
 
-    def _run(self, call: Callable[..., object], *args: Any) -> None:
+    def _run(self, call: AnyFunction, *args: Any) -> None:
         try:
             call(*args)
         except Exception:
@@ -217,10 +218,10 @@ class PeriodicCalls:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._due: dict[Callable[[], object], tuple[float, float]] = {}
+        self._due: dict[Callback, tuple[float, float]] = {}
         self._thread: threading.Thread | None = None
 
-    def start(self, function: Callable[[], object], period: float) -> None:
+    def start(self, function: Callback, period: float) -> None:
         """Call ``function`` at once, and then every ``period`` seconds until `stop`.
 
         Raises:
@@ -236,7 +237,7 @@ class PeriodicCalls:
             self._due[function] = (monotonic(), period)
             self._changed.notify()
 
-    def stop(self, function: Callable[[], object]) -> None:
+    def stop(self, function: Callback) -> None:
         """Stop calling a function. A call that has begun may still run. Idempotent."""
         with self._changed:
             self._due.pop(function, None)
@@ -252,7 +253,7 @@ class PeriodicCalls:
             # An idle thread must not keep the object of the function alive.
             del function
 
-    def _next(self) -> Callable[[], object] | None:
+    def _next(self) -> Callback | None:
         """Wait for the next function that is due; return None after the last one has been stopped."""
         with self._changed:
             while self._due:

@@ -12,10 +12,10 @@ import atexit
 import contextlib
 import multiprocessing.util  # noqa: F401 - its exit handler, which joins children, must run after this module's
 import os
-from collections.abc import Callable
 from enum import IntEnum, auto
 from typing import Any, NoReturn, Protocol, Self
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.weak_registry import WeakRegistry
 from asyncdist.errors import UsageError
 
@@ -76,25 +76,25 @@ class ProcessBound:
         raise UsageError(f"{self!r} cannot be pickled, because it belongs to this process: {self._elsewhere}")
 
 
-_at_exit: list[tuple[Stage, Callable[[], object]]] = []
-_after_fork: list[Callable[[], object]] = []
-_locks: list[tuple[dict[str, Any], str, Callable[[], object]]] = []
+_at_exit: list[tuple[Stage, Callback]] = []
+_after_fork: list[Callback] = []
+_locks: list[tuple[dict[str, Any], str, Callback]] = []
 _hooked: WeakRegistry[ProcessHooks] = WeakRegistry()
 _descriptors: WeakRegistry[Descriptor] = WeakRegistry()
 _ending = False
 
 
-def at_exit(stage: Stage, call: Callable[[], object]) -> None:
+def at_exit(stage: Stage, call: Callback) -> None:
     """Register a call for the exit of the process, made even if others raise. Calls of one stage run in reverse order."""
     _at_exit.append((stage, call))
 
 
-def after_fork(call: Callable[[], object]) -> None:
+def after_fork(call: Callback) -> None:
     """Register a call for every forked child, made after the calls registered before, even if these raise."""
     _after_fork.append(call)
 
 
-def renew_in_children(namespace: dict[str, Any], name: str, make: Callable[[], object]) -> None:
+def renew_in_children(namespace: dict[str, Any], name: str, make: Callback) -> None:
     """Give every forked child a new lock, before all other calls: another thread may hold the parent's during the fork.
 
     Args:
@@ -172,7 +172,7 @@ def _run_at_exit() -> None:
             calls.callback(_call_until_interrupted, call)
 
 
-def _call_until_interrupted(call: Callable[[], object]) -> None:
+def _call_until_interrupted(call: Callback) -> None:
     # On Ctrl-C the terminal and torchrun both send SIGINT. The second one arrives during the exit, and ends this call only.
     with contextlib.suppress(KeyboardInterrupt):
         call()

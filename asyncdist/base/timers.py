@@ -12,14 +12,16 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from asyncdist.base.callables import Callback
+
 _TICK = 0.001
 """The least number of seconds between two checks of all deadlines."""
 
 
-class TimerTable(dict[object, tuple[float, Callable[[], None]]]):
+class TimerTable(dict[object, tuple[float, Callback]]):
     """The scheduled timers: by key, the time on the monotonic clock and the callback."""
 
-    def schedule(self, key: object, at: float, callback: Callable[[], None]) -> None:
+    def schedule(self, key: object, at: float, callback: Callback) -> None:
         """Schedule ``callback`` for the time ``at``, unless the key already has a timer."""
         self.setdefault(key, (at, callback))
 

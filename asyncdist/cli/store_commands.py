@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.cli.option_types import Seconds, SocketFile
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class StoreTarget(NamedTuple):
     tls: dict[str, str]
 
 
-def _address(command: Callable[..., None]) -> Callable[..., Any]:
+def _address(command: Callable[..., None]) -> AnyFunction:
     """Accept the address options after the command as well as before it."""
     for option in (
         click.option(

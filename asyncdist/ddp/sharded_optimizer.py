@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from asyncdist.base.callables import Closure
 from asyncdist.ddp.torch_class.arguments import group_of
 from asyncdist.ddp.torch_class.join import counted_group
 from asyncdist.errors import UnsupportedError, UsageError
@@ -199,7 +200,7 @@ class ZeroRedundancyOptimizer(Optimizer):
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], float] | None = None, **arguments: Any) -> float | None:  # type: ignore[override]
+    def step(self, closure: Closure | None = None, **arguments: Any) -> float | None:  # type: ignore[override]
         """Update this rank's parameters, and receive those of the others. Every rank calls it.
 
         In a program with an event loop, call it in a worker thread, or await `awaited_step`.
@@ -220,7 +221,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._exchange(self._shares)
         return loss
 
-    async def awaited_step(self, closure: Callable[[], float] | None = None, **arguments: Any) -> float | None:
+    async def awaited_step(self, closure: Closure | None = None, **arguments: Any) -> float | None:
         """Do the same as `step`, and wait for the other shares without blocking the event loop."""
         loss = self._local_step(closure, arguments)
         with self._exchanging(self._shares) as works:
@@ -228,7 +229,7 @@ class ZeroRedundancyOptimizer(Optimizer):
                 await work
         return loss
 
-    def _local_step(self, closure: Callable[[], float] | None, arguments: dict[str, Any]) -> float | None:
+    def _local_step(self, closure: Closure | None, arguments: dict[str, Any]) -> float | None:
         assert self.optim is not None
         # Schedulers change the options of this optimizer, and some optimizers change their own.
         self._copy_options(self.param_groups, self.optim.param_groups)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import quote
 
+from asyncdist.base.callables import Callback, Predicate
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
 from asyncdist.elastic.presence import Presence
@@ -82,7 +83,7 @@ class Job:
         store: AsyncStoreBase,
         name: str,
         arrived: Callable[[int], object] = bool,
-        replaced: Callable[[], object] = bool,
+        replaced: Callback = bool,
     ) -> None:
         self.name = name
         self.store = AsyncPrefixStore(f"elastic/{quote(name, safe='')}", store)
@@ -162,7 +163,7 @@ class Job:
             process = int(key.removeprefix(_MEMBER))
             self.members = self.members | {process} if value is not None else self.members - {process}
 
-    async def until(self, condition: Callable[[], bool], deadline: Deadline | None = None) -> None:
+    async def until(self, condition: Predicate, deadline: Deadline | None = None) -> None:
         """Wait until a condition on the attributes holds.
 
         Raises:

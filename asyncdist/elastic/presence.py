@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from time import monotonic
 
+from asyncdist.base.callables import Callback
 from asyncdist.errors import StoreTimeoutError, UsageError
 from asyncdist.store import AsyncStoreBase
 
@@ -34,7 +34,7 @@ class Presence:
         until: When other processes may find the key missing, on the monotonic clock.
     """
 
-    def __init__(self, store: AsyncStoreBase, renewed: Callable[[], object]) -> None:
+    def __init__(self, store: AsyncStoreBase, renewed: Callback) -> None:
         self.lease = store.lease
         if self.lease <= 0:
             raise UsageError(

@@ -20,11 +20,12 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from time import monotonic
 from typing import Any, Self
 
 from asyncdist.base.background_loop import background_loop, running_loop
+from asyncdist.base.callables import Predicate
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.config import Config
@@ -242,7 +243,7 @@ class JobSession(ProcessBound):
             number = self._job.record.number
             self.group.revoke(f"the job has begun generation {number} without this process, which had lost the store")
 
-    async def _until(self, condition: Callable[[], bool], deadline: Deadline, size: int) -> None:
+    async def _until(self, condition: Predicate, deadline: Deadline, size: int) -> None:
         """Wait until a condition holds; raise JobTimeoutError if it does not before the deadline."""
         try:
             await self._job.until(condition, deadline)

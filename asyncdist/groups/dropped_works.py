@@ -18,9 +18,9 @@ from typing import Any, Unpack
 from asyncdist.base.call_site import call_site
 from asyncdist.base.deadline import Timeout
 from asyncdist.groups.group import Group
-from asyncdist.kernel.collectives.call_plan import CallPlan
+from asyncdist.kernel.collectives.call_plan import Prepare
 from asyncdist.kernel.collectives.collective_ops import CallOptions
-from asyncdist.kernel.engine.operation import Plan
+from asyncdist.kernel.engine.operation import PlanOf
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.torch_compile import excluded_from_compile
 
@@ -106,7 +106,7 @@ class DebugGroup(Group):
     def _call(
         self,
         name: str,
-        prepare: Callable[..., CallPlan],
+        prepare: Prepare,
         tensors: tuple[Any, ...],
         options: CallOptions,
         arguments: tuple[Any, ...] = (),
@@ -119,7 +119,7 @@ class DebugGroup(Group):
     def _run_plan(
         self,
         name: str,
-        make: Callable[..., Plan],
+        make: PlanOf,
         arguments: tuple[Any, ...],
         options: CallOptions,
         tag: int | None = None,

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from asyncdist.base import lifecycle
+from asyncdist.base.callables import AnyFunction
 from asyncdist.groups.dropped_works import TrackedWork
 from asyncdist.kernel.engine.work import Work
 
@@ -29,7 +29,7 @@ class WorkTaskFactory:
         previous: The loop's former task factory; None for the default one.
     """
 
-    def __init__(self, previous: Callable[..., Any] | None) -> None:
+    def __init__(self, previous: AnyFunction | None) -> None:
         self.previous = previous
         self.num_worlds = 0
 

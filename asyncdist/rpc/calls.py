@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from math import inf
 from typing import Any, NoReturn
 
 import torch
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
@@ -372,7 +373,7 @@ class Caller:
         self._held.setdefault(number, deque()).append(held)
         return held
 
-    def take_held(self, number: int, held: HeldAnswer, handle: Callable[[], None]) -> None:
+    def take_held(self, number: int, held: HeldAnswer, handle: Callback) -> None:
         """Handle an answer that has been read, and those that have waited for it, in the order in which they arrived."""
         held.handle = handle
         answers = self._held.pop(number, None)
@@ -444,7 +445,7 @@ class HeldAnswer:
 
     __slots__ = ("handle",)
 
-    def __init__(self, handle: Callable[[], None] | None = None) -> None:
+    def __init__(self, handle: Callback | None = None) -> None:
         self.handle = handle
 
 

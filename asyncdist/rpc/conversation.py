@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.descriptors import close_all
 from asyncdist.errors import PeerLostError, ProtocolError
 from asyncdist.net import IncomingMessage, PeerChannel
@@ -267,8 +268,8 @@ class ValueMessage:
         else:
             self._conversation.caller.answered((self.kind, self.number, value))
 
-    def _read_in_thread(self) -> Callable[[], None]:
-        deliver: Callable[[], None]
+    def _read_in_thread(self) -> Callback:
+        deliver: Callback
         try:
             deliver = functools.partial(self._deliver, self._carrier.unpack_aside(*self._content))
         # It has references, or is damaged: the loop reads it.
@@ -276,7 +277,7 @@ class ValueMessage:
             deliver = self._read
         return functools.partial(self._end, deliver)
 
-    def _end(self, deliver: Callable[[], None]) -> None:
+    def _end(self, deliver: Callback) -> None:
         try:
             if self.call is None:
                 self._conversation.caller.take_held(self.number, self._held, deliver)

@@ -14,10 +14,11 @@ import inspect
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from math import inf
 from typing import Any, Protocol
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.timers import DeadlineTimer
 from asyncdist.errors import PeerLostError, ProtocolError, UsageError
@@ -291,7 +292,7 @@ class Callee:
             execution.args, execution.kwargs = (), {}
 
     def _run_in_thread(self, execution: Execution) -> None:
-        outcome: Callable[[], None]
+        outcome: Callback
         if execution.is_cancelled:
             outcome = _nothing
         else:
@@ -307,7 +308,7 @@ class Callee:
         except RuntimeError:
             return
 
-    def _ended_in_thread(self, execution: Execution, outcome: Callable[[], None]) -> None:
+    def _ended_in_thread(self, execution: Execution, outcome: Callback) -> None:
         outcome()
         queue = self._queues.get(execution.key)
         if queue is not None:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import msgpack
 import torch
 
+from asyncdist.base.callables import Callback, Predicate
 from asyncdist.base.error_text import describe_error
 from asyncdist.errors import PeerLostError, ProtocolError
 from asyncdist.kernel import (
@@ -118,7 +119,7 @@ class MessageLoan:
         self.parts: list[DevicePart] = []
         self.held: list[tuple[DeviceLoans, DeviceLoan]] = []
         self.ended = False
-        self.on_end: Callable[[], None] | None = None
+        self.on_end: Callback | None = None
 
     @property
     def nbytes(self) -> int:
@@ -359,9 +360,7 @@ class ChannelLoans:
         except Exception as error:
             self._channel.fail_by(error)
 
-    async def _filled(
-        self, number: int, buffers: Sequence[memoryview], is_wanted: Callable[[], bool]
-    ) -> list[Buffer] | None:
+    async def _filled(self, number: int, buffers: Sequence[memoryview], is_wanted: Predicate) -> list[Buffer] | None:
         """Return the buffers of a message with copies of its lent tensors; None if it is not wanted any more."""
         places = [(int(place), str(kind), int(n), bytes(at)) for place, kind, n, at in msgpack.unpackb(buffers[-1])]
         filled: list[Buffer] = list(buffers[:-1])
@@ -381,7 +380,7 @@ class ChannelLoans:
         return filled
 
     async def _read(
-        self, places: Sequence[tuple[int, str, int, bytes]], is_wanted: Callable[[], bool]
+        self, places: Sequence[tuple[int, str, int, bytes]], is_wanted: Predicate
     ) -> Sequence[Buffer] | None:
         kind = places[0][1]
         if any(each != kind or each not in self._accepted for _, each, *_ in places):

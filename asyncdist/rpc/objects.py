@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.errors import UsageError
 
 CALL_METHOD = "__call__"
@@ -28,7 +29,7 @@ class MethodKind(Enum):
 class ServedMethod(NamedTuple):
     """A method of an object."""
 
-    function: Callable[..., Any]
+    function: AnyFunction
     kind: MethodKind
 
 
@@ -134,7 +135,7 @@ _KINDS = {
 _FLAGS = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
-def kind_of(function: Callable[..., Any]) -> MethodKind:
+def kind_of(function: AnyFunction) -> MethodKind:
     """Return how a callable runs."""
     if isinstance(function, MethodType):
         function = function.__func__

@@ -22,6 +22,7 @@ import msgpack
 import numpy as np
 import torch
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.errors import ProtocolError
 from asyncdist.kernel import DTYPE_NUMBERS, DTYPES, input_memory, torch_private
@@ -255,7 +256,7 @@ def _writable(buffer: memoryview) -> memoryview | bytearray:
     return bytearray(buffer) if buffer.readonly else buffer
 
 
-def run_aside(threads: DaemonThreadPool, work: Callable[[], Callable[[], None]]) -> bool:
+def run_aside(threads: DaemonThreadPool, work: Callable[[], Callback]) -> bool:
     """Run work in a thread, and on the running loop what it returns; return False if there are no threads any more."""
     loop = asyncio.get_running_loop()
 
@@ -323,7 +324,7 @@ class Carrier:
             except Exception as error:
                 packed.set_exception(error)
 
-        def pack_in_thread() -> Callable[[], None]:
+        def pack_in_thread() -> Callback:
             try:
                 return functools.partial(packed.set_result, self.pack_aside(value))
             except Exception as error:

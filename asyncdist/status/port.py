@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncdist.base.background_loop import observing_loop, on_loop
@@ -23,6 +23,7 @@ from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import ProtocolError
 from asyncdist.kernel import Endpoint
+from asyncdist.kernel.tracing.recorder import Details
 from asyncdist.net import Acceptor, EvictingQueue, LoopSocket, accept, listen_tcp, rank_contexts
 from asyncdist.status.discovery import status_security
 from asyncdist.status.gathering import Address, StatusGathering
@@ -54,11 +55,9 @@ class StatusPort:
         self._closed = False
         self._endpoint: Endpoint | None = None
         self._addresses: Sequence[Address | None] = ()
-        self._describe: Callable[[], Mapping[str, Any]] = dict
+        self._describe: Details = dict
 
-    async def serve(
-        self, endpoint: Endpoint, addresses: Sequence[Address | None], describe: Callable[[], Mapping[str, Any]]
-    ) -> None:
+    async def serve(self, endpoint: Endpoint, addresses: Sequence[Address | None], describe: Details) -> None:
         """Begin to answer.
 
         Args:

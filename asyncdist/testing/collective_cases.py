@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.ops import ReduceOp, Reduction
 from asyncdist.groups.group import Group
 from asyncdist.kernel.engine.work import Work
@@ -36,7 +37,7 @@ class CollectiveCase:
 
     name: str
     start: Callable[..., list[Work]]
-    check: Callable[[], None]
+    check: Callback
 
 
 def _case(

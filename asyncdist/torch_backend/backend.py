@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,9 +18,8 @@ from asyncdist.base.deadline import Timeout
 from asyncdist.errors import UnsupportedError
 from asyncdist.groups import Group, NonMember, World, open_world
 from asyncdist.kernel import c10d_private, excluded_from_compile
-from asyncdist.kernel.engine import work as started
 from asyncdist.torch_backend.no_group_yet import NoGroupYet
-from asyncdist.torch_backend.torch_group import NAME, TorchGroup
+from asyncdist.torch_backend.torch_group import NAME, Start, TorchGroup
 from asyncdist.torch_backend.torch_work import Work
 
 
@@ -48,13 +47,11 @@ class Backend(TorchGroup, c10d_private.Backend):  # type: ignore[misc]
         """The options that torch passes to `split` and `merge`, with the name and the timeout of the new group."""
         return c10d_private.Backend.Options(NAME, timeout=timedelta(seconds=self.group.timeout))
 
-    def _run(self, start: Callable[..., started.Work], outputs: list[torch.Tensor], opts: Any, *args: Any) -> Work:
+    def _run(self, start: Start, outputs: list[torch.Tensor], opts: Any, *args: Any) -> Work:
         self.started.work = work = super()._run(start, outputs, opts, *args)
         return work
 
-    def _background(
-        self, start: Callable[..., started.Work], outputs: list[torch.Tensor], limit: Timeout, *args: Any, **extra: Any
-    ) -> Work:
+    def _background(self, start: Start, outputs: list[torch.Tensor], limit: Timeout, *args: Any, **extra: Any) -> Work:
         self.started.work = work = super()._background(start, outputs, limit, *args, **extra)
         return work
 

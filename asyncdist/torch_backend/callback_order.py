@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.errors import UsageError
 from asyncdist.groups import Group
 from asyncdist.kernel import call_in_thread
@@ -51,7 +52,7 @@ class CallbackOrder:
         """Run the callbacks of ``future`` in this order."""
         _orders[future] = self, False
 
-    def attach(self, original: Callable[..., Any], future: Any, callback: Callable[[Any], Any]) -> Any:
+    def attach(self, original: AnyFunction, future: Any, callback: Callable[[Any], Any]) -> Any:
         """Run ``callback(future)`` when ``future`` is complete and the callbacks before it have returned.
 
         It runs in this thread if that is now the case, unless an event loop runs here: a callback may block.
@@ -148,13 +149,13 @@ def order_of(group: Group) -> CallbackOrder:
 # -- methods of torch's futures ---------------------------------------------------------------------
 
 
-def attach(original: Callable[..., Any], future: Any, callback: Callable[[Any], Any]) -> Any:
+def attach(original: AnyFunction, future: Any, callback: Callable[[Any], Any]) -> Any:
     """Attach a callback, as ``then`` and ``add_done_callback`` do."""
     order = _orders.get(future)
     return original(future, callback) if order is None else order[0].attach(original, future, callback)
 
 
-def collect_all(original: Callable[..., Any], futures: Any) -> Any:
+def collect_all(original: AnyFunction, futures: Any) -> Any:
     """Return a future of all futures. Its callbacks have an order if these have one: that of the same group."""
     collected = original(futures)
     found = [_orders.get(each) for each in futures]
@@ -166,7 +167,7 @@ def collect_all(original: Callable[..., Any], futures: Any) -> Any:
     return collected
 
 
-def wait(original: Callable[..., Any], future: Any) -> Any:
+def wait(original: AnyFunction, future: Any) -> Any:
     """Wait for a future, unless it is the result of a callback that waits for the callback in this thread to return."""
     if running and not future.done():
         order = _orders.get(future)

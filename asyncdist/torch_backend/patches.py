@@ -8,7 +8,6 @@ torch are elsewhere: the back end in `registration`, operators in `kernels`, the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,17 +15,18 @@ import torch
 import torch.distributed as torch_distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.kernel import c10d_private, torch_private
 from asyncdist.torch_backend import bucket_memory, callback_order
 from asyncdist.torch_backend.process_group import ObservedProcessGroup, ProcessGroup, group_of
 from asyncdist.torch_backend.torch_group import HAS_PYTHON_BACKENDS
 
-Replacement = Callable[..., Any]
+Replacement = AnyFunction
 """Called with the replaced function of torch and with its arguments."""
 
 
 def _monitored_barrier(
-    original: Callable[..., Any], group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+    original: AnyFunction, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
 ) -> None:
     process_group = torch_distributed.group.WORLD if group is None else group
     if isinstance(process_group, ProcessGroup):
@@ -35,7 +35,7 @@ def _monitored_barrier(
         original(group, timeout, wait_all_ranks)
 
 
-def _register_builtin_comm_hook(original: Callable[..., Any], model: Any, comm_hook_type: Any) -> None:
+def _register_builtin_comm_hook(original: AnyFunction, model: Any, comm_hook_type: Any) -> None:
     """Register torch's Python version of a built-in communication hook (all-reduce, or compression to float16)."""
     if group_of(model.process_group, model.device) is None:
         original(model, comm_hook_type)
@@ -62,7 +62,7 @@ def _set_forward_pass_work_handle(original: Any, reducer: Any, work: Any, use_st
     original(reducer, work, use_static_world_size)
 
 
-def _attach(original: Callable[..., Any], process_group: Any, *args: Any, **kwargs: Any) -> Any:
+def _attach(original: AnyFunction, process_group: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(process_group, ProcessGroup):
         process_group.__class__ = ObservedProcessGroup
     return original(process_group, *args, **kwargs)
@@ -118,6 +118,6 @@ def apply_patches() -> None:
         setattr(owner, name, functools.wraps(original)(_bound(replacement, original)))
 
 
-def _bound(replacement: Replacement, original: Callable[..., Any]) -> Callable[..., Any]:
+def _bound(replacement: Replacement, original: AnyFunction) -> AnyFunction:
     # Unlike a functools.partial, a function becomes a method when it is called on an instance.
     return lambda *args, **kwargs: replacement(original, *args, **kwargs)

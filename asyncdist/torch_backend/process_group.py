@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as torch_distributed
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.groups import Group, World
 from asyncdist.kernel import OperationRecord, c10d_private, excluded_from_compile
 from asyncdist.torch_backend.backend import Backend
@@ -167,7 +168,7 @@ class ObservedProcessGroup(ProcessGroup):
     """
 
 
-def _through_dispatcher(name: str) -> Callable[..., Any]:
+def _through_dispatcher(name: str) -> AnyFunction:
     original = getattr(_torch, name)
 
     def call(self: ObservedProcessGroup, *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from asyncdist.base.background_loop import background_loop
+from asyncdist.base.callables import Callback
 from asyncdist.base.cores import has_free_cores
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.lifecycle import ProcessBound
@@ -48,6 +49,10 @@ Tensors = list[torch.Tensor]
 
 _NO_TIME = timedelta(0)
 """torch passes a negative timeout where the group's own timeout applies."""
+
+
+Start = Callable[..., started.Work]
+"""Starts an operation of a group: one of its methods."""
 
 
 @excluded_from_compile
@@ -84,7 +89,7 @@ class TorchGroup(ProcessBound):
         self._shared = shared
         self._coalesced: list[started.Work] | None = None
         self._hooks: dict[Any, tuple[Hook, dict[str, Any]]] = {}
-        self._abort_hooks: dict[int, Callable[[], object]] = {}
+        self._abort_hooks: dict[int, Callback] = {}
         self._pool = MemoryPool()
         self._reconfiguration: Reconfiguration | None = None
         self._is_revocable = isinstance(group, NoGroupYet)
@@ -119,7 +124,7 @@ class TorchGroup(ProcessBound):
 
     # -- starting operations -------------------------------------------------------------------
 
-    def _run(self, start: Callable[..., started.Work], outputs: Tensors, opts: Any, *args: Any) -> Work:
+    def _run(self, start: Start, outputs: Tensors, opts: Any, *args: Any) -> Work:
         """Start an operation according to torch's options; a synchronous operation is complete on return."""
         timeout = opts.timeout
         limit = None if timeout < _NO_TIME else timeout
@@ -139,7 +144,7 @@ class TorchGroup(ProcessBound):
                 raise
         return DONE
 
-    def _in_callback(self, start: Callable[..., started.Work]) -> tuple[Callable[..., started.Work], CallbackOrder]:
+    def _in_callback(self, start: Start) -> tuple[Start, CallbackOrder]:
         """Return ``start`` and the order of callbacks: of the group for callbacks, if this thread runs one."""
         outer = running.get(threading.get_ident())
         if outer is None:
@@ -149,9 +154,7 @@ class TorchGroup(ProcessBound):
             return _Together(_method_of(group, start.start), start.calls), order
         return _method_of(group, start), order
 
-    def _background(
-        self, start: Callable[..., started.Work], outputs: Tensors, limit: Timeout, *args: Any, **extra: Any
-    ) -> Work:
+    def _background(self, start: Start, outputs: Tensors, limit: Timeout, *args: Any, **extra: Any) -> Work:
         work = start(*args, timeout=limit)
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -252,7 +255,7 @@ class TorchGroup(ProcessBound):
         devices = getattr(opts, "device_ids", None) if torch.cuda.is_available() else None
         return self._run(self._barrier_on(devices[0]) if devices else self.group.barrier, [], opts)
 
-    def _barrier_on(self, index: int) -> Callable[..., started.Work]:
+    def _barrier_on(self, index: int) -> Start:
         """Return a barrier that a rank enters when its CUDA device has completed the current stream's work."""
         on = self.group._on(torch.device("cuda", index))
 
@@ -439,7 +442,7 @@ class TorchGroup(ProcessBound):
         """Register hooks, also with the groups that replace this one."""
         self._hooks[key] = self.group.register_hook(**functions), functions
 
-    def register_abort_hook(self, hook_id: int, hook: Callable[[], object]) -> None:
+    def register_abort_hook(self, hook_id: int, hook: Callback) -> None:
         """Call ``hook`` when an operation of this group fails on this rank, and before `abort`; it may be called again."""
         self.unregister_abort_hook(hook_id)
         self._abort_hooks[hook_id] = hook
@@ -511,7 +514,7 @@ def _method_of(group: Group, method: Callable[..., T]) -> Callable[..., T]:
 class _Together:
     """Starts several operations by one method of a group, and returns one Work for all of them."""
 
-    def __init__(self, start: Callable[..., started.Work], calls: Sequence[tuple[Any, ...]]) -> None:
+    def __init__(self, start: Start, calls: Sequence[tuple[Any, ...]]) -> None:
         self.start, self.calls = start, calls
 
     def __call__(self, background: bool = True, timeout: Timeout = None) -> started.Work:

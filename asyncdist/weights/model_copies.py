@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from asyncdist.base.callables import Callback
 from asyncdist.errors import UsageError
 from asyncdist.weights.content.selection import Selection
 from asyncdist.weights.errors import WeightsError
@@ -105,7 +106,7 @@ class ModelCopies:
         on_drained: Called by any thread when the last request of a version that is not the current one has ended.
     """
 
-    def __init__(self, like: Source | None, count: int, on_drained: Callable[[], None]) -> None:
+    def __init__(self, like: Source | None, count: int, on_drained: Callback) -> None:
         self._copies = [ModelCopy(like) for _ in range(count)]
         if isinstance(like, nn.Module):
             owned = [{id(target) for target in each._targets.values()} for each in self._copies]

@@ -7,11 +7,12 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from asyncdist.base.backoff import Backoff
+from asyncdist.base.callables import Predicate
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, StoreError, UnsupportedError, UsageError, WaitTimeoutError
@@ -191,7 +192,7 @@ class Subscribing:
         selection = select(manifest.layout, self._wanted, self._slices)
         return await exchange.fetch(version, manifest, selection), selection
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def _until(self, condition: Predicate) -> None:
         while not condition():
             if self._failure is not None:
                 raise self._failure

@@ -10,13 +10,13 @@ import functools
 import gc
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from asyncdist.base.background_loop import new_loop
+from asyncdist.base.callables import Callback
 from asyncdist.config import Config
 from asyncdist.store import AsyncStore, TCPStore
 from asyncdist.store.server.daemon import Options
@@ -170,7 +170,7 @@ class Clients:
         return list(await asyncio.gather(*[client() for _ in range(count)]))
 
 
-def call_rate(call: Callable[[], object], seconds: float) -> float:
+def call_rate(call: Callback, seconds: float) -> float:
     """Make calls until ``seconds`` have passed; return the calls per second."""
     calls, spent, begun = 0, 0.0, time.perf_counter()
     while spent < seconds:

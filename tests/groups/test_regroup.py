@@ -295,7 +295,7 @@ async def test_excluded_member_learns_who_excluded_it_and_why():
 async def test_every_member_learns_how_a_loss_was_noticed_and_when_the_peer_was_last_heard():
     async with world_of(3) as groups:
         endpoint = groups[0].endpoint
-        endpoint.failures.silence_of = {2: 1.5}.get
+        endpoint.silence_of = {2: 1.5}.get
         endpoint.progress.submit(lambda: endpoint.lost(2, "connection closed"))
         results = await asyncio.gather(*(group.barrier() for group in groups[:2]), return_exceptions=True)
         assert [(type(each), each.peer, each.noticed, each.last_heard) for each in results] == [

@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
+from asyncdist.base.callables import Callback
 from asyncdist.config import Config
 from asyncdist.groups.group import Group
 from asyncdist.kernel.engine.endpoint import Endpoint
@@ -134,7 +135,7 @@ class Proxy:
         """The number of open connections."""
         return len(self._connections)
 
-    def until(self, true: Callable[[], object]) -> None:
+    def until(self, true: Callback) -> None:
         """Wait for a condition that changes only with forwarded bytes or connections.
 
         Raises:

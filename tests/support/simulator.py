@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncdist.base.callables import Callback
 from asyncdist.kernel.algorithms.cost import Cost
 from asyncdist.kernel.algorithms.schedule import Action, Combine, Recv, Reduce, Schedule, Send, Step
 
@@ -137,7 +138,7 @@ def adversary(schedules: Sequence[Schedule | Sequence[Schedule]], *, seed: int, 
         world.deliver(world.receives[channel].popleft(), sent[channel].popleft())
 
     while True:
-        events: list[tuple[int, Callable[[], None]]] = []
+        events: list[tuple[int, Callback]] = []
         events += [(task.rank, partial(world.resume, task)) for task in world.tasks if not task.done and not task.open]
         events += [(channel.source, partial(send, channel)) for channel, sends in world.sends.items() if sends]
         events += [(c.target, partial(receive, c)) for c, data in sent.items() if data and world.receives.get(c)]

@@ -8,9 +8,9 @@ a body (see `asyncdist.kernel.transport.wire_format`). No call blocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Protocol
 
+from asyncdist.base.callables import Predicate
 from asyncdist.errors import ProtocolError
 from asyncdist.kernel.transport.base import DiscardReceive, Host, MatchingQueue, Outgoing, Receive, Wait
 from asyncdist.kernel.transport.wire_format import BEAT, DATA, HEADER_NBYTES, KEY_NBYTES, KINDS, pack_key, unpack_tail
@@ -199,7 +199,7 @@ class Reader:
         peer: int,
         host: Host,
         inbox: MatchingQueue | None,
-        lend: Callable[[], bool] | None = None,
+        lend: Predicate | None = None,
         *,
         short_reads_empty: bool = False,
     ) -> None:

@@ -6,8 +6,10 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import monotonic_ns
+
+from asyncdist.base.callables import Callback
 
 _INSTANT = struct.Struct("!q")
 _AHEAD_NS = 40_000  # from rank 0's message to the start, for each rank of a core
@@ -50,7 +52,7 @@ class StartPacer:
             if self._oversubscribed:
                 os.sched_yield()
 
-    def alone(self, work: Callable[[], None]) -> None:
+    def alone(self, work: Callback) -> None:
         """Do the work on rank 0 while all other ranks sleep; raise ConnectionError if one has ended."""
         if self._leader is None:
             for sock in self._others:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from asyncdist.base.callables import Callback
+
 
 class Arrivals:
     """The parameters that got a gradient, in that order; after too many, the first ones are forgotten.
@@ -28,7 +30,7 @@ class Arrivals:
         self._recorded: deque[torch.Tensor] = deque(maxlen=len(parameters) + 1)
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self.record: Callable[[torch.Tensor], None] = self._recorded.append
-        self.clear: Callable[[], None] = self._recorded.clear
+        self.clear: Callback = self._recorded.clear
 
     def __bool__(self) -> bool:
         return bool(self._recorded)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from asyncdist.base.callables import Closure
 from asyncdist.ddp.low_communication.outer_training import OuterTraining, awaiting, blocking
 
 
@@ -28,7 +28,7 @@ class _Awaited(OuterTraining):
     ) -> None:
         await awaiting(self._leave(completed=error is None))
 
-    async def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    async def step(self, closure: Closure | None = None) -> float | None:
         """Take a step of the inner optimizer, and the outer steps that are due. Every member calls it equally often.
 
         Args:
@@ -62,7 +62,7 @@ class _Blocking(OuterTraining):
     ) -> None:
         blocking(self._leave(completed=error is None))
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Closure | None = None) -> float | None:
         """Take a step of the inner optimizer, and the outer steps that are due. Every member calls it equally often.
 
         Args:

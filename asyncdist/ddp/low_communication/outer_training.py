@@ -18,7 +18,7 @@ import concurrent.futures
 import hashlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Self, TypeAlias, TypeVar
@@ -29,6 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from asyncdist.base.background_loop import background_loop
+from asyncdist.base.callables import Closure
 from asyncdist.ddp.averaging import Average, average_of
 from asyncdist.ddp.compression import Compress, VectorCodec, codec_of
 from asyncdist.ddp.low_communication.fragments import Fragment, fragments_of
@@ -265,7 +266,7 @@ class OuterTraining:
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def _step(self, closure: Callable[[], float] | None) -> Steps[float | None]:
+    def _step(self, closure: Closure | None) -> Steps[float | None]:
         group = self.group
         # A call that was cancelled has left its outer steps to this one.
         yield from self._complete_due()

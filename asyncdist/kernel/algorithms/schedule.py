@@ -20,7 +20,7 @@ A step must satisfy these rules, which `tests/support/simulator.py` checks:
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, Protocol
 
 Place = Any
@@ -65,6 +65,9 @@ Wait = int
 """The group rank for which a native schedule waits."""
 
 Schedule = Generator[Step | Wait, None, Any]
+
+ScheduleOf = Callable[..., Schedule]
+"""Makes a schedule, as the functions of this folder do."""
 
 END_ATTEMPT: Any = None
 """Ends the attempt to run a direct schedule without an operation."""

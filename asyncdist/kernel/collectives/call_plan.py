@@ -27,6 +27,10 @@ _Tensor = torch.Tensor
 
 Observed = ObservedEntry | None
 Schedules = tuple[Schedule | None, Iterable[Schedule]]
+OverLinks = Callable[..., Iterable[Schedule]]
+"""``schedules(*tensors)`` returns the schedules over links of the parts of a call."""
+Arrange = Callable[..., Sequence[Any]]
+"""``arrange(*tensors)`` returns the tensors that the schedules take instead of those of a call."""
 
 
 class CallPlan(ABC):
@@ -68,6 +72,10 @@ class CallPlan(ABC):
         """
 
 
+Prepare = Callable[..., CallPlan]
+"""``prepare(context, *tensors, *arguments)`` plans a collective."""
+
+
 class MemoryPlan(CallPlan):
     """Moves data in memory that all members reach, or on a device: ``call(number, *tensors)`` is the only schedule."""
 
@@ -89,31 +97,22 @@ class LinkPlan(CallPlan):
     """Sends messages.
 
     Args:
-        schedule: ``schedule(*tensors)`` is the only schedule of a call; None if it has several.
-        parts: Otherwise ``parts(*tensors)`` are its schedules.
+        schedules: ``schedules(*tensors)`` returns the schedules of a call's parts.
         native: The other collectives of the group, if its members have memory in common: they learn of each call.
     """
 
     polls = LINK_POLLS
 
     def __init__(
-        self,
-        fingerprint: int,
-        nbytes: int,
-        schedule: Callable[..., Schedule] | None = None,
-        parts: Callable[..., Iterable[Schedule]] = tuple,
-        fold: Fold | None = None,
-        window: int = 4,
-        native: Native | None = None,
+        self, fingerprint: int, nbytes: int, schedules: OverLinks, fold: Fold | None, window: int, native: Native | None
     ) -> None:
         self.fingerprint, self.nbytes, self.fold, self.window = fingerprint, nbytes, fold, window
-        self._schedule, self._parts, self._native = schedule, parts, native
+        self._schedules, self._native = schedules, native
 
     def begin(
         self, number: int, tensors: Sequence[Any], channel: Channel, calls: DirectCalls, observed: Observed, wait: bool
     ) -> Schedules:
-        schedules: Iterable[Schedule]
-        schedules = self._parts(*tensors) if self._schedule is None else (self._schedule(*tensors),)
+        schedules = self._schedules(*tensors)
         if self._native is not None:
             schedules = preceded(self._native.publish(number, self.fingerprint), schedules)
         if observed is not None:
@@ -121,7 +120,7 @@ class LinkPlan(CallPlan):
         spins = wait and calls.waiting.spin > 0
         if self.nbytes > (MAX_WAITING_NBYTES if spins else MAX_DIRECT_NBYTES):
             return None, schedules
-        schedules = listed = list(schedules)
+        schedules = listed = schedules if type(schedules) is list else list(schedules)
         if len(listed) != 1:
             return None, schedules
         schedule = calls.run(listed[0], channel, number, self.fingerprint, self.fold, spins)

@@ -7,7 +7,7 @@ group then runs. Ranks in arguments are ranks in the group; `asyncdist` and `asy
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -17,16 +17,17 @@ from asyncdist.base.ops import ReduceOp
 from asyncdist.errors import UnsupportedError, UsageError
 from asyncdist.kernel.collectives import data_movement, reductions, sparse
 from asyncdist.kernel.collectives.arguments import list_of, whole_number_of
-from asyncdist.kernel.collectives.call_plan import CallPlan, Result, cache_key, converted
+from asyncdist.kernel.collectives.call_plan import CallPlan, Prepare, Result, cache_key, converted
 from asyncdist.kernel.collectives.group_context import GroupContext
 from asyncdist.kernel.collectives.validation import TORCH_REDUCE_OP, reduction
-from asyncdist.kernel.engine.operation import Plan
+from asyncdist.kernel.engine.operation import PlanOf
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.bounded_cache import BoundedCache
 from asyncdist.kernel.memory.buffers import OutputTensor
 from asyncdist.kernel.memory.tensor_types import ReductionLike, TensorLike, TensorListsT, TensorsT, TensorT
 from asyncdist.kernel.memory.torch_compile import excluded_from_compile
 from asyncdist.kernel.memory.user_modes import leave_user_modes
+from asyncdist.kernel.torch_private import count_dispatch_modes, forward_ad_level, innermost_transform
 
 _CACHED_CALLS = 512
 
@@ -91,7 +92,7 @@ class CollectiveOps(ABC):
     def _call(
         self,
         name: str,
-        prepare: Callable[..., CallPlan],
+        prepare: Prepare,
         tensors: tuple[Any, ...],
         options: CallOptions,
         arguments: tuple[Any, ...] = (),
@@ -104,7 +105,9 @@ class CollectiveOps(ABC):
         """
         outputs: list[OutputTensor] = []
         values: Sequence[Any] = tensors
-        left = leave_user_modes()
+        # Asked here too, because `leave_user_modes` would cost each call a Python frame.
+        uses_modes = count_dispatch_modes() or innermost_transform() is not None or forward_ad_level() >= 0
+        left = leave_user_modes() if uses_modes else None
         try:
             try:
                 key = cache_key((name, arguments), tensors, self._device_if_not_host)
@@ -143,7 +146,7 @@ class CollectiveOps(ABC):
     def _run(self, name: str, plan: CallPlan, tensors: Sequence[Any], result: Result, options: CallOptions) -> Work:
         """Start a collective with contiguous tensors; ``finish_call(*result)`` ends it and returns its value."""
 
-    def _run_plan(self, name: str, make: Callable[..., Plan], arguments: tuple[Any, ...], options: CallOptions) -> Work:
+    def _run_plan(self, name: str, make: PlanOf, arguments: tuple[Any, ...], options: CallOptions) -> Work:
         """Start the collective over links that ``make(context, *arguments)`` plans."""
         raise UnsupportedError(f"{name} does not support such tensors on {self._device}: move them with .cpu() first")
 

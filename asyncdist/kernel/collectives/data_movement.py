@@ -8,8 +8,8 @@ memory.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,29 +17,14 @@ import torch
 from asyncdist.base.ops import Collective
 from asyncdist.errors import UsageError
 from asyncdist.kernel.algorithms import pairwise, recursive_doubling, tree
-from asyncdist.kernel.algorithms.schedule import Recv, Schedule, Send
+from asyncdist.kernel.algorithms.schedule import Recv, Schedule, ScheduleOf, Send
 from asyncdist.kernel.collectives import validation
-from asyncdist.kernel.collectives.call_plan import CallPlan
+from asyncdist.kernel.collectives.call_plan import Arrange, CallPlan
 from asyncdist.kernel.collectives.first_rail import GATHERS
-from asyncdist.kernel.collectives.group_context import (
-    Cut,
-    GroupContext,
-    cut_large,
-    fingerprint,
-    segments,
-    striped_blocks,
-    stripes,
-)
+from asyncdist.kernel.collectives.group_context import GroupContext, Lane, fingerprint, segments
 from asyncdist.kernel.collectives.recorded import LocalCopy, Recording, recorded_blocks
 from asyncdist.kernel.engine.operation import Plan
-from asyncdist.kernel.memory.buffers import (
-    NOTHING,
-    Memory,
-    copy_overlapping_inputs,
-    copy_overlapping_rows,
-    dtype_number,
-    flat_memory,
-)
+from asyncdist.kernel.memory.buffers import NOTHING, Memory, copy_overlapping_rows, dtype_number, flat_memory
 from asyncdist.kernel.transport.native import CallSignature
 from asyncdist.kernel.transport.wire_format import RUNS
 
@@ -58,16 +43,16 @@ def broadcast(group: GroupContext, tensor: Any, root: int) -> CallPlan:
     if (hierarchical := group.hierarchical_for("broadcast")) is not None:
         return group.in_parts(call, nbytes, lambda tensor: hierarchical.broadcast(flat_memory(tensor), root, call))
     in_tree = group.choose("broadcast", nbytes) == "tree"
+    if in_tree:
+        run = partial(tree.broadcast, group.rank, group.size, root)
+        records = [partial(lambda lane, memory: run(lane.of(memory)), lane) for lane in group.lanes(nbytes)]
+        return group.recorded(call, nbytes, records, [tensor])
     segment_count = max(1, group.config.segment_nbytes // tensor.itemsize)
-    if group.is_recorded(nbytes) and (in_tree or count <= segment_count):
-        run = tree.broadcast if in_tree else tree.chain_broadcast
-        return group.recorded(call, nbytes, lambda memory: run(group.rank, group.size, root, memory), [tensor])
+    if count <= segment_count:
+        return group.recorded(call, nbytes, [partial(tree.chain_broadcast, group.rank, group.size, root)], [tensor])
 
     def parts(tensor: torch.Tensor) -> Iterable[Schedule]:
-        memory = flat_memory(tensor)
-        if in_tree:
-            return (tree.broadcast(group.rank, group.size, root, stripe) for stripe in stripes(group, memory))
-        each = segments(memory, segment_count)
+        each = segments(flat_memory(tensor), segment_count)
         return (tree.chain_broadcast(group.rank, group.size, root, segment) for segment in each)
 
     return group.in_parts(call, nbytes, parts, window=max(4, group.config.lanes))
@@ -76,12 +61,7 @@ def broadcast(group: GroupContext, tensor: Any, root: int) -> CallPlan:
 def all_gather_list(group: GroupContext, outputs: Any, tensor: Any) -> CallPlan:
     """Gather every rank's tensor into a list."""
     blocks = validation.listed(outputs, group.size, "tensor_list")
-    return _all_gather(
-        group,
-        [(blocks, tensor)],
-        lambda outputs, tensor: [(group.blocks(outputs), flat_memory(tensor))],
-        arguments=(outputs, tensor),
-    )
+    return _all_gather(group, [(blocks, tensor)], (outputs, tensor))
 
 
 def all_gather_coalesced(group: GroupContext, tensor_lists: Any, tensors: Any) -> CallPlan:
@@ -89,11 +69,6 @@ def all_gather_coalesced(group: GroupContext, tensor_lists: Any, tensors: Any) -
     validation.check_length(tensor_lists, group.size, "output_tensor_lists")
     if not tensors or any(len(row) != len(tensors) for row in tensor_lists):
         raise UsageError(f"each of output_tensor_lists needs {len(tensors)} tensors, and one at least, as the input")
-
-    def rows_of(tensor_lists: Any, tensors: Any) -> list[tuple[Any, Memory]]:
-        columns = zip(*tensor_lists, strict=True)
-        return [(group.blocks(column), flat_memory(tensor)) for column, tensor in zip(columns, tensors, strict=True)]
-
     columns = [
         validation.listed(column, group.size, "output_tensor_lists") for column in zip(*tensor_lists, strict=True)
     ]
@@ -102,34 +77,28 @@ def all_gather_coalesced(group: GroupContext, tensor_lists: Any, tensors: Any) -
         columns = [list(column) for column in zip(*tensor_lists, strict=True)]
         return (columns[0], tensors[0]) if len(columns) == 1 else (columns, tensors)
 
-    return _all_gather(group, list(zip(columns, tensors, strict=True)), rows_of, arrange=arrange)
+    rows = list(zip(columns, tensors, strict=True))
+    return _all_gather(group, rows, arrange(tensor_lists, tensors), arrange=arrange)
 
 
 def all_gather_single(group: GroupContext, output: Any, tensor: Any) -> CallPlan:
     """Gather every rank's tensor into one tensor, concatenated in group order."""
     blocks = validation.even(output, group.size, "output")
-    return _all_gather(
-        group,
-        [(blocks, tensor)],
-        lambda output, tensor: [(group.equal_blocks(output), flat_memory(tensor))],
-        arguments=(output, tensor),
-        contiguous=True,
-    )
+    return _all_gather(group, [(blocks, tensor)], (output, tensor), contiguous=True)
 
 
 def _all_gather(
     group: GroupContext,
     rows: Sequence[tuple[Sequence[torch.Tensor], Any]],
-    rows_of: Callable[[Any, Any], list[tuple[Any, Memory]]],
+    arguments: tuple[Any, Any],
     *,
-    arguments: tuple[Any, ...] = (),
     contiguous: bool = False,
-    arrange: Callable[..., tuple[Any, ...]] | None = None,
+    arrange: Arrange | None = None,
 ) -> CallPlan:
     """Gather every rank's input into the blocks of every rank, for each row (blocks, own input).
 
-    ``arguments`` are those of a call with one row: the blocks, and the own input. See `GroupContext.in_memory` for
-    ``arrange``.
+    ``arguments`` are the blocks and the own input of a call with one row, and lists of them of a call with several, as
+    ``arrange`` returns them.
     """
     counts: list[list[int]] = []
     layout: list[int] = []
@@ -142,58 +111,52 @@ def _all_gather(
         counts.append([block.numel() for block in blocks])
         layout += [dtype_number(dtype), *counts[-1]]
     # Parts of blocks that are cut for the lanes are not contiguous.
-    contiguous = contiguous and not group.is_striped(max(counts[0]) * rows[0][1].itemsize)
+    contiguous = contiguous and len(group.lanes(max(counts[0]) * rows[0][1].itemsize)) == 1
     dtype, total = rows[0][1].dtype, sum(map(sum, counts))
     collective = Collective.all_gather if len(rows) == 1 else Collective.all_gather_coalesced
     nbytes, equal = total * dtype.itemsize, len(rows) == 1 and len(set(counts[0])) == 1
     over_links, hierarchical = group.uses_links("all_gather"), group.hierarchical_for("all_gather")
-    if over_links and _all_gather_algorithm(group, nbytes, contiguous) == "doubling":
+    if over_links and group.choose("all_gather", nbytes, contiguous=contiguous) == "doubling":
         layout.append(RUNS)
     call = fingerprint(collective, dtype, total, None, None, tuple(layout))
     sizes = () if equal else tuple(count for row in counts for count in row)
     signature = CallSignature(collective, call, dtype, (counts[0][group.rank],), sizes=sizes)
     if (plan := group.in_memory(signature, nbytes, arrange)) is not None:
         return plan
-    if over_links and arguments and group.is_recorded(nbytes):
-        return group.recorded(call, nbytes, _recorded_all_gather(group, nbytes, counts[0], contiguous), arguments)
-    row_parts = [
-        _all_gather_row(group, sum(row) * own.itemsize, contiguous) for row, (_, own) in zip(counts, rows, strict=True)
-    ]
+    if hierarchical is None:
+        records = [
+            partial(_all_gather_steps, group, run, row, index if len(rows) > 1 else None, lane)
+            for index, (row, (_, own)) in enumerate(zip(counts, rows, strict=True))
+            for run in [GATHERS[group.choose("all_gather", sum(row) * own.itemsize, contiguous=contiguous)]]
+            for lane in group.lanes(max(row) * own.itemsize)
+        ]
+        return group.recorded(call, nbytes, records, arguments, arrange=arrange)
 
     def parts(outputs: Any, inputs: Any) -> Iterable[Schedule]:
-        rows = copy_overlapping_rows(rows_of(outputs, inputs), group.size, group.rank)
-        for blocks, own in rows:
+        columns = [(outputs, inputs)] if len(rows) == 1 else zip(outputs, inputs, strict=True)
+        memories = [(group.blocks(blocks), flat_memory(own)) for blocks, own in columns]
+        memories = copy_overlapping_rows(memories, group.size, group.rank)
+        for blocks, own in memories:
             blocks[group.rank].tensor.copy_(own.tensor)
-        if hierarchical is not None:
-            return hierarchical.all_gather([blocks for blocks, _ in rows], call, equal=equal)
-        return (part for (blocks, _), of_row in zip(rows, row_parts, strict=True) for part in of_row(blocks))
+        return hierarchical.all_gather([blocks for blocks, _ in memories], call, equal=equal)
 
-    window = max(2, group.config.lanes) if hierarchical is None else hierarchical.window
-    return group.in_parts(call, nbytes, parts, window=window)
+    return group.in_parts(call, nbytes, parts, arrange=arrange)
 
 
-def _all_gather_row(group: GroupContext, nbytes: int, contiguous: bool) -> Callable[[Any], Iterator[Schedule]]:
-    """Return a function that gathers the blocks of one row over links, in one part for each lane."""
-    run = GATHERS[_all_gather_algorithm(group, nbytes, contiguous)]
-    return lambda blocks: (run(group.rank, group.size, stripe) for stripe in striped_blocks(group, blocks))
-
-
-def _all_gather_algorithm(group: GroupContext, nbytes: int, contiguous: bool) -> str:
-    """Return the schedule of one row over links."""
-    return group.choose("all_gather", nbytes, contiguous=contiguous)
-
-
-def _recorded_all_gather(
-    group: GroupContext, nbytes: int, counts: Sequence[int], contiguous: bool
-) -> Callable[..., Recording]:
-    rank, size, run = group.rank, group.size, GATHERS[_all_gather_algorithm(group, nbytes, contiguous)]
-
-    def record(output: Memory | list[Memory], own: Memory) -> Recording:
-        blocks = recorded_blocks(output, counts)
-        yield LocalCopy(blocks[rank], own)
-        yield from run(rank, size, blocks)
-
-    return record
+def _all_gather_steps(
+    group: GroupContext,
+    run: ScheduleOf,
+    counts: Sequence[int],
+    row: int | None,
+    lane: Lane,
+    outputs: Any,
+    inputs: Any,
+) -> Recording:
+    """Gather one row in one lane; ``row`` is None if it is the only one."""
+    output, own = (outputs, inputs) if row is None else (outputs[row], inputs[row])
+    blocks = lane.of_each(recorded_blocks(output, counts))
+    yield LocalCopy(blocks[group.rank], lane.of(own))
+    yield from run(group.rank, group.size, blocks)
 
 
 def gather(group: GroupContext, gather_list: Any, tensor: Any, root: int) -> CallPlan:
@@ -230,7 +193,7 @@ def _gather(group: GroupContext, output: Any, tensor: torch.Tensor, root: int) -
             yield LocalCopy(blocks[root], own)
         yield from pairwise.gather(group.rank, group.size, root, own, blocks)
 
-    return group.recorded(call, nbytes, record, [output, tensor])
+    return group.recorded(call, nbytes, [record], [output, tensor])
 
 
 def scatter(group: GroupContext, tensor: Any, scatter_list: Any, root: int) -> CallPlan:
@@ -255,7 +218,7 @@ def scatter(group: GroupContext, tensor: Any, scatter_list: Any, root: int) -> C
             yield LocalCopy(memory, blocks[root])
         yield from pairwise.scatter(group.rank, group.size, root, memory, blocks)
 
-    return group.recorded(call, nbytes, record, [tensor, scatter_list])
+    return group.recorded(call, nbytes, [record], [tensor, scatter_list])
 
 
 def all_to_all_lists(group: GroupContext, output_list: Any, input_list: Any) -> CallPlan:
@@ -263,7 +226,7 @@ def all_to_all_lists(group: GroupContext, output_list: Any, input_list: Any) -> 
     incoming = validation.listed(output_list, group.size, "output_tensor_list")
     outgoing = validation.listed(input_list, group.size, "input_tensor_list")
     counts = [block.numel() for block in incoming], [block.numel() for block in outgoing]
-    return _all_to_all(group, output_list, input_list, *counts, group.blocks, group.blocks)
+    return _all_to_all(group, output_list, input_list, *counts)
 
 
 def all_to_all_single(
@@ -272,18 +235,12 @@ def all_to_all_single(
     """Exchange parts of one tensor, cut along the first dimension."""
     incoming = validation.split_counts(output, output_sizes, group.size, "output")
     outgoing = validation.split_counts(tensor, input_sizes, group.size, "input")
-    cuts = _cut_by(incoming), _cut_by(outgoing)
 
     def arrange(output: torch.Tensor, tensor: torch.Tensor) -> tuple[Any, ...]:
         return output.view(-1).split(incoming), tensor.view(-1).split(outgoing)
 
     equal = len({*incoming, *outgoing}) == 1
-    return _all_to_all(group, output, tensor, incoming, outgoing, *cuts, None if equal else arrange)
-
-
-def _cut_by(counts: Sequence[int]) -> Cut:
-    bounds = [0, *itertools.accumulate(counts)]
-    return lambda tensor: [flat_memory(tensor).slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    return _all_to_all(group, output, tensor, incoming, outgoing, None if equal else arrange)
 
 
 def _all_to_all(
@@ -292,9 +249,7 @@ def _all_to_all(
     tensor: Any,
     incoming_counts: Sequence[int],
     outgoing_counts: Sequence[int],
-    cut_incoming: Cut,
-    cut_outgoing: Cut,
-    arrange: Callable[..., tuple[Any, ...]] | None = None,
+    arrange: Arrange | None = None,
 ) -> CallPlan:
     """Send block ``i`` of the input to rank ``i``, and receive its block for this rank into block ``i`` of the output."""
     own_in, own_out = incoming_counts[group.rank], outgoing_counts[group.rank]
@@ -310,26 +265,18 @@ def _all_to_all(
     signature = CallSignature(Collective.all_to_all, call, dtype, (own_out,), sizes=sizes)
     if (plan := group.in_memory(signature, nbytes, arrange)) is not None:
         return plan
-    if group.is_recorded(max(nbytes, sum(incoming_counts) * dtype.itemsize)):
+    large = group.config.stripe_nbytes
+    lanes = group.lanes(max(*incoming_counts, *outgoing_counts) * dtype.itemsize)
 
-        def record(output: Any, tensor: Any) -> Recording:
-            incoming = recorded_blocks(output, incoming_counts)
-            outgoing = recorded_blocks(tensor, outgoing_counts)
-            yield LocalCopy(incoming[group.rank], outgoing[group.rank])
-            yield from pairwise.all_to_all(group.rank, group.size, outgoing, incoming)
+    def record(lane: Lane, output: Any, tensor: Any) -> Recording:
+        incoming = lane.of_large(recorded_blocks(output, incoming_counts), large)
+        outgoing = lane.of_large(recorded_blocks(tensor, outgoing_counts), large)
+        received, sent = incoming[group.rank], outgoing[group.rank]
+        if received is not None and sent is not None:
+            yield LocalCopy(received, sent)
+        yield from pairwise.all_to_all(group.rank, group.size, outgoing, incoming)
 
-        return group.recorded(call, nbytes, record, [output, tensor])
-
-    def parts(output: Any, tensor: Any) -> Iterable[Schedule]:
-        incoming, own = cut_incoming(output), {group.rank: group.rank}
-        outgoing = copy_overlapping_inputs(cut_outgoing(tensor), incoming, own)
-        incoming[group.rank].tensor.copy_(outgoing[group.rank].tensor)
-        return [
-            pairwise.all_to_all(group.rank, group.size, sent, received)
-            for sent, received in zip(cut_large(group, outgoing), cut_large(group, incoming), strict=True)
-        ]
-
-    return group.in_parts(call, nbytes, parts, window=group.config.lanes)
+    return group.recorded(call, nbytes, [partial(record, lane) for lane in lanes], [output, tensor])
 
 
 def barrier(group: GroupContext) -> CallPlan:
@@ -339,7 +286,8 @@ def barrier(group: GroupContext) -> CallPlan:
         return plan
     if (hierarchical := group.hierarchical_for("barrier")) is not None:
         return group.in_parts(call, 0, lambda: (hierarchical.barrier(call),))
-    return group.recorded(call, 0, lambda: recursive_doubling.barrier(group.rank, group.size, NOTHING, NOTHING), [])
+    record = partial(recursive_doubling.barrier, group.rank, group.size, NOTHING, NOTHING)
+    return group.recorded(call, 0, [record], [])
 
 
 def monitored_barrier(group: GroupContext) -> Plan:

@@ -17,7 +17,7 @@ import torch
 from asyncdist.base.ops import Collective, ReduceOp
 from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring
 from asyncdist.kernel.algorithms.hierarchy import NodeLayout, among, travels_whole
-from asyncdist.kernel.algorithms.schedule import Schedule
+from asyncdist.kernel.algorithms.schedule import Schedule, ScheduleOf
 from asyncdist.kernel.algorithms.selection import Model, choose
 from asyncdist.kernel.collectives.node import NodeCollectives, plain, store_result, widened
 from asyncdist.kernel.collectives.recorded import RecordedCall
@@ -33,7 +33,7 @@ _BARRIER_KERNELS = arithmetic(ReduceOp.MAX, torch.uint8)
 
 Sources = Sequence[Memory] | TensorBlocks
 
-GATHERS: dict[str, Callable[..., Schedule]] = {
+GATHERS: dict[str, ScheduleOf] = {
     "direct": pairwise.all_gather,
     "ring": ring.all_gather,
     "doubling": recursive_doubling.all_gather,
@@ -51,7 +51,7 @@ class SmallAllReduce(NamedTuple):
     """
 
     reduce: PreparedCall | None
-    exchange: Callable[..., Schedule]
+    exchange: ScheduleOf
     broadcast: PreparedCall | None
 
 
@@ -128,7 +128,7 @@ class FirstRailCollectives:
         def doubling(data: Memory, scratch: Memory) -> Schedule:
             return among(layout.rail(0), recursive_doubling.all_reduce(layout.node, hosts, data, scratch))
 
-        recorded = RecordedCall(doubling if layout.place == 0 else _nothing, [own.tensor, own.tensor], kernels.fold)
+        recorded = RecordedCall([doubling if layout.place == 0 else _nothing], [own.tensor, own.tensor], kernels.fold)
         return self._reductions.add((call, own.count), self._around(recorded, call, own, memory, kernels))
 
     def _around(
@@ -160,7 +160,7 @@ class FirstRailCollectives:
         def dissemination() -> Schedule:
             return among(layout.rail(0), recursive_doubling.barrier(layout.node, hosts, NOTHING, NOTHING))
 
-        recorded = RecordedCall(dissemination if layout.place == 0 else _nothing, [])
+        recorded = RecordedCall([dissemination if layout.place == 0 else _nothing], [])
         return self._around(recorded, call, self._byte, self._byte, _BARRIER_KERNELS)
 
     # -- all_gather ------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class FirstRailCollectives:
         if not self._node.is_alone:
             gather = self._node.prepared(Collective.gather, call, own, root=0)
             broadcast = self._node.prepared(Collective.broadcast, call, Memory(whole), root=0)
-        recorded = RecordedCall(exchange if layout.place == 0 else _nothing, [whole])
+        recorded = RecordedCall([exchange if layout.place == 0 else _nothing], [whole])
         within = slice(bounds[layout.node], bounds[layout.node + 1])
         return SmallAllGather(gather, within, recorded.schedule, broadcast)
 

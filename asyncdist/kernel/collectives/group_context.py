@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from asyncdist.base.ops import Collective, ReduceOp, Reduction
 from asyncdist.config import Config
 from asyncdist.errors import UsageError
-from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.algorithms.selection import Model, choose
 from asyncdist.kernel.collectives.arguments import whole_number_of
-from asyncdist.kernel.collectives.call_plan import LinkPlan, MemoryPlan
+from asyncdist.kernel.collectives.call_plan import Arrange, LinkPlan, MemoryPlan, OverLinks
 from asyncdist.kernel.collectives.hierarchical import HierarchicalCollectives
-from asyncdist.kernel.collectives.recorded import KEPT_NBYTES, RecordedCall, Recording
+from asyncdist.kernel.collectives.recorded import Form, Record, RecordedCall
 from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks, block_memories, dtype_number, flat_memory
 from asyncdist.kernel.memory.reduce_kernels import Fold
 from asyncdist.kernel.transport.native import CallSignature, Native
 from asyncdist.kernel.transport.wire_format import Fingerprint, shape_checksum
 
-Parts = Iterable[Schedule]
-Cut = Callable[[Any], Sequence[Memory] | TensorBlocks]
-"""``cut(value)`` returns the blocks of a list of tensors, or of one tensor that holds all blocks."""
+Blocks = Sequence[Memory] | TensorBlocks
+
+
+class Lane(NamedTuple):
+    """One of ``lanes`` parts of a call, which travel over different connections to the same peer."""
+
+    number: int = 0
+    lanes: int = 1
+
+    def of(self, memory: Memory) -> Memory:
+        """Return the part of a memory."""
+        return memory if self.lanes == 1 else TensorBlocks.split(memory, self.lanes)[self.number]
+
+    def of_each(self, blocks: Blocks) -> Blocks:
+        """Return the part of each block. Block ``i`` of it belongs to rank ``i``, like block ``i`` of the whole."""
+        return blocks if self.lanes == 1 else [self.of(blocks[rank]) for rank in range(len(blocks))]
+
+    def of_large(self, blocks: Blocks, nbytes: int) -> Sequence[Memory | None] | TensorBlocks:
+        """Return the part of each block that has ``nbytes`` bytes. Other blocks are in the first part, and None elsewhere.
+
+        So two ranks agree on the parts of a block between them, without knowledge of the other blocks.
+        """
+        if self.lanes == 1:
+            return blocks
+        each = [blocks[rank] for rank in range(len(blocks))]
+        return [self.of(block) if block.nbytes >= nbytes else None if self.number else block for block in each]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,13 +89,8 @@ class GroupContext:
         """Return whether a collective only sends messages. A forced algorithm does."""
         return collective in self.forced or (self.native is None and self.hierarchical is None)
 
-    def in_memory(
-        self, signature: CallSignature, nbytes: int, arrange: Callable[..., tuple[Any, ...]] | None = None
-    ) -> MemoryPlan | None:
-        """Return the plan of a call in memory that all members reach; None if the collective uses links.
-
-        ``arrange(*tensors)`` returns what the native collective takes instead of the tensors of a call.
-        """
+    def in_memory(self, signature: CallSignature, nbytes: int, arrange: Arrange | None = None) -> MemoryPlan | None:
+        """Return the plan of a call in memory that all members reach; None if the collective uses links."""
         # The name of a member of an enumeration takes a Python frame.
         if self.native is None or (self.forced and signature.collective.name.removesuffix("_coalesced") in self.forced):
             return None
@@ -86,41 +103,46 @@ class GroupContext:
         """Return the hierarchical collectives; None if the collective uses links only. A forced algorithm does."""
         return None if collective in self.forced else self.hierarchical
 
-    def is_striped(self, nbytes: int) -> bool:
-        """Return whether a message of ``nbytes`` bytes is so large that it is cut into one part for each lane."""
-        return self.config.lanes > 1 and nbytes >= self.config.stripe_nbytes
-
-    def is_recorded(self, nbytes: int, *, keeps_scratch: bool = False) -> bool:
-        """Return whether the steps of a call over links are recorded: it has one part.
-
-        ``keeps_scratch`` says that its recording keeps scratch of ``nbytes`` bytes.
-        """
-        return not (self.is_striped(nbytes) or (keeps_scratch and nbytes > KEPT_NBYTES))
+    def lanes(self, nbytes: int) -> list[Lane]:
+        """Return the parts of a call that sends messages of ``nbytes`` bytes: one for each lane if these are large."""
+        count = self.config.lanes if nbytes >= self.config.stripe_nbytes else 1
+        return [Lane(number, count) for number in range(count)]
 
     def recorded(
         self,
         call: int,
         nbytes: int,
-        record: Callable[..., Recording],
+        records: Sequence[Record],
         arguments: Sequence[Any],
         fold: Fold | None = None,
+        *,
+        scratch: Sequence[Form] = (),
+        arrange: Arrange | None = None,
     ) -> LinkPlan:
         """Return the plan of a call over links whose steps are recorded; see `RecordedCall`."""
-        return LinkPlan(call, nbytes, RecordedCall(record, arguments, fold).schedule, fold=fold, native=self.native)
+        recorded = RecordedCall(records, arguments, fold, scratch, self.scratch)
+        return self.in_parts(call, nbytes, recorded.schedules, fold, arrange=arrange)
 
     def in_parts(
-        self, call: int, nbytes: int, parts: Callable[..., Parts], fold: Fold | None = None, window: int = 4
+        self,
+        call: int,
+        nbytes: int,
+        parts: OverLinks,
+        fold: Fold | None = None,
+        window: int = 0,
+        *,
+        arrange: Arrange | None = None,
     ) -> LinkPlan:
         """Return the plan of a call over links in ``parts(*tensors)``, of which at most ``window`` run at once."""
-        return LinkPlan(call, nbytes, None, parts, fold, window, self.native)
+        window = window or (self.window if self.hierarchical is None else self.hierarchical.window)
+        run = parts if arrange is None else lambda *tensors: parts(*arrange(*tensors))
+        return LinkPlan(call, nbytes, run, fold, window, self.native)
 
-    def blocks(self, value: Any) -> list[Memory]:
+    def blocks(self, value: Any) -> Blocks:
         """Return the memory of one block for each rank: a list of tensors, a tensor in equal parts, or None."""
+        if isinstance(value, torch.Tensor):
+            return TensorBlocks.split(flat_memory(value), self.size)
         return block_memories(value, self.size)
-
-    def equal_blocks(self, tensor: torch.Tensor) -> TensorBlocks:
-        """Return the memory of a contiguous tensor in one block for each rank."""
-        return TensorBlocks.split(flat_memory(tensor), self.size)
 
     def choose(self, collective: str, nbytes: int, *, contiguous: bool = True, widening: int = 1) -> str:
         """Return the schedule for a size."""
@@ -151,51 +173,7 @@ def fingerprint(
     ).pack()
 
 
-def stripes(group: GroupContext, memory: Memory, *, blocks: int = 1) -> Iterable[Memory]:
-    """Cut memory, which is sent in ``blocks`` messages, into one part per lane if these are large enough."""
-    if not group.is_striped(memory.nbytes // blocks):
-        return (memory,)
-    parts = TensorBlocks.split(memory, group.config.lanes)
-    return [parts[lane] for lane in range(group.config.lanes)]
-
-
 def segments(memory: Memory, count: int) -> Iterator[Memory]:
     """Cut memory into segments of ``count`` elements; the last one may be shorter."""
     for start in range(0, max(1, memory.count), count):
         yield memory.slice(start, min(memory.count, start + count))
-
-
-def striped_blocks(
-    group: GroupContext, blocks: Sequence[Memory] | TensorBlocks
-) -> Iterable[list[Memory] | TensorBlocks]:
-    """Cut every block into one part per lane if one of them is large enough.
-
-    Block ``i`` of each part belongs to rank ``i``, like block ``i`` of the whole.
-    """
-    if not group.is_striped(max(blocks[rank].nbytes for rank in range(group.size))):
-        return (blocks,) if isinstance(blocks, TensorBlocks) else (list(blocks),)
-    return cut_each(group, blocks)
-
-
-def cut_each(group: GroupContext, blocks: Sequence[Memory] | TensorBlocks) -> list[list[Memory]]:
-    """Cut every block into one part per lane; return the blocks of each part."""
-    lanes = group.config.lanes
-    cut = [TensorBlocks.split(blocks[rank], lanes) for rank in range(group.size)]
-    return [[block[lane] for block in cut] for lane in range(lanes)]
-
-
-def cut_large(group: GroupContext, blocks: Sequence[Memory] | TensorBlocks) -> list[list[Memory | None]]:
-    """Cut each block that is large enough into one part per lane; return the blocks of each part.
-
-    Any other block is in the first part only, and None in the others. So two ranks agree on the parts of a block between
-    them, without knowledge of the other blocks.
-    """
-    lanes = range(group.config.lanes)
-
-    def parts_of(block: Memory) -> Sequence[Memory | None] | TensorBlocks:
-        if group.is_striped(block.nbytes):
-            return TensorBlocks.split(block, len(lanes))
-        return [block, *[None] * (len(lanes) - 1)]
-
-    cut = [parts_of(blocks[rank]) for rank in range(group.size)]
-    return [[parts[lane] for parts in cut] for lane in lanes]

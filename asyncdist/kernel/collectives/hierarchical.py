@@ -129,13 +129,17 @@ class HierarchicalCollectives:
 
     # -- reducing ------------------------------------------------------------------------------
 
-    def all_reduce(self, memories: Sequence[Memory], kernels: Arithmetic, call: int) -> Iterator[Schedule]:
+    def all_reduce(self, kernels: Arithmetic, call: int, memories: Sequence[Memory]) -> Iterable[Schedule]:
         """Reduce each memory over all ranks in place, with equal bits on all ranks. The caller has applied any scaling."""
+        small = self._small
+        # A small call has no time for lists of parts.
+        if len(memories) == 1 and small.takes("all_reduce", memories[0].nbytes):
+            return [small.all_reduce(call, memories[0], kernels, self._reserve(small.NUMBERS))]
 
         def parts() -> Iterator[tuple[int, Part]]:
             for memory in memories:
-                if self._small.takes("all_reduce", memory.nbytes):
-                    yield self._small.NUMBERS, partial(self._small.all_reduce, call, memory, kernels)
+                if small.takes("all_reduce", memory.nbytes):
+                    yield small.NUMBERS, partial(small.all_reduce, call, memory, kernels)
                     continue
                 blocks = TensorBlocks.split(memory, self._cut(memory.nbytes, overlaps=True))
                 for part in range(len(blocks)):
@@ -145,13 +149,6 @@ class HierarchicalCollectives:
                         yield 2, partial(self._all_reduce_slices, call, blocks[part], kernels)
 
         return self._numbered(parts())
-
-    def small_all_reduce(self, nbytes: int, kernels: Arithmetic, call: int) -> Callable[[Memory], Schedule] | None:
-        """Return a function that returns the only part of an all-reduce of a memory; None unless it is small."""
-        small = self._small
-        if not small.takes("all_reduce", nbytes):
-            return None
-        return lambda memory: small.all_reduce(call, memory, kernels, self._reserve(small.NUMBERS))
 
     def _all_reduce_slices(self, call: int, memory: Memory, kernels: Arithmetic, number: int) -> Schedule:
         layout = self._layout

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 from asyncdist.kernel.collectives import p2p
 from asyncdist.kernel.collectives.collective_ops import CallOptions
-from asyncdist.kernel.engine.operation import Plan
+from asyncdist.kernel.engine.operation import PlanOf
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.torch_compile import excluded_from_compile
 
@@ -27,7 +27,7 @@ class ObjectOps(ABC):
     def _run_plan(
         self,
         name: str,
-        make: Callable[..., Plan],
+        make: PlanOf,
         arguments: tuple[Any, ...],
         options: CallOptions,
         tag: int | None = None,
@@ -35,7 +35,7 @@ class ObjectOps(ABC):
         """Start the plan ``make(context, *arguments)``: a collective, or a message if there is a ``tag``."""
 
     @abstractmethod
-    def _receiving(self, make: Callable[..., Plan]) -> Callable[..., Plan]:
+    def _receiving(self, make: PlanOf) -> PlanOf:
         """Let the plan of a receive return the global rank of the sender instead of its id, if these differ."""
 
     def all_gather_object(

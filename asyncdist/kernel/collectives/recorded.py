@@ -6,20 +6,30 @@ when the call is planned, and lets them belong to the tensors of one call at a t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
 
 from asyncdist.kernel.algorithms.schedule import Combine, Reduce, Schedule, Send, Step, Wait
-from asyncdist.kernel.engine.direct_calls import DirectStep
-from asyncdist.kernel.memory.buffers import Memory, TensorBlocks, flat_memory, overlapping_inputs, view_at
+from asyncdist.kernel.engine.direct_calls import MAX_DIRECT_NBYTES, DirectStep
+from asyncdist.kernel.memory.buffers import (
+    Memory,
+    Scratch,
+    TensorBlocks,
+    outside_inference_mode,
+    overlapping_inputs,
+    view_at,
+)
 from asyncdist.kernel.memory.reduce_kernels import Fold, divide
 
 _address_of = torch.Tensor.data_ptr
-KEPT_NBYTES = 64 << 10
-"""Bytes of the largest scratch that a recording takes and keeps."""
+_KEPT_NBYTES = 1 << 20
+"""Bytes of scratch in the recordings of one call that are kept: programs begin hundreds of calls before the first ends."""
+_LEAST_NBYTES = 4 << 10
+"""Bytes for which a recording counts at least."""
 _LONG_NBYTES = 1 << 20
 """Bytes of a copy that torch makes, on several threads and without the GIL."""
 
@@ -66,101 +76,168 @@ class _Fold(NamedTuple):
 Recording = Iterable[Step | Wait | LocalCopy | LocalDivision]
 """The steps of a schedule without waits, and between them what the rank does alone."""
 
+Form = tuple[int, torch.dtype]
+"""The number of elements of a tensor, and their dtype."""
+Record = Callable[..., Recording]
+"""Yields the steps of one part of a call, given the memory of a tensor, a list of memories, or None, for each argument."""
+
 
 class RecordedCall:
-    """The schedule of a call over links, whose steps are recorded once.
+    """The schedules over links of all calls with tensors of the same dtypes and shapes. Their steps are recorded once.
 
-    The recorded places are ranges of memories that belong to the tensors of one call at a time. Between calls the recording
-    keeps no tensor alive. A call whose inputs overlap its outputs, and one that begins during another, makes its own steps.
+    The recorded places are ranges of memories that belong to the tensors of one call at a time. Calls that run at the same
+    time have a recording each. Between calls a recording keeps no tensor alive. A call whose inputs overlap its outputs
+    reads copies of its inputs.
 
     Args:
-        record: Yields the steps, given the memory of a tensor, a list of memories, or None, for each argument of the call.
-            It may take scratch of its own. What it yields depends on nothing but its arguments.
+        records: Yield the steps of one part each. What they yield depends on nothing but their arguments.
         arguments: The arguments of such a call, in the order of the group's method: tensors, lists of tensors, and None.
         fold: Does the arithmetic of Combine.
+        scratch: Element counts and dtypes of the temporary memories that ``records`` get also.
+        pool: Pool of this memory, unless it is so small that each recording keeps its own.
     """
 
-    def __init__(self, record: Callable[..., Recording], arguments: Sequence[Any], fold: Fold | None = None) -> None:
-        self._record = record
-        self._is_used = False
-        made = [_each(lambda tensor: Memory.unbound(tensor.numel(), tensor.dtype), argument) for argument in arguments]
-        memories = [memory for argument in made for memory in _listed(argument)]
-        self._items = [_prepared(item, fold) for item in record(*made)]
-        places = _Places(memories, self._items)
-        self._places = places.places
-        self._read, self._written, self._own = places.read, places.written, places.own
-        self._wholes, self._computed = places.wholes, places.computed
-        self._reads_only = [places.reads_only(_listed(argument)) for argument in made]
-        self._addresses: list[int] = []
-        """The addresses of the tensors to which the places belong, or have belonged in the last call."""
+    def __init__(
+        self,
+        records: Sequence[Record],
+        arguments: Sequence[Any],
+        fold: Fold | None = None,
+        scratch: Sequence[Form] = (),
+        pool: Scratch | None = None,
+    ) -> None:
+        nbytes = sum(count * dtype.itemsize for count, dtype in scratch)
+        keeps_scratch = nbytes <= MAX_DIRECT_NBYTES
+        self._records, self._fold, self._pool = records, fold, pool or Scratch()
+        self._kept = scratch if keeps_scratch else ()
+        self._taken = () if keeps_scratch else scratch
+        self._forms = [_each(lambda tensor: (tensor.numel(), tensor.dtype), argument) for argument in arguments]
+        most = _KEPT_NBYTES // max(nbytes if keeps_scratch else 0, _LEAST_NBYTES)
+        self._free = deque([self._recording()], most)
+
+    def _recording(self) -> _Recording:
+        return _Recording(self._records, self._forms, self._fold, self._kept, self._taken)
+
+    def schedules(self, *arguments: Any) -> list[Schedule]:
+        """Return the schedules of the parts of a call with contiguous tensors. They run under the lock of the world."""
+        try:
+            recording = self._free.pop()
+        except IndexError:
+            recording = self._recording()
+        parts = recording.parts
+        # A comprehension takes a Python frame.
+        if len(parts) == 1:
+            return [recording.schedule(parts[0], arguments, self._pool, self._free)]
+        return [recording.schedule(part, arguments, self._pool, self._free) for part in parts]
 
     def schedule(self, *arguments: Any) -> Schedule:
-        """Return the schedule of a call with contiguous tensors. It runs under the lock of the world."""
-        tensors: list[torch.Tensor] = []
-        for argument in arguments:
-            if type(argument) is list:
-                tensors += argument
-            elif argument is not None:
-                tensors.append(argument)
-        addresses = list(map(_address_of, tensors))
-        overlaps = addresses != self._addresses and self._overlaps(addresses)
-        if overlaps or self._is_used:
-            yield from performed(self._anew(arguments, overlaps))
-            return
-        self._bind(tensors, addresses)
-        self._is_used = True
+        """Return the schedule of a call with one part."""
+        (schedule,) = self.schedules(*arguments)
+        return schedule
+
+
+class _Recording:
+    """The recorded steps of one call at a time.
+
+    Args:
+        kept: Scratch that the recording keeps.
+        taken: Scratch that it takes for each call.
+
+    Attributes:
+        parts: The steps of each part of the call, and between them what the rank does alone.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        forms: Sequence[Any],
+        fold: Fold | None,
+        kept: Sequence[Form],
+        taken: Sequence[Form],
+    ) -> None:
+        made = [_each(lambda form: Memory.unbound(*form), form) for form in forms]
+        buffers = [Memory.unbound(*form) for form in taken]
+        memories = _listed(made) + buffers
+        buffers = buffers or [Memory(torch.empty(count, dtype=dtype, device="cpu")) for count, dtype in kept]
+        self.parts = [[_prepared(item, fold) for item in record(*made, *buffers)] for record in records]
+        places = _Places(memories, list(chain(*self.parts)))
+        self._places = places.places
+        self._read, self._written, self._own = places.read, places.written, places.own
+        self._wholes, self._computed = list(places.wholes.items()), list(places.computed.items())
+        self._with_tensor = [*places.wholes, *places.computed]
+        self._reads_only = [places.reads_only(_listed(argument)) for argument in made]
+        self._takes_tensors = not taken and all(isinstance(argument, Memory) for argument in made)
+        lists = [argument for argument in made if isinstance(argument, list)]
+        self._is_nested = not all(isinstance(each, Memory) for each in chain(*lists))
+        self._addresses: list[int] = []
+        """The addresses of the tensors to which the places belong, or have belonged in the last call."""
+        self._copies: list[torch.Tensor] = []
+        """Keeps the copies and the scratch of the present call alive, because the places are addresses."""
+        self._taken, self._scratch = taken, list[Memory]()
+        self._unfinished = 0
+        """The number of parts of the present call that have not ended; 0 until the first begins."""
+
+    def schedule(
+        self, part: Sequence[Any], arguments: Sequence[Any], pool: Scratch, free: deque[_Recording]
+    ) -> Schedule:
+        """Return the schedule of a part. After the last part the recording is in ``free``, unless the call has failed."""
+        if not self._unfinished:
+            self._bind(arguments, pool)
         try:
-            for item in self._items:
-                if isinstance(item, DirectStep):
+            for item in part:
+                if type(item) is DirectStep:
                     yield item
                 else:
                     item.run()
         finally:
-            for memory in self._wholes:
-                memory.unbind()
-            for place in self._computed:
-                place.unbind()
-            self._is_used = False
+            self._unfinished -= 1
+            if not self._unfinished:
+                for place in self._with_tensor:
+                    del place.tensor
+                if self._copies:
+                    for memory in self._scratch:
+                        pool.give(memory)
+                    self._copies, self._scratch = [], []
+                free.append(self)
 
-    def _overlaps(self, addresses: Sequence[int]) -> bool:
-        """Return whether the inputs of a call overlap its outputs."""
-        return bool(self._read) and bool(
-            overlapping_inputs(_at(addresses, self._read), _at(addresses, self._written), self._own)
-        )
-
-    def _bind(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
+    def _bind(self, arguments: Sequence[Any], pool: Scratch) -> None:
         """Let the places belong to the tensors of a call."""
+        tensors = arguments
+        if not self._takes_tensors:
+            tensors = []
+            for argument in arguments:
+                if type(argument) is list:
+                    # `_listed` takes a Python frame for each value.
+                    tensors += _listed(argument) if self._is_nested else argument
+                elif argument is not None:
+                    tensors.append(argument)
+            if self._taken:
+                self._scratch = [pool.take(*form) for form in self._taken]
+                tensors += [memory.tensor for memory in self._scratch]
+                self._copies = tensors
+        addresses = list(map(_address_of, tensors))
         if addresses != self._addresses:
+            if self._read and overlapping_inputs(_at(addresses, self._read), _at(addresses, self._written), self._own):
+                copied = [
+                    _each(torch.clone, argument) if reads_only else argument
+                    for argument, reads_only in zip(arguments, self._reads_only, strict=True)
+                ]
+                copies = _listed(copied)
+                tensors = self._copies = [*copies, *tensors[len(copies) :]]
+                addresses = list(map(_address_of, tensors))
             # An error, such as exhausted memory, leaves no places of two calls.
             self._addresses = []
             for place, number, start in self._places:
                 place.view = view_at(addresses[number] + start, place.nbytes)
             self._addresses = addresses
-        for memory, number in self._wholes.items():
-            memory.bind(tensors[number])
-        for place, (memory, start) in self._computed.items():
+        for memory, number in self._wholes:
+            tensor = tensors[number]
+            if tensor.is_inference():
+                tensor = outside_inference_mode(tensor)
+            is_flat = tensor.dim() == 1 and tensor.stride(0) == 1
+            memory.tensor = tensor if is_flat else tensor.as_strided((memory.count,), (1,))
+        for place, (memory, start) in self._computed:
             place.tensor = memory.tensor[start : start + place.count]
-
-    def _anew(self, arguments: Sequence[Any], overlaps: bool) -> Recording:
-        """Make the steps for one call. If its inputs overlap its outputs, it reads copies of them."""
-        made = [
-            _each(_copied if overlaps and reads_only else flat_memory, argument)
-            for argument, reads_only in zip(arguments, self._reads_only, strict=True)
-        ]
-        return self._record(*made)
-
-
-def performed(recording: Recording) -> Schedule:
-    """Return the schedule of one call: do what the rank does alone, and yield the steps."""
-    for item in recording:
-        if isinstance(item, LocalCopy | LocalDivision):
-            item.run()
-        else:
-            yield item
-
-
-def _copied(tensor: torch.Tensor) -> Memory:
-    return flat_memory(tensor.clone())
+        self._unfinished = len(self.parts)
 
 
 _Range = tuple[int, int, int]
@@ -248,18 +325,18 @@ def _prepared(
     return DirectStep(item)
 
 
-def _each(function: Callable[[torch.Tensor], Memory], argument: Any) -> Memory | list[Memory] | None:
-    """Return the memory of a tensor, or of each tensor in a list; None for None."""
-    if argument is None:
-        return None
-    return [function(tensor) for tensor in argument] if isinstance(argument, list) else function(argument)
+def _each(function: Callable[[Any], Any], argument: Any) -> Any:
+    """Apply a function to a value, or to each value in nested lists; return None for None."""
+    if isinstance(argument, list):
+        return [_each(function, each) for each in argument]
+    return None if argument is None else function(argument)
 
 
 def _listed(argument: Any) -> list[Any]:
-    """Return an argument as a list: itself, the only element, or nothing for None."""
-    if argument is None:
-        return []
-    return argument if isinstance(argument, list) else [argument]
+    """Return the values of an argument in one list: itself, those in nested lists, or nothing for None."""
+    if isinstance(argument, list):
+        return [value for each in argument for value in _listed(each)]
+    return [] if argument is None else [argument]
 
 
 def recorded_blocks(argument: Any, counts: Sequence[int]) -> list[Memory] | TensorBlocks:

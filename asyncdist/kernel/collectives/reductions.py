@@ -7,8 +7,9 @@ the arguments and results of these functions; `sparse` plans the all-reduce of s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,25 +20,16 @@ from asyncdist.kernel.algorithms import pairwise, recursive_doubling, ring, tree
 from asyncdist.kernel.algorithms.schedule import Schedule
 from asyncdist.kernel.collectives import validation
 from asyncdist.kernel.collectives.arguments import list_of
-from asyncdist.kernel.collectives.call_plan import CallPlan
-from asyncdist.kernel.collectives.group_context import Cut, GroupContext, fingerprint, segments, striped_blocks, stripes
-from asyncdist.kernel.collectives.recorded import (
-    LocalCopy,
-    LocalDivision,
-    Recording,
-    performed,
-    recorded_blocks,
-)
+from asyncdist.kernel.collectives.call_plan import Arrange, CallPlan, OverLinks
+from asyncdist.kernel.collectives.group_context import Blocks, GroupContext, Lane, fingerprint, segments
+from asyncdist.kernel.collectives.recorded import LocalCopy, LocalDivision, Recording, recorded_blocks
 from asyncdist.kernel.collectives.validation import reduction
-from asyncdist.kernel.memory.buffers import Memory, Scratch, TensorBlocks, copy_overlapping_inputs, flat_memory
+from asyncdist.kernel.memory.buffers import NOTHING, Memory, TensorBlocks, copy_overlapping_inputs, flat_memory
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic, accumulator, arithmetic, divide, has_arithmetic
 from asyncdist.kernel.transport.native import CallSignature
 
 # Elements of a segment that is accumulated in separate memory.
 _SEGMENT_COUNT = 1 << 20
-
-OverLinks = Callable[[torch.Tensor], Iterable[Schedule]]
-"""Makes the schedules over links of a call with one tensor."""
 
 
 def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
@@ -48,13 +40,10 @@ def _scaled(tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
     return (tensor.to(accumulator(tensor.dtype)) * op.factor).to(tensor.dtype)
 
 
-def _prescale(memory: Memory, op: Reduction) -> None:
-    if type(op) is PremulSum:
-        memory.tensor.copy_(_scaled(memory.tensor, op))
-
-
-def _prescaling(op: PremulSum, *, in_place: bool) -> Callable[[torch.Tensor], tuple[Any, ...]]:
-    """Return a function that scales the tensor of a call, in place or into a copy."""
+def _prescaling(op: Reduction, *, in_place: bool) -> Arrange | None:
+    """Return a function that scales the tensor of a call, in place or into a copy; None if the reduction does not."""
+    if type(op) is not PremulSum:
+        return None
     return lambda tensor: (tensor.copy_(_scaled(tensor, op)) if in_place else _scaled(tensor, op),)
 
 
@@ -68,28 +57,20 @@ def all_reduce(group: GroupContext, tensor: Any, op: Any) -> CallPlan:
     kernels = arithmetic(op, dtype)
     call = fingerprint(Collective.all_reduce, dtype, tensor.shape, op, None)
     signature = CallSignature(Collective.all_reduce, call, dtype, tensor.shape, kernels)
-    arrange = _prescaling(op, in_place=True) if type(op) is PremulSum else None
+    arrange = _prescaling(op, in_place=True)
     if (plan := group.in_memory(signature, nbytes, arrange)) is not None:
         return plan
     if (hierarchical := group.hierarchical_for("all_reduce")) is not None:
-        small = hierarchical.small_all_reduce(nbytes, kernels, call)
-
-        def scaled(tensor: torch.Tensor) -> Memory:
-            memory = flat_memory(tensor)
-            _prescale(memory, op)
-            return memory
-
-        if small is not None:
-            return group.in_parts(call, nbytes, lambda tensor: (small(scaled(tensor)),), kernels.fold)
-        return group.in_parts(
-            call, nbytes, lambda tensor: hierarchical.all_reduce([scaled(tensor)], kernels, call), kernels.fold
-        )
+        run = partial(hierarchical.all_reduce, kernels, call)
+        return group.in_parts(call, nbytes, lambda tensor: run([flat_memory(tensor)]), kernels.fold, arrange=arrange)
+    if kernels.widens:
+        wide = _all_reduce_wide(group, kernels, nbytes, dtype)
+        return group.in_parts(call, nbytes, wide, kernels.fold, arrange=arrange)
     algorithm = group.choose("all_reduce", nbytes)
-    if _is_recorded(group, nbytes, op, kernels, keeps_scratch=algorithm == "doubling"):
-        steps = partial(_all_reduce_steps, group, kernels, algorithm, None)
-        return group.recorded(call, nbytes, steps, [tensor], kernels.fold)
-    over_links = _all_reduce_over_links(group, nbytes, dtype, op, kernels)
-    return group.in_parts(call, nbytes, over_links, kernels.fold, group.window)
+    steps = partial(_all_reduce_steps, group, kernels, algorithm)
+    records = [partial(steps, lane) for lane in group.lanes(nbytes // group.size)]
+    scratch = [(tensor.numel(), dtype)] if algorithm == "doubling" else ()
+    return group.recorded(call, nbytes, records, [tensor], kernels.fold, scratch=scratch, arrange=arrange)
 
 
 def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> CallPlan:
@@ -105,10 +86,11 @@ def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> CallPlan
     nbytes = sum(counts) * dtype.itemsize
 
     def arrange(tensors: Any) -> tuple[Any, ...]:
-        flat = [flat_memory(tensor) for tensor in tensors]
-        for memory in flat:
-            _prescale(memory, op)
-        return (flat[0].tensor if len(flat) == 1 else [memory.tensor for memory in flat],)
+        flat = [flat_memory(tensor).tensor for tensor in tensors]
+        if type(op) is PremulSum:
+            for tensor in flat:
+                tensor.copy_(_scaled(tensor, op))
+        return (flat[0] if len(flat) == 1 else flat,)
 
     collective = Collective.all_reduce if len(counts) == 1 else Collective.all_reduce_coalesced
     sizes = () if len(counts) == 1 else counts
@@ -116,55 +98,39 @@ def all_reduce_coalesced(group: GroupContext, tensors: Any, op: Any) -> CallPlan
     if (plan := group.in_memory(signature, nbytes, arrange)) is not None:
         return plan
     hierarchical = group.hierarchical_for("all_reduce")
-    each_over_links = [_all_reduce_over_links(group, count * dtype.itemsize, dtype, op, kernels) for count in counts]
+    if hierarchical is None and not kernels.widens:
+        names = [group.choose("all_reduce", count * dtype.itemsize) for count in counts]
+        records = [
+            partial(_coalesced_steps, group, kernels, index, name, lane)
+            for index, name in enumerate(names)
+            for lane in group.lanes(counts[index] * dtype.itemsize // group.size)
+        ]
+        scratch = [(count if name == "doubling" else 0, dtype) for count, name in zip(counts, names, strict=True)]
+        arguments = tensors if len(tensors) == 1 else [tensors]
+        return group.recorded(call, nbytes, records, arguments, kernels.fold, scratch=scratch, arrange=arrange)
+
+    wide = [_all_reduce_wide(group, kernels, count * dtype.itemsize, dtype) for count in counts]
 
     def parts(tensors: Any) -> Iterable[Schedule]:
-        if hierarchical is None:
-            return (part for tensor, run in zip(tensors, each_over_links, strict=True) for part in run(tensor))
-        flat = [flat_memory(tensor) for tensor in tensors]
-        for memory in flat:
-            _prescale(memory, op)
-        return hierarchical.all_reduce(flat, kernels, call)
+        listed = tensors if type(tensors) is list else [tensors]
+        if hierarchical is not None:
+            return hierarchical.all_reduce(kernels, call, [Memory(tensor) for tensor in listed])
+        return chain.from_iterable(run(tensor) for run, tensor in zip(wide, listed, strict=True))
 
-    window = group.window if hierarchical is None else hierarchical.window
-    return group.in_parts(call, nbytes, parts, kernels.fold, window)
+    return group.in_parts(call, nbytes, parts, kernels.fold, arrange=arrange)
 
 
-def _all_reduce_over_links(
-    group: GroupContext, nbytes: int, dtype: torch.dtype, op: Reduction, kernels: Arithmetic
-) -> OverLinks:
-    """Return a function that makes the schedules of an all-reduce of ``nbytes`` bytes over links."""
-    algorithm = group.choose("all_reduce", nbytes, widening=kernels.accumulator.itemsize // dtype.itemsize)
-    steps = partial(_all_reduce_steps, group, kernels, algorithm, group.scratch)
-    small, whole = algorithm == "doubling", type(op) is not PremulSum and not group.is_striped(nbytes // group.size)
-
-    def narrow(tensor: torch.Tensor) -> Iterable[Schedule]:
-        memory = flat_memory(tensor)
-        if whole:
-            return (performed(steps(memory)),)
-        _prescale(memory, op)
-        return [performed(steps(part)) for part in stripes(group, memory, blocks=group.size)]
-
-    def wide(tensor: torch.Tensor) -> Iterable[Schedule]:
-        memory = flat_memory(tensor)
-        _prescale(memory, op)
-        return (_all_reduce_wide(group, part, kernels, small) for part in segments(memory, _SEGMENT_COUNT))
-
-    return wide if kernels.widens else narrow
-
-
-def _is_recorded(
-    group: GroupContext, nbytes: int, op: Reduction, kernels: Arithmetic, *, keeps_scratch: bool = False
-) -> bool:
-    """Return whether the steps of a reduction over links are recorded: it is small, and needs no copy of its input."""
-    return group.is_recorded(nbytes, keeps_scratch=keeps_scratch) and not kernels.widens and type(op) is not PremulSum
+def _coalesced_steps(
+    group: GroupContext, kernels: Arithmetic, index: int, algorithm: str, lane: Lane, tensors: Any, *scratch: Memory
+) -> Recording:
+    memory = tensors[index] if isinstance(tensors, list) else tensors
+    return _all_reduce_steps(group, kernels, algorithm, lane, memory, scratch[index])
 
 
 def _all_reduce_steps(
-    group: GroupContext, kernels: Arithmetic, algorithm: str, pool: Scratch | None, memory: Memory
+    group: GroupContext, kernels: Arithmetic, algorithm: str, lane: Lane, memory: Memory, scratch: Memory = NOTHING
 ) -> Recording:
-    """Return the steps of an all-reduce; without a ``pool`` its scratch is kept with them."""
-    rank, size = group.rank, group.size
+    rank, size, memory = group.rank, group.size, lane.of(memory)
     if algorithm == "ring":
         blocks = TensorBlocks.split(memory, size)
         yield from ring.reduce_scatter(rank, size, blocks)
@@ -177,15 +143,20 @@ def _all_reduce_steps(
         blocks = TensorBlocks.split(memory, recursive_doubling.floor_power_of_two(size))
         yield from recursive_doubling.halving_all_reduce(rank, size, blocks)
     else:
-        scratch = (pool or Scratch()).take(memory.count, memory.dtype)
-        yield from recursive_doubling.all_reduce(rank, size, memory, scratch)
-        if pool is not None:
-            pool.give(scratch)
+        yield from recursive_doubling.all_reduce(rank, size, memory, lane.of(scratch))
     if kernels.averages:
         yield LocalDivision(memory, size)
 
 
-def _all_reduce_wide(group: GroupContext, memory: Memory, kernels: Arithmetic, small: bool) -> Schedule:
+def _all_reduce_wide(group: GroupContext, kernels: Arithmetic, nbytes: int, dtype: torch.dtype) -> OverLinks:
+    """Return a function that makes the schedules of an all-reduce of ``nbytes`` bytes of narrow floats."""
+    small = group.choose("all_reduce", nbytes, widening=kernels.accumulator.itemsize // dtype.itemsize) == "doubling"
+    return lambda tensor: (
+        _wide_segment(group, part, kernels, small) for part in segments(flat_memory(tensor), _SEGMENT_COUNT)
+    )
+
+
+def _wide_segment(group: GroupContext, memory: Memory, kernels: Arithmetic, small: bool) -> Schedule:
     """All-reduce narrow floats; every sum is accumulated in float32 and rounded once.
 
     Small tensors are sent as float32. Of large ones each rank receives all contributions to its block, which are narrow.
@@ -216,50 +187,44 @@ def reduce(group: GroupContext, tensor: Any, root: int, op: Any) -> CallPlan:
     kernels = arithmetic(op, dtype)
     call = fingerprint(Collective.reduce, dtype, tensor.shape, op, root)
     signature = CallSignature(Collective.reduce, call, dtype, tensor.shape, kernels, root)
-    arrange = _prescaling(op, in_place=at_root) if type(op) is PremulSum else None
+    arrange = _prescaling(op, in_place=at_root)
     if (plan := group.in_memory(signature, nbytes, arrange)) is not None:
         return plan
     if (hierarchical := group.hierarchical_for("reduce")) is not None:
-
-        def parts(tensor: torch.Tensor) -> Iterable[Schedule]:
-            memory = flat_memory(tensor)
-            if at_root:
-                _prescale(memory, op)
-            elif isinstance(op, PremulSum):
-                memory = Memory(_scaled(memory.tensor, op))
-            return hierarchical.reduce(memory, root, kernels, call)
-
-        return group.in_parts(call, nbytes, parts, kernels.fold)
+        return group.in_parts(
+            call,
+            nbytes,
+            lambda tensor: hierarchical.reduce(flat_memory(tensor), root, kernels, call),
+            kernels.fold,
+            arrange=arrange,
+        )
     in_tree = group.choose("reduce", nbytes) == "tree"
-    if in_tree and _is_recorded(group, nbytes, op, kernels, keeps_scratch=True):
-        return group.recorded(call, nbytes, _recorded_reduce(group, root, kernels), [tensor], kernels.fold)
+    if in_tree and not kernels.widens and tensor.numel() <= _SEGMENT_COUNT:
+        record = partial(_recorded_reduce, group, root, kernels)
+        scratch = () if at_root else [(tensor.numel(), dtype)]
+        return group.recorded(call, nbytes, [record], [tensor], kernels.fold, scratch=scratch, arrange=arrange)
     run = _reduce_tree if in_tree else _reduce_scattered
 
     def segment_parts(tensor: torch.Tensor) -> Iterable[Schedule]:
-        memory = flat_memory(tensor)
-        return (run(group, segment, root, op, kernels) for segment in segments(memory, _SEGMENT_COUNT))
+        return (run(group, segment, root, kernels) for segment in segments(flat_memory(tensor), _SEGMENT_COUNT))
 
-    return group.in_parts(call, nbytes, segment_parts, kernels.fold, group.window)
-
-
-def _recorded_reduce(group: GroupContext, root: int, kernels: Arithmetic) -> Callable[..., Recording]:
-    rank, size = group.rank, group.size
-
-    def record(memory: Memory) -> Recording:
-        own = memory
-        if rank != root:
-            own = Memory(torch.empty(memory.count, dtype=memory.dtype, device="cpu"))
-            yield LocalCopy(own, memory)
-        yield from tree.reduce(rank, size, root, own)
-        if rank == root and kernels.averages:
-            yield LocalDivision(own, size)
-
-    return record
+    return group.in_parts(call, nbytes, segment_parts, kernels.fold, arrange=arrange)
 
 
-def _reduce_tree(group: GroupContext, memory: Memory, root: int, op: Reduction, kernels: Arithmetic) -> Schedule:
-    in_place = group.rank == root and not kernels.widens and not isinstance(op, PremulSum)
-    own = memory if in_place else Memory(_scaled(memory.tensor, op).to(kernels.accumulator, copy=True))
+def _recorded_reduce(
+    group: GroupContext, root: int, kernels: Arithmetic, memory: Memory, scratch: Memory | None = None
+) -> Recording:
+    own = scratch or memory
+    if own is scratch:
+        yield LocalCopy(own, memory)
+    yield from tree.reduce(group.rank, group.size, root, own)
+    if group.rank == root and kernels.averages:
+        yield LocalDivision(own, group.size)
+
+
+def _reduce_tree(group: GroupContext, memory: Memory, root: int, kernels: Arithmetic) -> Schedule:
+    in_place = group.rank == root and not kernels.widens
+    own = memory if in_place else Memory(memory.tensor.to(kernels.accumulator, copy=True))
     yield from tree.reduce(group.rank, group.size, root, own)
     if group.rank == root:
         if kernels.averages:
@@ -268,10 +233,10 @@ def _reduce_tree(group: GroupContext, memory: Memory, root: int, op: Reduction, 
             memory.tensor.copy_(own.tensor)
 
 
-def _reduce_scattered(group: GroupContext, memory: Memory, root: int, op: Reduction, kernels: Arithmetic) -> Schedule:
+def _reduce_scattered(group: GroupContext, memory: Memory, root: int, kernels: Arithmetic) -> Schedule:
     """Reduce one block on each rank and gather the blocks on the root; no rank receives more than twice the tensor."""
     rank, size = group.rank, group.size
-    blocks = TensorBlocks.split(Memory(_scaled(memory.tensor, op)), size)
+    blocks = TensorBlocks.split(memory, size)
     own = Memory(blocks[rank].tensor.to(kernels.accumulator, copy=True), wire=memory.dtype)
     yield from pairwise.reduce_scatter(rank, size, blocks, own)
     if kernels.averages:
@@ -289,16 +254,16 @@ def _reduce_scattered(group: GroupContext, memory: Memory, root: int, op: Reduct
 def reduce_scatter_list(group: GroupContext, output: Any, input_list: Any, op: Any) -> CallPlan:
     """Reduce ``input_list[i]`` over the ranks into rank ``i``'s output."""
     blocks = validation.listed(input_list, group.size, "input_list")
-    return _reduce_scatter(group, output, input_list, blocks, reduction(op), group.blocks)
+    return _reduce_scatter(group, output, input_list, blocks, reduction(op))
 
 
 def reduce_scatter_single(group: GroupContext, output: Any, tensor: Any, op: Any) -> CallPlan:
     """Reduce the ``i``-th equal part of a tensor over the ranks into rank ``i``'s output."""
     blocks = validation.even(tensor, group.size, "input")
-    return _reduce_scatter(group, output, tensor, blocks, reduction(op), group.equal_blocks)
+    return _reduce_scatter(group, output, tensor, blocks, reduction(op))
 
 
-def _reduce_scatter(group: GroupContext, output: Any, inputs: Any, blocks: Any, op: Reduction, cut: Cut) -> CallPlan:
+def _reduce_scatter(group: GroupContext, output: Any, inputs: Any, blocks: Any, op: Reduction) -> CallPlan:
     """Reduce block ``i`` of the inputs to rank ``i``'s output; inputs keep their content."""
     output, mine = validation.single(output), blocks[group.rank]
     count, dtype = output.numel(), output.dtype
@@ -312,57 +277,47 @@ def _reduce_scatter(group: GroupContext, output: Any, inputs: Any, blocks: Any, 
     call, nbytes = fingerprint(Collective.reduce_scatter, dtype, total, op, None, counts), total * dtype.itemsize
 
     def scaled(output: torch.Tensor, inputs: Any) -> tuple[Any, ...]:
-        cut_inputs = cut(inputs)
-        return output, [_scaled(cut_inputs[rank].tensor, op) for rank in range(group.size)]
+        cut = group.blocks(inputs)
+        return output, [_scaled(cut[rank].tensor, op) for rank in range(group.size)]
 
+    arrange = scaled if isinstance(op, PremulSum) else None
     sizes = () if len(set(counts)) == 1 else counts
     signature = CallSignature(Collective.reduce_scatter, call, dtype, output.shape, kernels, sizes=sizes)
-    if (plan := group.in_memory(signature, nbytes, scaled if isinstance(op, PremulSum) else None)) is not None:
+    if (plan := group.in_memory(signature, nbytes, arrange)) is not None:
         return plan
     hierarchical = group.hierarchical_for("reduce_scatter")
-    if hierarchical is None and _is_recorded(group, nbytes, op, kernels):
-        record = _recorded_reduce_scatter(group, counts, kernels)
-        return group.recorded(call, nbytes, record, [output, inputs], kernels.fold)
+    if hierarchical is None and not kernels.widens:
+        arguments = [output, inputs if arrange is None else list(blocks)]
+        lanes = group.lanes(max(counts) * dtype.itemsize)
+        records = [partial(_reduce_scatter_steps, group, counts, kernels, lane) for lane in lanes]
+        return group.recorded(call, nbytes, records, arguments, kernels.fold, arrange=arrange)
 
     def parts(output: torch.Tensor, inputs: Any) -> Iterable[Schedule]:
-        memory, blocks = flat_memory(output), cut(inputs)
-        if isinstance(op, PremulSum):
-            blocks = [Memory(_scaled(blocks[rank].tensor, op)) for rank in range(group.size)]
-        blocks = copy_overlapping_inputs(blocks, [memory], {group.rank: 0})
+        memory = flat_memory(output)
+        blocks = copy_overlapping_inputs(group.blocks(inputs), [memory], {group.rank: 0})
         if hierarchical is not None:
             return hierarchical.reduce_scatter(blocks, memory, kernels, call)
-        stripes = list(striped_blocks(group, blocks))
-        results = TensorBlocks.split(memory, len(stripes))
-        return [_reduce_scatter_part(group, each, results[lane], kernels) for lane, each in enumerate(stripes)]
+        return [
+            _reduce_scatter_wide(group, lane.of_each(blocks), lane.of(memory), kernels)
+            for lane in group.lanes(max(counts) * dtype.itemsize)
+        ]
 
-    window = group.window if hierarchical is None else hierarchical.window
-    return group.in_parts(call, nbytes, parts, kernels.fold, window)
-
-
-def _recorded_reduce_scatter(
-    group: GroupContext, counts: Sequence[int], kernels: Arithmetic
-) -> Callable[..., Recording]:
-    rank, size = group.rank, group.size
-
-    def record(result: Memory, inputs: Memory | list[Memory]) -> Recording:
-        blocks = recorded_blocks(inputs, counts)
-        yield LocalCopy(result, blocks[rank])
-        yield from pairwise.reduce_scatter(rank, size, blocks, result)
-        if kernels.averages:
-            yield LocalDivision(result, size)
-
-    return record
+    return group.in_parts(call, nbytes, parts, kernels.fold, arrange=arrange)
 
 
-def _reduce_scatter_part(
-    group: GroupContext, blocks: list[Memory] | TensorBlocks, result: Memory, kernels: Arithmetic
-) -> Schedule:
-    mine = blocks[group.rank].tensor
-    own = Memory(mine.to(kernels.accumulator), wire=result.dtype) if kernels.widens else result
-    if own is result:
-        result.tensor.copy_(mine)
+def _reduce_scatter_steps(
+    group: GroupContext, counts: Sequence[int], kernels: Arithmetic, lane: Lane, result: Memory, inputs: Any
+) -> Recording:
+    blocks, result = lane.of_each(recorded_blocks(inputs, counts)), lane.of(result)
+    yield LocalCopy(result, blocks[group.rank])
+    yield from pairwise.reduce_scatter(group.rank, group.size, blocks, result)
+    if kernels.averages:
+        yield LocalDivision(result, group.size)
+
+
+def _reduce_scatter_wide(group: GroupContext, blocks: Blocks, result: Memory, kernels: Arithmetic) -> Schedule:
+    own = Memory(blocks[group.rank].tensor.to(kernels.accumulator), wire=result.dtype)
     yield from pairwise.reduce_scatter(group.rank, group.size, blocks, own)
     if kernels.averages:
         divide(own.tensor, group.size)
-    if own is not result:
-        result.tensor.copy_(own.tensor)
+    result.tensor.copy_(own.tensor)

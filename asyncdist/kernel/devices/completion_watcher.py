@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.kernel.devices.work import DeviceWork
 from asyncdist.kernel.engine.operation import Plan
@@ -92,7 +93,7 @@ class CompletionWatcher:
         slow: Callable[[Pending], None] = _nothing,
         late: Callable[[Pending], None] = _nothing,
         broken: Callable[[Pending, Exception], None] = _nothing,
-        calm: Callable[[], None] = _nothing,
+        calm: Callback = _nothing,
     ) -> None:
         self._thread = DaemonThreadPool(name, max_threads=1, idle_timeout=0.0)
         self._slow, self._late, self._broken, self._calm = slow, late, broken, calm

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.daemon_threads import SerialExecutor
 from asyncdist.base.deadline import seconds
 from asyncdist.base.error_text import describe_error
@@ -221,7 +222,7 @@ class DeviceGroup(CollectiveOps):
         elif not pending.work.failed:
             self._guarded(pending, functools.partial(do, pending, before))
 
-    def _guarded(self, pending: Pending, do: Callable[[], None]) -> None:
+    def _guarded(self, pending: Pending, do: Callback) -> None:
         try:
             do()
         except Exception as cause:

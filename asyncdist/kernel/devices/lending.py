@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from asyncdist.base.callables import Predicate
 from asyncdist.base.daemon_threads import SerialExecutor
 from asyncdist.base.error_text import describe_error
 from asyncdist.kernel.devices.completion_watcher import CompletionWatcher
@@ -122,7 +123,7 @@ class DeviceLending:
         await self._run(loans.verify, owner, probe)
 
     async def read(
-        self, owner: str, kind: str, lent: Sequence[tuple[int, bytes]], is_wanted: Callable[[], bool]
+        self, owner: str, kind: str, lent: Sequence[tuple[int, bytes]], is_wanted: Predicate
     ) -> list[torch.Tensor] | None:
         """Copy lent tensors to the current device of a kind, when they are ready.
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.daemon_threads import SerialExecutor
 from asyncdist.errors import MismatchError
 from asyncdist.kernel.collectives import p2p
@@ -73,7 +74,7 @@ class DevicePointToPoint:
         context: DeviceContext,
         backend_classes: Sequence[type[DeviceCollectives]],
         watch: CompletionWatcher,
-        guarded: Callable[[Pending, Callable[[], None]], None],
+        guarded: Callable[[Pending, Callback], None],
     ) -> None:
         self.executor = SerialExecutor(f"asyncdist-{context.streams.device}-messages")
         self._host = host

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from asyncdist.base import lifecycle
+from asyncdist.base.callables import Callback
 from asyncdist.base.deadline import Timeout, seconds, wait_until_set
 from asyncdist.errors import UsageError, WaitTimeoutError
 from asyncdist.kernel.engine.work import Work
@@ -39,7 +40,7 @@ class DeviceWork(Work):
     ``await`` return only when the data is there.
     """
 
-    hurry: Callable[[], object] = staticmethod(lambda: None)
+    hurry: Callback = staticmethod(lambda: None)
     """Called when something waits for the device, once the operation is enqueued: the completion watcher then polls."""
 
     def __init__(self, streams: Streams, home: Progress | None = None, *, waits_for_peers: bool = True) -> None:
@@ -51,7 +52,7 @@ class DeviceWork(Work):
         self._awaited: HostWork | None = None
         self._waiters: list[threading.Event] = []
         """Set when `suspended` is called, and when the operation is enqueued or has failed."""
-        self._enqueue_callbacks: list[Callable[[], object]] | None = []
+        self._enqueue_callbacks: list[Callback] | None = []
         """None once the operation is enqueued or has failed."""
 
     # -- the executor's side -----------------------------------------------------------------------
@@ -93,7 +94,7 @@ class DeviceWork(Work):
 
     # -- order of streams ----------------------------------------------------------------------
 
-    def when_enqueued(self, call: Callable[[], object]) -> None:
+    def when_enqueued(self, call: Callback) -> None:
         """Call ``call`` once, when the operation is enqueued or has failed. The callback must be short."""
         with _enqueue_lock:
             if self._enqueue_callbacks is not None:
@@ -211,7 +212,7 @@ class DeviceWork(Work):
                         awaited.wait(left)
                 else:
                     # For as long as a device takes, this thread drives nothing.
-                    with contextlib.nullcontext() if self._home is None else self._home.promises.withdrawn():
+                    with contextlib.nullcontext() if self._home is None else self._home.promises.make(made=False):
                         wait_until_set(moved, left)
         finally:
             self._waiters.remove(moved)

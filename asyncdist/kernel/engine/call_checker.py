@@ -7,9 +7,10 @@ therefore sends its peers the fingerprint of its call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from asyncdist.errors import GroupError, MismatchError
+from asyncdist.errors import MismatchError
+from asyncdist.kernel.engine.group_failures import GroupFailures
 from asyncdist.kernel.engine.operation import Channel, Operation
 from asyncdist.kernel.tracing.call_text import describe_call
 from asyncdist.kernel.tracing.recorder import Recorder
@@ -21,21 +22,18 @@ class CollectiveChecker:
 
     Args:
         recorder: The flight recorder, which has the fingerprints of completed calls.
-        channels: The open groups, by the first 8 bytes of their messages' keys.
-        operations: The pending operations, by the first 12 bytes.
-        fail: Fails a group in which calls differ.
+        failures: The open groups; a group in which calls differ fails.
+        operations: The pending operations, by the first 12 bytes of their messages' keys.
     """
 
     def __init__(
         self,
         recorder: Recorder,
-        channels: Mapping[bytes, Channel],
+        failures: GroupFailures,
         operations: Mapping[bytes, Operation],
-        fail: Callable[[Channel, GroupError], None],
     ) -> None:
-        self._recorder = recorder
-        self._channels, self._operations = channels, operations
-        self._fail = fail
+        self._recorder, self._operations = recorder, operations
+        self._channels, self._fail = failures.channels, failures.fail
         self.early_calls: dict[bytes, set[tuple[int, int]]] = {}
         """(peer, fingerprint) of calls that peers have made before this rank, by the operation's key."""
 

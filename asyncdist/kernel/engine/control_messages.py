@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import msgpack
 
@@ -45,8 +46,15 @@ def call_notice(peer: int, operation: bytes, fingerprint: int) -> Outgoing:
     return Outgoing(peer, operation + bytes(4), 0, memoryview(fingerprint.to_bytes(8, "little")), None, CALLED)
 
 
-def decode_abort(body: bytes, peer: int, rank: int, problem: Callable[[Sequence[int]], str]) -> GroupError:
-    """Return the error for ``rank`` of a notice from ``peer``; ``problem`` describes why ranks cannot be reached."""
+class Connectivity(Protocol):
+    """The part of the endpoint that explains errors."""
+
+    def connectivity_problem(self, peers: Iterable[int]) -> str:
+        """Describe why peers cannot be reached."""
+
+
+def decode_abort(body: bytes, peer: int, rank: int, connectivity: Connectivity) -> GroupError:
+    """Return the error for ``rank`` of a notice from ``peer``."""
     try:
         notice = msgpack.unpackb(body)
         kind, reason, by = str(notice["kind"]), str(notice["reason"]), int(notice["by"])
@@ -63,7 +71,7 @@ def decode_abort(body: bytes, peer: int, rank: int, problem: Callable[[Sequence[
         error = MismatchError(by, f"rank {by} found that {reason}" if "found that" not in reason else reason)
     elif kind == OperationTimeoutError.__name__:
         error = GroupAbortedError(f"rank {by} {reason}", peer=by)
-        error.explain(problem([by]))
+        error.explain(connectivity.connectivity_problem([by]))
     else:
         error = GroupAbortedError(reason if reason.startswith("rank") else f"rank {by}: {reason}", peer=by)
     if isinstance(error, PeerLostError):

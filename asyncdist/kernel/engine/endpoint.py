@@ -12,12 +12,13 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from time import monotonic
 from typing import Any
 
 from asyncdist.base import lifecycle
+from asyncdist.base.callables import Callback
 from asyncdist.base.error_text import describe_error
 from asyncdist.base.timers import TimerTable
 from asyncdist.config import DEFAULT_LANES, Config
@@ -111,19 +112,19 @@ class Endpoint:
         # Bound here, because a forwarding method would cost each call a Python frame.
         self.fail, self.gone, self.lost, self.suspect = failures.fail, failures.gone, failures.lost, failures.suspect
         self.open, self.end = failures.open, failures.end
-        self._checker = CollectiveChecker(self.recorder, failures.channels, self.operations, failures.fail)
-        self.difference = self._checker.difference
-        self.direct_calls = DirectCalls(self, self.operations, self._checker, scratch, self.progress.waiting)
+        self.checker = CollectiveChecker(self.recorder, failures, self.operations)
+        self.difference = self.checker.difference
+        self.direct_calls = DirectCalls(self, self.operations, self.checker, scratch, self.progress.waiting)
         self._probes = WaitProbes(self, monotonic)
         self.processes: Sequence[dict[str, Any] | None] = ()
         """The identities of all ranks' processes, by rank. Without them no process of a peer is known to have ended."""
         self.agreements = Agreements(rank, failures, self.timers, self)
         failures.observers.append(self._on_change)
         self._heartbeat = Heartbeat(rank, config.heartbeat, self.transport_selector, failures, self)
-        failures.silence_of = self._heartbeat.silence_of
+        self.silence_of = self._heartbeat.silence_of
         self.model = Model(segment_nbytes=config.segment_nbytes)
         """Selects the schedules of groups that are made from now on; equal on all ranks."""
-        self.finished: list[Callable[[], None]] = []
+        self.finished: list[Callback] = []
         self.backend = backend
         self.core_use = CoreUse(self._pids)
         self.others_compete = self.core_use.others_compete
@@ -135,7 +136,7 @@ class Endpoint:
         """Start every transport's listener at this machine's address; return the addresses by transport."""
         addresses = {transport.name: transport.listen(where) for transport in self.transport_selector.transports}
         # A peer that opens its world earlier may connect from now on, and expects an answer.
-        self._heartbeat.start(self.progress.look)
+        self._heartbeat.start(self.progress)
         return addresses
 
     async def probe_peers(self, addresses: Sequence[Addresses], timeout: float) -> dict[str, list[int]]:
@@ -230,15 +231,15 @@ class Endpoint:
         """Begin an operation. The caller holds the lock."""
         self.progress.turns.assert_held()
         channel = operation.channel
-        if self._checker.early_calls:
-            self._checker.compare(channel, operation.key, operation.plan.fingerprint)
+        if self.checker.early_calls:
+            self.checker.compare(channel, operation.key, operation.plan.fingerprint)
         channel.started += 1
         channel.highest = max(channel.highest, operation.sequence)
         self._executor.start(operation)
 
     def discard(self, prefix: bytes) -> None:
         """Drop the messages of a group, by the first 8 bytes of their keys."""
-        self._checker.forget(prefix)
+        self.checker.forget(prefix)
         for inbox in self.inboxes.values():
             inbox.purge(prefix)
 
@@ -359,7 +360,7 @@ class Endpoint:
             self.links.pop(peer, None)
             self.agreements.on_loss(peer)
 
-    def call_later(self, callback: Callable[[], None]) -> None:
+    def call_later(self, callback: Callback) -> None:
         """Call a function of the program's after the lock is released."""
         self.finished.append(callback)
 
@@ -381,7 +382,7 @@ class Endpoint:
                 return receive
             self.mismatch(peer, receive, fingerprint, nbytes)
             return DiscardReceive(peer, key, nbytes)
-        if key[:8] in self.failures.ended or self._checker.refuses(peer, key, fingerprint):
+        if key[:8] in self.failures.ended or self.checker.refuses(peer, key, fingerprint):
             return DiscardReceive(peer, key, nbytes)
         return None
 
@@ -407,11 +408,11 @@ class Endpoint:
         elif self.failures.drops(key):
             return
         elif kind == ABORT:
-            error = self.failures.on_abort(peer, key, body, self.connectivity_problem)
+            error = self.failures.on_abort(peer, key, body)
             # Later, because a look reads from connections, and this message is being read from one.
             self.post(functools.partial(self._heartbeat.on_loss_elsewhere, error))
         elif kind == CALLED and key[:8] not in self.failures.ended:
-            self._checker.answer(peer, key, int.from_bytes(body, "little"))
+            self.checker.answer(peer, key, int.from_bytes(body, "little"))
         elif kind == PROBE:
             self._probes.on_probe(peer, key, body)
         elif kind == WAITING:
@@ -421,7 +422,7 @@ class Endpoint:
         elif kind == HEARD:
             self._heartbeat.on_answer(peer, body)
 
-    def post(self, action: Callable[[], None]) -> None:
+    def post(self, action: Callback) -> None:
         self.progress.post(action)
 
     def closing_frames(self, peer: int) -> bytes:
@@ -483,7 +484,7 @@ class Endpoint:
         self.timers.run_due(now)
         self._executor.expire(now)
 
-    def take_finished(self) -> list[Callable[[], None]]:
+    def take_finished(self) -> list[Callback]:
         finished, self.finished = self.finished, []
         return finished
 

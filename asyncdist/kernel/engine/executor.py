@@ -10,9 +10,10 @@ import itertools
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+from asyncdist.base.callables import Callback
 from asyncdist.errors import GroupError, TransportUnavailableError
 from asyncdist.kernel.algorithms.schedule import Combine, Recv, Reduce, Schedule, Send
 from asyncdist.kernel.engine.operation import (
@@ -68,7 +69,7 @@ class Peers(Protocol):
 
     def timeout_error(self, operation: Operation) -> GroupError: ...
 
-    def call_later(self, callback: Callable[[], None]) -> None: ...
+    def call_later(self, callback: Callback) -> None: ...
 
 
 class Executor:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, Protocol
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.descriptors import is_exhausted
 from asyncdist.base.timers import TimerTable
 from asyncdist.config import Config
@@ -61,8 +62,14 @@ class FailureHost(Protocol):
     def read_arrived(self, peer: int) -> None:
         """Read what has arrived from a peer."""
 
-    def call_later(self, callback: Callable[[], None]) -> None:
+    def call_later(self, callback: Callback) -> None:
         """Let a driver call a function, before the callbacks of operations that fail later."""
+
+    def silence_of(self, peer: int) -> float | None:
+        """Return the seconds since a peer was last heard; None if it is not watched."""
+
+    def connectivity_problem(self, peers: Iterable[int]) -> str:
+        """Describe why peers cannot be reached."""
 
 
 class GroupFailures:
@@ -104,8 +111,6 @@ class GroupFailures:
         """Called with each peer that is lost, suspected or has recovered, and why."""
         self.left: dict[int, str] = {}
         """The peers that have said goodbye, and why. They take part in nothing any more."""
-        self.silence_of: Callable[[int], float | None] = _unknown
-        """Returns the seconds since a peer was last heard; None if it is not watched."""
         self._excluded_by: set[int] = set()
         self._generations: dict[bytes, int] = {}
         """The generations of the groups that have regrouped, by name: of the others no earlier frames exist."""
@@ -246,12 +251,9 @@ class GroupFailures:
         """Return whether a peer is neither lost nor leaving."""
         return peer not in self.lost_peers and peer not in self.left
 
-    def on_abort(self, peer: int, key: bytes, body: bytes, problem: Callable[[Iterable[int]], str]) -> GroupError:
-        """Handle a peer's notice that a group has failed, and return the error that it names.
-
-        ``problem`` describes why peers cannot be reached.
-        """
-        error = decode_abort(body, peer, self._rank, problem)
+    def on_abort(self, peer: int, key: bytes, body: bytes) -> GroupError:
+        """Handle a peer's notice that a group has failed, and return the error that it names."""
+        error = decode_abort(body, peer, self._rank, self._host)
         channel = self.channels.get(key[:8])
         if channel is not None:
             self.fail(channel, error, notified_by=peer)
@@ -294,7 +296,7 @@ class GroupFailures:
         if last_heard is not None:
             error.noticed, error.last_heard = "heartbeat", last_heard
         else:
-            error.last_heard = self.silence_of(peer)
+            error.last_heard = self._host.silence_of(peer)
         for channel in list(self.channels.values()):
             if peer in channel.members and (peer not in self.left or self._waits_for(channel, peer)):
                 self.fail(channel, error)
@@ -350,7 +352,3 @@ class GroupFailures:
         for channel in self.channels.values():
             channel.error = channel.error or error
             self._executor.abandon(channel, error)
-
-
-def _unknown(peer: int) -> None:
-    return None

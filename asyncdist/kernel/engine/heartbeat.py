@@ -13,15 +13,17 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Set
 from time import monotonic
 from typing import Protocol
 
 import msgpack
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.daemon_threads import periodic_calls
 from asyncdist.errors import GroupError, PeerLostError, ranks
 from asyncdist.kernel.engine.group_failures import GroupFailures
+from asyncdist.kernel.engine.progress import Progress
 from asyncdist.kernel.engine.transport_selector import TransportSelector
 from asyncdist.kernel.transport.base import Transport
 from asyncdist.kernel.transport.wire_format import HEARD, SUSPECT
@@ -43,7 +45,7 @@ class HeartbeatHost(Protocol):
 
     def state_of(self, peer: int) -> ProcessState | None: ...
 
-    def call_later(self, callback: Callable[[], None]) -> None:
+    def call_later(self, callback: Callback) -> None:
         """Let a driver call a function: a log handler may take long, and the thread must go on beating."""
 
 
@@ -70,36 +72,36 @@ class Heartbeat:
         self._detectors: dict[Transport, Detector] = {
             transport: Detector(timeout, selector.on_host_of) for transport in beating
         }
-        self._run: Callable[[Callable[[], bool]], None] | None = None
+        self._progress: Progress | None = None
         # Held for a pulse, which must not write into the memory of a closed transport.
         self._pulse_lock = threading.Lock()
         self._pulsed_at = 0.0
 
-    def start(self, run: Callable[[Callable[[], bool]], None]) -> None:
-        """Begin to beat; ``run`` is `Progress.look` of the rank. Idempotent."""
-        if self._detectors and self._run is None:
-            self._run, self._pulsed_at = run, monotonic()
+    def start(self, progress: Progress) -> None:
+        """Begin to beat, and to look for the beats of peers under the lock of the rank's ``progress``. Idempotent."""
+        if self._detectors and self._progress is None:
+            self._progress, self._pulsed_at = progress, monotonic()
             periodic_calls.start(self._beat, self._timeout / BEATS)
 
     def stop(self) -> None:
         """Stop beating, before the transports close. Idempotent."""
         periodic_calls.stop(self._beat)
         with self._pulse_lock:
-            self._run = None
+            self._progress = None
 
     def after_fork_in_child(self) -> None:
         """Stop without waiting for a thread that does not exist here."""
-        self._pulse_lock, self._run = threading.Lock(), None
+        self._pulse_lock, self._progress = threading.Lock(), None
 
     def _beat(self) -> None:
         with self._pulse_lock:
-            run = self._run
-            if run is None:
+            progress = self._progress
+            if progress is None:
                 return
             for transport in self._detectors:
                 transport.pulse()
         pulsed_at, self._pulsed_at = self._pulsed_at, monotonic()
-        run(functools.partial(self._look, self._pulsed_at - pulsed_at))
+        progress.look(functools.partial(self._look, self._pulsed_at - pulsed_at))
 
     def silences(self) -> dict[int, float]:
         """Return the seconds since each watched peer was last heard. Any thread may call it."""
@@ -125,7 +127,7 @@ class Heartbeat:
 
         ``passed`` are the seconds since the last beat.
         """
-        if self._run is None:
+        if self._progress is None:
             return False
         changed = passed > SUSPECTED_AFTER * self._timeout
         if changed:
@@ -158,7 +160,7 @@ class Heartbeat:
     def on_loss_elsewhere(self, error: GroupError) -> None:
         """Look at once, and not at the next beat, if a notice says that another rank has lost a silent one."""
         lost = error.peer if isinstance(error, PeerLostError) and error.noticed == "heartbeat" else None
-        if self._run is not None and isinstance(lost, int):
+        if self._progress is not None and isinstance(lost, int):
             for transport, detector in self._detectors.items():
                 self._look_at(transport, detector, {lost})
 

@@ -6,9 +6,14 @@ import select
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
+from asyncdist.base.callables import Callback, Predicate
 from asyncdist.kernel.transport.base import Sleep, Wait
 
 READ, WRITE = select.POLLIN, select.POLLOUT
+
+
+DoneCallback = Callable[..., object]
+"""Is called with the work when it is complete."""
 
 
 class Finishable(Protocol):
@@ -16,21 +21,21 @@ class Finishable(Protocol):
 
     def is_completed(self) -> bool: ...
 
-    def add_done_callback(self, callback: Callable[..., object], /) -> None: ...
+    def add_done_callback(self, callback: DoneCallback, /) -> None: ...
 
-    def remove_done_callback(self, callback: Callable[..., object], /) -> None: ...
+    def remove_done_callback(self, callback: DoneCallback, /) -> None: ...
 
 
 class Until:
     """A condition that a driver waits for."""
 
-    def __init__(self, true: Callable[[], bool]) -> None:
+    def __init__(self, true: Predicate) -> None:
         self.is_completed = true
 
-    def add_done_callback(self, callback: Callable[..., object], /) -> None:
+    def add_done_callback(self, callback: DoneCallback, /) -> None:
         """Do nothing: a thread that stands by checks the condition again when the current driver stops."""
 
-    def remove_done_callback(self, callback: Callable[..., object], /) -> None:
+    def remove_done_callback(self, callback: DoneCallback, /) -> None:
         """Do nothing, as `add_done_callback` does."""
 
 
@@ -60,7 +65,7 @@ class Machine(Protocol):
         timers: The timers that wait for `expire`. Any thread may ask whether there are any.
     """
 
-    finished: list[Callable[[], None]]
+    finished: list[Callback]
 
     @property
     def timers(self) -> Sized: ...
@@ -104,5 +109,5 @@ class Machine(Protocol):
         """Fail everything: ``cause`` interrupted a transfer after an unknown number of bytes, or the process is out of
         file descriptors."""
 
-    def take_finished(self) -> list[Callable[[], None]]:
+    def take_finished(self) -> list[Callback]:
         """Return and remove the callbacks of completed operations, which the caller runs without the lock."""

@@ -63,6 +63,10 @@ class Plan:
     only_receives: bool = False
 
 
+PlanOf = Callable[..., Plan]
+"""``make(context, *arguments)`` plans a call."""
+
+
 class Channel:
     """The executor's view of a group: its members by group rank, its error if it failed, and its sequence numbers."""
 

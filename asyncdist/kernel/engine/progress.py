@@ -26,11 +26,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from asyncio import _get_running_loop
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from threading import get_ident
 from time import monotonic
 
 from asyncdist.base.call_site import refuse_await
+from asyncdist.base.callables import Callback, Predicate
 from asyncdist.base.deadline import wait_until_set
 from asyncdist.errors import LoopThreadError, UsageError
 from asyncdist.kernel.engine.drivers.attempts import Attempts
@@ -84,7 +85,7 @@ class Progress:
         """The loop that drives while no thread blocks."""
         return self.home.loop
 
-    def submit(self, action: Callable[[], None]) -> None:
+    def submit(self, action: Callback) -> None:
         """Run ``action`` under the lock: now if the lock is free, else on the thread that holds it."""
         turns = self.turns
         turns.inbox.append(action)
@@ -92,7 +93,7 @@ class Progress:
             pass
         self._wake_idle()
 
-    def look(self, action: Callable[[], bool]) -> None:
+    def look(self, action: Predicate) -> None:
         """Run ``action`` under the lock, before the actions in the queue; let a driver continue if it returns True.
 
         The thread that holds the lock runs it if the lock is not free. The calling thread must go on beating, so it
@@ -114,7 +115,7 @@ class Progress:
             if not turns.is_driven:
                 self._schedule_loop()
 
-    def post(self, action: Callable[[], None]) -> None:
+    def post(self, action: Callback) -> None:
         """Let a driver run ``action`` soon. Safe to call while the lock of another machine is held."""
         turns = self.turns
         turns.inbox.append(action)
@@ -172,7 +173,7 @@ class Progress:
             if running is self.loop:
                 raise LoopThreadError(what)
 
-    def drive(self, work: Finishable, until: float, start: Callable[[], None] | None = None) -> None:
+    def drive(self, work: Finishable, until: float, start: Callback | None = None) -> None:
         """Drive, or wait for another driver, until ``work`` is completed or the monotonic time is ``until``.
 
         A callback, or a signal handler that has interrupted the thread's sleep, may call it in a call of `drive`.

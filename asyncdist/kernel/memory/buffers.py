@@ -51,7 +51,7 @@ class Memory:
 
     def __init__(self, tensor: torch.Tensor, *, wire: torch.dtype | None = None) -> None:
         if tensor.is_inference():
-            tensor = _outside_inference_mode(tensor)
+            tensor = outside_inference_mode(tensor)
         self._base: Memory | None = None
         self.tensor = tensor
         self.dtype = dtype = tensor.dtype
@@ -65,7 +65,7 @@ class Memory:
     def unbound(cls, count: int, dtype: torch.dtype) -> Memory:
         """Return memory of ``count`` elements for the tensors of several calls in turn.
 
-        The caller sets ``view``, for this memory and each range of it, to what `view_at` returns. `bind` sets ``tensor``.
+        The caller sets ``view``, for this memory and each range of it, to what `view_at` returns, and ``tensor``.
         """
         memory = cls.__new__(cls)
         memory._base, memory.wire = None, None
@@ -73,16 +73,6 @@ class Memory:
         memory.start, memory.stop, memory.count = 0, count, count
         memory.nbytes = count * memory.itemsize
         return memory
-
-    def bind(self, tensor: torch.Tensor) -> None:
-        """Let ``tensor`` be a contiguous tensor, as one dimension, until `unbind`."""
-        if tensor.is_inference():
-            tensor = _outside_inference_mode(tensor)
-        self.tensor = tensor if tensor.dim() == 1 and tensor.stride(0) == 1 else tensor.as_strided((self.count,), (1,))
-
-    def unbind(self) -> None:
-        """Forget the tensor."""
-        del self.tensor
 
     def located(self) -> tuple[Memory, int]:
         """Return the memory of the whole tensor of which this is a range, and the offset in it in bytes."""
@@ -156,7 +146,7 @@ def view_at(address: int, nbytes: int) -> memoryview:
     return memoryview(shown).cast("B")
 
 
-def _outside_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
+def outside_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of an inference tensor as a tensor that can be written outside of inference mode."""
     with torch.inference_mode(False):
         if tensor.numel() == 0:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.base.ops import PremulSum, ReduceOp, Reduction
 from asyncdist.errors import UnsupportedError
 
@@ -33,7 +34,7 @@ _TORCH: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-_NUMPY: dict[ReduceOp, Callable[..., Any]] = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
+_NUMPY: dict[ReduceOp, AnyFunction] = {ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
 _ORDERED = frozenset(_NUMPY)
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _BITWISE = frozenset((ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR))

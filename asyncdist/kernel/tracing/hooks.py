@@ -82,6 +82,8 @@ class OperationRecord(NamedTuple):
 
 
 HookFunction = Callable[[OperationRecord], object]
+_Function = Callable[[Any], object]
+"""A `HookFunction`, or a function that takes the entry."""
 
 
 class Hook:
@@ -91,14 +93,14 @@ class Hook:
 
     def __init__(
         self,
-        on_start: Callable[[Any], object] | None,
-        on_end: Callable[[Any], object] | None,
-        on_error: Callable[[Any], object] | None,
+        on_start: _Function | None,
+        on_end: _Function | None,
+        on_error: _Function | None,
         remove: Callable[[Hook], None],
         *,
         takes_entry: bool = False,
     ) -> None:
-        self.functions: tuple[Callable[[Any], object] | None, ...] = on_start, on_end, on_error
+        self.functions: tuple[_Function | None, ...] = on_start, on_end, on_error
         self.takes_entry = takes_entry
         self._remove = remove
         self._has_failed = False
@@ -114,7 +116,7 @@ class Hook:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def failed(self, function: Callable[[Any], object], entry: ObservedEntry) -> None:
+    def failed(self, function: _Function, entry: ObservedEntry) -> None:
         """Log the exception that is being handled, if it is the first one of this hook."""
         if not self._has_failed:
             self._has_failed = True

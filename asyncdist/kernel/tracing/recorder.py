@@ -86,12 +86,18 @@ class Entry:
         return {name: getattr(self, name) for name in names} | {"call": call}
 
 
+Details = Callable[[], Mapping[str, Any]]
+"""Returns further values for a dump or a status."""
+LastNumber = Callable[[], int]
+"""Returns the number of the last collective of a group; 0 without one."""
+
+
 class _RecordedGroup(NamedTuple):
     """A group's ranks, a function that returns the number of its last collective, and one that describes its state."""
 
     ranks: Sequence[int]
-    last_number: Callable[[], int]
-    describe: Callable[[], Mapping[str, Any]]
+    last_number: LastNumber
+    describe: Details
 
 
 class Recorder:
@@ -119,7 +125,7 @@ class Recorder:
         self.dump_dir = dump_dir
         self.pending: list[Callable[[], Iterable[Entry]]] = []
         self.progress: list[Callable[[], Mapping[Entry, dict[str, Any]]]] = []
-        self.details: list[Callable[[], Mapping[str, Any]]] = []
+        self.details: list[Details] = []
         self.dropped_frames = 0
         """The number of frames that arrived for an earlier generation of a group, and were dropped."""
         self._groups: dict[str, _RecordedGroup] = {}
@@ -141,8 +147,8 @@ class Recorder:
         self,
         name: str,
         ranks: Sequence[int],
-        last_number: Callable[[], int],
-        describe: Callable[[], Mapping[str, Any]] = dict,
+        last_number: LastNumber,
+        describe: Details = dict,
     ) -> None:
         """Register a group.
 

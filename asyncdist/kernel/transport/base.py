@@ -26,6 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.timers import TimerTable
 from asyncdist.kernel.transport.matching import (
     DiscardReceive,
@@ -304,7 +305,7 @@ class Host(MatchingHost, Protocol):
     def closing_frames(self, peer: int) -> bytes:
         """Return the frames to write before a connection to a peer is closed: the failures of groups, then goodbye."""
 
-    def post(self, action: Callable[[], None]) -> None:
+    def post(self, action: Callback) -> None:
         """Run ``action`` soon under this endpoint's lock. Any thread may call this, under any other lock."""
 
     def retire(self, sock: socket.socket) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any, Protocol
 
 import torch
+
+from asyncdist.base.callables import Predicate
 
 
 class DeviceEvent(Protocol):
@@ -30,7 +31,7 @@ _SPIN_SECONDS = 50e-6
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
 
 
-def becomes_idle(streams: Streams, timeout: float, is_cancelled: Callable[[], bool] = lambda: False) -> bool:
+def becomes_idle(streams: Streams, timeout: float, is_cancelled: Predicate = lambda: False) -> bool:
     """Block until the device has completed all work in the communication stream; return whether it has.
 
     Returns False after ``timeout`` seconds, once ``is_cancelled()`` is true, and if the device has failed.
@@ -45,7 +46,7 @@ def becomes_idle(streams: Streams, timeout: float, is_cancelled: Callable[[], bo
         return False
 
 
-def passes(event: DeviceEvent, is_cancelled: Callable[[], bool]) -> bool:
+def passes(event: DeviceEvent, is_cancelled: Predicate) -> bool:
     """Block until the device has passed an event; return whether it has. False once ``is_cancelled()`` is true."""
     if completes_soon(event):
         return True

@@ -13,7 +13,7 @@ and roots are ranks in the group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from asyncdist.base.ops import Collective
-from asyncdist.kernel.algorithms.schedule import Schedule
+from asyncdist.kernel.algorithms.schedule import Schedule, ScheduleOf
 from asyncdist.kernel.memory.buffers import Memory, block_memories, copy_overlapping_rows, flat_memory
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic
 
@@ -62,7 +62,7 @@ class CallSignature:
         return self.kernels
 
 
-PreparedCall = Callable[..., Schedule]
+PreparedCall = ScheduleOf
 """``call(sequence, *tensors)`` returns the schedule of one call; ``sequence`` counts the group's collectives from 1.
 
 The tensors are contiguous and may overlap. Their order is that of the group's method:

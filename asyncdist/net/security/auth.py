@@ -92,6 +92,10 @@ def proof(token: str | None, side: bytes, purpose: str, nonces: bytes) -> bytes:
     return hmac.digest((token or "").encode(), b"|".join((side, purpose.encode(), nonces)), "sha256")
 
 
+Write = Callable[[bytes], object]
+"""Sends bytes to the peer."""
+
+
 class HandshakeDriver:
     """Runs a handshake: over bytes that the caller passes to `feed`, or reads with `pump`. Both raise its errors.
 
@@ -100,7 +104,7 @@ class HandshakeDriver:
         write: Called with the bytes to send, the first time by the constructor.
     """
 
-    def __init__(self, handshake: Handshake, write: Callable[[bytes], object]) -> None:
+    def __init__(self, handshake: Handshake, write: Write) -> None:
         self._handshake = handshake
         self._write = write
         self._buffer = bytearray()
@@ -109,12 +113,12 @@ class HandshakeDriver:
         self._handle(next(handshake))
 
     @classmethod
-    def dialling(cls, token: str | None, purpose: str, write: Callable[[bytes], object]) -> Self:
+    def dialling(cls, token: str | None, purpose: str, write: Write) -> Self:
         """Return the side of `dial`."""
         return cls(dial(token, purpose, os.urandom(NONCE_NBYTES)), write)
 
     @classmethod
-    def accepting(cls, token: str | None, purpose: str, write: Callable[[bytes], object]) -> Self:
+    def accepting(cls, token: str | None, purpose: str, write: Write) -> Self:
         """Return the side of `accept`."""
         return cls(accept(token, purpose, os.urandom(NONCE_NBYTES)), write)
 

@@ -18,7 +18,7 @@ from asyncdist.base import lifecycle
 from asyncdist.errors import AuthenticationError
 from asyncdist.net.host_watch import tune
 from asyncdist.net.loop_socket import LoopSocket, prove
-from asyncdist.net.security.auth import HandshakeDriver
+from asyncdist.net.security.auth import HandshakeDriver, Write
 from asyncdist.net.security.tls import TlsSocket
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)
@@ -90,7 +90,7 @@ async def accept(sock: socket.socket, security: Security) -> LoopSocket:
 async def _begun(
     sock: socket.socket,
     tls: TlsSocket | None,
-    side: Callable[[str | None, str, Callable[[bytes], object]], HandshakeDriver],
+    side: Callable[[str | None, str, Write], HandshakeDriver],
     security: Security,
 ) -> LoopSocket:
     connection = LoopSocket(sock)

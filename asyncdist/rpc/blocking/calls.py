@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from asyncdist.base.background_loop import background_loop
+from asyncdist.base.callables import AnyFunction
 from asyncdist.errors import NotInitializedError
 from asyncdist.kernel import call_in_thread
 from asyncdist.rpc.blocking.agent import UNSET_TIMEOUT, WorkerInfo, current_agent
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 def rpc_sync(
     to: str | int | WorkerInfo,
-    func: Callable[..., Any],
+    func: AnyFunction,
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
@@ -42,7 +43,7 @@ def rpc_sync(
 
 def rpc_async(
     to: str | int | WorkerInfo,
-    func: Callable[..., Any],
+    func: AnyFunction,
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,

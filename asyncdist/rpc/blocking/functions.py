@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.rpc.blocking.workers import ASYNC_EXECUTION
 
 
-def async_execution(function: Callable[..., Any]) -> Callable[..., Any]:
+def async_execution(function: AnyFunction) -> AnyFunction:
     """Mark a function that returns a future. The call ends with its result, and holds no thread until then.
 
     Args:

@@ -6,6 +6,7 @@ import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.errors import UnsupportedError
 from asyncdist.rpc.blocking.agent import UNSET_TIMEOUT, WorkerInfo, current_agent
 from asyncdist.rpc.blocking.calls import create, run, start
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 def remote(
     to: str | int | WorkerInfo,
-    func: Callable[..., Any],
+    func: AnyFunction,
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
@@ -106,5 +107,5 @@ class RRefProxy:
     def __init__(self, call: Callable[[str, list[Any], dict[str, Any]], Any]) -> None:
         self._call = call
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> AnyFunction:
         return lambda *args, **kwargs: self._call(name, list(args), kwargs)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from asyncdist.base.callables import AnyFunction
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.kernel import torch_private
 from asyncdist.rpc.failures import RaisedByFunction
@@ -39,11 +40,11 @@ class FunctionRunner:
         self.pool = DaemonThreadPool("asyncdist-rpc-worker", threads, idle_timeout=5.0)
         self.num_running = 0
 
-    async def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    async def run(self, function: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function in a thread, and return its result."""
         return await self._leaving(await self._call(function, args, kwargs))
 
-    async def _call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    async def _call(self, function: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         args, kwargs = self._arrived(list(args)), self._arrived(dict(kwargs))
         self.num_running += 1
         try:
@@ -54,9 +55,7 @@ class FunctionRunner:
         finally:
             self.num_running -= 1
 
-    async def create(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> RemoteReference:
+    async def create(self, function: AnyFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteReference:
         """Run a function in a thread, and return a reference to its result."""
         return current_session().refer(Held(await self._call(function, args, kwargs)))
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from asyncdist.base.callables import Callback
 from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.kernel import ReadMapping
 from asyncdist.net import IncomingMessage, PeerChannel
@@ -36,7 +37,7 @@ class MappedSource:
 
     mapping: ReadMapping
     selection: str
-    end: Callable[[], None]
+    end: Callback
 
 
 class Pull:

@@ -209,14 +209,14 @@ async def test_mismatch_is_found_when_the_peer_calls_later(transport, alike, eve
     async with world_of(2, transport=transport) as groups:
         zero, one = (group.world.new_group(None) for group in groups)
         waiting = asyncio.ensure_future(zero.reduce(ones(3), 0))
-        await eventually(lambda: one.endpoint._checker.early_calls)
+        await eventually(lambda: one.endpoint.checker.early_calls)
         late = one.reduce(ones(3), 0) if alike else one.broadcast(ones(3), 0)
         first, second = await outcomes([waiting, late])
         if alike:
             assert first.tolist() == [2.0] * 3
         else:
             assert [type(first), type(second)] == [MismatchError] * 2
-        assert one.endpoint._checker.early_calls == {}
+        assert one.endpoint.checker.early_calls == {}
 
 
 async def test_omitted_call_is_a_mismatch(transport):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import ctypes
 import gc
 import sys
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from asyncdist.errors import GroupAbortedError, MismatchError
 from asyncdist.kernel.algorithms import pairwise
 from asyncdist.kernel.algorithms.schedule import Send
 from asyncdist.kernel.collectives.recorded import LocalCopy, RecordedCall, recorded_blocks
-from asyncdist.kernel.engine.direct_calls import DirectStep
+from asyncdist.kernel.engine.direct_calls import MAX_DIRECT_NBYTES, DirectStep
+from asyncdist.kernel.memory.buffers import Scratch
 from asyncdist.kernel.transport.base import Receive
 from asyncdist.kernel.transport.wire_format import KEY
 from asyncdist.testing.cluster import world_of
@@ -205,8 +208,8 @@ async def test_blocks_of_an_all_to_all_are_striped_each_by_its_size(monkeypatch)
 @each_case
 @pytest.mark.parametrize("lanes", [1, 3])
 async def test_calls_in_flight_at_once(case, lanes, count):
-    """The ranks begin several calls before the others; only one of them uses the recorded places at a time."""
-    async with world_of(SIZE, transport="tcp", config=Config(lanes=lanes, stripe_nbytes=1 << 20)) as groups:
+    """The ranks begin several calls before the others. With three lanes large calls have three parts."""
+    async with world_of(SIZE, transport="tcp", config=Config(lanes=lanes, stripe_nbytes=40_000)) as groups:
         calls = [[case(group, turn) for turn in range(4)] for group in groups]
         works = [[call(out) for out, call, _ in of_rank] for of_rank in calls]
         for of_rank, of_calls in zip(works, calls, strict=True):
@@ -217,7 +220,7 @@ async def test_calls_in_flight_at_once(case, lanes, count):
 @each_case
 @pytest.mark.parametrize("fails", [False, True])
 async def test_no_tensor_is_kept_alive(case, fails, count):
-    async with world_of(SIZE, transport="tcp") as groups:
+    async with world_of(SIZE, transport="tcp", config=Config(lanes=2, stripe_nbytes=40_000)) as groups:
         for turn in range(2):
             calls = [case(group, turn) for group in groups]
             works = [call(out) for out, call, _ in calls[1:]]
@@ -308,7 +311,7 @@ def gathering(output, tensor):
         yield LocalCopy(blocks[0], own)
         yield from pairwise.all_gather(0, 2, blocks)
 
-    return RecordedCall(record, [output, tensor])
+    return RecordedCall([record], [output, tensor])
 
 
 def test_own_block_may_be_the_input():
@@ -319,27 +322,38 @@ def test_own_block_may_be_the_input():
 
 
 @pytest.mark.parametrize("start", [1, 2])
-def test_call_whose_input_overlaps_other_blocks_makes_its_own_steps(start):
+def test_call_whose_input_overlaps_other_blocks_reads_a_copy(start):
     output = torch.arange(4.0)
     call = gathering(torch.zeros(4), torch.zeros(2))
-    (step,) = call.schedule(output, output[start : start + 2])
-    assert type(step) is tuple
+    assert [type(step) for step in call.schedule(output, output[start : start + 2])] == [DirectStep]
     assert output.tolist() == [start, start + 1, 2, 3]
 
 
+def test_parts_of_one_call_read_copies_made_before_the_first_part_writes():
+    output = torch.arange(4.0)
+
+    def record(part, output, own):
+        yield LocalCopy(output.slice(2 * part, 2 * part + 2), own)
+
+    call = RecordedCall([partial(record, 0), partial(record, 1)], [torch.zeros(4), torch.zeros(2)])
+    for schedule in call.schedules(output, output[1:3]):
+        assert not list(schedule)
+    assert output.tolist() == [1, 2, 1, 2]
+
+
 def test_call_that_begins_during_another_reads_its_inputs_in_place():
-    """It makes its own steps, but copies inputs only if they overlap outputs."""
+    """It copies inputs only if they overlap outputs."""
     inputs = torch.ones(4)
 
     def record(output, own):
         yield LocalCopy(output, own)
         yield (Send(1, own),)
 
-    call = RecordedCall(record, [torch.zeros(4), inputs])
+    call = RecordedCall([record], [torch.zeros(4), inputs])
     first, second = (call.schedule(torch.zeros(4), inputs) for _ in range(2))
     next(first)
     ((send,),) = second
-    assert send.place.tensor.data_ptr() == inputs.data_ptr()
+    assert ctypes.addressof(ctypes.c_char.from_buffer(send.place.view)) == inputs.data_ptr()
 
 
 @pytest.mark.parametrize("algorithm", ["doubling", "halving", "ring"])
@@ -355,10 +369,24 @@ async def test_recorded_all_reduce_with_each_algorithm(algorithm, nbytes, op):
             assert all(out.eq(due).all() for out in outputs)
 
 
-def test_call_that_begins_during_another_makes_its_own_steps():
+def test_calls_at_the_same_time_have_a_recording_each_which_later_calls_use_again():
     call = gathering(torch.zeros(4), torch.zeros(2))
-    first, second, third = (call.schedule(torch.zeros(4), torch.ones(2)) for _ in range(3))
-    assert type(next(first)) is DirectStep
-    assert type(next(second)) is tuple
+    first, second = (call.schedule(torch.zeros(4), torch.ones(2)) for _ in range(2))
+    steps = [next(first), next(second)]
+    assert steps[0] is not steps[1]
     first.close()
-    assert type(next(third)) is DirectStep
+    second.close()
+    later = [call.schedule(torch.zeros(4), torch.ones(2)) for _ in range(2)]
+    assert {id(next(schedule)) for schedule in later} == set(map(id, steps))
+
+
+@pytest.mark.parametrize("count", [4, MAX_DIRECT_NBYTES])
+def test_large_scratch_returns_to_the_pool_after_each_call(count):
+    pool = Scratch()
+
+    def record(memory, scratch):
+        yield LocalCopy(scratch, memory)
+
+    call = RecordedCall([record], [torch.zeros(count)], scratch=[(count, torch.float32)], pool=pool)
+    list(call.schedule(torch.ones(count)))
+    assert pool.take(count, torch.float32).tensor.equal(torch.ones(count)) is (count > 4)

@@ -80,7 +80,7 @@ class Job:
 
     def rank(self, rank, *wires):
         self.ranks[rank] = one = Rank(self, rank, *wires)
-        one.heartbeat.start(lambda action: action())
+        one.heartbeat.start(SimpleNamespace(look=lambda action: action()))
         return one
 
     def pass_time(self, periods):

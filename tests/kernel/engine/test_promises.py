@@ -26,10 +26,10 @@ def test_promise_belongs_to_its_thread_and_ends_with_a_hand_over():
 def test_others_take_over_while_a_promise_is_withdrawn():
     handed_over = []
     promises = Promises(lambda: handed_over.append(promises.is_made_here()))
-    with promises.withdrawn():
+    with promises.make(made=False):
         assert handed_over == []
     with promises.make():
-        with promises.withdrawn():
+        with promises.make(made=False):
             assert not promises.is_made_here()
             assert handed_over == [False]
         assert promises.is_made_here()

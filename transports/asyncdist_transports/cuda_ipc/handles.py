@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from asyncdist.base.callables import Callback
 from asyncdist_transports.cuda_ipc.driver import HANDLE_NBYTES, Allocation, Driver
 
 _KEPT_MAPPINGS = 256
@@ -120,7 +120,7 @@ class Imports:
     and it is the least recently used one.
     """
 
-    def __init__(self, driver: Driver, wait_until_idle: Callable[[], None]) -> None:
+    def __init__(self, driver: Driver, wait_until_idle: Callback) -> None:
         self._driver = driver
         self._wait_until_idle = wait_until_idle
         self._mapped: OrderedDict[tuple[Peer, int], _Mapping] = OrderedDict()

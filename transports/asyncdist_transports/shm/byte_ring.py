@@ -7,9 +7,10 @@ the count of bytes read; both counts only grow. Each end behaves like a non-bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
+from asyncdist.base.callables import Callback
 from asyncdist_transports.shm.control_block import READ, WRITTEN
 from asyncdist_transports.shm.memory_order import Fence
 
@@ -29,7 +30,7 @@ class _RingEnd:
         own_words: memoryview,
         peer_words: memoryview,
         fence: Fence,
-        wake_peer: Callable[[], None],
+        wake_peer: Callback,
     ) -> None:
         self._memory, self._own_words, self._peer_words = memory, own_words, peer_words
         self._fence, self._wake_peer = fence, wake_peer

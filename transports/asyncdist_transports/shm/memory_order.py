@@ -25,11 +25,12 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable
+
+from asyncdist.base.callables import Callback
 
 _KEEPS_STORES_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 # Does nothing, where the processor keeps an order without a barrier: a function in C enters no Python frame.
-_nothing: Callable[[], object] = ().__len__
+_nothing: Callback = ().__len__
 
 
 class Fence:
@@ -49,7 +50,7 @@ class Fence:
             finally:
                 acquire()
 
-        self.full: Callable[[], None] = full
+        self.full: Callback = full
         """A full barrier: no load or store passes it in either direction."""
-        self.light: Callable[[], object] = _nothing if _KEEPS_STORES_IN_ORDER else full
+        self.light: Callback = _nothing if _KEEPS_STORES_IN_ORDER else full
         """A barrier that orders everything except a store followed by a load."""

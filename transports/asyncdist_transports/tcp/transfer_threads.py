@@ -18,8 +18,8 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable
 
+from asyncdist.base.callables import Callback, Predicate
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.kernel.transport.base import Host, Outgoing, Receive
 from asyncdist.kernel.transport.wire_format import HEADER_NBYTES
@@ -42,40 +42,38 @@ class Transfer:
             end of the connection.
         sock: The connection's socket.
         events: The poll events on which the thread waits for the connection.
-        returned: Called in the thread at the end, also after an error of the socket, unless `stop` was called before.
-        stopped: Called in `stop`.
+        lender: Gets the message back: from the thread at its end, also after an error of the socket, unless `stop` was
+            called before.
     """
 
     def __init__(
         self,
         message: Outgoing | Receive,
-        move: Callable[[], bool],
+        move: Predicate,
         sock: socket.socket,
         events: int,
-        returned: Callable[[Transfer], None],
-        stopped: Callable[[Transfer], object],
+        lender: Lender,
     ) -> None:
         self.message: Outgoing | Receive | None = message
         """None after `stop`: the thread may wait for the connection for some time, and keeps no memory alive."""
         self.error: Exception | None = None
         """The error of the reduction of a piece."""
-        self._move: Callable[[], bool] | None = move
+        self._move: Predicate | None = move
         self._sock, self._events = sock, events
-        self._returned: Callable[[Transfer], None] | None = returned
-        self._stopped: Callable[[Transfer], object] | None = stopped
+        self._lender: Lender | None = lender
         self._lock = threading.Lock()
         self._pid = os.getpid()
         message.transfer = self
 
     def stop(self) -> None:
         """Return when the thread does not touch the message any more. The driver may then move the rest."""
-        message, stopped = self.message, self._stopped
+        message, lender = self.message, self._lender
         # A forked child has no such thread. It may have a copy of a lock that the thread holds in the parent.
         with self._lock if os.getpid() == self._pid else contextlib.nullcontext():
-            self.message = self._move = self._returned = self._stopped = None
-        if message is not None and stopped is not None:
+            self.message = self._move = self._lender = None
+        if message is not None and lender is not None:
             message.transfer = None
-            stopped(self)
+            lender.take_back()
 
     def run(self) -> None:
         """Move the message, in a thread."""
@@ -94,9 +92,9 @@ class Transfer:
             self.error = error
         finally:
             with self._lock:
-                returned = self._returned
-            if returned is not None:
-                returned(self)
+                message, lender = self.message, self._lender
+            if message is not None and lender is not None:
+                lender.return_soon(self, message)
 
     def _move_some(self) -> bool:
         """Move bytes until the kernel takes or has no more; return whether bytes are left."""
@@ -119,65 +117,28 @@ class TransferThreads:
     """
 
     def __init__(self, host: Host) -> None:
-        self._host = host
+        self.host = host
         self._pool: DaemonThreadPool | None = None
-        self._at_work = 0
+        self.at_work = 0
 
     @property
     def is_free(self) -> bool:
         """Whether another thread may be at work."""
-        if self._at_work >= _MOST_THREADS:
+        if self.at_work >= _MOST_THREADS:
             return False
-        setting = self._host.config.tcp_threads
-        return setting == "always" or (setting == "auto" and self._host.others_compete())
+        setting = self.host.config.tcp_threads
+        return setting == "always" or (setting == "auto" and self.host.others_compete())
 
-    def begin(
-        self,
-        message: Outgoing | Receive,
-        move: Callable[[], bool],
-        sock: socket.socket,
-        events: int,
-        taken_back: Callable[[], object],
-        go_on: Callable[[], object],
-    ) -> Transfer | None:
-        """Let a thread move a message; return None if the process can start no thread.
-
-        Args:
-            message: The message.
-            move: See `Transfer`.
-            sock: The connection's socket.
-            events: The poll events on which the thread waits for the connection.
-            taken_back: Called under the driver's lock when the driver may move messages again.
-            go_on: Called after that, unless the thread was stopped.
-        """
-
-        def stopped(transfer: Transfer) -> None:
-            self._at_work -= 1
-            taken_back()
-
-        def end(transfer: Transfer) -> None:
-            # It was not stopped between the end of the thread and now.
-            if message.transfer is transfer:
-                message.transfer = None
-                stopped(transfer)
-                if transfer.error is not None:
-                    raise transfer.error
-                go_on()
-
-        def returned(transfer: Transfer) -> None:
-            self._host.post(functools.partial(end, transfer))
-
-        transfer = Transfer(message, move, sock, events, returned, stopped)
+    def begin(self, transfer: Transfer) -> bool:
+        """Let a thread run a transfer; return False if the process can start no thread."""
         self._pool = self._pool or DaemonThreadPool("asyncdist-tcp", _MOST_THREADS, idle_timeout=_IDLE_TIMEOUT)
-        self._at_work += 1
         try:
             self._pool.submit(transfer.run)
         # No thread can be started: the process has too many, or ends.
         except RuntimeError:
-            message.transfer = None
-            self._at_work -= 1
-            return None
-        return transfer
+            return False
+        self.at_work += 1
+        return True
 
     def close(self) -> None:
         """Let the threads end. Every connection has stopped its thread."""
@@ -197,7 +158,7 @@ class Lender:
         transfer: The message that a thread moves now; None if the driver may move messages.
     """
 
-    def __init__(self, threads: TransferThreads, go_on: Callable[[], object]) -> None:
+    def __init__(self, threads: TransferThreads, go_on: Callback) -> None:
         self._threads, self._go_on = threads, go_on
         self.transfer: Transfer | None = None
 
@@ -216,12 +177,29 @@ class Lender:
             return False
         return self._begin(receive, reader.receive_some, sock, select.POLLIN)
 
-    def _begin(self, message: Outgoing | Receive, move: Callable[[], bool], sock: socket.socket, events: int) -> bool:
-        self.transfer = self._threads.begin(message, move, sock, events, self._taken_back, self._go_on)
+    def _begin(self, message: Outgoing | Receive, move: Predicate, sock: socket.socket, events: int) -> bool:
+        self.transfer = Transfer(message, move, sock, events, self)
+        if not self._threads.begin(self.transfer):
+            self.transfer = message.transfer = None
         return self.transfer is not None
 
-    def _taken_back(self) -> None:
+    def return_soon(self, transfer: Transfer, message: Outgoing | Receive) -> None:
+        """Let the driver take the message back. Called in the thread, at its end."""
+        self._threads.host.post(functools.partial(self._return, transfer, message))
+
+    def _return(self, transfer: Transfer, message: Outgoing | Receive) -> None:
+        # It was not stopped between the end of the thread and now.
+        if message.transfer is transfer:
+            message.transfer = None
+            self.take_back()
+            if transfer.error is not None:
+                raise transfer.error
+            self._go_on()
+
+    def take_back(self) -> None:
+        """Let the driver move messages again."""
         self.transfer = None
+        self._threads.at_work -= 1
 
     def stop(self) -> bool:
         """Take the message back from the thread; return whether there was one."""

@@ -10,10 +10,11 @@ import contextlib
 import functools
 import logging
 import select
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from time import monotonic
 from typing import Any, ClassVar
 
+from asyncdist.base.callables import Callback
 from asyncdist.errors import AsyncdistError, PeerLostError
 from asyncdist.kernel.transport.base import Address, Host, Link, Outgoing, Transport, Wait
 from asyncdist.kernel.transport.wire_format import KEY
@@ -246,7 +247,7 @@ class TcpTransport(Transport):
         else:
             self.host.suspect(peer, reason)
 
-    def _open_again(self, connection: Outbound, connect: Callable[[], None]) -> None:
+    def _open_again(self, connection: Outbound, connect: Callback) -> None:
         self.connections.pop(connection.fileno(), None)
         try:
             connect()

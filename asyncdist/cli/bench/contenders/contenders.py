@@ -22,6 +22,7 @@ import torch.distributed
 import asyncdist
 from asyncdist import sync
 from asyncdist.base.background_loop import new_loop
+from asyncdist.base.callables import Callback
 from asyncdist.cli.bench.contenders import mpi, plain_sockets
 from asyncdist.cli.bench.pace import StartPacer
 from asyncdist.cli.bench.plan import COLLECTIVES, THROUGH_TORCH, BenchPlan
@@ -31,8 +32,8 @@ from asyncdist.errors import BenchmarkError
 TIMEOUT = 60.0
 """Seconds after which a call fails, which ends the run."""
 
-Call = Callable[[], object]
-Start = Callable[[], None]
+Call = Callback
+Start = Callback
 """Returns on all ranks at the same instant."""
 CallTime = tuple[float, float]
 """Seconds until a call returned, and until its data was there."""

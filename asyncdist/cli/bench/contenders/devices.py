@@ -19,6 +19,7 @@ import torch.distributed
 
 import asyncdist
 from asyncdist import sync
+from asyncdist.base.callables import Callback
 from asyncdist.cli.bench.contenders.contenders import (
     Awaited,
     Contender,
@@ -74,7 +75,7 @@ class AwaitedWithTicks(Awaited):
             ticker.cancel()
 
 
-def gloo_on_device(case: Traffic) -> Callable[[], object]:
+def gloo_on_device(case: Traffic) -> Callback:
     """Prepare a call of torch's gloo on CUDA tensors. Gloo cannot send them, so `send` uses a copy in host memory."""
     if isinstance(case, SendTraffic):
         return partial(case.call_through_host, torch.distributed)

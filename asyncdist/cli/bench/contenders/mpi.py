@@ -8,15 +8,13 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from asyncdist.base.callables import Callback
 from asyncdist.cli.machine import installed
 
 if TYPE_CHECKING:
     from asyncdist.cli.bench.workloads.collectives import Traffic
-
-Call = Callable[[], object]
 
 
 def mpi_missing() -> str | None:
@@ -51,14 +49,14 @@ def communicator() -> Any:
     return MPI.COMM_WORLD
 
 
-def prepare_mpi_call(world: Any, case: Traffic) -> Call:
+def prepare_mpi_call(world: Any, case: Traffic) -> Callback:
     """Return a function that executes the collective once in the tensors' own memory."""
     if case.name == "barrier":
         return lambda: world.Barrier()
     source, target = case.input.numpy(), case.output.numpy()
     if case.in_place:
         return _in_place(world, case, source)
-    calls: dict[str, Call] = {
+    calls: dict[str, Callback] = {
         "all_gather": lambda: world.Allgather(source, target),
         "reduce_scatter": lambda: world.Reduce_scatter_block(source, target),
         "all_to_all": lambda: world.Alltoall(source, target),
@@ -68,10 +66,10 @@ def prepare_mpi_call(world: Any, case: Traffic) -> Call:
     return calls[case.name]
 
 
-def _in_place(world: Any, case: Traffic, data: Any) -> Call:
+def _in_place(world: Any, case: Traffic, data: Any) -> Callback:
     from mpi4py.MPI import IN_PLACE, SUM
 
-    calls: dict[str, Call] = {
+    calls: dict[str, Callback] = {
         "all_reduce": lambda: world.Allreduce(IN_PLACE, data, SUM),
         "reduce": lambda: world.Reduce(*((IN_PLACE, data) if case.rank == 0 else (data, None)), SUM, 0),
         "broadcast": lambda: world.Bcast(data, 0),

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from asyncdist.base.callables import Callback
 from asyncdist.cli.bench.workloads.collectives import Traffic
 
 _ONE_ROUND_NBYTES = 64 << 10
@@ -22,7 +23,6 @@ _SEND_NBYTES = 1 << 20
 _TIMEOUT_MS = 60_000
 
 Spans = dict[int, memoryview]
-Call = Callable[[], object]
 
 
 class Sockets:
@@ -80,7 +80,7 @@ def _shorten(spans: Spans, peer: int, span: memoryview, nbytes: int) -> None:
         spans[peer] = span[nbytes:]
 
 
-def prepare_socket_call(sockets: Sockets, case: Traffic) -> Call:
+def prepare_socket_call(sockets: Sockets, case: Traffic) -> Callback:
     """Return a function that executes the collective once. Its receive buffers are allocated here."""
     first, *others = _STEPS[case.name](sockets, case)
 
@@ -107,7 +107,7 @@ def _parts(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     return list(torch.tensor_split(tensor, ranks))
 
 
-def _reduce_into(target: torch.Tensor, sockets: Sockets, sends: Spans) -> Call:
+def _reduce_into(target: torch.Tensor, sockets: Sockets, sends: Spans) -> Callback:
     """Send each peer its span; add the data of every peer to ``target``."""
     buffers = {peer: torch.empty_like(target) for peer in sockets.peers}
     receives = {peer: _bytes(buffer) for peer, buffer in buffers.items() if buffer.numel()}
@@ -120,7 +120,7 @@ def _reduce_into(target: torch.Tensor, sockets: Sockets, sends: Spans) -> Call:
     return call
 
 
-def _by_hosts(sockets: Sockets, own: memoryview, other: memoryview, combine: Call) -> list[Call] | None:
+def _by_hosts(sockets: Sockets, own: memoryview, other: memoryview, combine: Callback) -> list[Callback] | None:
     """Return the steps of an exchange by the first rank of each host, with recursive doubling between the hosts.
 
     None unless there are several hosts, a power of two, with several ranks each.
@@ -138,7 +138,7 @@ def _by_hosts(sockets: Sockets, own: memoryview, other: memoryview, combine: Cal
     first = rank - rank % each
     if rank != first:
         return [partial(sockets.exchange, {first: own}, {}), partial(sockets.exchange, {}, {first: own})]
-    steps: list[Call] = []
+    steps: list[Callback] = []
     for member in range(first + 1, first + each):
         steps += [partial(sockets.exchange, {}, {member: other}), combine]
     for bit in range(hosts.bit_length() - 1):
@@ -147,7 +147,7 @@ def _by_hosts(sockets: Sockets, own: memoryview, other: memoryview, combine: Cal
     return [*steps, partial(sockets.exchange, dict.fromkeys(range(first + 1, first + each), own), {})]
 
 
-def _all_reduce(sockets: Sockets, case: Traffic) -> list[Call]:
+def _all_reduce(sockets: Sockets, case: Traffic) -> list[Callback]:
     if case.nbytes <= _ONE_ROUND_NBYTES:
         other = torch.empty_like(case.input)
         steps = _by_hosts(sockets, _bytes(case.input), _bytes(other), partial(case.input.add_, other))
@@ -159,7 +159,7 @@ def _all_reduce(sockets: Sockets, case: Traffic) -> list[Call]:
     return [_reduce_into(parts[case.rank], sockets, others), partial(sockets.exchange, own, others)]
 
 
-def _reduce(sockets: Sockets, case: Traffic) -> list[Call]:
+def _reduce(sockets: Sockets, case: Traffic) -> list[Callback]:
     if case.ranks > 2 and case.nbytes > _ONE_ROUND_NBYTES:
         parts = _parts(case.input, case.ranks)
         others = _spans(parts, sockets.peers)
@@ -170,7 +170,7 @@ def _reduce(sockets: Sockets, case: Traffic) -> list[Call]:
     return [partial(sockets.exchange, {0: _bytes(case.input)}, {})]
 
 
-def _broadcast(sockets: Sockets, case: Traffic) -> list[Call]:
+def _broadcast(sockets: Sockets, case: Traffic) -> list[Callback]:
     """Large tensors by van de Geijn's algorithm: the root scatters parts, and the other ranks all-gather them."""
     if case.ranks == 2 or case.nbytes <= _ONE_ROUND_NBYTES:
         whole = _bytes(case.input)
@@ -186,45 +186,45 @@ def _broadcast(sockets: Sockets, case: Traffic) -> list[Call]:
     return [partial(sockets.exchange, {}, {0: own}), partial(sockets.exchange, dict.fromkeys(spans, own), spans)]
 
 
-def _all_gather(sockets: Sockets, case: Traffic) -> list[Call]:
+def _all_gather(sockets: Sockets, case: Traffic) -> list[Callback]:
     parts, own = _parts(case.output, case.ranks), dict.fromkeys(sockets.peers, _bytes(case.input))
     copy = partial(parts[case.rank].copy_, case.input)
     return [copy, partial(sockets.exchange, own, _spans(parts, sockets.peers))]
 
 
-def _reduce_scatter(sockets: Sockets, case: Traffic) -> list[Call]:
+def _reduce_scatter(sockets: Sockets, case: Traffic) -> list[Callback]:
     parts = _parts(case.input, case.ranks)
     copy = partial(case.output.copy_, parts[case.rank])
     return [copy, _reduce_into(case.output, sockets, _spans(parts, sockets.peers))]
 
 
-def _all_to_all(sockets: Sockets, case: Traffic) -> list[Call]:
+def _all_to_all(sockets: Sockets, case: Traffic) -> list[Callback]:
     inputs, outputs = _parts(case.input, case.ranks), _parts(case.output, case.ranks)
     sends, receives = _spans(inputs, sockets.peers), _spans(outputs, sockets.peers)
     return [partial(outputs[case.rank].copy_, inputs[case.rank]), partial(sockets.exchange, sends, receives)]
 
 
-def _gather(sockets: Sockets, case: Traffic) -> list[Call]:
+def _gather(sockets: Sockets, case: Traffic) -> list[Callback]:
     if case.rank != 0:
         return [partial(sockets.exchange, {0: _bytes(case.input)}, {})]
     parts = _parts(case.output, case.ranks)
     return [partial(parts[0].copy_, case.input), partial(sockets.exchange, {}, _spans(parts, sockets.peers))]
 
 
-def _scatter(sockets: Sockets, case: Traffic) -> list[Call]:
+def _scatter(sockets: Sockets, case: Traffic) -> list[Callback]:
     if case.rank != 0:
         return [partial(sockets.exchange, {}, {0: _bytes(case.output)})]
     parts = _parts(case.input, case.ranks)
     return [partial(case.output.copy_, parts[0]), partial(sockets.exchange, _spans(parts, sockets.peers), {})]
 
 
-def _barrier(sockets: Sockets, case: Traffic) -> list[Call]:
+def _barrier(sockets: Sockets, case: Traffic) -> list[Callback]:
     byte, buffers = memoryview(bytearray(1)), {peer: memoryview(bytearray(1)) for peer in sockets.peers}
     steps = _by_hosts(sockets, byte, memoryview(bytearray(1)), lambda: None)
     return steps or [partial(sockets.exchange, dict.fromkeys(sockets.peers, byte), buffers)]
 
 
-_STEPS: dict[str, Callable[[Sockets, Traffic], list[Call]]] = {
+_STEPS: dict[str, Callable[[Sockets, Traffic], list[Callback]]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "broadcast": _broadcast,

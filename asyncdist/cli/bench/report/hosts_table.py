@@ -12,6 +12,10 @@ from asyncdist.cli.bench.plan import BenchPlan
 from asyncdist.cli.bench.result import Report, ResultRow, by_name
 from asyncdist.cli.page import Grid
 
+Cell = Callable[[ResultRow], str]
+"""Returns the text of a column in one row."""
+Column = tuple[str, Cell]
+
 EXPLANATION = (
     "The hosts are network namespaces of one machine, so they share its processors. *link*: the share of the link's rate "
     "that the least number of bytes takes up which must enter or leave a host, whatever the algorithm "
@@ -34,10 +38,10 @@ def link_share(plan: BenchPlan, row: ResultRow, contender: str) -> float | None:
     return least / rate_in_bytes(plan.link) / row.timings[contender].median
 
 
-def link_columns(plan: BenchPlan) -> list[tuple[str, Callable[[ResultRow], str]]]:
+def link_columns(plan: BenchPlan) -> list[Column]:
     """Return the columns with the shares of the link, and with what limits asyncdist."""
 
-    def share_of(contender: str) -> Callable[[ResultRow], str]:
+    def share_of(contender: str) -> Cell:
         return lambda row: _percent(link_share(plan, row, contender))
 
     def limit(row: ResultRow) -> str:

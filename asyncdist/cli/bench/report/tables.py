@@ -5,14 +5,20 @@ Called by `asyncdist.cli.bench`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from asyncdist.cli.bench.plan import RIVALS, BenchPlan
-from asyncdist.cli.bench.report.hosts_table import EXPLANATION, about_hosts, fewer_hosts_grids, link_columns
+from asyncdist.cli.bench.report.hosts_table import (
+    EXPLANATION,
+    Cell,
+    Column,
+    about_hosts,
+    fewer_hosts_grids,
+    link_columns,
+)
 from asyncdist.cli.bench.result import Report, ResultRow, by_name
 from asyncdist.cli.page import Grid, Page, about_machine, bandwidth, duration, size, times
 
-Column = tuple[str, Callable[[ResultRow], str]]
 """A heading, and a function that returns the text of a row."""
 
 _LABELS = {
@@ -144,15 +150,15 @@ def _ratios(plan: BenchPlan) -> list[Column]:
     return columns
 
 
-def _median(contender: str) -> Callable[[ResultRow], str]:
+def _median(contender: str) -> Cell:
     return lambda row: duration(row.timings[contender].median) if contender in row.timings else "—"
 
 
-def _ratio(contender: str, to: str) -> Callable[[ResultRow], str]:
+def _ratio(contender: str, to: str) -> Cell:
     return lambda row: times(row.ratio(contender, to))
 
 
-def _above_blocking(contender: str) -> Callable[[ResultRow], str]:
+def _above_blocking(contender: str) -> Cell:
     def text(row: ResultRow) -> str:
         above = row.above_blocking(contender)
         return "—" if above is None else f"{above * 1e6:+.1f} µs"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from asyncio import _get_running_loop
-from collections.abc import Callable
 from threading import get_ident
 from time import monotonic
 
+from asyncdist.base.callables import Callback
 from asyncdist.kernel.algorithms.schedule import END_ATTEMPT, Schedule
 from asyncdist.kernel.engine.drivers.loop_driver import LoopDriver, LoopState
 from asyncdist.kernel.engine.drivers.turns import LONGEST_ATTEMPT, TIME_SLICE, Turns, give_back, holds
@@ -26,7 +26,7 @@ class Attempts:
         hand_over: Lets other drivers continue what is pending.
     """
 
-    def __init__(self, turns: Turns, loop_driver: LoopDriver, hand_over: Callable[[], None]) -> None:
+    def __init__(self, turns: Turns, loop_driver: LoopDriver, hand_over: Callback) -> None:
         self._turns, self._machine, self._waiting = turns, turns.machine, turns.waiting
         self._loop_driver, self._hand_over = loop_driver, hand_over
         self._turn_at = 0.0

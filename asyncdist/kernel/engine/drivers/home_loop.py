@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from asyncdist.base.background_loop import background_loop
+from asyncdist.base.callables import Callback
 
 
 class HomeLoop:
@@ -76,7 +77,7 @@ class LoopShutdownHook:
     This is the only signal before the loop is closed, after which no registration can be removed from it.
     """
 
-    def __init__(self, on_shutdown: Callable[[], None]) -> None:
+    def __init__(self, on_shutdown: Callback) -> None:
         self._generator = self._wait(on_shutdown)
         with warnings.catch_warnings():
             # asyncio warns if a loop that has shut down its generators continues. `HomeLoop.loop` then sees its end.
@@ -84,7 +85,7 @@ class LoopShutdownHook:
             self._step(self._generator.__anext__())
 
     @staticmethod
-    async def _wait(on_shutdown: Callable[[], None]) -> AsyncGenerator[None, None]:
+    async def _wait(on_shutdown: Callback) -> AsyncGenerator[None, None]:
         try:
             yield
         finally:

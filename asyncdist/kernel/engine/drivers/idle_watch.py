@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from time import monotonic
 
+from asyncdist.base.callables import Callback
 from asyncdist.kernel.engine.drivers.loop_watcher import LoopWatcher
 from asyncdist.kernel.engine.drivers.turns import Turns, give_back, holds
 from asyncdist.kernel.transport.base import Wait
@@ -33,7 +33,7 @@ class IdleWatch:
 
     def __init__(self, turns: Turns, loop_watcher: LoopWatcher) -> None:
         self._turns, self._machine, self._loop_watcher = turns, turns.machine, loop_watcher
-        self.last_call: Callable[[], object] | None = None
+        self.last_call: Callback | None = None
         self._seen: object = None
         self._complete = False
         self._timer: asyncio.TimerHandle | None = None

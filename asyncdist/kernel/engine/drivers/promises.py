@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from threading import get_ident
+
+from asyncdist.base.callables import Callback
 
 
 class Promises:
@@ -14,7 +16,7 @@ class Promises:
         hand_over: Called at the end of each promise: lets another driver continue what is pending.
     """
 
-    def __init__(self, hand_over: Callable[[], None]) -> None:
+    def __init__(self, hand_over: Callback) -> None:
         self._hand_over = hand_over
         self._threads: set[int] = set()
 
@@ -23,32 +25,22 @@ class Promises:
         return bool(self._threads) and get_ident() in self._threads
 
     @contextlib.contextmanager
-    def make(self) -> Iterator[None]:
+    def make(self, *, made: bool = True) -> Iterator[None]:
         """Let the calling thread promise, within this context, to wait for each operation that it starts.
 
-        It does nothing else that lasts.
+        It does nothing else that lasts. Without ``made`` it has made no promise there: it waits for something else.
         """
         thread = get_ident()
-        if thread in self._threads:
-            yield
-            return
-        self._threads.add(thread)
+        before = thread in self._threads
+        self._set(thread, made)
         try:
             yield
         finally:
+            self._set(thread, before)
+
+    def _set(self, thread: int, made: bool) -> None:
+        if made:
+            self._threads.add(thread)
+        elif thread in self._threads:
             self._threads.discard(thread)
             self._hand_over()
-
-    @contextlib.contextmanager
-    def withdrawn(self) -> Iterator[None]:
-        """Withdraw a promise of the calling thread within this context, in which it waits for something else."""
-        thread = get_ident()
-        if thread not in self._threads:
-            yield
-            return
-        self._threads.discard(thread)
-        self._hand_over()
-        try:
-            yield
-        finally:
-            self._threads.add(thread)

@@ -6,15 +6,17 @@ import functools
 import operator
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from threading import get_ident
 from time import monotonic
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.descriptors import is_exhausted
 from asyncdist.kernel.engine.drivers.waiting import Waiting
 from asyncdist.kernel.engine.drivers.waker import Waker
 from asyncdist.kernel.engine.machine import Machine
 from asyncdist.kernel.memory.user_modes import leave_user_modes
+from asyncdist.kernel.torch_private import count_dispatch_modes, forward_ad_level, innermost_transform
 from asyncdist.kernel.transport.base import Advance, Wait
 
 LONGEST_ATTEMPT = 10e-3
@@ -61,12 +63,12 @@ class Turns:
         in_trio: Whether trio tasks issue operations.
     """
 
-    def __init__(self, machine: Machine, schedule_loop: Callable[[], None]) -> None:
+    def __init__(self, machine: Machine, schedule_loop: Callback) -> None:
         self.machine = machine
         self.waiting = Waiting()
         self.lock = threading.RLock()
         self.driver_lock = threading.RLock()
-        self.inbox: deque[Callable[[], object]] = deque()
+        self.inbox: deque[Callback] = deque()
         self.standby: deque[threading.Event] = deque()
         self.sleeping = False
         self.waker: Waker | None = None
@@ -94,7 +96,8 @@ class Turns:
             advance: Drives a part of the machine; None for all of it.
         """
         inbox, moved = self.inbox, False
-        left = leave_user_modes()
+        uses_modes = count_dispatch_modes() or innermost_transform() is not None or forward_ad_level() >= 0
+        left = leave_user_modes() if uses_modes else None
         try:
             # Other threads may add actions faster than this one runs them.
             for _ in range(len(inbox)):
@@ -160,7 +163,7 @@ class Turns:
         if self.machine.finished:
             self._run_each(iter(self.machine.take_finished()))
 
-    def _run_each(self, callbacks: Iterator[Callable[[], None]]) -> None:
+    def _run_each(self, callbacks: Iterator[Callback]) -> None:
         try:
             for callback in callbacks:
                 callback()

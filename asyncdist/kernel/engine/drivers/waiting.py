@@ -8,13 +8,14 @@ from threading import get_ident
 from time import monotonic
 from typing import TypeVar
 
+from asyncdist.base.callables import Callback
 from asyncdist.base.cores import run_delay
 from asyncdist.kernel.engine.drivers.core_placement import CorePlacement
 from asyncdist.kernel.engine.drivers.wait_policy import WaitMode, WaitPolicy
 
 _Result = TypeVar("_Result")
 
-_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+_yield_core: Callback = getattr(os, "sched_yield", lambda: None)
 MOST_POLLS = 512
 """Polls of a schedule after which a waiting thread that has a core of its own looks at the clock."""
 LOOK_EVERY = 1e-3

@@ -14,7 +14,7 @@ import torch
 
 from asyncdist.base.ops import Collective
 from asyncdist.errors import MismatchError
-from asyncdist.kernel.algorithms.schedule import Schedule
+from asyncdist.kernel.algorithms.schedule import Schedule, ScheduleOf
 from asyncdist.kernel.memory.buffers import Memory, TensorBlocks, block_memories, copy_overlapping_inputs, flat_memory
 from asyncdist.kernel.memory.reduce_kernels import Arithmetic
 from asyncdist.kernel.transport.native import CallSignature, PreparedCall, all_gather_rows
@@ -383,7 +383,7 @@ def _block_index(reader: int, owner: int) -> int:
     return reader - (reader > owner)
 
 
-_CALLS: dict[Collective, Callable[..., Schedule]] = {
+_CALLS: dict[Collective, ScheduleOf] = {
     Collective.all_reduce: Large._all_reduce,
     Collective.reduce: Large._reduce,
     Collective.reduce_scatter: Large._reduce_scatter,

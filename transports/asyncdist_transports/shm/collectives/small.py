@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from asyncdist.base.ops import Collective
-from asyncdist.kernel.algorithms.schedule import Schedule
+from asyncdist.kernel.algorithms.schedule import ScheduleOf
 from asyncdist.kernel.memory.shared_arena import ALIGNMENT
 from asyncdist.kernel.transport.native import CallSignature, PreparedCall
 from asyncdist_transports.shm.collectives.piece_layout import head_nbytes
 from asyncdist_transports.shm.collectives.slot_table import DONE, LINE, LOCATION, RESULT, SLOTS, SlotTable
-from asyncdist_transports.shm.collectives.small_exchange import Moves, NonUniformBlocks, SmallExchange
+from asyncdist_transports.shm.collectives.small_exchange import Moves, MovesOf, NonUniformBlocks, SmallExchange
 from asyncdist_transports.shm.collectives.staging import POSTED, STAGED
 
 MOST_NBYTES = 256 << 10
@@ -49,9 +49,7 @@ def every_member_reduces(size: int, nbytes: int) -> bool:
     return size == 2 or nbytes * (size - 1) <= _ADDED_NBYTES
 
 
-def small_exchange_for(
-    slots: SlotTable, signature: CallSignature, fallback: Callable[..., Schedule] | None
-) -> SmallExchange | None:
+def small_exchange_for(slots: SlotTable, signature: CallSignature, fallback: ScheduleOf | None) -> SmallExchange | None:
     """Return the exchange for calls with a signature; None if they are too large.
 
     All members decide alike, except in an all-to-all, where only one member may have blocks of equal size;
@@ -68,7 +66,7 @@ def small_exchange_for(
 class _SmallCall:
     """Calls with one signature. A member stages ``blocks`` blocks after a header of ``header`` bytes."""
 
-    def __init__(self, slots: SlotTable, signature: CallSignature, fallback: Callable[..., Schedule] | None) -> None:
+    def __init__(self, slots: SlotTable, signature: CallSignature, fallback: ScheduleOf | None) -> None:
         self.slots, self.signature = slots, signature
         self.fallback = None if fallback is None else functools.partial(fallback, signature)
         self.blocks = slots.size if signature.collective in _OF_BLOCKS else 1
@@ -122,15 +120,13 @@ class _SmallCall:
 
     # -- patterns ------------------------------------------------------------------------------
 
-    def with_all(
-        self, moves: Callable[[int], Moves], goal: int = STAGED, fallback: PreparedCall | None = None
-    ) -> SmallExchange:
+    def with_all(self, moves: MovesOf, goal: int = STAGED, fallback: PreparedCall | None = None) -> SmallExchange:
         call = self.signature.fingerprint
         return SmallExchange(
             self.slots, call, self.area_nbytes, moves, self.others, first=goal, goal=goal, fallback=fallback
         )
 
-    def from_root(self, send: Callable[[int], Moves], read: Callable[[int], Moves]) -> SmallExchange:
+    def from_root(self, send: MovesOf, read: MovesOf) -> SmallExchange:
         slots, call = self.slots, self.signature.fingerprint
         # The root reads nothing, so its first step is its last.
         if self.rank == self.root:
@@ -139,7 +135,7 @@ class _SmallCall:
             slots, call, self.area_nbytes, read, (slots.members_by_rank[self.root],), first=POSTED, goal=STAGED
         )
 
-    def to_root(self, send: Callable[[int], Moves], read: Callable[[int], Moves]) -> SmallExchange:
+    def to_root(self, send: MovesOf, read: MovesOf) -> SmallExchange:
         slots, call = self.slots, self.signature.fingerprint
         if self.rank == self.root:
             return SmallExchange(slots, call, self.area_nbytes, read, self.others, first=POSTED, goal=STAGED)

@@ -29,15 +29,23 @@ from asyncdist_transports.shm.collectives.slot_table import (
 _SLOTS_AGO = (SLOTS << SHIFT) - DONE
 
 
+Move = Callable[..., object]
+"""Gets the tensors of a call."""
+
+
 class Moves(NamedTuple):
     """A member's actions in one slot for calls with one signature. Both functions get the tensors of the call."""
 
-    stage: Callable[..., object] | None
+    stage: Move | None
     """Copies the data that others read into this member's area; None if they read nothing."""
-    read: Callable[..., object] | None
+    read: Move | None
     """Copies or reduces data from the others' areas; None if this member reads nothing, and so waits for no member."""
     location: int = 0
     """The location that this member posts: see `staging.CollectiveState`."""
+
+
+MovesOf = Callable[[int], Moves]
+"""Returns the moves in the slot of the n-th collective."""
 
 
 class NonUniformBlocks(Exception):
@@ -63,7 +71,7 @@ class SmallExchange:
         slots: SlotTable,
         call: int,
         nbytes: int,
-        moves: Callable[[int], Moves],
+        moves: MovesOf,
         sources: Sequence[SlotMember],
         *,
         first: int,
