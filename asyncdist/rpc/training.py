@@ -334,7 +334,7 @@ class _RemoteGraph:
         """Run the backward at the owner, and wait for the gradients of the inputs."""
         if asyncio._get_running_loop() is self._loop:
             raise LoopThreadError("backward through a remote module (await rpc.backward(loss) instead)")
-        calling = self._use.call("backward", self._graph, [None if each is None else each for each in gradients])
+        calling = self._use.call("backward", self._graph, list(gradients))
         found: list[torch.Tensor | None] = result_on(self._loop, calling)
         return found
 

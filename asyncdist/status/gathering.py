@@ -52,7 +52,8 @@ class StatusGathering:
                 continue
             if earlier is not None and not earlier.cancelled():
                 earlier.exception()
-            fresh.add(self._ask(rank, question))
+            asking = self._asking[rank] = asyncio.create_task(self._answer_of(rank, question, _PATIENCE))
+            fresh.add(asking)
         if fresh:
             await asyncio.wait(fresh, timeout=limit)
         answers, silent = {}, {}
@@ -76,10 +77,6 @@ class StatusGathering:
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
-
-    def _ask(self, rank: int, question: Mapping[str, Any]) -> asyncio.Task[dict[str, Any]]:
-        task = self._asking[rank] = asyncio.create_task(self._answer_of(rank, question, _PATIENCE))
-        return task
 
     async def _answer_of(self, rank: int, question: Mapping[str, Any], limit: float) -> dict[str, Any]:
         address = self._addresses[rank]

@@ -52,16 +52,10 @@ async def world_of(
     try:
         async with asyncio.TaskGroup() as tasks:
             for rank in range(size):
-                on_host = _on_host(config, hosts, rank)
                 opening = open_world(
-                    backend=transport,
-                    store=store,
-                    rank=rank,
-                    world_size=size,
-                    timeout=timeout,
-                    home=home,
-                    config=on_host,
-                )
+                    backend=transport, store=store, rank=rank, world_size=size, timeout=timeout, home=home,
+                    config=_on_host(config, hosts, rank),
+                )  # fmt: skip
                 opened.append(tasks.create_task(opening))
         yield [task.result().group for task in opened]
     finally:
@@ -87,10 +81,10 @@ def run_ranks(
 
     def rank_main(rank: int) -> T:
         threading.current_thread().name = f"rank {rank}"
-        on_host = _on_host(None, hosts, rank)
         opening = open_world(
-            backend=transport, store=store, rank=rank, world_size=size, timeout=timeout, config=on_host
-        )
+            backend=transport, store=store, rank=rank, world_size=size, timeout=timeout,
+            config=_on_host(None, hosts, rank),
+        )  # fmt: skip
         world = background_loop().run(opening)
         try:
             return program(world.group)

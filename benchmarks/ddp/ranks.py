@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -23,7 +22,7 @@ from asyncdist import sync
 from asyncdist.cli.bench.plan import in_turns
 from asyncdist.cli.bench.workloads.training import Trainer, compare_weights
 from asyncdist.ddp import DistributedDataParallel, hooks
-from asyncdist.testing.hosts import LINK
+from asyncdist.testing.hosts import sent_nbytes
 from benchmarks.ddp.models import WORKLOADS
 from benchmarks.ddp.names import ALONE, KEPT, LOSSY, WITH_TORCH
 
@@ -62,13 +61,13 @@ def time_steps(
             batch = WORKLOADS[model].batch()
             for who in in_turns(list(trainers), turn):
                 sync.barrier()
-                before, began = _sent_nbytes(), perf_counter()
+                before, began = sent_nbytes(), perf_counter()
                 trainers[who].step(batch)
                 seconds = perf_counter() - began
                 if turn >= 0:
                     times, hidden, forward, sent = found[who]
                     times.append(seconds)
-                    sent.append(_sent_nbytes() - before)
+                    sent.append(sent_nbytes() - before)
                     step = getattr(trainers[who].model, "last_step", None)
                     if step is not None:
                         hidden.append(step.hidden_share)
@@ -112,14 +111,14 @@ def train_with_few_exchanges(
         diloco = sync.DiLoCo(student, inner, every=every, **options) if who == "diloco" else None
         with diloco or contextlib.nullcontext():
             sync.barrier()
-            before, began = _sent_nbytes(), perf_counter()
+            before, began = sent_nbytes(), perf_counter()
             for _ in range(every * outer_steps):
                 inputs = torch.randn(_SAMPLES, 1024)
                 inner.zero_grad()
                 nn.functional.cross_entropy(wrapped(inputs), _labels(teacher, inputs)).backward()
                 (diloco or inner).step()
             seconds = perf_counter() - began
-            sent = _sent_nbytes() - before
+            sent = sent_nbytes() - before
             waited = diloco.savings.waited if diloco is not None else 0.0
             if diloco is not None:
                 diloco.synchronize()
@@ -195,11 +194,3 @@ def _begin_anew(model: nn.Module, make: Any) -> Trainer:
     assert isinstance(inner, nn.Module)
     inner.load_state_dict(make().state_dict())
     return Trainer(model)
-
-
-def _sent_nbytes() -> int:
-    """Return the bytes that this rank's host has sent over its link; 0 on one host."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        if line.strip().startswith(LINK):
-            return int(line.split(":")[1].split()[8])
-    return 0

@@ -277,14 +277,14 @@ async def test_goodbye_comes_after_what_was_sent_before(over):
 
 
 async def test_broken_connection_is_no_goodbye():
-    async with channel_pair() as (near, ours, _, theirs):
+    async with channel_pair() as (near, ours, far, theirs):
         near.send(b"long", [memoryview(bytearray(16 << 20))])
         await theirs.when(lambda: theirs.events)
         socket_of(near).shutdown(socket.SHUT_RDWR)
         await theirs.when(lambda: theirs.errors)
         await ours.when(lambda: ours.errors)
         assert "it has closed" not in str(theirs.errors[0])
-        assert theirs.errors[0].peer == near._owner.address.name
+        assert theirs.errors[0].peer == far.peer.name
         assert theirs.events == ["opened long"]
 
 

@@ -263,7 +263,7 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
     The name server, and then each address of the host, has ``timeout`` seconds.
     """
     if not host.startswith("/"):
-        return _connect_to_first(_addresses_of(host, timeout), port, timeout)
+        return _connect_to_first(addresses_of(host, timeout), port, timeout)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     lifecycle.close_in_children(sock)
     try:
@@ -275,7 +275,8 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
     return sock
 
 
-def _addresses_of(host: str, timeout: float) -> list[str]:
+def addresses_of(host: str, timeout: float) -> list[str]:
+    """Return the addresses of a host. Raises OSError or UnicodeError, LookUpTimeoutError after ``timeout`` seconds."""
     if is_address(host):
         return [host]
     try:

@@ -11,12 +11,11 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
-from asyncdist.base.daemon_threads import start_daemon_thread
 from asyncdist.config import Config
-from asyncdist.errors import AddressError, UsageError
+from asyncdist.errors import AddressError, LookUpTimeoutError, UsageError
 from asyncdist.net.listening import BACKLOG, listen
-from asyncdist.net.network import is_address, is_loopback
-from asyncdist.store.client.connect import NAME_GRACE, look_up_overdue, unresolved
+from asyncdist.net.network import is_loopback
+from asyncdist.store.client.connect import NAME_GRACE, addresses_of, unresolved
 
 _PORT_TRIES = 16
 
@@ -35,17 +34,13 @@ def resolve_listen_address(host: str, port: int) -> Addresses:
     if not host:
         return [(socket.AF_INET6, "::")] if _has_ipv6() else [(socket.AF_INET, "0.0.0.0")]
 
-    def find() -> Addresses:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
-
     try:
-        looking_up = None if is_address(host) else start_daemon_thread(find, "asyncdist-look-up", awaited_at_exit=False)
-        addresses = find() if looking_up is None else looking_up.result(NAME_GRACE)
-    except TimeoutError:
-        raise look_up_overdue(host) from None
+        found = addresses_of(host, NAME_GRACE)
+    except LookUpTimeoutError:
+        raise
     except (OSError, UnicodeError) as error:
         raise unresolved(host, error) from None
+    addresses = [(socket.AF_INET6 if ":" in each else socket.AF_INET, each) for each in found]
     if not _has_ipv6():
         addresses = [each for each in addresses if each[0] is not socket.AF_INET6] or addresses
     return addresses

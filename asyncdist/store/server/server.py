@@ -255,7 +255,8 @@ class StoreServer(lifecycle.ProcessBound):
         self.num_requests += count
         if self.state.requests.due:
             self.deliver(self.state.requests.collect(), None)
-        self.heard(client)
+        if self.busy_poll is not None:  # not `heard`: a call less on the hot path
+            self.busy_poll.heard(client)
 
     # -- client sessions --------------------------------------------------------------------------
 
