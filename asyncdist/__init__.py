@@ -57,7 +57,7 @@ _NAMES: dict[str, tuple[str, str]] = {
     "P2POp": ("asyncdist.groups.collectives_api", "P2POp"),
     "ProcessGroup": ("asyncdist.groups.group", "Group"),  # torch's name, for annotations
     "ReduceOp": ("asyncdist.base.ops", "ReduceOp"),
-    "__version__": ("asyncdist.base.version", "VERSION"),
+    "__version__": ("asyncdist.base.release", "VERSION"),
     "State": ("asyncdist.groups.members.training_state", "State"),
     "SyncBatchNorm": ("asyncdist.ddp.sync_batchnorm", "SyncBatchNorm"),
     "Work": ("asyncdist.kernel.engine.work", "Work"),

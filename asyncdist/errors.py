@@ -45,7 +45,7 @@ import copy
 from collections.abc import Sequence
 
 from asyncdist.base.ops import is_message
-from asyncdist.base.published import REFERENCE, reference_to
+from asyncdist.base.release import REFERENCE, reference_to
 
 _DOCUMENTED = (__name__, "asyncdist.elastic.errors", "asyncdist.rpc.errors", "asyncdist.weights.errors")
 

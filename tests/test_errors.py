@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from torch._utils import ExceptionWrapper
 
 from asyncdist import errors
-from asyncdist.base import published
+from asyncdist.base import release
 from asyncdist.base.error_text import describe_error
 from asyncdist.cli import main
 from asyncdist.elastic import errors as elastic_errors
@@ -86,7 +86,7 @@ def test_similar_names_are_proposed_for_an_unknown_error() -> None:
 
 
 def test_message_has_the_address_too_once_the_documentation_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "PUBLISHED", "https://docs.example/0.2/")
+    monkeypatch.setattr(release, "PUBLISHED", "https://docs.example/0.2/")
     inner = AddressError("the port is in use")
     last = "see `asyncdist explain AddressError`, or https://docs.example/0.2/errors/#addresserror"
     assert str(inner) == f"the port is in use\n{last}"

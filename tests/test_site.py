@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncdist.base import published
+from asyncdist.base import release
 from asyncdist.config import Config, settings
 from tests.support.browser import CHROMIUM, browser
 from tests.test_errors import KINDS, make
@@ -71,7 +71,7 @@ def anchors(text: str) -> set[str]:
 
 
 def test_errors_have_the_addresses_of_published_messages(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published, "PUBLISHED", "https://docs.example/")
+    monkeypatch.setattr(release, "PUBLISHED", "https://docs.example/")
     for kind in KINDS:
         name, _, anchor = str(make(kind)).rpartition(", or https://docs.example/")[2].partition("#")
         assert anchor in anchors(page(site, name))

@@ -20,7 +20,7 @@ from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.descriptors import naming_exhaustion
 from asyncdist.base.interrupts import shorten_interrupts
 from asyncdist.base.lifecycle import ProcessBound
-from asyncdist.base.version import VERSION
+from asyncdist.base.release import VERSION
 from asyncdist.config import Config, shared_settings
 from asyncdist.environment import Launch
 from asyncdist.errors import AsyncdistError, NotInitializedError, RendezvousError, UsageError

@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from asyncdist.base.published import PUBLISHED
+from asyncdist.base.release import PUBLISHED
 from asyncdist.config import Config
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from asyncdist.base.version import VERSION
+from asyncdist.base.release import VERSION
 from asyncdist.errors import UsageError
 from asyncdist.kernel.algorithms.selection import Model
 

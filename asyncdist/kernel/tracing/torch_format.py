@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from asyncdist.base.ops import Collective
-from asyncdist.base.version import VERSION
+from asyncdist.base.release import VERSION
 from asyncdist.kernel.memory.buffers import DTYPES
 from asyncdist.kernel.tracing.trace_record import TracedCall, TraceRecord
 from asyncdist.kernel.transport.wire_format import RUNS, Fingerprint, shape_checksum

@@ -9,7 +9,7 @@ import os
 import time
 from typing import Any, Protocol
 
-from asyncdist.base.version import VERSION
+from asyncdist.base.release import VERSION
 from asyncdist.config import Config
 from asyncdist.net.refusals import RefusalLog
 from asyncdist.store.persistence.group_commit import GroupCommit

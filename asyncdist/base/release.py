@@ -1,7 +1,9 @@
-"""Where users find the documentation of this release. A release that is published sets `PUBLISHED`, and nothing else."""
+"""What a release sets: its version, and where users find its documentation."""
 
 import re
 
+VERSION = "0.1.0"
+"""The version of the package. Ranks of one world must have the same version."""
 PUBLISHED = ""
 """The address of the documentation, with a slash at the end; empty as long as it is not published."""
 REFERENCE = re.compile(r"\nsee `asyncdist explain \w+`(?:, or [^\s#]+#\w+)?")
