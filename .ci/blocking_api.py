@@ -18,8 +18,8 @@ BOUNDS = {"TensorT": "TensorLike", "TensorsT": "Sequence[TensorLike]", "TensorLi
 HEAD = '''"""The collectives that `asyncdist.sync` exports: they return None, or a `Work` with ``async_op=True``.
 
 `.ci/blocking_api.py` writes this file, with one line for each declaration, from `collectives_api`, which defines and
-documents the functions. Its annotations are those of the awaited API. The declarations have the same arguments and the
-results of the blocking API, for type checkers alone.
+documents the functions. The declarations have the same arguments and the results of the blocking API, for type checkers
+alone; `blocking_help` shows these results to readers.
 """
 # fmt: off
 # ruff: noqa: E501
@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from asyncdist.groups.blocking_help import with_blocking_help
 from asyncdist.groups.collectives_api import CollectivesApi
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from asyncdist.kernel.memory.tensor_types import ReductionLike, TensorLike, TensorListsT, TensorsT, TensorT
 
 
+@with_blocking_help
 class BlockingApi(CollectivesApi):
     """A `CollectivesApi` whose calls block unless ``async_op=True``."""
 

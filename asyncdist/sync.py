@@ -21,6 +21,7 @@ from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.elastic.session import JobSession, join
 from asyncdist.groups import aio, default_world
 from asyncdist.groups.blocking_api import BlockingApi
+from asyncdist.groups.blocking_help import without_await
 from asyncdist.groups.collectives_api import P2POp
 from asyncdist.groups.default_world import (
     GroupMember,
@@ -78,7 +79,7 @@ def _documented_as(awaited: AnyFunction) -> Callable[[F], F]:
 
     def extend(function: F) -> F:
         _, heading, details = (awaited.__doc__ or "").partition("    Args:")
-        function.__doc__ = f"{function.__doc__ or ''}\n\n{heading}{details.replace('>>> await ', '>>> ')}"
+        function.__doc__ = f"{function.__doc__ or ''}\n\n{heading}{without_await(details)}"
         return function
 
     return extend

@@ -998,7 +998,8 @@ class CollectivesApi:
             ...         dist.P2POp(dist.isend, sent, (rank + 1) % size),
             ...         dist.P2POp(dist.irecv, received, (rank - 1) % size),
             ...     ]
-            ...     await asyncio.gather(*dist.batch_isend_irecv(ops))
+            ...     for work in dist.batch_isend_irecv(ops):
+            ...         await work  # with asyncdist.sync: work.wait()
         """
         if (
             not isinstance(p2p_op_list, Sequence)

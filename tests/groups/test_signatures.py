@@ -57,6 +57,7 @@ def test_blocking_api_declares_none_or_the_awaited_result(name):
         assert declared == ["None", awaited, f"{awaited} | None"]
     else:
         assert declared == [NEVER_ASYNC.get(name, "None")]
+    assert inspect.signature(getattr(asyncdist.sync, name)).return_annotation == declared[-1]  # what help() shows
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
@@ -68,7 +69,9 @@ def test_annotations_of_the_collective_resolve_at_run_time(name):
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_docstring_has_arguments_result_errors_and_example(name):
     text = inspect.getdoc(getattr(asyncdist, name))
-    assert text == inspect.getdoc(getattr(asyncdist.sync, name))
+    of_both, blocking = text[: text.index("Example:")], inspect.getdoc(getattr(asyncdist.sync, name))
+    assert blocking.startswith(of_both)
+    assert "await" not in blocking[len(of_both) :]
     assert re.findall(r"^(\w+):$", text, re.MULTILINE) == ["Args", "Returns", "Raises", "Example"]
     arguments = text[text.index("Args:") : text.index("Returns:")]
     assert re.findall(r"^    (\w+):", arguments, re.MULTILINE) == [
@@ -76,8 +79,8 @@ def test_docstring_has_arguments_result_errors_and_example(name):
     ]
 
 
-def example_of(name):
-    text = inspect.getdoc(getattr(asyncdist, name))
+def example_of(name, api=asyncdist):
+    text = inspect.getdoc(getattr(api, name))
     lines = [line.strip() for line in text[text.index("Example:") :].splitlines()[1:]]
     assert all(line.startswith((">>> ", "... ")) for line in lines)
     return "\n".join(line[4:] for line in lines)
@@ -99,6 +102,15 @@ async def test_example_of_the_docstring_runs(name):
     exec("async def example():\n" + textwrap.indent(example_of(name), "    "), scope)
     async with one_rank():
         await scope["example"]()
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_example_of_the_blocking_docstring_runs(name):
+    asyncdist.sync.init_process_group(store=asyncdist.HashStore(), rank=0, world_size=1)
+    try:
+        exec(example_of(name, asyncdist.sync), {"dist": asyncdist.sync, "torch": torch})
+    finally:
+        asyncdist.sync.destroy_process_group()
 
 
 def outputs(make):

@@ -26,6 +26,7 @@ log = logging.getLogger("asyncdist")
 TRANSPORTS = "asyncdist.transports"
 DEVICE_BACKENDS = "asyncdist.device_backends"
 _KINDS = {TRANSPORTS: "transport", DEVICE_BACKENDS: "device back end"}
+_HINTS = {TRANSPORTS: "; leave the name out, or give 'auto' or a back end of torch, to use those that work"}
 _STAGED = "staged"
 """The device back end that all ranks can use."""
 
@@ -69,7 +70,8 @@ def load_class(name: str, group: str = TRANSPORTS) -> type[Any]:
     """Return a registered class. Raises TransportUnavailableError if the name is not registered or cannot be loaded."""
     kind, point = _KINDS[group], _registered(group).get(name)
     if point is None:
-        raise TransportUnavailableError(f"there is no {kind} {name!r}; there are {', '.join(names(group)) or 'none'}")
+        known = ", ".join(names(group)) or "none"
+        raise TransportUnavailableError(f"there is no {kind} {name!r}; there are {known}{_HINTS.get(group, '')}")
     try:
         loaded: type[Any] = point.load()
     except ImportError as cause:
