@@ -102,8 +102,8 @@ def show_status(ctx: click.Context, as_json: bool, **given: Any) -> None:
             click.echo(json.dumps(found))
             return
         for name, value in found.items():
-            shown = f"{value:,.0f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
-            click.echo(f"{name:20} {shown}")
+            is_figure = name != "pid" and isinstance(value, int | float)
+            click.echo(f"{name:20} {f'{value:,.0f}' if is_figure else value or 'none'}")
 
     _run(ctx, given, ask)
 

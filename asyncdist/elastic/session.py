@@ -482,6 +482,7 @@ class Generations:
         return self
 
     async def __anext__(self) -> Group:
+        self._check_face(is_awaited=True)
         group = await self._session.next_group()
         if group is None:
             raise StopAsyncIteration
@@ -491,10 +492,21 @@ class Generations:
         return self
 
     def __next__(self) -> Group:
+        self._check_face(is_awaited=False)
         group = background_loop().run(self._session.next_group())
         if group is None:
             raise StopIteration
         return group
+
+    def _check_face(self, *, is_awaited: bool) -> None:
+        """Raise UsageError in a blocking loop over an awaited session, and the other way round."""
+        self._session._check_open()
+        if is_awaited is (self._session._home is None):
+            right, wrong = ("for", "async for") if is_awaited else ("async for", "for")
+            raise UsageError(
+                f"this session was entered with `{'with' if is_awaited else 'async with'}`: write "
+                f"`{right} group in session.generations()` instead of `{wrong}`"
+            )
 
 
 def _is_replaced(job: Job, record: GenerationRecord) -> bool:

@@ -402,5 +402,6 @@ def _claimed_twice(rank: int, holder: bytes, where: str) -> str:
         host, pid = "unknown", "unknown"
     return (
         f"rank {rank} is taken at {where} by process {pid} on host {host}: two processes were started as rank {rank}; "
-        "give each process its own RANK (if that process has died, restart all ranks)"
+        "give each process its own RANK, and a second job another name or port (if that process has died, restart all "
+        "ranks)"
     )

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextvars import ContextVar
 from math import inf
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -106,6 +106,9 @@ class RemoteCall(ProcessBound, asyncio.Future[Any]):
     def __aiter__(self) -> CallStream:
         return CallStream(self)
 
+    def __iter__(self) -> NoReturn:
+        raise UsageError(f"{self.target}.{self.method}() returns a call: await it, or iterate over it with `async for`")
+
     def __repr__(self) -> str:
         """Return an advice, which asyncio shows in its error if a program makes a task of this future."""
         state = "cancelled" if self.cancelled() else "done" if self.done() else "pending"
@@ -176,9 +179,15 @@ class Caller:
             packed: The arguments, if they have been packed for several calls, or are being packed.
 
         Raises:
-            UsageError: The arguments cannot be carried, or the timeout is not a number of seconds. The call raises it if
-                that turns out while a thread packs them.
+            UsageError: The arguments cannot be carried, the timeout is not a number of seconds, or another thread runs
+                the session's loop. The call raises it if a thread finds that out while it packs the arguments.
         """
+        here = asyncio._get_running_loop()
+        if here is not self.loop and (here is not None or self.loop.is_running()):
+            raise UsageError(
+                f"{target}.{method}() at {self.peer}: the session of this object is open on another loop; call it in a "
+                "coroutine there, which asyncio.run_coroutine_threadsafe starts, or open a session on this loop"
+            )
         limit, deadline, told = self._limits(timeout)
         try:
             if packed is None:

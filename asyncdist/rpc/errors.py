@@ -103,9 +103,10 @@ class CalleeLostError(CallError, PeerLostError):
 
     def _text(self) -> str:
         ran = "the method may have run, and is not called again" if self.may_have_run else "the method has not run"
-        return (
-            f"{self.target}.{self.method}() at {self.peer}: the process was lost ({self.reason}); {ran}; {self.advice}"
-        )
+        event, advice = f"the process was lost ({self.reason})", self.advice
+        if self.reason.startswith("this process"):
+            event, advice = self.reason, "make calls inside the `async with` block of the session"
+        return f"{self.target}.{self.method}() at {self.peer}: {event}; {ran}; {advice}"
 
 
 class PartialError(CallError):

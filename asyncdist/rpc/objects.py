@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -44,10 +44,13 @@ class ServedObjects:
         objects: An object for each name; a list or tuple of several that share a name.
 
     Raises:
-        UsageError: A name is not a text, or has no object.
+        UsageError: It is no mapping, a name is not a text, or has no object.
     """
 
-    def __init__(self, objects: dict[str, Any]) -> None:
+    def __init__(self, objects: object) -> None:
+        if not isinstance(objects, Mapping):
+            kind = type(objects).__qualname__
+            raise UsageError(f"objects are served under names, and {kind} is no dict of these: pass {{'name': object}}")
         self._named: dict[str | int, Sequence[Any]] = {}
         for name, served in objects.items():
             if not isinstance(name, str) or not name:

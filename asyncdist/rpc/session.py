@@ -68,7 +68,7 @@ class RpcSession(ProcessBound):
         self._job = job
         self._offers_attributes = references
         self._rank = Launch.from_environment().rank if rank is None else rank
-        self.objects = ServedObjects(dict(objects))
+        self.objects = ServedObjects(objects)
         self.threads = DaemonThreadPool("asyncdist-rpc", threads, idle_timeout=_IDLE_THREAD)
         self.value_threads = DaemonThreadPool("asyncdist-rpc-values", _VALUE_THREADS, idle_timeout=_IDLE_THREAD)
         self.num_calls, self.most_calls = 0, max_calls
@@ -125,6 +125,10 @@ class RpcSession(ProcessBound):
             await self._resources.aclose()
         finally:
             self._is_open = False
+
+    def __repr__(self) -> str:
+        names = ", ".join(map(repr, self.objects.counts)) or "nothing"
+        return f"<RpcSession of {self._job!r}, serves {names}{'' if self._is_open else ', not open'}>"
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -94,7 +94,8 @@ async def wait_for_worlds(method: InitMethod, config: Config, timeout: float) ->
             return worlds
     raise RendezvousError(
         f"no rank has published a status port at {described(method)} within {timeout:g} s: check that the job has begun, "
-        "that its name is right, and that its ranks run with this version and without ASYNCDIST_STATUS=0"
+        "that its name is right, and that its ranks run with this version and without ASYNCDIST_STATUS=0 (processes that "
+        "only call objects of asyncdist.rpc, or exchange asyncdist.weights, are no ranks)"
     )
 
 

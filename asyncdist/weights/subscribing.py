@@ -149,6 +149,11 @@ class Subscribing:
 
     def _delay(self, limit: float) -> str:
         """Say why `next` has returned no version within ``limit`` seconds."""
+        if not self._latest.number:
+            return (
+                f"no version of {self._name!r} has been published in {self._job} within {limit:g} s: check that the "
+                "publisher runs, with the same job and name"
+            )
         if not self._is_new(self._latest):
             return f"no version of {self._name!r} newer than {self._seen} has been published within {limit:g} s"
         if self._copies.spare is None:

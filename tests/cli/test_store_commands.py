@@ -29,7 +29,7 @@ def test_commands_query_a_running_store(tmp_path):
         status = json.loads(daemon.ask("status", "--json"))
         assert (status["keys"], status["connections"], status["data"]) == (3, 1, str(tmp_path))
         assert status["stored_bytes_limit"] == 1 << 20
-        assert re.search(r"^keys +3$", daemon.ask("status"), re.MULTILINE)
+        assert re.search(rf"^pid +{status['pid']}$(.|\n)*^keys +3$", daemon.ask("status"), re.MULTILINE)
         assert "--data applies only to serving" in asked("--data", str(tmp_path), "status", code=2)
 
 

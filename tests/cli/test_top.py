@@ -82,6 +82,7 @@ def test_healthy_job_is_ok_and_former_members_are_not_counted():
     [
         (["127.0.0.1:{port}", "--timeout", "0.2"], "no store answered at 127.0.0.1"),
         (["file://{folder}/none", "--timeout", "0.2"], "check that the job has begun"),
+        (["file://{folder}/none", "--timeout", "0.2"], "objects of asyncdist.rpc, or exchange asyncdist.weights"),
         (["127.0.0.1:1", "--stacks", "-1"], "is not the number of a rank, and not 'all'"),
         (["127.0.0.1:1", "--stacks", "first"], "is not the number of a rank, and not 'all'"),
         (["http://127.0.0.1:1"], "has an unknown scheme"),

@@ -10,7 +10,7 @@ from asyncdist.elastic import session as session_module
 from asyncdist.elastic.errors import JobTimeoutError
 from asyncdist.elastic.job import GenerationRecord, Job
 from asyncdist.elastic.session import JobSession, join
-from asyncdist.errors import GroupError, StoreConnectionError, UsageError
+from asyncdist.errors import GroupError, LoopThreadError, StoreConnectionError, UsageError
 from asyncdist.groups.group import Group
 from asyncdist.groups.members.training_state import State
 from asyncdist.groups.world import World
@@ -365,6 +365,26 @@ async def test_session_of_a_blocking_program(job):
         return state.step
 
     assert await asyncio.to_thread(program) == 0
+
+
+async def test_loop_of_the_other_kind_over_the_generations_is_refused(job):
+    async with enter(job) as session:
+        with pytest.raises(
+            UsageError, match=r"entered with `async with`: write `async for group in .* instead of `for`"
+        ):
+            next(iter(session.generations()))
+        group = await anext(session.generations())
+        with pytest.raises(LoopThreadError, match=r"write `async with group\.step"), group.step():
+            pass
+
+    def program():
+        with enter(job) as session, pytest.raises(UsageError, match="entered with `with`: write `for group"):
+            asyncio.run(first(session))
+
+    async def first(session):
+        await anext(session.generations())
+
+    await asyncio.to_thread(program)
 
 
 @pytest.mark.parametrize(("where", "words"), [("tcp://127.0.0.1:1", "asyncdist://host:port/job"), ("x", "scheme")])

@@ -124,3 +124,13 @@ async def test_different_parts_are_refused_on_every_member():
 def test_a_missing_part_is_named():
     with pytest.raises(AttributeError, match=r"model=\.\.\."):
         _ = State(step=1).model
+
+
+async def test_part_that_is_not_plain_data_is_named():
+    async with world_of(2) as groups:
+        states = [State(weights=torch.zeros(4), thing=object()) for _ in groups]
+        waiting = asyncio.create_task(adopt(groups[1], states[1]))
+        with pytest.raises(UsageError, match=r"cannot be passed on: .*thing \(object\)"):
+            await adopt(groups[0], states[0])
+        groups[1].abort("the state does not come")
+        assert await waiting is False

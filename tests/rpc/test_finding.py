@@ -256,6 +256,35 @@ async def test_session_that_ends_ends_the_calls_to_it(job):
             await rpc.find("it", timeout=0.05)
 
 
+async def test_call_after_the_end_of_the_own_session_says_so(job):
+    async with serve({"it": Member(0)}, job):
+        async with connect(job) as session:
+            it = await session.find("it")
+        with pytest.raises(rpc.CalleeLostError) as caught:
+            await it.who()
+    assert "its session has ended; the method has not run; make calls inside the `async with`" in str(caught.value)
+    assert "was lost" not in str(caught.value)
+
+
+async def test_call_on_another_loop_is_refused(job):
+    async def awaited(it):
+        await it.who()
+
+    async with serve({"it": Member(0)}, job) as session:
+        it = await rpc.find("it")
+        for call in (it.who, lambda: asyncio.run(awaited(it))):
+            with pytest.raises(UsageError, match=r"it\.who\(\) at .* is open on another loop; call it in a coroutine"):
+                await asyncio.to_thread(call)
+        assert await it.who() == 0
+        assert repr(session) == f"<RpcSession of '{job}', serves 'it'>"
+    assert repr(session).endswith("not open>")
+
+
+def test_objects_without_names_are_refused():
+    with pytest.raises(UsageError, match="served under names, and Member is no dict"):
+        rpc.serve(Member(0), "asyncdist://127.0.0.1:1/test")
+
+
 async def test_call_of_a_plain_method_that_arrives_while_the_session_ends_is_lost_quietly(job):
     class Plain:
         def run(self):

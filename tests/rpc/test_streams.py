@@ -65,6 +65,14 @@ async def test_awaited_call_of_a_stream_returns_it(serving):
         assert [number async for number in stream] == [0, 1, 2]
 
 
+async def test_blocking_loop_over_a_stream_is_refused(serving):
+    async with serving(Source()) as it:
+        call = it.count(3)
+        with pytest.raises(UsageError, match=r"it\.count\(\) returns a call: .* with `async for`"):
+            list(call)
+        assert [number async for number in call] == [0, 1, 2]
+
+
 async def test_long_items_are_sent_before_the_generator_goes_on(serving):
     async with serving(Source()) as it:
         found = [(item[0].item(), item[-1].item()) async for item in it.tensors(10)]

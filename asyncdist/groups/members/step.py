@@ -85,7 +85,7 @@ class GroupStep:
         return await self._end(error)
 
     def __enter__(self) -> GroupStep:
-        self._group.endpoint.progress.refuse_loop_thread("with group.step()")
+        self._group.endpoint.progress.refuse_loop_thread("the end of a step (write `async with group.step()`)")
         return self
 
     def __exit__(

@@ -114,7 +114,15 @@ async def _send(group: Members, sender: int, state: State) -> None:
     for name, part in state.parts().items():
         content = part.state_dict() if _is_loadable(part) else part
         values[name] = _map_tensors(content, (name,), lambda path, tensor: _reserve(path, tensor, layout, large))
-    await group.broadcast_object_list([state._history, values, layout], sender, weights_only=True)
+    try:
+        await group.broadcast_object_list([state._history, values, layout], sender, weights_only=True)
+    except UsageError as error:
+        plain = {name: part for name, part in state.parts().items() if not _is_loadable(part)}
+        kinds = ", ".join(f"{name} ({type(part).__qualname__})" for name, part in plain.items())
+        raise UsageError(
+            f"the state cannot be passed on: {error.summary}; parts without state_dict and load_state_dict must be plain "
+            f"data, and are {kinds}"
+        ) from error
     for tensor in large:
         await group.broadcast(tensor, sender)
 

@@ -30,7 +30,7 @@ from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError, UsageError
 from asyncdist.net.security.tls import client_context
 from asyncdist.store.client.blocking_socket import BlockingSocket, open_blocking_socket, shake_hands
-from asyncdist.store.client.connect import ConnectRetry, ReconnectPolicy, broken, closed
+from asyncdist.store.client.connect import ConnectRetry, ReconnectPolicy, SilentServer, broken, closed
 from asyncdist.store.client.pending import BlockingClient, PendingRequest, acquire
 from asyncdist.store.protocol.client_protocol import IDENTITY_NBYTES, ClientProtocol
 from asyncdist.store.protocol.operations import Command
@@ -305,7 +305,10 @@ class BlockingConnection(BlockingClient):
 
     def _greet(self, sock: BlockingSocket, deadline: Deadline) -> None:
         """Authenticate, and read the server's hello."""
-        shake_hands(sock, self._token, deadline)
+        try:
+            shake_hands(sock, self._token, deadline)
+        except TimeoutError as error:
+            raise SilentServer from error
         while True:
             hello = sock.receive(deadline)
             with self.lock:

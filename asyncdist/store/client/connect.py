@@ -34,6 +34,9 @@ HANDSHAKE_TIMEOUT = 20.0
 STEADY = 0.5
 """Seconds after which a connection that breaks counts as one over which the store has served the client."""
 
+TELL_AFTER = 10.0
+"""Seconds without a store after which a client that goes on trying logs it."""
+
 _MAX_TLS_REJECTIONS = 8
 """How often in a row a store may hang up right after the TLS handshake. A store that is ending does so once or twice."""
 
@@ -58,10 +61,17 @@ class ClosedByServer(ConnectionResetError):
         return "it hung up before it sent anything"
 
 
+class SilentServer(TimeoutError):
+    """A server accepted the connection and did not complete the handshake. torch's TCPStore waits for further bytes."""
+
+    def __str__(self) -> str:
+        return "it accepts connections and does not answer"
+
+
 class ConnectRetry(Backoff):
     """The attempts to connect to one store: iterate, report each failure to `failed`, and raise `overdue` in the end."""
 
-    __slots__ = ("_begun", "_num_tls_rejections", "_reason", "host", "port")
+    __slots__ = ("_begun", "_has_told", "_num_tls_rejections", "_reason", "host", "port")
 
     def __init__(
         self, host: str, port: int, timeout: Timeout, *, sleep: Callable[[float], object] | None = None
@@ -71,6 +81,7 @@ class ConnectRetry(Backoff):
         self._begun = time.monotonic()
         self._reason: OSError = TimeoutError()
         self._num_tls_rejections = 0
+        self._has_told = False
 
     def attempt_deadline(self) -> Deadline:
         """Return the deadline of an attempt that begins now."""
@@ -93,8 +104,13 @@ class ConnectRetry(Backoff):
             times = f"{_MAX_TLS_REJECTIONS} times in a row"
             raise CertificateError(f"it hung up after the handshake, {times}: see its log") from error
         # The error of an earlier attempt explains more than that of a server that did not answer.
-        if isinstance(error, LookUpTimeoutError) or not isinstance(error, TimeoutError):
+        is_silent = isinstance(error, TimeoutError) and not isinstance(error, LookUpTimeoutError)
+        explains = isinstance(error, SilentServer) and isinstance(self._reason, TimeoutError | ConnectionRefusedError)
+        if explains or not is_silent:
             self._reason = error
+        if not self._has_told and self._spent() >= TELL_AFTER:
+            self._has_told = True
+            log.warning("%s", self._no_answer("answers", "yet; this process goes on trying"))
 
     def overdue(self) -> AddressError | StoreConnectionError:
         """Return the error of a client whose deadline has passed."""
@@ -103,18 +119,21 @@ class ConnectRetry(Backoff):
             return unresolved(self.host, reason)
         if isinstance(reason, LookUpTimeoutError):
             return reason
-        advice = (
-            "it may have as many connections as its ASYNCDIST_STORE_MAX_CONNECTIONS allows; see its log"
-            if isinstance(reason, ClosedByServer)
-            else "check that it was started, that host and port are right, and that no firewall is in between"
-        )
-        error = StoreConnectionError(
-            f"no store answered at {self.host}:{self.port} within {self._spent():.1f} s ({describe_error(reason)}): "
-            f"{advice}"
-        )
+        error = StoreConnectionError(self._no_answer("answered", f"within {self._spent():.1f} s"))
         # The rendezvous reads the cause, to make a longer attempt if the store is slow.
         error.__cause__ = reason
         return error
+
+    def _no_answer(self, verb: str, when: str) -> str:
+        advice = "check that it was started, that host and port are right, and that no firewall is in between"
+        if isinstance(self._reason, ClosedByServer):
+            advice = "it may have as many connections as its ASYNCDIST_STORE_MAX_CONNECTIONS allows; see its log"
+        elif isinstance(self._reason, SilentServer):
+            advice = (
+                "another program may use the port, such as torchrun, whose TCPStore is no asyncdist store; or the process "
+                "of the store is stopped"
+            )
+        return f"no store {verb} at {self.host}:{self.port} {when} ({describe_error(self._reason)}): {advice}"
 
     def _spent(self) -> float:
         return time.monotonic() - self._begun

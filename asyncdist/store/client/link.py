@@ -16,7 +16,7 @@ from asyncdist.net.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tun
 from asyncdist.net.network import is_address, look_up
 from asyncdist.net.security.auth import HandshakeDriver
 from asyncdist.net.security.tls import handshake_error
-from asyncdist.store.client.connect import ConnectRetry, hung_up, look_up_overdue, resolution_error
+from asyncdist.store.client.connect import ConnectRetry, SilentServer, hung_up, look_up_overdue, resolution_error
 from asyncdist.store.protocol.client_protocol import ClientProtocol
 from asyncdist.store.protocol.codec import framed
 from asyncdist.store.protocol.long_messages import LongMessage
@@ -60,6 +60,12 @@ async def open_connection(
         raise handshake_error(error) from error
     except UnicodeError as error:
         raise resolution_error(error) from None
+    except TimeoutError as error:
+        is_silent = connection.transport is not None
+        connection.abort()
+        if is_silent:
+            raise SilentServer from error
+        raise
     except BaseException:
         connection.abort()
         raise

@@ -110,9 +110,10 @@ def select(whole: WeightsLayout, wanted: Mapping[str, tuple[int, ...]] | None, s
             ranges = None if index is None else _ranges_of(name, index, place.shape)
             shape = place.shape if ranges is None else tuple(stop - start for start, stop in ranges)
             if wanted is not None and shape != wanted[name]:
+                published = f"tensor {list(shape)}" if ranges is None else f"part {list(shape)} of {list(place.shape)}"
                 raise UsageError(
-                    f"{name} has the shape {list(wanted[name])} at the reader, and the published part {list(shape)} of "
-                    f"{list(place.shape)}: pass slices= if the reader has a part of it"
+                    f"{name} has the shape {list(wanted[name])} at the reader, and the published {published}: "
+                    "make like= of the same model, or pass slices= if the reader has a part of it"
                 )
             parts[name] = None if shape == place.shape else ranges
     return Selection.of(whole, parts)

@@ -338,6 +338,27 @@ def test_error_for_a_store_that_accepts_no_connection(clock):
     assert "it hung up; then: no store answered at here:1 within 30.0 s (refused)" in str(policy.overdue())
 
 
+def test_client_that_waits_long_for_a_store_says_so_once(clock, caplog):
+    for _ in (retry := connecting.ConnectRetry("here", 1, 60.0)):
+        if clock.now - 1000.0 < connecting.TELL_AFTER:
+            assert not caplog.messages
+        retry.failed(ConnectionRefusedError("refused"))
+    assert [message.partition(":1 yet; ")[2] for message in caplog.messages] == [
+        "this process goes on trying (refused): check that it was started, that host and port are right, and that no "
+        "firewall is in between"
+    ]
+
+
+def test_server_that_accepts_and_is_silent_explains_more_than_a_refusal(clock):
+    retry = connecting.ConnectRetry("here", 1, 60.0)
+    for error in (ConnectionRefusedError("refused"), connecting.SilentServer(), TimeoutError()):
+        retry.failed(error)
+    assert "(it accepts connections and does not answer)" in str(retry.overdue())
+    retry.failed(connecting.ClosedByServer())
+    retry.failed(connecting.SilentServer())
+    assert "(it hung up before it sent anything)" in str(retry.overdue())
+
+
 # -- servers one after the other --------------------------------------------------------------------
 
 
