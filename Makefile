@@ -86,6 +86,7 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/groups/test_type_checkers.py
 
 docs: $(READY)  ## build the documentation site into build/site; every warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

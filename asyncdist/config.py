@@ -172,8 +172,8 @@ class Config:
     debug: bool = _setting(
         False,
         "ASYNCDIST_DEBUG",
-        "warn of each Work that was dropped and never awaited, with the line of the call, as asyncio's debug mode does "
-        "(1 to warn)",
+        "warn of each Work that was dropped and never awaited, with the line of the call, as asyncio's debug mode does; "
+        "show all frames of a KeyboardInterrupt (1 to do so)",
     )
     dump_dir: str | None = _setting(
         None, "ASYNCDIST_DUMP_DIR", "folder into which the flight recorder is written when a group fails"

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import subprocess
 import sys
 import time
@@ -275,7 +274,9 @@ async def learn(job: str, actors: dict[int, subprocess.Popen[bytes]]) -> History
 
 
 def start_actor(number: int, job: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, __file__, "--actor", str(number), "--job", job])
+    # Ctrl-C in the terminal is for this program, which ends the actors.
+    command = [sys.executable, __file__, "--actor", str(number), "--job", job]
+    return subprocess.Popen(command, process_group=0)
 
 
 async def run() -> History:
@@ -291,14 +292,14 @@ async def run() -> History:
 
 
 if options.actor is not None:
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(act(options.actor, options.job))
+    asyncio.run(act(options.actor, options.job))
     sys.exit()
 
 options.out.parent.mkdir(parents=True, exist_ok=True)
 try:
     history = asyncio.run(run())
 except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
     sys.exit(130)
 
 # -- the table and the plot -------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import signal
 import subprocess
@@ -201,12 +200,12 @@ async def serve(trainers: list[subprocess.Popen[bytes]]) -> Monitor:
 
 def start_trainer(rank: int, store: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, __file__, *sys.argv[1:], "--rank", str(rank), "--store", store]
-    return subprocess.Popen(command)
+    # Ctrl-C in the terminal is for this program, which ends the trainers.
+    return subprocess.Popen(command, process_group=0)
 
 
 if options.rank is not None:
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(train(options.rank, options.store))
+    asyncio.run(train(options.rank, options.store))
     sys.exit()
 
 options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -221,6 +220,7 @@ try:
 except TimeoutError:
     sys.exit(f"no trainer has reported for {PATIENCE:.0f} s")
 except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
     sys.exit(128 + signal.SIGINT)
 
 # -- the table and the plot -------------------------------------------------------------------------

@@ -192,11 +192,13 @@ async def train(job: str, workers: dict[int, subprocess.Popen[bytes]]) -> tuple[
 
 
 def start_worker(number: int, job: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, __file__, "--worker", str(number), "--job", job])
+    # Ctrl-C in the terminal is for this program, which ends the workers.
+    command = [sys.executable, __file__, "--worker", str(number), "--job", job]
+    return subprocess.Popen(command, process_group=0)
 
 
 if options.worker is not None:
-    with contextlib.suppress(KeyboardInterrupt, rpc.CalleeLostError):
+    with contextlib.suppress(rpc.CalleeLostError):
         asyncio.run(work(options.worker, options.job))
     sys.exit()
 
@@ -206,6 +208,7 @@ try:
 except TimeoutError:
     sys.exit(f"no worker has sent a gradient for {PATIENCE:.0f} s")
 except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
     sys.exit(128 + signal.SIGINT)
 
 # -- the table and the plot -------------------------------------------------------------------------

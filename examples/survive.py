@@ -134,7 +134,8 @@ def start(job: str) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--job", job]
     for name in ("ranks", "steps", "seed"):
         command += [f"--{name}", str(getattr(options, name))]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # Ctrl-C in the terminal is for this program, which ends the others.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
 
     def collect() -> None:
         assert process.stdout is not None
@@ -153,8 +154,9 @@ store = TCPStore("127.0.0.1", 0, is_master=True)
 job = f"asyncdist://127.0.0.1:{store.port}/survive"
 chance = random.Random(options.seed)
 kills: list[float] = []
-alive = [start(job) for _ in range(options.ranks)]
+alive: list[subprocess.Popen[str]] = []
 try:
+    alive.extend(start(job) for _ in range(options.ranks))
     with Progress(
         TextColumn("[bold]{task.fields[size]} members"), BarColumn(bar_width=36), MofNCompleteColumn(),
         TextColumn("loss [cyan]{task.fields[loss]:.4f}[/]  [red]{task.fields[kills]} killed[/]"), TimeElapsedColumn(),
@@ -187,9 +189,13 @@ try:
     for process in alive:
         if process.pid in joined:  # a replacement may have come too late
             process.wait(timeout=60)
+except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    sys.exit(128 + signal.SIGINT)
 finally:
     for process in alive:
         process.kill()
+        process.wait()
     store.close()
 
 # -- what it cost -----------------------------------------------------------------------------------

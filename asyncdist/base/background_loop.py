@@ -25,6 +25,7 @@ from asyncdist.base import lifecycle
 from asyncdist.base.call_site import refuse_await
 from asyncdist.base.deadline import LONGEST_SLEEP, Deadline
 from asyncdist.base.descriptors import naming_exhaustion
+from asyncdist.base.interrupts import shorten_interrupts
 from asyncdist.errors import LoopThreadError, UsageError
 
 log = logging.getLogger("asyncdist")
@@ -48,6 +49,7 @@ class BackgroundLoop:
     """One event loop in its own thread."""
 
     def __init__(self, name: str = "asyncdist-runtime") -> None:
+        shorten_interrupts()
         self.pid = os.getpid()
         with naming_exhaustion():
             self.loop: asyncio.AbstractEventLoop = new_loop()

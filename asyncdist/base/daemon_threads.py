@@ -134,9 +134,14 @@ class DaemonThreadPool(concurrent.futures.Executor):
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._run, name=f"{self._name}_{self._started}", daemon=True)
-        thread.start()
-        self._started += 1
+        # Listed first: a KeyboardInterrupt may leave `start` although the thread runs, and the thread removes itself.
         self._threads.append(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._threads.remove(thread)
+            raise
+        self._started += 1
 
     def _run(self) -> None:
         while True:

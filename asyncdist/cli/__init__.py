@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -30,6 +30,14 @@ class _Failure(click.ClickException):
         self.exit_code = 1 if isinstance(error, BenchmarkError) else 2  # type: ignore[misc]
 
 
+class _Interrupted(click.ClickException):
+    exit_code = 130
+    """What shells give a command that SIGINT ends."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(self.message, file, err=True)
+
+
 @contextlib.contextmanager
 def _reporting_failed_writes() -> Iterator[None]:
     """Report a failed write to the standard output without a traceback."""
@@ -46,7 +54,7 @@ def _reporting_failed_writes() -> Iterator[None]:
 
 
 class ReportingGroup(click.Group):
-    """Prints the message of an `AsyncdistError` and exits with status 2, or 1 after a failed benchmark."""
+    """Prints one line and exits: after an `AsyncdistError` with status 2, a failed benchmark with 1, on Ctrl-C with 130."""
 
     def invoke(self, ctx: click.Context) -> Any:
         with _reporting_failed_writes():
@@ -54,6 +62,8 @@ class ReportingGroup(click.Group):
                 return super().invoke(ctx)
             except AsyncdistError as error:
                 raise _Failure(error) from error
+            except KeyboardInterrupt as interruption:
+                raise _Interrupted("interrupted") from interruption
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         """Make the context, which prints the help."""

@@ -58,10 +58,7 @@ def _run(ctx: click.Context, given: dict[str, Any], ask: Callable[[AsyncStore], 
         async with await opening as store:
             await ask(store)
 
-    try:
-        asyncio.run(connect_and_ask())
-    except KeyboardInterrupt:
-        ctx.exit(130)
+    asyncio.run(connect_and_ask())
 
 
 def _read() -> bytes:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _NEW_GENERATION = 30.0
 """Seconds for which the command waits for a job that it has shown and that answers no more."""
-_INTERRUPTED = 130
 
 
 class _RankOrAll(click.ParamType):  # type: ignore[type-arg]
@@ -93,7 +92,10 @@ def top(ctx: click.Context, /, job: str, **options: Any) -> None:
     try:
         code = asyncio.run(_run(job, **options))
     except KeyboardInterrupt:
-        code = _INTERRUPTED if options["as_json"] or options["once"] else 0
+        # Without --once, Ctrl-C is how the user ends the command.
+        if options["as_json"] or options["once"]:
+            raise
+        code = 0
     ctx.exit(code)
 
 

@@ -343,7 +343,8 @@ class DistributedDataParallel(nn.Module):
         Every rank of the group enters the block, also a rank without inputs. A rank that leaves the block contributes
         zeros until the last rank has left it. Then all ranks receive the parameters (and buffers, with
         ``broadcast_buffers``) of the highest rank among the last ones, as in torch. The state of an optimizer is not
-        synchronised: broadcast it from one of the last ranks before another epoch.
+        synchronised: broadcast it from one of the last ranks before another epoch. A rank that ran out earlier warns at
+        the optimizer's next step if its state is unchanged.
 
         The ranks contribute only to this model's communication. Inside the block use the group for nothing else, in
         particular not for another model. Each backward costs one all-gather of a byte per rank, and each forward that
@@ -375,7 +376,10 @@ class DistributedDataParallel(nn.Module):
         if not throw_on_early_termination:
             refuse_collectives(self.module)
         joining = self._reducer.joining = Joining(
-            self.process_group, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination
+            self.process_group,
+            self.module,
+            divides_by_all=divide_by_initial_world_size,
+            throws=throw_on_early_termination,
         )
         try:
             yield
@@ -383,7 +387,7 @@ class DistributedDataParallel(nn.Module):
                 pass
             self._sync_last(joining)
         finally:
-            self._stop_joining()
+            self._stop_joining(joining)
 
     def _stand_in_once(self, joining: Joining) -> StepKind:
         """Follow the next step of the ranks with inputs left, for this rank without, and return it."""
@@ -399,8 +403,10 @@ class DistributedDataParallel(nn.Module):
         if not joining.is_even:
             shared = [*self._parameters_to_sync(), *(self._buffers_to_sync() if self.forward_sync_buffers else ())]
             broadcast_values(self.process_group, [tensor for _, tensor in shared], joining.active[-1])
+            joining.warn_of_older_optimizers()
 
-    def _stop_joining(self) -> None:
+    def _stop_joining(self, joining: Joining) -> None:
+        joining.close()
         self._reducer.joining = None
         # Ranks may have left after different forwards.
         self.require_forward_param_sync = True

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from asyncdist.base.ops import ReduceOp, Reduction, premul_sum
+from asyncdist.ddp.stale_optimizers import OptimizerWatch
 from asyncdist.ddp.sync_batchnorm import SyncBatchNorm
 from asyncdist.errors import MismatchError, UnevenInputsError, UsageError
 from asyncdist.groups import Group
@@ -38,8 +39,9 @@ class StepKind(IntEnum):
 class Joining:
     """One ``with model.join()`` on one rank; `active` are the ranks that had inputs left at the last announcement."""
 
-    def __init__(self, group: Group, *, divides_by_all: bool, throws: bool) -> None:
+    def __init__(self, group: Group, module: nn.Module, *, divides_by_all: bool, throws: bool) -> None:
         self.active = list(range(group.size()))
+        self._optimizers = OptimizerWatch(module.parameters())
         self._group = group
         self._divides_by_all = divides_by_all
         self._throws = throws
@@ -80,9 +82,19 @@ class Joining:
 
         With ``throws``, raise UnevenInputsError if another rank has inputs left.
         """
+        self._optimizers.stands_in = True
         return self._announce(StepKind.end)
 
     # -- all ------------------------------------------------------------------------------------
+
+    def warn_of_older_optimizers(self) -> None:
+        """Let the next step warn if this rank ran out before others and its optimizers' state is still the older one."""
+        if self._group.rank() not in self.active:
+            self._optimizers.warn_at_next_steps(self._group.ranks[self.active[-1]])
+
+    def close(self) -> None:
+        """End the block on this rank. Idempotent."""
+        self._optimizers.close()
 
     @property
     def present_reduction(self) -> Reduction:

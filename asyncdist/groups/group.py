@@ -248,6 +248,12 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps, SubgroupOps):
 
     def _subgroup(self, ranks: Sequence[int], timeout: Timeout, name: str | None) -> Group | None:
         assert self.world is not None, "a companion has no subgroups"
+        self.world.refuse_left()
+        try:
+            self._refuse_destroyed()
+        except UsageError as error:
+            self._refused("new_group", error)
+            raise
         made: Group | None = self.world.subgroup(self, ranks, timeout, name)
         return made
 
@@ -297,11 +303,14 @@ class Group(ProcessBound, CollectiveOps, ObjectOps, MemberOps, SubgroupOps):
 
     def _limit(self, name: str, background: bool, timeout: Timeout) -> float:
         """Return the timeout of a call in seconds; raise if the group is destroyed or the call may not block here."""
-        if self._closed:
-            raise NotInitializedError("the group was destroyed: make a new one")
+        self._refuse_destroyed()
         if not background:
             self.endpoint.progress.refuse_loop_thread(name)
         return self.timeout if timeout is None else seconds(timeout)
+
+    def _refuse_destroyed(self) -> None:
+        if self._closed:
+            raise NotInitializedError("the group was destroyed: make a new one")
 
     def _start_plan(self, name: str, plan: Plan, tag: int | None, background: bool, limit: float) -> Work:
         """Start a planned collective, or a message if there is a ``tag``."""

@@ -72,14 +72,15 @@ class SubgroupOps(ABC):
         Args:
             ranks: Ranks of the members in this group; None means all of them.
             timeout: Default limit of the new group's operations, in seconds or as a timedelta; None takes the world's.
-            group_desc: Name of the new group in error messages and traces.
+            group_desc: Name of the new group in error messages and traces, to which the ranks of the members are added if
+                it has not all ranks of the world, and a number if it is another one of equal name and ranks.
             sort_ranks: Number the members by ascending global rank, as torch does. False keeps the order of ``ranks``.
 
         Returns:
             The group, or ``GroupMember.NON_GROUP_MEMBER`` on a rank that is not a member.
 
         Raises:
-            NotInitializedError: This rank has left the world.
+            NotInitializedError: This rank has left the world, or has destroyed this group.
             UsageError: ``ranks`` is empty, repeats a rank, or names a rank outside this group.
 
         Example:

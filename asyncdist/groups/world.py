@@ -18,11 +18,13 @@ import msgpack
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.descriptors import naming_exhaustion
+from asyncdist.base.interrupts import shorten_interrupts
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.base.version import VERSION
 from asyncdist.config import Config, shared_settings
 from asyncdist.environment import Launch
 from asyncdist.errors import AsyncdistError, NotInitializedError, RendezvousError, UsageError
+from asyncdist.errors import ranks as ranks_as_text
 from asyncdist.groups import task_factory
 from asyncdist.groups.calibration import measurement, profile
 from asyncdist.groups.dropped_works import DebugGroup
@@ -102,6 +104,8 @@ class World(ProcessBound):
     def subgroup(self, parent: Group, ranks: Sequence[int], timeout: Timeout, name: str | None) -> Group | None:
         """Make the group of some ranks of another group, in this order; None on the other ranks.
 
+        Its name is unique on each rank and equal on all members: dumps and traces tell groups apart by their names.
+
         Raises:
             NotInitializedError: This rank has left the world.
             UsageError: ``ranks`` is empty, repeats a rank, or names a rank outside the group.
@@ -111,8 +115,16 @@ class World(ProcessBound):
         if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks):
             raise UsageError(f"ranks={list(ranks)} is not a group: it needs distinct ranks from 0 to {size - 1}")
         chosen = tuple(parent.member_ids[rank] for rank in ranks)
+        members = tuple(parent.ranks[rank] for rank in ranks)
+        listed = list(members)
+        part = f"rank{'s' * (len(listed) > 1)} {ranks_as_text(listed) if listed == sorted(listed) else listed}"
+        if parent is not self.group or parent.generation:
+            part += f" of {parent.name!r}"
+        elif len(members) == size and name:
+            part = ""
+        shown = f"group of {part}" if not name else f"{name} ({part})" if part else name
         # Each generation counts afresh: the members of the last one may have come to different places in the program.
-        return self._make(tuple(parent.ranks[rank] for rank in ranks), chosen, name, timeout, parent.channel.number)
+        return self._make(members, chosen, shown, timeout, parent.channel.number)
 
     def group_of_members(self, member_ids: Sequence[int], name: str, timeout: Timeout = None) -> Group:
         """Make a group of members of the world by their ids, without communication; see `Group.new_group`.
@@ -129,24 +141,28 @@ class World(ProcessBound):
         return group
 
     def _make(
-        self, members: tuple[int, ...], chosen: tuple[int, ...], name: str | None, timeout: Timeout, parent: int = 0
+        self, members: tuple[int, ...], chosen: tuple[int, ...], name: str, timeout: Timeout, parent: int = 0
     ) -> Group | None:
         """Make the group of the ids ``chosen``, whose global ranks are ``members``; None on the other ranks.
 
         ``parent`` is the number of the channel of the group that it is a part of; 0 without one.
         """
-        if self._left:
-            raise NotInitializedError(
-                "this rank has left the world that the group would belong to: make a new world first"
-            )
+        self.refuse_left()
         count = next(self._made.setdefault((parent, name, chosen), itertools.count()))
         if self.endpoint.rank not in chosen:
             return None
-        shown = name or f"group of ranks {list(members)}" + (f" ({count + 1})" if count else "")
+        shown = f"{name} ({count + 1})" if count else name
         limit, nonce = seconds(timeout, self.timeout), (parent, count)
         group = self._group_class(self.endpoint, members, shown, limit, member_ids=chosen, nonce=nonce, world=self)
         self.groups.append(group)
         return group
+
+    def refuse_left(self) -> None:
+        """Raise NotInitializedError if this rank has left the world."""
+        if self._left:
+            raise NotInitializedError(
+                "this rank has left the world that the group would belong to: make a new world first"
+            )
 
     def succeed(self, group: Group, successor: Group) -> None:
         """Put the successor of a group in its place."""
@@ -239,6 +255,7 @@ def open_world(
     config = config or Config.from_environment()
     # Python installs signal handlers on the main thread only. The caller may run on it; the loop may not.
     dump_signal.install_signal_handler(config)
+    shorten_interrupts()
     limit = seconds(timeout, config.timeout)
     meeting = functools.partial(
         meet,

@@ -57,12 +57,13 @@ def test_failed_reads_and_writes_of_standard_streams_are_reported():
 @contextlib.contextmanager
 def watching(port, *arguments):
     """Run ``asyncdist store watch``; yield its output, and end it with Ctrl-C."""
-    watch = command("--port", str(port), "watch", *arguments)
-    with subprocess.Popen(watch, stdout=subprocess.PIPE, text=True, env=environment(PYTHONUNBUFFERED="1")) as process:
+    watch, pipe = command("--port", str(port), "watch", *arguments), subprocess.PIPE
+    with subprocess.Popen(watch, stdout=pipe, stderr=pipe, text=True, env=environment(PYTHONUNBUFFERED="1")) as process:
         try:
             yield process.stdout
             process.send_signal(signal.SIGINT)
             assert process.wait(LIMIT) == 130
+            assert process.stderr.read() == "interrupted\n"
         finally:
             process.kill()
 

@@ -1,11 +1,17 @@
-"""Run by test_uneven_inputs.py on three ranks: a model of several large buckets, trained on 1, 3 and 2 inputs."""
+"""Run by test_uneven_inputs.py: a model of several large buckets, trained on 1, 3 and 2 inputs; a model in torch's Join."""
+
+import functools
+import warnings
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.algorithms.join import Join
 
 import asyncdist.sync as dist
+import asyncdist.torch_backend  # noqa: F401 - registers the back end
 from asyncdist.ddp import DistributedDataParallel
+from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer
 from asyncdist.errors import GradientError, PeerLostError
 
 COUNTS = [1, 3, 2]
@@ -53,3 +59,30 @@ def train(test, rank, where, transport):
         with pytest.raises(PeerLostError):
             group.barrier(background=False).wait()
         test.send(lost.value.peer)
+
+
+def train_in_torchs_join(test, rank, where):
+    """Send the warnings of a step after an uneven epoch: with torch's optimizer, and with a sharded one that follows."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("asyncdist", init_method=where, rank=rank, world_size=2)
+
+    def warned(optimizer_of, *, follows):
+        model = DistributedDataParallel(nn.Linear(4, 4))
+        optimizer = optimizer_of(model.parameters())
+
+        def step():
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+        with Join([model, optimizer] if follows else [model]):
+            for _ in range(1 + rank):
+                step()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            step()
+        return [str(each.message) for each in found]
+
+    sharded = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam)
+    test.send((warned(torch.optim.Adam, follows=False), warned(sharded, follows=True)))
+    distributed.destroy_process_group()

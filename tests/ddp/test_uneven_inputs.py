@@ -1,6 +1,7 @@
 """Ranks with different numbers of inputs inside ``join()``, compared with the arithmetic of a single process."""
 
 import inspect
+import warnings
 from pathlib import Path
 
 import pytest
@@ -281,3 +282,68 @@ def test_killed_rank_ends_backward_and_join_of_the_others(nursery, tmp_path, tra
         assert rank.hear() == 1
         assert rank.wait() == 0
         assert "never retrieved" not in rank.output()
+
+
+@pytest.fixture
+def warned(together, monkeypatch):
+    """Return the warnings of two ranks that train two epochs: ``warned(optimizer, counts, after_each_epoch)``."""
+    found = []
+    monkeypatch.setattr(warnings, "warn", lambda message, *arguments, **options: found.append(str(message)))
+
+    def warned(optimizer_of, counts, after=lambda optimizer, group: None):
+        def rank(group):
+            model = toy.wrapped(group)
+            optimizer = optimizer_of(model.parameters())
+            for _ in range(2):
+                with model.join():
+                    for batch in batches(group.rank(), counts[group.rank()]):
+                        optimizer.zero_grad()
+                        toy.loss_of(model, *batch).backward()
+                        optimizer.step()
+                after(optimizer, group)
+
+        together(2, rank)
+        return found
+
+    return warned
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def share_state(optimizer, group):
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            group.broadcast(tensor, 1, background=False).wait()
+
+
+OLDER = "is older than that of rank 1, because this rank ran out of inputs before it in join()"
+
+
+@pytest.mark.parametrize("optimizer", [momentum, torch.optim.Adam])
+def test_step_after_an_uneven_join_warns_once_of_state_that_is_older_than_that_of_others(warned, optimizer):
+    (message,) = warned(optimizer, [1, 3])
+    assert OLDER in message
+
+
+def test_no_warning_if_the_state_was_broadcast(warned):
+    assert not warned(torch.optim.Adam, [1, 3], share_state)
+
+
+def test_no_warning_after_an_even_join(warned):
+    assert not warned(momentum, [2, 2])
+
+
+def test_no_warning_of_an_optimizer_without_state(warned):
+    assert not warned(lambda parameters: torch.optim.SGD(parameters, lr=0.1), [1, 3])
+
+
+@pytest.mark.processes
+def test_torchs_join_warns_of_older_state_unless_the_optimizer_follows(nursery, tmp_path):
+    ranks = [nursery.start(PROGRAM, "train_in_torchs_join", rank, f"file://{tmp_path}/world") for rank in range(2)]
+    own, following = ranks[0].hear()
+    assert [OLDER in each for each in own] == [True]
+    assert following == []
+    assert ranks[1].hear() == ([], [])
+    assert [rank.wait() for rank in ranks] == [0, 0]

@@ -1,5 +1,6 @@
 """An ``await`` of a call of the blocking API is refused by an error that names the API, before anything is sent."""
 
+import asyncio
 import inspect
 
 import pytest
@@ -68,6 +69,36 @@ def world():
     blocking.destroy_process_group()
 
 
+async def limited():
+    await asyncio.wait_for(blocking.barrier(), 1.0)
+
+
+async def limited_over_several_lines():
+    await asyncio.wait_for(
+        blocking.agree(True),
+        timeout=1.0,
+    )
+
+
+async def started():
+    return asyncio.create_task(blocking.all_gather_object([None], 1)), 1
+
+
+async def gathered_by_asyncio():
+    await asyncio.gather(blocking.barrier(), asyncio.sleep(0))
+
+
+async def calls_with_a_value(world):
+    return await asyncio.wait_for(returned(blocking.agree()), 10.0), await returned(blocking.agree())
+
+
+async def returned(value):
+    return value
+
+
+PASSED = {
+    "barrier": limited, "agree": limited_over_several_lines, "all_gather_object": started, " barrier": gathered_by_asyncio,
+}  # fmt: skip
 CALLS = {
     "all_reduce": reduced, "barrier": passed_on, "recv": received, "agree": agreed, "all_gather_object": gathered,
     "wait": waited, "destroy_process_group": destroyed,
@@ -82,6 +113,18 @@ async def test_await_of_a_blocking_call_names_the_blocking_api(world, name):
         await CALLS[name]()
     assert blocking.is_initialized()
     blocking.all_reduce(torch.ones(2))
+
+
+@pytest.mark.parametrize("name", PASSED)
+async def test_blocking_call_that_is_passed_to_asyncio_names_the_blocking_api(world, name):
+    with pytest.raises(
+        UsageError, match=rf"{name.strip()} is called with await at {__file__}:\d+, but this is the block"
+    ):
+        await PASSED[name]()
+
+
+async def test_value_of_a_blocking_call_may_be_passed_to_a_coroutine(world):
+    assert await calls_with_a_value(world) == (blocking.agree(), blocking.agree())
 
 
 async def test_place_of_the_call_is_that_of_the_line(world):

@@ -42,7 +42,9 @@ async def test_subgroups_divide_a_group():
         assert listed[0][0].ranks == (1, 3)
         parts = [group.split_group([[2, 1]], group_desc="later") for group in upper]
         assert parts[0] is None
-        assert [(part.ranks, part.name) for part in parts[1:]] == [((2, 3), "later")] * 2
+        assert [(part.ranks, part.name) for part in parts[1:]] == [
+            ((2, 3), "later (ranks 2-3 of 'group of ranks 1-3')")
+        ] * 2
         assert await sums(parts[1:]) == {1.0}
         with pytest.raises(UsageError, match="group_size=2 does not divide the 3 ranks of the group"):
             upper[0].new_subgroups(2)
@@ -83,3 +85,53 @@ async def test_call_without_default_group_names_the_methods_of_the_open_process_
                 call()
     with pytest.raises(NotInitializedError, match=r"^no process group: call init_process_group\(\) first"):
         asyncdist.new_group()
+
+
+async def test_name_of_a_subgroup_is_unique_on_a_rank_and_equal_on_its_members():
+    """The flight recorder, dumps, `asyncdist top` and metrics tell groups apart by their names."""
+    async with world_of(4) as groups:
+        names, all_made = [], []
+        for group in groups:
+            evens = group.new_group([0, 2])
+            made = [evens, group.new_group([0, 2]), group.new_group([2, 0], sort_ranks=False), group.new_group()]
+            made += [group.new_group(ranks, group_desc="pair") for ranks in ([0, 1], [0, 1], [0, 2], [2, 3], [3])]
+            made += [group.new_group(group_desc="losses"), group.new_group(group_desc="losses")]
+            if evens is not APART:
+                made += [evens.new_group(), evens.new_group(group_desc="losses")]
+            all_made.append([each for each in made if each is not APART])
+            names.append([each.name for each in all_made[-1]])
+        for own in names:
+            assert len(set(own)) == len(own), own
+        assert names[0] == [
+            "group of ranks 0, 2", "group of ranks 0, 2 (2)", "group of ranks [2, 0]", "group of ranks 0-3",
+            "pair (ranks 0-1)", "pair (ranks 0-1) (2)", "pair (ranks 0, 2)", "losses", "losses (2)",
+            "group of ranks 0, 2 of 'group of ranks 0, 2'", "losses (ranks 0, 2 of 'group of ranks 0, 2')",
+        ]  # fmt: skip
+        same = {group.name: group.ranks for made in all_made for group in made}
+        assert all(same[group.name] == group.ranks for made in all_made for group in made)
+        assert repr(all_made[0][5]) == "<Group 'pair (ranks 0-1) (2)' rank 0 of 2, open>"
+        first, second = all_made[0][-3], all_made[1][-1]
+        assert (first.name, second.name) == ("losses (2)", "losses (2)")
+
+
+async def test_subgroup_of_a_regrouped_group_has_another_name_than_one_of_the_group_before():
+    async with world_of(3) as groups:
+        before = groups[0].new_group([0, 1])
+        groups[2].world.leave()
+        renewed = await asyncio.gather(*(group.regroup() for group in groups[:2]))
+        after = [group.new_group([0, 1]) for group in renewed]
+        assert after[0].name == after[1].name != before.name
+
+
+async def test_destroyed_group_refuses_to_make_subgroups():
+    async with world_of(2) as groups:
+        for group in groups:
+            group.close()
+        message = r"^new_group on group 'world', rank 1: the group was destroyed: make a new one"
+        for call in (
+            lambda: groups[1].new_group(),
+            lambda: groups[1].new_subgroups(1),
+            lambda: groups[1].split_group([[0, 1]]),
+        ):
+            with pytest.raises(NotInitializedError, match=message):
+                call()

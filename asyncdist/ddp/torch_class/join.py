@@ -32,7 +32,7 @@ class TorchJoinHook:
         finally:
             # torch's context leaves its configuration behind.
             vars(self._model).pop("_join_config", None)
-            self._model._stop_joining()
+            self._model._stop_joining(self._joining)
 
 
 def notify(model: Any) -> Joining | None:
@@ -65,7 +65,11 @@ def join_hook(model: Any, **kwargs: Any) -> TorchJoinHook:
     """
     process_group(model)
     divides_by_all = kwargs.get("divide_by_initial_world_size", True)
-    joining = model._torch_joining = Joining(model.process_group, divides_by_all=divides_by_all, throws=False)
+    # A context that an exception ended has called no hook.
+    if model._torch_joining is not None:
+        model._torch_joining.close()
+    joining = Joining(model.process_group, model.module, divides_by_all=divides_by_all, throws=False)
+    model._torch_joining = joining
     return TorchJoinHook(model, joining)
 
 

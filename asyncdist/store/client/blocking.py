@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.deadline import Deadline, Timeout, wait_until_set
 from asyncdist.base.error_text import describe_error
+from asyncdist.base.interrupts import shorten_interrupts
 from asyncdist.config import Config
 from asyncdist.errors import AsyncdistError, ProtocolError, StoreConnectionError, UsageError
 from asyncdist.net.security.tls import client_context
@@ -45,6 +46,7 @@ class BlockingConnection(BlockingClient):
 
     def __init__(self, host: str, port: int, token: str | None, config: Config) -> None:
         super().__init__()
+        shorten_interrupts()
         self.where = f"{host}:{port}"
         self.host = host
         self._port, self._token, self._config = port, token, config

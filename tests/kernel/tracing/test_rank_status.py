@@ -31,7 +31,7 @@ async def test_chain_of_waiting_ranks_ends_at_the_rank_that_has_not_called():
             "broadcast(5 x float32, root 0)",
         ]
         edges = [(edge.waiting, edge.call.group, edge.call.seq, edge.awaited) for edge in wait_edges(found)]
-        assert edges == [([0, 1], "world", 2, [2, 3]), ([2], "pair", 1, [3])]
+        assert edges == [([0, 1], "world", 2, [2, 3]), ([2], "pair (ranks 2-3)", 1, [3])]
         works += [group.all_reduce(torch.ones(10)) for group in groups[2:]]
         works.append(pair[1].broadcast(torch.ones(5), src=0))
         await asyncio.gather(*works)

@@ -89,7 +89,11 @@ class LoopShutdownHook:
         try:
             yield
         finally:
-            on_shutdown()
+            try:
+                on_shutdown()
+            except KeyboardInterrupt as interruption:
+                # asyncio would raise it and also log that the task of this generator failed.
+                asyncio.get_running_loop().call_soon(_raise, interruption)
 
     @staticmethod
     def _step(awaitable: Any) -> None:
@@ -100,3 +104,7 @@ class LoopShutdownHook:
     def end(self) -> None:
         """Remove the hook. This calls ``on_shutdown`` if it has not been called."""
         self._step(self._generator.aclose())
+
+
+def _raise(error: BaseException) -> None:
+    raise error
