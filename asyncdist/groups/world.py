@@ -346,7 +346,7 @@ async def _answer_status(world: World, addresses: Sequence[Any]) -> World:
     """Begin to answer ``asyncdist top``, and let rank 0 publish where; return the world, or close it after an error."""
     try:
         if world.status_port is not None:
-            await world.status_port.serve(world.endpoint, addresses, world.describe)
+            world.status_port.serve(world.endpoint, addresses, world.describe)
         await world.meeting.publish_status([(rank, *each) for rank, each in enumerate(addresses) if each is not None])
     except BaseException:
         world.leave()

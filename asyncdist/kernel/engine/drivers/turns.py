@@ -11,8 +11,8 @@ from threading import get_ident
 from time import monotonic
 
 from asyncdist.base.descriptors import is_exhausted
+from asyncdist.base.waker import Waker
 from asyncdist.kernel.engine.drivers.waiting import Waiting
-from asyncdist.kernel.engine.drivers.waker import Waker
 from asyncdist.kernel.engine.machine import Machine
 from asyncdist.kernel.memory.user_modes import leave_user_modes
 from asyncdist.kernel.transport.base import Advance, Wait
