@@ -18,7 +18,6 @@ from asyncdist.base.call_site import refuse_await
 from asyncdist.base.callables import AnyFunction
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
-from asyncdist.elastic.session import JobSession, join
 from asyncdist.groups import aio, default_world
 from asyncdist.groups.blocking_api import BlockingApi
 from asyncdist.groups.blocking_help import without_await
@@ -59,8 +58,7 @@ from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.memory.registered import empty
 from asyncdist.kernel.tracing.hooks import OperationRecord, register_hook
 from asyncdist.kernel.tracing.metrics import GroupMetrics, serve_metrics
-from asyncdist.kernel.tracing.otel import trace_operations
-from asyncdist.store import FileStore, HashStore, PrefixStore, TCPStore
+from asyncdist.store import PrefixStore
 
 if TYPE_CHECKING:
     from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
@@ -70,6 +68,12 @@ if TYPE_CHECKING:
     from asyncdist.ddp.sampler import DistributedSampler as DistributedSampler
     from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
     from asyncdist.ddp.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
+    from asyncdist.elastic.session import JobSession as JobSession
+    from asyncdist.elastic.session import join as join
+    from asyncdist.kernel.tracing.otel import trace_operations as trace_operations
+    from asyncdist.store import FileStore as FileStore
+    from asyncdist.store import HashStore as HashStore
+    from asyncdist.store import TCPStore as TCPStore
 
 F = TypeVar("F", bound=AnyFunction)
 
@@ -232,13 +236,14 @@ send_object_list = _api.send_object_list
 
 
 _SHARED = (
-    "CommunicationSavings", "DistributedDataParallel", "DistributedSampler", "SyncBatchNorm", "ZeroRedundancyOptimizer",
+    "CommunicationSavings", "DistributedDataParallel", "DistributedSampler", "FileStore", "HashStore", "JobSession",
+    "SyncBatchNorm", "TCPStore", "ZeroRedundancyOptimizer", "join", "trace_operations",
 )  # fmt: skip
 _BLOCKING = {"DiLoCo": "BlockingDiLoCo", "LocalSGD": "BlockingLocalSGD"}
 
 
 def __getattr__(name: str) -> Any:
-    # Programs that only exchange tensors do not import the modules for training.
+    # Programs that only exchange tensors do not import the modules for training, elastic jobs and other stores.
     if name in _SHARED:
         value = getattr(asyncdist, name)
     elif name in _BLOCKING:

@@ -12,6 +12,7 @@ from benchmarks.benchmark import Benchmark
 CLASSES = {
     "ddp": "DdpBenchmark",
     "faults": "FaultsBenchmark",
+    "idle": "IdleBenchmark",
     "rpc": "RpcBenchmark",
     "store": "StoreBenchmark",
     "weights": "WeightsBenchmark",

@@ -6,31 +6,9 @@ The drivers of the engine, the calibration of groups, `ddp` and `torch_backend` 
 from __future__ import annotations
 
 import os
-import threading
 
 _RUN_DELAYS = "/proc/thread-self/schedstat"
 _LOAD = "/proc/loadavg"
-
-
-class _Statistics:
-    """The open file with the scheduler's statistics of the thread that made this object."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.descriptor = os.open(_RUN_DELAYS, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
-
-
-class _OfThread(threading.local):
-    """The statistics of each thread, until it ends."""
-
-    statistics: _Statistics | None = None
-
-
-_of_thread = _OfThread()
 
 
 def run_delay() -> tuple[float, int] | None:
@@ -41,11 +19,12 @@ def run_delay() -> tuple[float, int] | None:
         system does not say.
     """
     try:
-        statistics = _of_thread.statistics
-        # A forked child has the file of its parent's thread.
-        if statistics is None or statistics.pid != os.getpid():
-            statistics = _of_thread.statistics = _Statistics()
-        _, delay, slices = os.pread(statistics.descriptor, 64, 0).split()
+        # A file that stays open would save 2 us in each ms of waiting, and cost every idle thread a descriptor.
+        descriptor = os.open(_RUN_DELAYS, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _, delay, slices = os.read(descriptor, 64).split()
+        finally:
+            os.close(descriptor)
     # Not Linux, a sandbox without this file, or no descriptor is left.
     except (OSError, ValueError):
         return None

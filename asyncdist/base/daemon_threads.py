@@ -13,6 +13,8 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
+import math
+import select
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +23,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from asyncdist.base import lifecycle
 from asyncdist.base.callables import AnyFunction, Callback
-from asyncdist.base.weak_registry import WeakRegistry
+from asyncdist.base.descriptors import naming_exhaustion
+from asyncdist.base.lifecycle import WeakRegistry
+from asyncdist.base.waker import Waker
 
 log = logging.getLogger("asyncdist")
 
@@ -210,38 +214,73 @@ class SerialExecutor:
 
 
 class PeriodicCalls:
-    """Calls functions periodically in one daemon thread, whatever the process's event loops do.
+    """Calls functions in one daemon thread, periodically or for a ready descriptor, whatever the process's loops do.
 
     The thread starts with the first function, ends after the last, and does not exist in a forked child. A function must
     return soon, because it delays the others.
     """
 
     def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self._changed = threading.Condition()
         self._due: dict[Callback, tuple[float, float]] = {}
+        self._watched: dict[int, Callback] = {}
+        self._waker: Waker | None = None
+        """Wakes the thread while it watches descriptors; otherwise it waits for `_changed`."""
         self._thread: threading.Thread | None = None
 
-    def start(self, function: Callback, period: float) -> None:
-        """Call ``function`` at once, and then every ``period`` seconds until `stop`.
+    def start(self, function: Callback, period: float, *, after: float = 0.0) -> None:
+        """Call ``function`` in ``after`` seconds, and then every ``period`` seconds until `stop`.
 
         Raises:
             RuntimeError: The process can start no thread.
         """
         with self._changed:
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="asyncdist-periodic", daemon=True)
-                # A debugger that suspends every thread at a breakpoint leaves threads with these attributes running.
-                thread.pydev_do_not_trace = thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
-                thread.start()
-                self._thread = thread
-            self._due[function] = (monotonic(), period)
-            self._changed.notify()
+            self._start_thread()
+            self._due[function] = (monotonic() + after, period)
+            self._wake()
 
     def stop(self, function: Callback) -> None:
         """Stop calling a function. A call that has begun may still run. Idempotent."""
         with self._changed:
             self._due.pop(function, None)
-            self._changed.notify()
+            self._wake()
+
+    def call_when_readable(self, descriptor: int, function: Callback) -> None:
+        """Call ``function`` once, when a descriptor is ready to read. Call `forget` before you close the descriptor.
+
+        Raises:
+            RendezvousError: The process has no free descriptor.
+            RuntimeError: The process can start no thread.
+        """
+        with self._changed:
+            if self._waker is None:
+                with naming_exhaustion():
+                    self._waker = Waker()
+            self._start_thread()
+            self._watched[descriptor] = function
+            self._wake()
+
+    def forget(self, descriptor: int) -> None:
+        """Watch a descriptor no more. Its call may have begun. Idempotent."""
+        with self._changed:
+            self._watched.pop(descriptor, None)
+            self._wake()
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="asyncdist-periodic", daemon=True)
+            # A debugger that suspends every thread at a breakpoint leaves threads with these attributes running.
+            thread.pydev_do_not_trace = thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+            thread.start()
+            self._thread = thread
+
+    def _wake(self) -> None:
+        self._changed.notify()
+        if self._waker is not None:
+            self._waker.ring()
 
     def _run(self) -> None:
         while function := self._next():
@@ -256,22 +295,38 @@ class PeriodicCalls:
     def _next(self) -> Callback | None:
         """Wait for the next function that is due; return None after the last one has been stopped."""
         with self._changed:
-            while self._due:
-                function, (at, period) = min(self._due.items(), key=lambda item: item[1][0])
-                now = monotonic()
-                if at <= now:
-                    self._due[function] = (now + period, period)
-                    return function
-                del function
-                self._changed.wait(min(at - now, threading.TIMEOUT_MAX))
-            self._thread = None
+            while self._due or self._watched:
+                now, left = monotonic(), math.inf
+                if self._due:
+                    function, (at, period) = min(self._due.items(), key=lambda item: item[1][0])
+                    if at <= now:
+                        self._due[function] = (now + period, period)
+                        return function
+                    left = at - now
+                    del function
+                if (ready := self._wait(left)) is not None:
+                    return ready
+            self._thread = self._waker = None
             return None
+
+    def _wait(self, seconds: float) -> Callback | None:
+        """Wait for a change; return the function of a ready descriptor, if there is one."""
+        if not self._watched or (waker := self._waker) is None:
+            self._waker = None
+            self._changed.wait(min(seconds, threading.TIMEOUT_MAX))
+            return None
+        waits = [(descriptor, select.POLLIN) for descriptor in self._watched]
+        self._changed.release()
+        try:
+            ready = waker.sleep(waits, seconds)
+        finally:
+            self._changed.acquire()
+        # Another thread may have forgotten the descriptor.
+        return next((each for number in ready or () if (each := self._watched.pop(number, None)) is not None), None)
 
     def after_fork_in_child(self) -> None:
         """Forget the thread and the functions, which exist in the parent only."""
-        self._changed = threading.Condition()
-        self._due.clear()
-        self._thread = None
+        self._forget()
 
 
 def start_daemon_thread(function: Callable[[], T], name: str, *, awaited_at_exit: bool = True) -> Future[T]:

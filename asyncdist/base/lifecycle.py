@@ -3,7 +3,8 @@
 Every module that owns connections, threads or servers registers here. At exit the process notifies its peers. After a
 fork the connections belong to the parent: the child neither writes to them nor shuts them down. It closes its copies of
 their descriptors, because a peer sees the end of a connection, and a port or a lock becomes free, only when the last copy
-is closed. `ProcessBound` keeps what belongs to a process from being copied and pickled.
+is closed. `WeakRegistry` lists the living objects of one kind, and
+`ProcessBound` keeps what belongs to a process from being copied and pickled.
 """
 
 from __future__ import annotations
@@ -12,12 +13,41 @@ import atexit
 import contextlib
 import multiprocessing.util  # noqa: F401 - its exit handler, which joins children, must run after this module's
 import os
+import weakref
 from enum import IntEnum, auto
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
 
 from asyncdist.base.callables import Callback
-from asyncdist.base.weak_registry import WeakRegistry
 from asyncdist.errors import UsageError
+
+T = TypeVar("T")
+
+
+class WeakRegistry(Generic[T]):
+    """References to objects that do not keep them alive.
+
+    Any thread may call any method at any time. A `weakref.WeakSet` raises RuntimeError if one thread adds an object while
+    another iterates, also in ``list(set)``.
+    """
+
+    def __init__(self) -> None:
+        self._objects: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
+
+    def add(self, item: T) -> None:
+        """Add an object, until `discard` or until it is collected."""
+        self._objects[id(item)] = item
+
+    def discard(self, item: T) -> None:
+        """Remove an object, if it was added."""
+        self._objects.pop(id(item), None)
+
+    def clear(self) -> None:
+        """Remove all objects."""
+        self._objects.clear()
+
+    def living(self) -> list[T]:
+        """Return the objects that have not been collected, in the order in which they were added."""
+        return [item for reference in self._objects.valuerefs() if (item := reference()) is not None]
 
 
 class Stage(IntEnum):

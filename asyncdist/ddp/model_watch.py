@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
-from asyncdist.base.weak_registry import WeakRegistry
+from asyncdist.base.lifecycle import WeakRegistry
 from asyncdist.errors import UsageError
 
 _watches: weakref.WeakKeyDictionary[nn.Module, WeakRegistry[ModelWatch]] = weakref.WeakKeyDictionary()

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
+from asyncdist.base.lifecycle import WeakRegistry
 from asyncdist.base.ops import Reduction
-from asyncdist.base.weak_registry import WeakRegistry
 from asyncdist.ddp.backward.arrivals import Arrivals
 from asyncdist.ddp.backward.bucket_assignment import BucketAssignment
 from asyncdist.ddp.backward.bucket_exchange import BucketExchange

@@ -37,6 +37,7 @@ from asyncdist.kernel.tracing import dump_signal
 from asyncdist.kernel.tracing.metrics import serve_configured_metrics
 from asyncdist.kernel.tracing.stacks import watch_tasks
 from asyncdist.kernel.transport import registry
+from asyncdist.kernel.transport.base import Transport
 from asyncdist.net.process_identity import process_identity
 from asyncdist.rendezvous import RendezvousSession, meet
 from asyncdist.status.port import StatusPort
@@ -256,6 +257,10 @@ def open_world(
     # Python installs signal handlers on the main thread only. The caller may run on it; the loop may not.
     dump_signal.install_signal_handler(config)
     shorten_interrupts()
+    # This raises for an impossible setting before the rendezvous.
+    forced_by(config)
+    # A caller that imports the transports reuses its memory. The loop's thread would take 1 MiB more from the system.
+    kinds = registry.selected(backend) if backend else registry.set_by(config)
     limit = seconds(timeout, config.timeout)
     meeting = functools.partial(
         meet,
@@ -273,7 +278,7 @@ def open_world(
     make_world = functools.partial(
         World, name=name, timeout=limit, user_loop=user_loop, group_class=DebugGroup if debug else Group
     )
-    return _open(meeting, backend, make_world, config, home)
+    return _open(meeting, backend, kinds, make_world, config, home)
 
 
 async def _open(*arguments: Any) -> World:
@@ -284,13 +289,11 @@ async def _open(*arguments: Any) -> World:
 async def _meet(
     meet_others: Callable[[], Awaitable[RendezvousSession]],
     backend: str | None,
+    kinds: Sequence[type[Transport]],
     make_world: Callable[..., World],
     config: Config,
     home: asyncio.AbstractEventLoop | None,
 ) -> World:
-    # This raises for an impossible setting before the rendezvous.
-    forced_by(config)
-    kinds = registry.selected(backend) if backend else registry.set_by(config)
     from_file = None if config.profile is None else profile.read_profile(config.profile)
     meeting = await meet_others()
     try:
@@ -363,7 +366,7 @@ async def _answer_status(world: World, addresses: Sequence[Any]) -> World:
     """Begin to answer ``asyncdist top``, and let rank 0 publish where; return the world, or close it after an error."""
     try:
         if world.status_port is not None:
-            await world.status_port.serve(world.endpoint, addresses, world.describe)
+            world.status_port.serve(world.endpoint, addresses, world.describe)
         await world.meeting.publish_status([(rank, *each) for rank, each in enumerate(addresses) if each is not None])
     except BaseException:
         world.leave()

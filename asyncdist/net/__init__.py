@@ -45,12 +45,13 @@ from asyncdist.net.connection.frames import SHORT_NBYTES
 from asyncdist.net.connection.handshake import ChannelAddress, Greeting
 from asyncdist.net.connection.messages import IncomingMessage, OutgoingMessage
 from asyncdist.net.connection.port import ChannelPort
-from asyncdist.net.listening import listen_tcp
+from asyncdist.net.listening import ACCEPT_AGAIN, listen_tcp
 from asyncdist.net.loop_socket import LoopSocket
 from asyncdist.net.security.handshake import Security, accept, dial_tcp
 from asyncdist.net.security.tls import rank_contexts
 
 __all__ = [
+    "ACCEPT_AGAIN",
     "SHORT_NBYTES",
     "Acceptor",
     "ChannelAddress",

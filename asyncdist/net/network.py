@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncdist.base.daemon_threads import start_daemon_thread
+from asyncdist.config import Config
 
 _LINUX = sys.platform.startswith("linux")
 _SIOCGIFADDR = 0x8915 if _LINUX else 0xC0206921
@@ -93,6 +94,13 @@ def begin_look_up(name: str) -> Future[list[str]]:
 async def look_up(name: str) -> list[str]:
     """Return what `begin_look_up` finds."""
     return await asyncio.wrap_future(begin_look_up(name))
+
+
+def unguarded(hosts: Iterable[str], token: str | None, config: Config) -> list[str]:
+    """Return the hosts that are open to the network without a token and without an explicit permission."""
+    if token or config.allow_unauthenticated:
+        return []
+    return [host for host in hosts if not is_loopback(host)]
 
 
 def is_loopback(host: str) -> bool:

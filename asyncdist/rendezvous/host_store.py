@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from asyncdist.base.background_loop import background_loop, on_loop
 from asyncdist.config import Config
 from asyncdist.errors import AddressError
 from asyncdist.store.c10d_policy import for_ranks
-from asyncdist.store.server.server import StoreServer
+
+if TYPE_CHECKING:
+    from asyncdist.store.server.server import StoreServer
 
 
 @dataclass
@@ -69,6 +72,9 @@ class ServerHandle:
         async with servers.lock:
             shared = servers.by_address.get((host, port))
             if shared is None:
+                # Only the ranks that serve a store need the server.
+                from asyncdist.store.server.server import StoreServer
+
                 server = await StoreServer.start(host, port, token=token, config=for_ranks(config))
                 shared = _Shared(server, token)
                 servers.by_address[host, shared.server.port] = shared

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline
@@ -39,7 +40,9 @@ from asyncdist.rendezvous.init_method import url_of
 from asyncdist.rendezvous.record_store import AddressRecord, AsyncStoreRecords, RecordStore
 from asyncdist.rendezvous.session import FIRST_NOTICE, Keys, RendezvousSession, TimeLimit
 from asyncdist.store.client.aio import AsyncStore
-from asyncdist.store.server.server import StoreServer
+
+if TYPE_CHECKING:
+    from asyncdist.store.server.server import StoreServer
 
 log = logging.getLogger("asyncdist")
 

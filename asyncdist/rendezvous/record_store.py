@@ -72,14 +72,18 @@ class AddressRecord:
         return record if texts and numbers and isinstance(record.token, str | None) else None
 
 
+_IDLE_TIMEOUT = 1.0
+"""Seconds after which the thread of blocking calls ends when it has no call."""
+
+
 class BlockingCaller:
-    """Run blocking calls, such as those of torch's stores, in one thread.
+    """Run blocking calls, such as those of torch's stores, in one thread at a time.
 
     A thread cannot be interrupted. A cancelled caller therefore waits until its call has returned.
     """
 
     def __init__(self) -> None:
-        self._executor = DaemonThreadPool("asyncdist-rendezvous", max_threads=1)
+        self._executor = DaemonThreadPool("asyncdist-rendezvous", max_threads=1, idle_timeout=_IDLE_TIMEOUT)
 
     async def __call__(self, function: Callable[..., T], *args: Any) -> T:
         future = asyncio.get_running_loop().run_in_executor(self._executor, lambda: function(*args))

@@ -21,7 +21,7 @@ import math
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline
@@ -36,7 +36,9 @@ from asyncdist.errors import (
 from asyncdist.rendezvous.record_store import AddressRecord, RecordStore
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.prefix import AsyncPrefixStore
-from asyncdist.store.server.server import StoreServer
+
+if TYPE_CHECKING:
+    from asyncdist.store.server.server import StoreServer
 
 log = logging.getLogger("asyncdist")
 

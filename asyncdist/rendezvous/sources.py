@@ -25,6 +25,7 @@ from asyncdist.errors import (
     UsageError,
 )
 from asyncdist.kernel import c10d_private
+from asyncdist.net.network import unguarded
 from asyncdist.rendezvous.addresses import probe, resolve
 from asyncdist.rendezvous.init_method import InitMethod
 from asyncdist.rendezvous.record_store import (
@@ -40,7 +41,6 @@ from asyncdist.rendezvous.session import TimeLimit
 from asyncdist.store.base import AsyncStoreBase, Store
 from asyncdist.store.client.aio import AsyncStore
 from asyncdist.store.client.c10d_probe import accepts_c10d_clients
-from asyncdist.store.server.listener import unguarded
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.2
 _PROBE_DELAY = 0.25

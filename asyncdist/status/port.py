@@ -1,8 +1,8 @@
 """The status port of a rank: it answers ``asyncdist top`` for this rank, and for all ranks of its world.
 
 It runs in a thread of its own, one for all worlds of the process, so it answers while the program's threads compute or
-wait in a collective, while a callback blocks the background loop, and after a group has failed. The thread sleeps, and
-nothing is sent, while no viewer asks.
+wait in a collective, while a callback blocks the background loop, and after a group has failed. The first viewer starts
+that thread and its loop; until then the thread of periodic calls watches the port. Nothing is sent while no viewer asks.
 
 A question is a map: ``calls`` and ``window`` as in `Recorder.content`; ``stacks``, the ranks whose Python stacks are
 wanted; ``gather``, whether to ask the other ranks too, within ``limit`` seconds; or only ``look_at``, ranks whose processes
@@ -18,13 +18,14 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncdist.base.background_loop import observing_loop, on_loop
+from asyncdist.base.background_loop import observing_loop
+from asyncdist.base.daemon_threads import periodic_calls
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
-from asyncdist.errors import ProtocolError
+from asyncdist.errors import AsyncdistError, ProtocolError
 from asyncdist.kernel import Endpoint
 from asyncdist.kernel.tracing.recorder import Details
-from asyncdist.net import Acceptor, EvictingQueue, LoopSocket, accept, listen_tcp, rank_contexts
+from asyncdist.net import ACCEPT_AGAIN, Acceptor, EvictingQueue, LoopSocket, accept, listen_tcp, rank_contexts
 from asyncdist.status.discovery import status_security
 from asyncdist.status.gathering import Address, StatusGathering
 
@@ -48,7 +49,8 @@ class StatusPort:
         self._tls = rank_contexts(config)
         self._sock = listen_tcp(host, " for asyncdist top", ", or do without (ASYNCDIST_STATUS=0)")
         self.address: Address = host, self._sock.getsockname()[1]
-        self._loop = observing_loop().loop
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The loop of all status ports; None until something connects to this one."""
         self._acceptor: Acceptor[LoopSocket] | None = None
         self._viewers: EvictingQueue[LoopSocket] = EvictingQueue(_MOST_VIEWERS, LoopSocket.close)
         """The authenticated connections, those that have asked nothing for the longest time first."""
@@ -57,33 +59,55 @@ class StatusPort:
         self._addresses: Sequence[Address | None] = ()
         self._describe: Details = dict
 
-    async def serve(self, endpoint: Endpoint, addresses: Sequence[Address | None], describe: Details) -> None:
+    def serve(self, endpoint: Endpoint, addresses: Sequence[Address | None], describe: Details) -> None:
         """Begin to answer.
 
         Args:
             addresses: The status ports of all ranks, by rank.
             describe: Returns further values for the answers of this rank. It is called on the port's own thread.
+
+        Raises:
+            RendezvousError: The process has no free descriptor.
+            RuntimeError: The process can start no thread.
         """
         self._endpoint, self._addresses, self._describe = endpoint, addresses, describe
-        await on_loop(self._loop, self._start())
+        periodic_calls.call_when_readable(self._sock.fileno(), self._attend)
 
     def close(self) -> None:
         """Stop answering, and close the connections. Idempotent; any thread may call it."""
         if self._closed:
             return
         self._closed = True
-        if asyncio._get_running_loop() is self._loop:
+        periodic_calls.forget(self._sock.fileno())
+        periodic_calls.stop(self._attend)
+        loop = self._loop
+        if loop is None or asyncio._get_running_loop() is loop:
             self._stop()
             return
         try:
-            self._loop.call_soon_threadsafe(self._stop)
+            loop.call_soon_threadsafe(self._stop)
         # The loop has ended with the process.
         except RuntimeError:
             self._sock.close()
 
-    async def _start(self) -> None:
+    def _attend(self) -> None:
+        """Start the loop, because something connects; try again later if the process cannot."""
+        if self._closed:
+            periodic_calls.stop(self._attend)
+            return
+        try:
+            self._loop = observing_loop().loop
+            self._loop.call_soon_threadsafe(self._start)
+        except (AsyncdistError, RuntimeError) as error:
+            log.error("the status port cannot answer, and tries again: %s", describe_error(error))
+            periodic_calls.start(self._attend, ACCEPT_AGAIN, after=ACCEPT_AGAIN)
+            return
+        periodic_calls.stop(self._attend)
+
+    def _start(self) -> None:
         if not self._closed:
             assert self._endpoint is not None
+            assert self._loop is not None
             self._security = status_security(self._endpoint.world_id, self._config.token, self._tls)
             self._acceptor = Acceptor(
                 self._sock, self._prove, self._serve, what=f"rank {self._endpoint.rank}: the status port",

@@ -3,7 +3,7 @@
 import gc
 import threading
 
-from asyncdist.base.weak_registry import WeakRegistry
+from asyncdist.base.lifecycle import WeakRegistry
 
 
 class Thing:

@@ -387,9 +387,7 @@ def _resources():
             target = re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{name}"))
         except FileNotFoundError:
             continue
-        # Each thread that has waited keeps its statistics open until it ends.
-        if not target.endswith("/schedstat"):
-            found[f"descriptor {target}"] += 1
+        found[f"descriptor {target}"] += 1
     found["mapped segment"] = sum(
         "memfd:asyncdist" in line for line in Path("/proc/self/maps").read_text().splitlines()
     )

@@ -52,6 +52,7 @@ class Rank:
         self.works = []
         self.tensors = []
         self.descriptors = []
+        self.opened = len(os.listdir("/proc/self/fd"))
 
     def ones(self, count):
         tensor = torch.ones(count)
@@ -169,6 +170,10 @@ class Rank:
 
     def effort_since(self, before):
         return tuple(now - then for now, then in zip(self.effort(), before, strict=True))
+
+    def kept(self):
+        """Return how many descriptors the rank has opened since its start, and how many threads it has."""
+        return len(os.listdir("/proc/self/fd")) - self.opened, len(os.listdir("/proc/self/task"))
 
     def exhaust_descriptors(self):
         """Use every free descriptor of this process; return the limit."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncdist.config import Config
-from asyncdist.errors import AuthenticationError
+from asyncdist.errors import AuthenticationError, RendezvousError
 from asyncdist.kernel.tracing.job_status import job_status
 from asyncdist.net import Acceptor, EvictingQueue, LoopSocket, dial_tcp
 from asyncdist.status import port as port_module
@@ -170,9 +170,27 @@ async def test_port_that_is_closed_before_it_accepts_leaves_no_socket(monkeypatc
             return Acceptor(*args, **options)
 
         monkeypatch.setattr(port_module, "Acceptor", close_before)
-        await port.serve(groups[0].world.endpoint, [], dict)
+        port.serve(groups[0].world.endpoint, [], dict)
         with pytest.raises(OSError):
             await refused(*port.address)
+
+
+async def test_first_viewer_is_answered_once_the_process_can_start_a_loop(monkeypatch, caplog):
+    start, failures = port_module.observing_loop, [RendezvousError("no descriptor"), RuntimeError("no thread")]
+
+    def fail_first():
+        if failures:
+            raise failures.pop()
+        return start()
+
+    monkeypatch.setattr(port_module, "observing_loop", fail_first)
+    monkeypatch.setattr(port_module, "ACCEPT_AGAIN", 0.01)
+    async with world_of(1) as groups:
+        connection = await connected(groups[0])
+        assert (await connection.ask(QUESTION))["answered_by"] == 0
+        connection.close()
+    assert failures == []
+    assert caplog.text.count("the status port cannot answer, and tries again") == 2
 
 
 async def test_port_that_is_closed_before_a_handshake_has_begun_leaves_no_socket(monkeypatch):

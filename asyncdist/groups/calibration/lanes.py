@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from asyncdist.base.ops import ReduceOp
@@ -85,4 +85,4 @@ async def _measure_in_turns(endpoint: Endpoint, groups: dict[str, Group], nbytes
             await group.all_reduce(tensor)
             taken[name].append(time.perf_counter() - start)
     # Another process may delay a call by several times its duration.
-    return {name: median(seconds[1:]) / nbytes for name, seconds in taken.items()}
+    return {name: float(np.median(seconds[1:])) / nbytes for name, seconds in taken.items()}

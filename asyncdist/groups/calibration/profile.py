@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+import numpy as np
 
 from asyncdist.base.release import VERSION
 from asyncdist.errors import UsageError
@@ -42,7 +43,7 @@ def combined(results: Sequence[Values | None]) -> Values:
         if len(values[name]) < len(values[FEW_LANES]):
             del values[name]
     typical = ("alpha", "overhead")
-    return {name: median(each) if name in typical else max(each) for name, each in values.items() if each}
+    return {name: float(np.median(each)) if name in typical else max(each) for name, each in values.items() if each}
 
 
 def model_of(base: Model, values: Mapping[str, float], source: str) -> Model:

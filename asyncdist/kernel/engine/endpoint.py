@@ -154,7 +154,12 @@ class Endpoint:
         await_spin = min(spin, self.config.await_spin_us * 1e-6)
         self.progress.waiting.configure(spin, await_spin, placement, crowded=crowded)
         self.progress.loop_driver.idle_watch.last_call = lambda: self.recorder.last
+        self.progress.submit(self._end_listening)
         self.progress.ensure_driven()
+
+    def _end_listening(self) -> None:
+        for transport in self.transport_selector.unused():
+            transport.end_listening()
 
     def notices_flushed(self) -> Until:
         """Return a condition that holds once every failure notice has been sent, also over connections opened for it.

@@ -90,6 +90,16 @@ class TransportSelector:
                 return transport
         return None
 
+    def _used(self) -> set[Transport]:
+        """Return the transports to all peers."""
+        selected = (self._transport_to(peer) for peer in range(len(self._addresses)) if peer != self._rank)
+        return {transport for transport in selected if transport is not None}
+
+    def unused(self) -> list[Transport]:
+        """Return the transports over which no peer sends to this rank."""
+        used = self._used()
+        return [transport for transport in self.transports if transport not in used]
+
     def link(self, peer: int) -> Link:
         """Return a new link to a peer; raise TransportUnavailableError if no transport reaches it."""
         transport, published = self._transport_to(peer), self._addresses[peer]
@@ -155,8 +165,7 @@ class TransportSelector:
 
     def spin_policy(self) -> tuple[float, bool]:
         """Return the seconds to spin before sleeping, and whether ranks outnumber the cores."""
-        used = {self._transport_to(peer) for peer in range(len(self._addresses)) if peer != self._rank}
-        policies = [transport.spin_policy(self.local_size) for transport in used if transport is not None]
+        policies = [transport.spin_policy(self.local_size) for transport in self._used()]
         return min((spin for spin, _ in policies), default=0.0), any(crowded for _, crowded in policies)
 
     def busy(self) -> bool:

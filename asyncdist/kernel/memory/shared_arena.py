@@ -14,6 +14,7 @@ import bisect
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import threading
@@ -38,6 +39,7 @@ _GROUPS_NBYTES = 256 << 30
 _MAX_TENSORS_NBYTES = 192 << 30
 # The pages of a freed block of at least this size are returned to the system.
 _MIN_RETURNED_NBYTES = 1 << 20
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def unavailable() -> str | None:
@@ -54,14 +56,15 @@ def unavailable() -> str | None:
 class ArenaMapping:
     """A whole arena, or another segment, of this or another process, mapped into this process.
 
-    A write of this process into a ``private`` mapping changes a copy of the page, which no other process sees.
+    A write of this process into a ``private`` mapping changes a copy of the page, which no other process sees. The mapping
+    lasts until its views and tensors have gone, and needs the descriptor no more.
     """
 
     def __init__(self, descriptor: int, nbytes: int, *, private: bool = False) -> None:
         self.nbytes = nbytes
         try:
-            self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
-        except (OSError, ValueError) as cause:
+            self._map = _map(descriptor, nbytes, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
+        except OSError as cause:
             raise SharedMemoryError(f"cannot map {nbytes >> 20} MiB of shared memory: {cause}") from cause
         # An inference tensor could only be written in inference mode.
         with torch.inference_mode(False):
@@ -73,11 +76,11 @@ class ArenaMapping:
 
         Each access is one aligned instruction, so no other process sees half of a word.
         """
-        return memoryview(self._map)[offset : offset + 8 * count].cast("q")
+        return self.view(offset, 8 * count).cast("q")
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return ``nbytes`` bytes that begin at an offset."""
-        return memoryview(self._map)[offset : offset + nbytes]
+        return memoryview(self._map).cast("B")[offset : offset + nbytes]
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return ``count`` elements that begin at an offset, a multiple of their size, as a flat tensor."""
@@ -93,7 +96,40 @@ class ArenaMapping:
 
     def advise(self, advice: int, offset: int, nbytes: int) -> None:
         """Call madvise for whole pages. Raises OSError."""
-        self._map.madvise(advice, offset, nbytes)
+        if _libc().madvise(self.address + offset, nbytes, advice):
+            raise _os_error()
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
+    )  # fmt: skip
+    libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
+    return libc
+
+
+def _os_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
+
+
+def _map(descriptor: int, nbytes: int, flags: int) -> ctypes.Array[ctypes.c_char]:
+    """Map a file into this process, until nothing refers to the result any more; raise OSError if that fails.
+
+    `mmap.mmap` would keep a copy of the descriptor, one for each peer.
+    """
+    if os.fstat(descriptor).st_size < nbytes:
+        raise OSError(errno.EINVAL, "the segment is smaller")
+    address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise _os_error()
+    mapped = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(mapped, _libc().munmap, address, nbytes).atexit = False
+    return mapped
 
 
 class ArenaBlock:

@@ -128,7 +128,7 @@ class ReadMapping:
             self._discard_own_pages()
         else:
             self._is_populated = True
-            # Page faults here, and not in a request. madvise would map the pages faster, but hold the interpreter.
+            # Page faults here, and not in a request.
             for offset, nbytes in self._steps():
                 self.bytes[offset : offset + nbytes : PAGE_NBYTES].sum()
         self.is_renewed = True

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asyncdist.base.error_text import describe_error
+from asyncdist.base.lifecycle import WeakRegistry
 from asyncdist.base.ops import is_message
-from asyncdist.base.weak_registry import WeakRegistry
 from asyncdist.kernel.torch_private import is_profiler_enabled
 from asyncdist.kernel.tracing import profiler as spans
 from asyncdist.kernel.tracing import stacks, torch_format

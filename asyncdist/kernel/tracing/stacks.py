@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from asyncdist.base.weak_registry import WeakRegistry
+from asyncdist.base.lifecycle import WeakRegistry
 
 _MOST_FRAMES = 64
 """The frames of one stack, the innermost ones."""

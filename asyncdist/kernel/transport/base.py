@@ -161,6 +161,9 @@ class Transport(ABC):
     def listen(self, where: str) -> dict[str, Any]:
         """Start to listen at the address ``where`` of this host; return the address that peers need."""
 
+    def end_listening(self) -> None:  # noqa: B027 - a transport without a listener has nothing to do
+        """Stop listening, because every peer uses other transports. The default does nothing."""
+
     @abstractmethod
     def reaches(self, address: Address) -> bool:
         """Return whether a peer that published ``address`` can be reached from here by this transport."""

@@ -90,3 +90,9 @@ class PartSender:
         except BaseException:
             self._sock.shutdown(socket.SHUT_RDWR)
             raise
+
+
+def descriptor_of(transport: asyncio.Transport) -> int:
+    """Return the descriptor of a transport's socket, or -1 if that is closed."""
+    sock = transport.get_extra_info("socket")
+    return -1 if sock is None else int(sock.fileno())

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout, seconds
-from asyncdist.base.weak_registry import WeakRegistry
+from asyncdist.base.lifecycle import WeakRegistry
 from asyncdist.errors import ProtocolError, StoreConnectionError, StoreError, UnsupportedError, UsageError
 from asyncdist.store.base import BlockingStream, Store
 from asyncdist.store.client.local import DEFAULT_TIMEOUT

@@ -11,7 +11,7 @@ from asyncdist.base import lifecycle
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
 from asyncdist.errors import AuthenticationError, ProtocolError
-from asyncdist.net.connection.part_sender import PartSender
+from asyncdist.net.connection.part_sender import PartSender, descriptor_of
 from asyncdist.net.host_watch import CLIENT_LOOKS, HostWatch, look_interval, tune
 from asyncdist.net.network import is_address, look_up
 from asyncdist.net.security.auth import HandshakeDriver
@@ -20,7 +20,6 @@ from asyncdist.store.client.connect import ConnectRetry, SilentServer, hung_up, 
 from asyncdist.store.protocol.client_protocol import ClientProtocol
 from asyncdist.store.protocol.codec import framed
 from asyncdist.store.protocol.long_messages import LongMessage
-from asyncdist.store.server.connection import descriptor_of
 
 _CLOSE_TIMEOUT = 5.0
 """Seconds within which the socket must accept the client's last bytes; then the client aborts the connection."""

@@ -3,8 +3,7 @@
 The event loop calls a connection, which awaits nothing and makes no task. The connection stops reading requests while
 its client does not read replies. The server disconnects a subscriber that does not read published messages; replies to
 the subscriber's own requests never cause that. `session`, `c10d_session` and `accept` derive from it.
-`persistence.group_commit` holds its replies and releases them. `store.client.link` uses `descriptor_of`. This module does
-not import the server.
+`persistence.group_commit` holds its replies and releases them. This module does not import the server.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 
 from asyncdist.base import lifecycle
 from asyncdist.errors import AuthenticationError, ProtocolError
+from asyncdist.net.connection.part_sender import descriptor_of
 from asyncdist.net.refusals import RefusalLog
 from asyncdist.store.persistence.group_commit import GroupCommit
 from asyncdist.store.protocol.operations import Reply
@@ -289,9 +289,3 @@ class ServerConnection(asyncio.Protocol, ABC):
         """Close the connection at once and drop its queued replies."""
         if self._transport is not None:
             self._transport.abort()
-
-
-def descriptor_of(transport: asyncio.Transport) -> int:
-    """Return the descriptor of a transport's socket, or -1 if that is closed."""
-    sock = transport.get_extra_info("socket")
-    return -1 if sock is None else int(sock.fileno())

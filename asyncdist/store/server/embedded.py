@@ -11,9 +11,9 @@ import weakref
 
 from asyncdist.base import lifecycle
 from asyncdist.base.background_loop import BackgroundLoop, background_loop
-from asyncdist.base.weak_registry import WeakRegistry
+from asyncdist.base.lifecycle import WeakRegistry
 from asyncdist.config import Config
-from asyncdist.net.network import is_loopback
+from asyncdist.net.network import is_loopback, unguarded
 from asyncdist.store.c10d_policy import for_ranks
 from asyncdist.store.server import listener
 from asyncdist.store.server.server import StoreServer
@@ -74,7 +74,7 @@ def _listen_host(host: str, port: int, token: str | None, config: Config) -> str
     A name that other hosts resolve to this host's network address may resolve to loopback here (by /etc/hosts). With a
     token, the server therefore listens on every interface. Without a token the server accepts only loopback addresses.
     """
-    if is_loopback(host) or listener.unguarded([host], token, config):
+    if is_loopback(host) or unguarded([host], token, config):
         return host
     listener.resolve_listen_address(host, port)  # a misspelt name fails here, and not on the other ranks
     return ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from asyncdist.config import Config
 from asyncdist.errors import AddressError, LookUpTimeoutError, UsageError
 from asyncdist.net.listening import BACKLOG, listen
-from asyncdist.net.network import is_loopback
+from asyncdist.net.network import unguarded
 from asyncdist.store.client.connect import NAME_GRACE, addresses_of, unresolved
 
 _PORT_TRIES = 16
@@ -44,13 +44,6 @@ def resolve_listen_address(host: str, port: int) -> Addresses:
     if not _has_ipv6():
         addresses = [each for each in addresses if each[0] is not socket.AF_INET6] or addresses
     return addresses
-
-
-def unguarded(hosts: Iterable[str], token: str | None, config: Config) -> list[str]:
-    """Return the hosts that are open to the network without a token and without an explicit permission."""
-    if token or config.allow_unauthenticated:
-        return []
-    return [host for host in hosts if not is_loopback(host)]
 
 
 def check_guarded(hosts: Iterable[str], token: str | None, config: Config) -> None:

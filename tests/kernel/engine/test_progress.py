@@ -18,10 +18,11 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 
+from asyncdist.base import waker
 from asyncdist.base.background_loop import background_loop
 from asyncdist.errors import GroupError, UsageError
 from asyncdist.kernel.engine import progress as progress_module
-from asyncdist.kernel.engine.drivers import attempts, home_loop, loop_driver, turns, waiting, waker
+from asyncdist.kernel.engine.drivers import attempts, home_loop, loop_driver, turns, waiting
 from asyncdist.kernel.engine.machine import READ
 from asyncdist.kernel.engine.progress import Progress
 from asyncdist.kernel.engine.work import Work
@@ -126,7 +127,7 @@ def asleep(monkeypatch):
             asleep.set()
             return self._poll.poll(timeout)
 
-    monkeypatch.setattr(waker, "select", type("select", (), {"poll": Poll}))
+    monkeypatch.setattr(waker, "select", SimpleNamespace(poll=Poll, POLLIN=select.POLLIN))
     return asleep
 
 

@@ -4,12 +4,13 @@ import errno
 import gc
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from asyncdist.errors import ProtocolError, SharedMemoryError
-from asyncdist.kernel.memory.shared_arena import Arena
+from asyncdist.kernel.memory.shared_arena import Arena, ArenaMapping
 from asyncdist.kernel.memory.shared_segment import ReadMapping, SharedSegment, can_share_segments
 
 pytestmark = pytest.mark.skipif(not can_share_segments(), reason="this system has no anonymous shared memory")
@@ -51,7 +52,7 @@ def test_reader_without_pagemap_renews_too(monkeypatch):
     assert mapping.bytes[0] == 0
 
 
-@pytest.mark.parametrize("failing", ["mmap.mmap", "os.ftruncate"])
+@pytest.mark.parametrize("failing", ["asyncdist.kernel.memory.shared_arena.ArenaMapping", "os.ftruncate"])
 def test_segment_of_a_process_that_cannot_be_made_leaves_no_descriptor(monkeypatch, failing):
     def fail(*args, **options):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -61,6 +62,35 @@ def test_segment_of_a_process_that_cannot_be_made_leaves_no_descriptor(monkeypat
     with pytest.raises(SharedMemoryError, match="Cannot allocate memory"):
         Arena()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_mapping_holds_no_descriptor_and_ends_with_its_last_view():
+    before, arena = len(os.listdir("/proc/self/fd")), Arena()
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    words = arena.mapping.words(0, 2)
+    tensor = ArenaMapping(arena.descriptor, arena.nbytes).tensor(8, 1, torch.int64)
+    where = f"{tensor.data_ptr() - 8:x}-"
+    arena.reserve(0, 16)
+    del arena
+    words[1] = 7
+    assert tensor.item() == 7
+    assert where in Path("/proc/self/maps").read_text()
+    del tensor
+    gc.collect()
+    assert where not in Path("/proc/self/maps").read_text()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_segment_for_which_no_addresses_are_left_is_an_error():
+    descriptor = os.memfd_create("large")
+    try:
+        os.ftruncate(descriptor, 1 << 50)
+        with pytest.raises(SharedMemoryError, match="Cannot allocate memory"):
+            ArenaMapping(descriptor, 1 << 50)
+        with pytest.raises(SharedMemoryError, match="smaller"):
+            ArenaMapping(descriptor, 1 << 51)
+    finally:
+        os.close(descriptor)
 
 
 def test_no_other_mapping_can_write_the_segment():

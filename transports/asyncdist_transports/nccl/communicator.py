@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.daemon_threads import start_daemon_thread
-from asyncdist.base.weak_registry import WeakRegistry
+from asyncdist.base.lifecycle import WeakRegistry
 from asyncdist.errors import GroupAbortedError, TransportUnavailableError
 from asyncdist.kernel.engine.work import Work
 from asyncdist.kernel.transport.device_streams import Streams, becomes_idle

@@ -99,10 +99,13 @@ class TcpTransport(Transport):
         for connection in [c for c in self.connections.values() if c.peer == peer]:
             self.drop(connection, say_goodbye=unreached and isinstance(connection, Inbound))
 
-    def close(self) -> None:
+    def end_listening(self) -> None:
         if self._listener is not None:
             self._listener.close(self.host)
             self._listener = None
+
+    def close(self) -> None:
+        self.end_listening()
         for connection in list(self.connections.values()):
             self.drop(connection, say_goodbye=True)
         self.threads.close()

@@ -12,8 +12,8 @@ from time import monotonic
 
 from asyncdist.base.callables import Callback
 from asyncdist.base.descriptors import is_exhausted
+from asyncdist.base.waker import Waker
 from asyncdist.kernel.engine.drivers.waiting import Waiting
-from asyncdist.kernel.engine.drivers.waker import Waker
 from asyncdist.kernel.engine.machine import Machine
 from asyncdist.kernel.memory.user_modes import leave_user_modes
 from asyncdist.kernel.torch_private import count_dispatch_modes, forward_ad_level, innermost_transform

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from asyncdist.kernel.engine.drivers.waker import Waker
+from asyncdist.base.waker import Waker
 
 
 @pytest.mark.parametrize("call", ["eventfd", "pipe"])

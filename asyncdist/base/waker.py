@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from asyncdist.base.deadline import poll_timeout
-from asyncdist.kernel.engine.machine import READ
-from asyncdist.kernel.transport.base import Wait
 
 _descriptor_of = itemgetter(0)
 _KEPT_POLLS = 64
@@ -23,7 +21,7 @@ class Waker:
     reader = writer = -1
 
     def __init__(self) -> None:
-        self._polls: dict[tuple[Wait, ...], select.poll] = {}
+        self._polls: dict[tuple[tuple[int, int], ...], select.poll] = {}
         if hasattr(os, "eventfd"):
             self.reader = self.writer = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         else:
@@ -35,10 +33,13 @@ class Waker:
         with contextlib.suppress(BlockingIOError):
             os.write(self.writer, b"\1\0\0\0\0\0\0\0")
 
-    def sleep(self, waits: Sequence[Wait], seconds: float) -> list[int] | None:
+    def sleep(self, waits: Sequence[tuple[int, int]], seconds: float) -> list[int] | None:
         """Sleep until a descriptor is ready, `ring` is called, or time is up; return the ready ones, None after `ring`.
 
         It may return before: see `LONGEST_SLEEP`.
+
+        Args:
+            waits: Descriptors, each with its poll events.
         """
         # A signal handler in which this thread sleeps too needs a poll object of its own.
         poll = self._polls.pop(wanted := tuple(waits), None) or self._make_poll(wanted)
@@ -50,11 +51,11 @@ class Waker:
             return None
         return ready
 
-    def _make_poll(self, waits: tuple[Wait, ...]) -> select.poll:
+    def _make_poll(self, waits: tuple[tuple[int, int], ...]) -> select.poll:
         if len(self._polls) >= _KEPT_POLLS:
             self._polls.clear()
         poll = select.poll()
-        poll.register(self.reader, READ)
+        poll.register(self.reader, select.POLLIN)
         for descriptor, events in waits:
             poll.register(descriptor, events)
         return poll
