@@ -11,10 +11,9 @@ import functools
 import re
 import sys
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import pytest
 import torch.distributed
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -138,7 +137,21 @@ def is_below(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
-@pytest.mark.parametrize("name", LIBRARY)
+def for_each(names: Iterable[str]) -> Callable[[Callable[[str], None]], Callable[[], None]]:
+    """Make one test of a check of each module: a thousand tests take longer than their checks."""
+
+    def decorate(check: Callable[[str], None]) -> Callable[[], None]:
+        def test() -> None:
+            for name in names:
+                check(name)
+
+        test.__doc__ = check.__doc__
+        return test
+
+    return decorate
+
+
+@for_each(LIBRARY)
 def test_module_imports_only_layers_above_it(name: str) -> None:
     layer = layer_of(name)
     if layer is None:
@@ -157,16 +170,16 @@ def test_module_imports_only_layers_above_it(name: str) -> None:
                 assert other <= layer, f"{name} imports {imported}, which stands below it in LAYERS"
 
 
-@pytest.mark.parametrize("name", [name for name in LIBRARY if name.startswith(PURE_FOLDERS)])
+@for_each([name for name in LIBRARY if name.startswith(PURE_FOLDERS)])
 def test_pure_module_imports_nothing_impure(name: str) -> None:
     wrong = [imported for imported in imports(LIBRARY[name]) if imported.split(".")[0] in IMPURE]
     assert not wrong, f"{name} has to stay without I/O, and imports {wrong}"
 
 
-@pytest.mark.parametrize("name", [name for name in LIBRARY if name.startswith(NO_TORCH)])
+@for_each([name for name in LIBRARY if name.startswith(NO_TORCH)])
 def test_folders_below_the_kernel_run_without_torch(name: str) -> None:
-    assert "torch" not in {imported.split(".")[0] for imported in imports(LIBRARY[name])}
-    assert not PRIVATE_NAMES & set(imports(LIBRARY[name]))
+    assert "torch" not in {imported.split(".")[0] for imported in imports(LIBRARY[name])}, name
+    assert not PRIVATE_NAMES & set(imports(LIBRARY[name])), name
 
 
 def private_names_of_torch(path: Path) -> set[str]:
@@ -195,13 +208,13 @@ def private_names_of_torch(path: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", EVERYTHING)
+@for_each(EVERYTHING)
 def test_only_two_modules_name_private_parts_of_torch(name: str) -> None:
     found = private_names_of_torch(EVERYTHING[name])
     if name in PRIVATE_NAMES:
         assert {each for each in imports(EVERYTHING[name]) if is_below(each, "asyncdist")} == set()
     else:
-        assert not found, "name them in asyncdist/kernel/torch_private.py or c10d_private.py, with the reason"
+        assert not found, f"{name}: name them in asyncdist/kernel/torch_private.py or c10d_private.py, with the reason"
 
 
 def test_libraries_import_only_what_contracts_export() -> None:
@@ -217,7 +230,7 @@ def test_libraries_import_only_what_contracts_export() -> None:
     assert DEEPER - found == set(), "remove what no library imports any more"
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@for_each(TRANSPORTS)
 def test_transports_see_only_the_contract(name: str) -> None:
     for imported in imports(TRANSPORTS[name]):
         if is_below(imported, "asyncdist"):

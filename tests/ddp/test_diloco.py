@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 from asyncdist.base.background_loop import background_loop
@@ -502,6 +501,8 @@ def test_fragments_may_be_modules():
 @pytest.mark.parametrize("compress", [None, "int8", "int4"])
 async def test_members_with_different_digits_learn_all_of_them(compress):
     """Each member sees five of the ten digits only, so without the exchanges it would know half of the held-out ones."""
+    from sklearn.datasets import load_digits  # takes a second to import
+
     data = load_digits()
     images, labels = torch.tensor(data.images, dtype=torch.float32).flatten(1) / 8 - 1, torch.tensor(data.target)
 

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import errno
+import itertools
 import logging
-import math
 import os
 import secrets
 import socket
@@ -20,6 +20,7 @@ from asyncdist.kernel.transport.wire_format import DATA, HEADER_NBYTES, pack_hea
 from asyncdist.net.security.auth import MAGIC, NONCE_NBYTES, dial
 from asyncdist.testing.cluster import world_of
 from tests.support.faults import greet, impostor, proxied_world
+from tests.support.ports import FailingListener
 
 TOKEN = "the token of this job"
 
@@ -184,30 +185,9 @@ async def test_strangers_do_not_delay_the_loss_of_a_peer(monkeypatch, eventually
         assert suspected == []
 
 
-class Failing:
-    """A listening socket whose ``accept`` fails ``times`` times, and counts its calls."""
-
-    def __init__(self, sock, code, times):
-        self._sock = sock
-        self._code = code
-        self.left = times
-        self.calls = 0
-
-    def accept(self):
-        self.calls += 1
-        assert self.calls < 1000, "the listener does not pause"
-        if self.left:
-            self.left -= 1
-            raise OSError(self._code, os.strerror(self._code))
-        return self._sock.accept()
-
-    def __getattr__(self, name):
-        return getattr(self._sock, name)
-
-
-def failing_listener(world, monkeypatch, code, times):
+def failing_listener(world, monkeypatch, codes):
     listener = tcp_of(world.endpoints[0])._listener
-    failing = Failing(listener.listening.sock, code, times)
+    failing = FailingListener(listener.listening.sock, codes)
     monkeypatch.setattr(listener.listening, "sock", failing)
     return listener, failing
 
@@ -221,26 +201,16 @@ def failing_listener(world, monkeypatch, code, times):
 )
 async def test_listener_pauses_after_an_accept_error_and_reports_it(caplog, eventually, monkeypatch, code):
     async with connected_pair() as world:
-        listener, failing = failing_listener(world, monkeypatch, code, math.inf)
+        listener, failing = failing_listener(world, monkeypatch, itertools.repeat(code))
         with connect(address(world, 0)):
             await eventually(lambda: failing.calls)
             assert listener.paused
             assert listener.fileno() not in [descriptor for descriptor, _ in tcp_of(world.endpoints[0]).waits()]
             assert await sums(world) == [3.0, 3.0]
             assert caplog.text.count(f"cannot accept connections at port {listener.port}: [Errno {code}]") == 1
-            failing.left = 0
+            failing.codes = iter(())
             await eventually(lambda: num_connections(world)[0] == world.num_connections[0] + 1)
             assert not listener.paused
-        monkeypatch.undo()
-
-
-async def test_listener_accepts_the_next_connection_at_once_after_an_aborted_one(eventually, monkeypatch):
-    async with connected_pair() as world:
-        listener, failing = failing_listener(world, monkeypatch, errno.ECONNABORTED, 3)
-        with connect(address(world, 0)):
-            await eventually(lambda: num_connections(world)[0] == world.num_connections[0] + 1)
-            assert not listener.paused
-            assert failing.left == 0
         monkeypatch.undo()
 
 

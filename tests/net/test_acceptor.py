@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import os
 import socket
 
 import pytest
@@ -15,6 +14,7 @@ from asyncdist.net.admission import EvictingQueue
 from asyncdist.net.connection import port as port_module
 from asyncdist.net.security.auth import MAGIC, NONCE_NBYTES
 from tests.support.channels import Recorder, port_of
+from tests.support.ports import FailingListener
 
 
 @contextlib.contextmanager
@@ -57,29 +57,13 @@ async def test_peer_whose_handshake_was_evicted_connects_again(monkeypatch):
             assert (await dialling.connect(accepting.address)).is_open
 
 
-class Failing:
-    """A listening socket whose ``accept`` fails with the errors ``codes`` before it succeeds."""
-
-    def __init__(self, sock):
-        self._sock, self.codes = sock, []
-
-    def accept(self):
-        if self.codes:
-            code = self.codes.pop(0)
-            raise OSError(code, os.strerror(code))
-        return self._sock.accept()
-
-    def __getattr__(self, name):
-        return getattr(self._sock, name)
-
-
 @pytest.fixture
 def fail(monkeypatch):
     """Let the next accepts of all ports fail: ``fail(*codes)``."""
     listening = []
 
     def listen(plain, *args):
-        listening.append(Failing(plain(*args)))
+        listening.append(FailingListener(plain(*args)))
         return listening[-1]
 
     for name in ("listen", "listen_tcp"):
@@ -87,7 +71,7 @@ def fail(monkeypatch):
 
     def fail(*codes):
         for sock in listening:
-            sock.codes = list(codes)
+            sock.codes = iter(codes)
 
     return fail
 

@@ -1,8 +1,11 @@
-"""Ports for programs that need a port number before they listen."""
+"""Ports for programs that need a port number before they listen, and listening sockets that fail."""
 
+import os
 import random
 import socket
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 _LOWEST = 20_000
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -29,3 +32,20 @@ def free_port(host: str = "127.0.0.1") -> int:
 def _first_port_of_the_kernel() -> int:
     first = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else _USUAL_FIRST
     return first if first > _LOWEST else _USUAL_FIRST
+
+
+class FailingListener:
+    """A listening socket whose ``accept`` fails with each of ``codes`` before it succeeds."""
+
+    def __init__(self, sock: socket.socket, codes: Iterable[int] = ()) -> None:
+        self._sock, self.codes, self.calls = sock, iter(codes), 0
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        self.calls += 1
+        assert self.calls < 1000, "the listener does not pause"
+        if (code := next(self.codes, None)) is not None:
+            raise OSError(code, os.strerror(code))
+        return self._sock.accept()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)

@@ -41,6 +41,14 @@ HOSTS = {
 }
 
 every_layout = pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
+small_layouts_first = pytest.mark.parametrize(
+    "hosts",
+    [
+        pytest.param(hosts, id=name, marks=[pytest.mark.exhaustive] if len(hosts) > 5 else [])
+        for name, hosts in HOSTS.items()
+    ],
+)
+"""Each layout; the essential tests leave out those of more than five ranks, which share the cores of one process."""
 typical_layouts = pytest.mark.parametrize("hosts", ["aabb", "baabb", "aab"], ids=["2 x 2", "3 + 2", "2 + 1"])
 
 
@@ -231,7 +239,7 @@ async def test_large_tensors_in_several_parts(hosts):
         await run(groups, collective_cases(len(hosts), 30_001, torch.float32))
 
 
-@every_layout
+@small_layouts_first
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.usefixtures("many_parts")
 async def test_sums_and_averages_in_several_parts(hosts, dtype):
