@@ -18,9 +18,15 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_sleep_counts_as_elapsed():
-    since, before = Stopwatch(), time.monotonic()
-    time.sleep(0.2)
-    assert 0.1 < since.seconds() <= time.monotonic() - before
+    """After a sleep on a busy machine the thread may wait for a processor: such a sleep shows nothing."""
+    for _ in range(100):
+        since, before = Stopwatch(), time.monotonic()
+        time.sleep(0.2)
+        seconds, elapsed = since.seconds(), time.monotonic() - before
+        assert seconds <= elapsed
+        if seconds > 0.1:
+            return
+    raise AssertionError("no sleep has counted")
 
 
 def test_seconds_until_a_time_from_another_process():

@@ -194,6 +194,9 @@ async def test_deadline_of_an_operation_and_an_abort_raise_their_errors():
 
 
 def test_error_for_which_a_cancelled_task_waited_is_not_logged(run, caplog):
+    gc.collect()  # the errors of earlier tests
+    caplog.clear()
+
     async def main():
         async with world() as (zero, _):
             work = zero.all_reduce(ones())
