@@ -32,7 +32,7 @@ class _Failure(click.ClickException):
 
 class _Interrupted(click.ClickException):
     exit_code = 130
-    """What shells give a command that SIGINT ends."""
+    """The exit status that shells give a command that SIGINT ends."""
 
     def show(self, file: IO[Any] | None = None) -> None:
         click.echo(self.message, file, err=True)

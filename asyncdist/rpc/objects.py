@@ -50,7 +50,9 @@ class ServedObjects:
     def __init__(self, objects: object) -> None:
         if not isinstance(objects, Mapping):
             kind = type(objects).__qualname__
-            raise UsageError(f"objects are served under names, and {kind} is no dict of these: pass {{'name': object}}")
+            raise UsageError(
+                f"objects are served under names, and {kind} is not a dict of objects: pass {{'name': object}}"
+            )
         self._named: dict[str | int, Sequence[Any]] = {}
         for name, served in objects.items():
             if not isinstance(name, str) or not name:

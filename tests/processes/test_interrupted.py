@@ -1,4 +1,4 @@
-"""What Ctrl-C prints: a plain program, which nothing forks, ends with its own lines and without ours."""
+"""Ctrl-C in a plain program, which nothing forks, prints lines of the program only."""
 
 import contextlib
 import os

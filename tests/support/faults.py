@@ -230,7 +230,7 @@ class Proxy:
             if to_target in self._dropped:
                 continue
             if to_target:
-                # Counted before the bytes are sent: another connection may forward meanwhile.
+                # Counted before the bytes are sent: another connection may forward in the meantime.
                 if self._limit is not None:
                     chunk = chunk[: max(0, self._limit - self._taken_nbytes)]
                 self._taken_nbytes += len(chunk)

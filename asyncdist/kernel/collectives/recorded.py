@@ -90,7 +90,7 @@ class RecordedCall:
     reads copies of its inputs.
 
     Args:
-        records: Yield the steps of one part each. What they yield depends on nothing but their arguments.
+        records: Yield the steps of one part each. The steps depend on nothing but their arguments.
         arguments: The arguments of such a call, in the order of the group's method: tensors, lists of tensors, and None.
         fold: Does the arithmetic of Combine.
         scratch: Element counts and dtypes of the temporary memories that ``records`` get also.

@@ -97,7 +97,7 @@ class OutgoingMessage:
         self.on_done: Callable[[OutgoingMessage], None] | None = None
 
     def is_wanted(self) -> bool:
-        """Return whether the next part is to be sent; else the message is withdrawn."""
+        """Return True to send the next part, False if the message is withdrawn."""
         return True
 
     def finish(self, error: AsyncdistError | None = None) -> None:

@@ -90,7 +90,7 @@ class Reassembler:
     """A long message that arrives: the sink of its bytes.
 
     Args:
-        opened: The message, of which nothing has arrived. Raises ProtocolError if it is none of the store.
+        opened: The message, of which nothing has arrived. Raises ProtocolError if it does not belong to the store.
 
     Attributes:
         request: The number of the request.
@@ -124,7 +124,7 @@ class Reassembler:
         if len(messages) == 1 and self._values:
             messages += messages_in(self._values.pop(), self._referred)
         if len(messages) != 2:
-            raise ProtocolError("a long message that is none, or several")
+            raise ProtocolError("a frame that holds no long message, or several")
         return messages[1]
 
     def _referred(self, code: int, data: bytes) -> bytes:
