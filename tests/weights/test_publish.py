@@ -221,7 +221,7 @@ async def test_version_that_cannot_be_shown_is_dropped_although_its_swap_is_canc
             await eventually(lambda: len(holders.present) == 1)
 
 
-async def test_cancelled_look_at_the_holders_leaves_no_task(job):
+async def test_cancelled_look_at_the_holders_leaves_no_task(job, eventually):
     publishing = Publishing(network(), job, "weights", 2, None)
     async with opened(publishing), table_of(job) as table:
         version = await publishing.publish(1)
@@ -232,7 +232,8 @@ async def test_cancelled_look_at_the_holders_leaves_no_task(job):
         looking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await looking
-        assert asyncio.all_tasks() <= before
+        # The publisher deletes old versions at the same time, in tasks that end soon.
+        await eventually(lambda: asyncio.all_tasks() <= before)
 
 
 async def test_only_the_version_yielded_last_can_be_swapped_in_once(job):
