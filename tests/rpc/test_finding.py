@@ -281,7 +281,7 @@ async def test_call_on_another_loop_is_refused(job):
 
 
 def test_objects_without_names_are_refused():
-    with pytest.raises(UsageError, match="served under names, and Member is no dict"):
+    with pytest.raises(UsageError, match="served under names, and Member is not a dict of objects"):
         rpc.serve(Member(0), "asyncdist://127.0.0.1:1/test")
 
 
