@@ -74,12 +74,9 @@ fuzz: $(READY)  ## fuzz the parsers, SECONDS each; guided by coverage where athe
 chaos: $(READY)  ## run random worlds of processes with random faults for SECONDS, from SEED (default: a random one)
 	$(BIN)/python tests/chaos/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
-findings:  ## run the findings on software of others; the environments are made in one temporary folder and removed
-	@folder=$$(mktemp -d); failed=; \
-	for script in findings/*.sh; do \
-	    echo "$$script"; FINDINGS_ENVIRONMENTS=$$folder $$script || failed="$$failed $$script"; \
-	done; \
-	rm -rf "$$folder"; test -z "$$failed" || { echo "changed:$$failed"; exit 1; }
+findings:  ## run the findings on software of others, each in a temporary folder with packages of its own
+	@failed=; for script in findings/*.sh; do echo "$$script"; $$script || failed="$$failed $$script"; done; \
+	test -z "$$failed" || { echo "changed:$$failed"; exit 1; }
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/python .ci/blocking_api.py --check

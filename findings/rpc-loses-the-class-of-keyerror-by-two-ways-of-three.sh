@@ -2,13 +2,18 @@
 # One would guess: an exception of a remote function has one class at the caller, however the function was called.
 # torch 2.13.0: ValueError arrives as ValueError from rpc_sync, rpc_async and RRef.to_here. KeyError arrives as RuntimeError from the
 # first two, and as KeyError from to_here: `except KeyError` around rpc_sync never matches.
-. "$(dirname "$0")/common"
-install torch==2.13.0 numpy==2.4.2
-expect <<'OUT'
+set -euo pipefail
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cd "$work"
+"${PYTHON:-python3}" -m venv env
+env/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 numpy==2.4.2
+export OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR
+cat > expected <<'OUT'
 value_error: rpc_sync ValueError, rpc_async ValueError, to_here ValueError
 key_error: rpc_sync RuntimeError, rpc_async RuntimeError, to_here KeyError
 OUT
-run <<'PY'
+cat > program.py <<'PY'
 import contextlib
 import os
 import pathlib
@@ -58,3 +63,6 @@ if __name__ == "__main__":
     os.environ["TP_VERBOSE_LOGGING"] = "0"
     mp.spawn(start, nprocs=2)
 PY
+env/bin/python -W ignore program.py > seen 2> errors || { cat seen errors >&2; exit 1; }
+cat seen
+diff expected seen
