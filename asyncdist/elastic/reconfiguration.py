@@ -10,7 +10,7 @@ at the end that all of them are there, so that the group exists on every member 
     first member            other members
     serves the world        join it                 in its store; skipped if all are in one world
     watches their stores    wait for ``failed/``    so that a process that ends fails all others at once
-    ─────────────── agree that nobody is missing ───────────────
+    ─────────────── agree that no rank is missing ───────────────
 """
 
 from __future__ import annotations

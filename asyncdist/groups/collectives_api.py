@@ -146,7 +146,7 @@ class CollectivesApi:
             A work whose value is ``tensor``. `asyncdist.sync` returns None unless ``async_op=True``.
 
         Raises:
-            UsageError: ``tensor`` is not a tensor or cannot be written, or ``op`` is no reduction of its dtype.
+            UsageError: ``tensor`` is not a tensor or cannot be written, or ``op`` is not a reduction of its dtype.
             MismatchError: Shape, dtype or ``op`` differ between ranks.
             GroupError: A rank died, the timeout passed, or the group has failed.
 

@@ -202,7 +202,7 @@ def hooks_of_gradients(case):
 
 
 def frozen_for_the_step_of_another_model(case):
-    """The steps of a generator, whose discriminator is frozen meanwhile, and of the discriminator."""
+    """The steps of a generator, whose discriminator is frozen for them, and of the discriminator."""
     discriminator = case.wrapped(Layers())
     for _ in range(2):
         discriminator.requires_grad_(False)

@@ -20,7 +20,7 @@ REFUSED = {
     "batched_powerSGD_hook": "AssertionError",
     "quantization_pertensor_hook": "IndexError",
     "quantization_perchannel_hook": "IndexError",
-    # The hook asks torch for the back end of `model.process_group`, which is no group of torch.
+    # The hook asks torch for the back end of `model.process_group`, which is not a group of torch.
     "hook_with_zero_step": "is not initialized in the world group map",
 }
 """The cases that may raise an error in the class of this package, and a part of its text."""

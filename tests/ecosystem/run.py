@@ -217,7 +217,7 @@ def difference(ours: Any, theirs: Any, where: str = "") -> str:
 
 
 def compare(ours: Outcome, theirs: Outcome) -> str:
-    """Return what is wrong with asyncdist's outcome beside gloo's, or an empty string."""
+    """Return what is wrong with asyncdist's outcome compared with gloo's, or an empty string."""
     if theirs.reason:
         return ""
     if ours.reason:

@@ -344,7 +344,7 @@ def remote_calls(test, where, device, rounds):
             if device == "cpu":
                 await calls(remote)
             else:
-                # The methods that this process runs meanwhile use the stream too.
+                # The methods that this process runs at that time use the stream too.
                 usual, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
                 side.wait_stream(usual)
                 with torch.cuda.stream(side):

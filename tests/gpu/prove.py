@@ -1,6 +1,6 @@
 """Run the GPU tests, the benchmark and whole programs unattended, in limited time. `make prove-gpu` runs it.
 
-It writes report.json and report.txt into a folder, and each part's output into a log beside them. Both reports are
+It writes report.json and report.txt into a folder, and each part's output into a log in the same folder. Both reports are
 written again after every part, so they exist even if the machine is lost. Parts run in the order of their importance.
 After a part that fails or exceeds its limit the next one runs. The reports name the parts for which no time was left. The
 exit status is 0 if every part has passed.

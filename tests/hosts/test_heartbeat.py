@@ -67,7 +67,7 @@ def test_ranks_of_a_vanished_host_are_lost_together_also_those_that_nobody_had_a
 
 
 def test_link_that_is_down_for_a_moment_costs_no_rank(hosts, nursery, tmp_path):
-    """A connection that a rank opens meanwhile fails at once, and is tried again; one that is open carries on."""
+    """A connection that a rank opens in that time fails at once, and is tried again; one that is open carries on."""
     # The measurement at the start would open the connection already.
     settings = {"ASYNCDIST_HEARTBEAT": "2", "ASYNCDIST_CALIBRATE": "0"}
     job = Job(hosts, nursery, f"file://{tmp_path}/world", (0, 1, 0), **settings)

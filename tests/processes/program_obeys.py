@@ -100,7 +100,7 @@ class Rank:
             spend(1)
             perform(executor, task, action)
 
-        # Small calls do without an executor. A step of theirs sends and receives at once.
+        # Small calls do without an executor. Each step sends and receives at once.
         def die_or_begin(calls, step, *args):
             spend(len(step.sends) + len(step.receives))
             return begin(calls, step, *args)

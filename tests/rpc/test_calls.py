@@ -239,7 +239,7 @@ LONG = [(number,) for number in range(40_000)]
 
 
 class Echoing:
-    """Sends and takes long values, and short ones meanwhile."""
+    """Sends and takes long values, and short ones between them."""
 
     async def send(self):
         return LONG

@@ -340,7 +340,7 @@ async def test_message_about_a_loan_that_was_not_made_ends_the_channel(job, even
         assert re.search("77, which was not|loan 77 was declined", caplog.text)
 
 
-# -- how long a tensor is kept, and what may happen meanwhile ---------------------------------------------
+# -- how long a tensor is kept, and what may happen until then ---------------------------------------------
 
 
 async def test_argument_is_kept_until_it_has_been_copied_and_no_longer(job, eventually):

@@ -36,7 +36,7 @@ class PretendEvent:
 
 
 class TheirEvent:
-    """The same as another process opens it. No stream may wait for it: it would wait for ever if the process was killed."""
+    """The same as another process opens it. No stream may wait for it: that would never end if the process was killed."""
 
     def __init__(self, event: PretendEvent) -> None:
         self.event = event

@@ -46,7 +46,7 @@ def all_reduce(rank, world, kind):
 
 
 class Call:
-    """Makes the tensors of one call of a method of the process group, and lists what is to be compared."""
+    """Makes the tensors of one call of a method of the process group, and lists the tensors to compare."""
 
     def __init__(self, rank, world):
         self.rank, self.world, self.at_root = rank, world, rank == world - 1

@@ -368,7 +368,7 @@ class Work(ProcessBound, _Awaited[T_co]):
             first = self._future is None
             future: torch.futures.Future[T_co] = torch.futures.Future() if first else self._future
             self._future = future
-            if first and self.is_completed():  # nobody can have added a callback yet
+            if first and self.is_completed():  # no thread has had time to add a callback
                 _complete_future(self)
                 return future
         if first:
