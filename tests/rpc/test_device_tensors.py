@@ -6,6 +6,7 @@ import functools
 import gc
 import logging
 import re
+import threading
 import weakref
 from threading import current_thread
 
@@ -21,6 +22,7 @@ from asyncdist.rpc import session as session_module
 from asyncdist.rpc.loans import DevicePart
 from asyncdist.rpc.wire import pack_plain
 from tests.rpc.conftest import assert_equal_and_writable, caller_of, channels_of, lent_by, tasks_of
+from tests.support.cuda import TheirEvent
 from tests.support.device_tensors import CUDA, OnDevice, PretendLending, on_device
 from tests.support.devices import PretendStaged
 from tests.support.ports import free_port
@@ -616,6 +618,26 @@ async def test_call_whose_owner_closes_before_the_copy_ends_with_an_error(job, e
         with pytest.raises(rpc.CalleeLostError) as caught:
             await call
         assert isinstance(caught.value, PeerLostError)
+        await eventually(lambda: not tasks_of(calling.lending))
+
+
+async def test_owner_that_closes_while_its_device_is_asked_is_not_waited_for(job, eventually, monkeypatch):
+    monkeypatch.setattr(session_module, "_RETURNED_WITHIN", 0.01)
+    asked, may_return = threading.Event(), threading.Event()
+
+    def query(_):
+        asked.set()
+        assert may_return.wait(60)
+        return False
+
+    async with rpc.connect(job, config=CONFIG) as calling:
+        async with serving_to(calling, job, eventually) as (it, _):
+            monkeypatch.setattr(TheirEvent, "query", query)
+            call = it.current()
+            await eventually(asked.is_set)
+        with pytest.raises(rpc.CalleeLostError):
+            await call
+        may_return.set()
         await eventually(lambda: not tasks_of(calling.lending))
 
 

@@ -130,7 +130,7 @@ class DeviceLending:
         Args:
             owner: The owner, whose memory has been verified.
             lent: The bytes and the location of each tensor.
-            is_wanted: Called before the copy, which is not made if it returns False.
+            is_wanted: Called before the copy, which is not made if it returns False, as it does after `abandon`.
 
         Returns:
             The copies, complete, as flat uint8 tensors; None if they were not wanted any more.
@@ -153,6 +153,9 @@ class DeviceLending:
                 await self._passed(found, None)
                 return targets
             for event in found:
+                # `abandon` finds the waits that have begun: none may begin after it.
+                if not is_wanted():
+                    return None
                 await self._passed(event, owner)
         return None
 
