@@ -235,21 +235,17 @@ send = _api.send
 send_object_list = _api.send_object_list
 
 
-_SHARED = (
-    "CommunicationSavings", "DistributedDataParallel", "DistributedSampler", "FileStore", "HashStore", "JobSession",
-    "SyncBatchNorm", "TCPStore", "ZeroRedundancyOptimizer", "join", "trace_operations",
-)  # fmt: skip
 _BLOCKING = {"DiLoCo": "BlockingDiLoCo", "LocalSGD": "BlockingLocalSGD"}
 
 
 def __getattr__(name: str) -> Any:
     # Programs that only exchange tensors do not import the modules for training, elastic jobs and other stores.
-    if name in _SHARED:
-        value = getattr(asyncdist, name)
-    elif name in _BLOCKING:
+    if name in _BLOCKING:
         value = getattr(importlib.import_module("asyncdist.ddp.low_communication.diloco"), _BLOCKING[name])
     elif name == "weights":
         value = importlib.import_module("asyncdist.weights.blocking")
+    elif name in __all__:
+        value = getattr(asyncdist, name)
     else:
         raise AttributeError(f"module 'asyncdist.sync' has no attribute {name!r}")
     globals()[name] = value

@@ -24,7 +24,6 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors."""
     for each in descriptors:
         os.close(each)
 

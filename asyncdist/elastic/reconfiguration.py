@@ -44,25 +44,19 @@ _LAST_WORD = 1.0
 
 
 class ProcessHandle(NamedTuple):
-    """What a handle says about its process.
-
-    Attributes:
-        process: The identity of the process, which no other process has.
-        host: The address of its store.
-        port: The port of its store.
-        token: The token of its store if it was generated; None if every process was configured with it.
-        world_id: The world in which it is, empty without one.
-        member_id: Its rank in that world.
-        lost: The ranks of that world that it holds lost.
-    """
+    """What a handle says about its process: the address of its store, and the world in which it is, empty without one."""
 
     process: str
+    """The identity of the process, which no other process has."""
     host: str
     port: int
     token: str | None
+    """The token of its store if it was generated; None if every process was configured with it."""
     world_id: str
     member_id: int
+    """Its rank in that world."""
     lost: tuple[int, ...]
+    """The ranks of that world that it holds lost."""
 
     def encode(self) -> str:
         return _PREFIX + base64.urlsafe_b64encode(msgpack.packb(self)).decode()
@@ -88,8 +82,7 @@ class ProcessHandle(NamedTuple):
 class Reconfiguration:
     """The part of one process in forming groups by handles. Its methods run on the background loop.
 
-    Args:
-        shared: A store that the processes of the job share, from which the address of this process follows; or None.
+    The address of this process follows from ``shared``, a store that the processes of the job share; or None.
     """
 
     def __init__(self, shared: Any = None) -> None:
@@ -103,11 +96,9 @@ class Reconfiguration:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def handle(self, group: Group | None, timeout: float) -> str:
-        """Return the handle of this process; it changes with the group, and when a peer is lost.
+        """Return the handle of this process; it changes with the present group, and when a peer is lost.
 
-        Args:
-            group: The present group of this process; None without one.
-            timeout: Seconds to find out the address of this process.
+        ``timeout`` limits in seconds the search for the address of this process.
         """
         async with self._lock:
             return (await self._handle(group, timeout)).encode()
@@ -204,13 +195,7 @@ class Reconfiguration:
         )  # fmt: skip
 
     def retire(self, group: Group, successor: Group | None, world: World | None) -> None:
-        """End a group that another one has replaced.
-
-        Args:
-            group: The group.
-            successor: The group that has replaced it.
-            world: The world to close with it; None if others use it.
-        """
+        """End a group that ``successor`` has replaced, and with it its ``world``, which is None if others use it."""
         kept = set() if successor is None or successor.world is not group.world else set(successor.member_ids)
         if group.error is None and set(group.member_ids) - kept:
             group.abort(f"rank {group.endpoint.rank} goes on in another group")
@@ -230,12 +215,9 @@ class Reconfiguration:
 
 
 async def completed_group(group: Group, members: Sequence[str], deadline: Deadline) -> Group:
-    """Agree that all members have made a group, and return it; otherwise destroy it, and raise on all of them.
+    """Agree before the deadline that all members have made a group; otherwise destroy it, and raise on all of them.
 
-    Args:
-        group: The group.
-        members: The names of the members, in group order, for messages.
-        deadline: When the members must have agreed.
+    ``members`` are their names in messages, in group order.
     """
     try:
         agreed = await group.agree(True, timeout=deadline.remaining())
@@ -342,7 +324,6 @@ class _FailureWatch:
 
 
 def _rank_of(own: ProcessHandle, members: Sequence[ProcessHandle]) -> int:
-    """Return the position of this process among the members."""
     processes = [member.process for member in members]
     if len(set(processes)) != len(processes):
         raise UsageError("two of the handles are of one process: pass one handle of each member")

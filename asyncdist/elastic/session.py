@@ -330,7 +330,7 @@ class JobSession(ProcessBound):
         if not self._may_found() or len(chosen) < self._founders or await job.has_members():
             return
         if not await job.begin_generation(record, record.number + 1, chosen, record.begun):
-            await job.until(lambda: job.record != record)
+            await job.until(lambda: job.has_replaced(record))
 
     # -- as a member ---------------------------------------------------------------------------
 
@@ -394,7 +394,7 @@ class JobSession(ProcessBound):
                 begun = await job.begin_generation(before, number, members, last)
                 if not begun:
                     # A record that names this process is that of an earlier rank 0, which was lost.
-                    await self._until(functools.partial(_is_replaced, job, before), deadline, min_size)
+                    await self._until(functools.partial(job.has_replaced, before), deadline, min_size)
             answer = [[number, members, last] if begun else []]
         await group.broadcast_object_list(answer, 0, timeout=deadline.remaining())
         if not answer[0]:
@@ -507,10 +507,6 @@ class Generations:
                 f"this session was entered with `{'with' if is_awaited else 'async with'}`: write "
                 f"`{right} group in session.generations()` instead of `{wrong}`"
             )
-
-
-def _is_replaced(job: Job, record: GenerationRecord) -> bool:
-    return job.record != record
 
 
 async def _first_loss(group: Group | None) -> None:

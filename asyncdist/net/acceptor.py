@@ -30,15 +30,9 @@ Proven = TypeVar("Proven")
 class Acceptor(Generic[Proven]):
     """Accepts from its creation until `stop`. It owns the listening socket, and closes it. Used on ``loop`` alone.
 
-    Args:
-        sock: The listening socket, which does not block.
-        prove: Authenticates the other side of a connection. It closes the connection if it raises.
-        serve: Handles a connection that has proven the token. It closes the connection.
-        what: What listens, for the log.
-        most: The number of connections that may be without proof. A further one evicts the oldest.
-        timeout: Seconds within which ``prove`` must end.
-        loop: The event loop.
-        refusals: The log of refused connections; by default one of its own.
+    ``prove`` authenticates the other side of a connection within ``timeout`` seconds, and closes the connection if it
+    raises. ``serve`` handles a connection that has proven the token, and closes it. At most ``most`` connections may be
+    without proof: a further one evicts the oldest. ``what`` listens, for the log.
     """
 
     def __init__(

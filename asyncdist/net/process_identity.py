@@ -15,16 +15,12 @@ _ENDED = (b"Z", b"X", b"x")
 
 
 class ProcessState(NamedTuple):
-    """What a process does at the moment.
-
-    Attributes:
-        is_working: Whether a thread of it runs, waits for a processor, or waits for a disk.
-        is_traced: Whether a debugger holds it.
-        text: Its activity, as a clause of an error message.
-    """
+    """What a process does at the moment; ``text`` is a clause of an error message."""
 
     is_working: bool = False
+    """Whether a thread of it runs, waits for a processor, or waits for a disk."""
     is_traced: bool = False
+    """Whether a debugger holds it."""
     text: str = ""
 
 
@@ -86,8 +82,7 @@ def last_core(identity: Mapping[str, Any]) -> tuple[int, bool]:
     The core is -1 if the process has ended.
     """
     try:
-        with open(f"/proc/{identity['pid']}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b") ")[2].split()
+        fields = _fields(identity["pid"])
         return int(fields[36]), fields[0] != b"R"
     except (OSError, IndexError, ValueError):
         return -1, True

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, Self
 from urllib.parse import quote, unquote
 
@@ -41,13 +41,7 @@ _LEASE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class PeerRecord:
-    """What a process has published under a name.
-
-    Attributes:
-        name: The name.
-        address: Where the process accepts channels.
-        about: Plain data of the service, such as a rank.
-    """
+    """What a process has published under a name: where it accepts channels, and plain data of the service, as a rank."""
 
     name: str
     address: ChannelAddress
@@ -73,42 +67,31 @@ class PeerRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecordChange:
-    """A record that was published or has ended.
-
-    Attributes:
-        id: The id of the port whose record it is.
-        record: The record; None if it has ended.
-    """
+    """A record of the port ``id`` that was published or, if ``record`` is None, has ended."""
 
     id: str
     record: PeerRecord | None
 
 
+@dataclass(eq=False, repr=False)
 class JobDirectory:
     """The records of one service of one job. Make it with `open`, on the loop that uses it, and `close` it.
 
-    Attributes:
-        job: The name of the job.
-        where: The job, for messages.
-        host: The address at which this process should listen, so that the others reach it.
-        token: The token that the processes of the job share.
+    This process should listen at ``host``, so that the others reach it. ``where`` is the job in messages.
     """
 
-    def __init__(
-        self,
-        store: AsyncStoreBase,
-        prefix: str,
-        job: str,
-        where: str,
-        host: str,
-        token: str | None,
-        client: AsyncStore | None,
-        config: Config,
-    ) -> None:
-        self._store, self._prefix = AsyncPrefixStore(prefix, store), prefix
-        self._client, self._config = client, config
+    _base: InitVar[AsyncStoreBase]
+    _prefix: str
+    job: str
+    where: str
+    host: str
+    token: str | None
+    _client: AsyncStore | None
+    _config: Config
+
+    def __post_init__(self, base: AsyncStoreBase) -> None:
+        self._store = AsyncPrefixStore(self._prefix, base)
         self._published: dict[str, PeerRecord] = {}
-        self.job, self.where, self.host, self.token = job, where, host, token
 
     @classmethod
     async def open(cls, job: str | AsyncStoreBase, service: str, *, config: Config, timeout: Timeout = None) -> Self:
@@ -165,7 +148,6 @@ class JobDirectory:
         self._published[record.key] = record
 
     async def withdraw(self, record: PeerRecord) -> None:
-        """Delete a record."""
         self._published.pop(record.key, None)
         await self._store.delete_key(record.key)
 

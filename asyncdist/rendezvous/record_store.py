@@ -53,6 +53,10 @@ class AddressRecord:
     world_size: int
     status: tuple[tuple[int, str, int], ...] = ()
 
+    def key(self, *parts: object) -> str:
+        """Return the name of a key of the world in rank 0's store."""
+        return "/".join(("world", self.world_id, *map(str, parts)))
+
     def encode(self) -> bytes:
         return json.dumps({"asyncdist": 1, **asdict(self)}).encode()
 
@@ -98,7 +102,6 @@ class BlockingCaller:
         return future.result()
 
     def close(self) -> None:
-        """End the thread."""
         self._executor.shutdown(cancel_futures=True)
 
 

@@ -25,12 +25,7 @@ _NEXT = 0.5
 class JobSearch(ABC, Generic[T]):
     """Connects to the processes that have published a name, and again to those that do not answer, in ``async with``.
 
-    Args:
-        directory: The records of the job.
-
-    Attributes:
-        found: What the processes offer, by their ids.
-        seen: For each process its name, or why it does not answer.
+    ``found`` is what the processes offer, by their ids. ``seen`` has for each its name, or why it does not answer.
     """
 
     def __init__(self, directory: JobDirectory, name: str) -> None:

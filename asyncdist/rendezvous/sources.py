@@ -98,11 +98,9 @@ def torch_store_at(host: str, port: int) -> Any:
 
 
 def check_token(host: str | None, config: Config, why: str) -> None:
-    """Raise AuthenticationError if ranks on other hosts would meet at ``host`` without a token.
+    """Raise AuthenticationError, with the reason, if ranks on other hosts would meet at a store without a token.
 
-    Args:
-        host: Host of the store; None if no network reaches it.
-        why: The reason, for the message.
+    A ``host`` of None stands for a store that no network reaches.
     """
     if host is not None and unguarded([host], config.token, config):
         raise AuthenticationError(

@@ -36,12 +36,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5
 
 @dataclass
 class PublishedWorld:
-    """A world as its records describe it.
-
-    Attributes:
-        ports: Host and port of each rank's status port, by rank.
-        token: The token of the job; None without one.
-    """
+    """A world as its records describe it. ``ports`` are host and port of each rank's status port, by rank."""
 
     world_id: str
     world_size: int
@@ -100,14 +95,12 @@ async def wait_for_worlds(method: InitMethod, config: Config, timeout: float) ->
 
 
 def described(method: InitMethod) -> str:
-    """Return the meeting point in words."""
     if method.kind == "file":
         return f"file://{method.path}"
     return f"{method.host}:{method.port}" + (f", job {method.path!r}" if method.path else "")
 
 
 async def _values(method: InitMethod, config: Config, timeout: float) -> list[bytes]:
-    """Return the values that may be records."""
     values = []
     if method.kind == "file":
         refusal = None

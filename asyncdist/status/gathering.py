@@ -28,12 +28,7 @@ class Gathered(NamedTuple):
 
 
 class StatusGathering:
-    """The questions of one rank to the others. It keeps its connections until `close`.
-
-    Args:
-        addresses: The status port of each rank, by rank; None for a rank without one.
-        security: The settings of the handshake with them.
-    """
+    """The questions of one rank to the others, at the address of each, by rank. It keeps its connections until `close`."""
 
     def __init__(self, endpoint: Endpoint, addresses: Sequence[Address | None], security: Security) -> None:
         self._endpoint, self._addresses, self._security = endpoint, addresses, security
@@ -71,7 +66,6 @@ class StatusGathering:
         return Gathered(answers, silent)
 
     def close(self) -> None:
-        """Close the connections, and stop asking."""
         for task in self._asking.values():
             task.cancel()
         for connection in self._connections.values():

@@ -39,9 +39,7 @@ _MOST_QUESTION_NBYTES = 1 << 16
 class StatusPort:
     """Listens from its creation, and answers once `serve` was called. `close` it with the world.
 
-    Args:
-        host: The address of this machine at which it listens.
-        config: The settings of the world, with its token.
+    ``config`` are the settings of the world, with its token.
     """
 
     def __init__(self, host: str, config: Config) -> None:
@@ -60,15 +58,9 @@ class StatusPort:
         self._describe: Details = dict
 
     def serve(self, endpoint: Endpoint, addresses: Sequence[Address | None], describe: Details) -> None:
-        """Begin to answer.
+        """Begin to answer, with further values for this rank that ``describe`` returns, on the port's own thread.
 
-        Args:
-            addresses: The status ports of all ranks, by rank.
-            describe: Returns further values for the answers of this rank. It is called on the port's own thread.
-
-        Raises:
-            RendezvousError: The process has no free descriptor.
-            RuntimeError: The process can start no thread.
+        Raises RendezvousError without a free descriptor, and RuntimeError if the process can start no thread.
         """
         self._endpoint, self._addresses, self._describe = endpoint, addresses, describe
         periodic_calls.call_when_readable(self._sock.fileno(), self._attend)

@@ -48,14 +48,7 @@ class ChannelHandler(Protocol):
     def received(
         self, channel: PeerChannel, head: bytes, buffers: Sequence[memoryview], descriptors: Sequence[int]
     ) -> None:
-        """Handle a short message.
-
-        Args:
-            channel: Where it came from.
-            head: Its head.
-            buffers: Its buffers, which are read-only.
-            descriptors: The descriptors that came with it; the handler closes them.
-        """
+        """Handle a short message. Its buffers are read-only; the handler closes the descriptors that came with it."""
 
     def opened(self, channel: PeerChannel, message: IncomingMessage) -> None:
         """Note that a long message begins: this is its place in the order of the messages.
@@ -75,8 +68,6 @@ class ChannelHandler(Protocol):
 
 
 class ChannelOwner(Protocol):
-    """The port of a channel."""
-
     handler: ChannelHandler
 
     def heard(self, channel: PeerChannel) -> None: ...
@@ -124,13 +115,12 @@ class PeerChannel(InboxOwner):
             self.fail_by(error)
         if not self.is_open:
             return
-        self._loop.add_reader(self._sock.fileno(), self._on_readable)
+        self._loop.add_reader(self._sock.fileno(), self.read_now)
         if isinstance(self._sock, TlsSocket) and self._sock.unread:
-            self._loop.call_soon(self._on_readable)
+            self._loop.call_soon(self.read_now)
 
     @property
     def is_open(self) -> bool:
-        """Whether the channel has not ended."""
         return self.error is None
 
     def __repr__(self) -> str:
@@ -263,7 +253,8 @@ class PeerChannel(InboxOwner):
 
     # -- receiving ---------------------------------------------------------------------------------
 
-    def _on_readable(self) -> None:
+    def read_now(self) -> None:
+        """Handle what has arrived. Called when the loop reports it, or before."""
         if self.error is not None:
             return
         try:
@@ -296,7 +287,6 @@ class PeerChannel(InboxOwner):
         self._owner.handler.withdrawn(self, message)
 
     def on_frame(self, kind: int, body: bytes) -> None:
-        """Handle a frame about the channel itself."""
         if kind == SLOTS_FREE:
             self._outbox.slots_returned(body)
         elif kind == STAGING_READY:
@@ -309,13 +299,8 @@ class PeerChannel(InboxOwner):
         self._wake()
 
     def reply(self, kind: int, body: bytes) -> None:
-        """Send a frame about what the inbox has read."""
         self._outbox.add_frame(kind, body)
         self._wake()
-
-    def read_now(self) -> None:
-        """Handle what has arrived, before the loop reports it."""
-        self._on_readable()
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -344,9 +329,7 @@ class PeerChannel(InboxOwner):
     def fail(self, reason: str, *, last_heard: float | None = None) -> None:
         """End the channel, because the peer is lost or cannot be understood. It is told why, if it still reads.
 
-        Args:
-            reason: Why, as a clause about the peer.
-            last_heard: Seconds since a silent peer was last heard; None for other reasons.
+        ``reason`` is a clause about the peer, ``last_heard`` the seconds since a silent peer was last heard.
         """
         if self.error is None:
             self._outbox.add_frame(GOODBYE, f"this peer was given up: {reason}".encode()[:_MOST_REASON_NBYTES])

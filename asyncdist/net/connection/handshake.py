@@ -28,19 +28,16 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 class Greeting:
     """What a process says about itself to the other side of a channel.
 
-    Attributes:
-        id: Identifies its port; no other port ever has the same.
-        name: A text for messages, such as ``"process 4711 on node7"``.
-        host_name: ASYNCDIST_HOST of the process; None without one.
-        identity: See `asyncdist.net.process_identity`; None where the system does not provide it.
-        stages: Whether long messages to it may pass through shared memory.
-        about: Plain data of the service.
+    ``id`` identifies its port: no other port ever has the same. ``stages`` says whether long messages to it may pass
+    through shared memory. ``about`` is plain data of the service.
     """
 
     id: str
     name: str
+    """A text for messages, such as ``"process 4711 on node7"``."""
     host_name: str | None
     identity: dict[str, Any] | None
+    """See `asyncdist.net.process_identity`."""
     stages: bool
     about: Any
 
@@ -60,14 +57,8 @@ class Greeting:
 class ChannelAddress:
     """Where a port listens; `encode` makes it plain data, for example for a store.
 
-    Attributes:
-        id: The id of the port.
-        name: A text for messages.
-        host: The machine, or ASYNCDIST_HOST.
-        user: The user id of its process.
-        network: The network namespace, to which abstract Unix addresses belong.
-        unix: The abstract Unix address; empty without one.
-        tcp: Host and port.
+    ``id`` is that of the port, ``name`` a text for messages, and ``host`` the machine, or ASYNCDIST_HOST. The abstract Unix
+    address ``unix``, empty without one, is valid for a user id in a ``network`` namespace.
     """
 
     id: str

@@ -19,10 +19,7 @@ from asyncdist.net.process_identity import process_identity, process_state
 class ChannelLiveness:
     """Beats over the open channels, and ends those of silent peers.
 
-    Args:
-        timeout: Seconds of silence after which a peer is lost; 0 for no heartbeats.
-        host_name: ASYNCDIST_HOST of this process.
-        channels: Returns the open channels.
+    A peer is lost after ``timeout`` seconds of silence; 0 stands for no heartbeats.
     """
 
     def __init__(self, timeout: float, host_name: str | None, channels: Callable[[], Iterable[PeerChannel]]) -> None:

@@ -42,7 +42,6 @@ class IncomingMessage:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all buffers."""
         return sum(self.sizes)
 
     def room(self, nbytes: int) -> list[memoryview]:

@@ -115,7 +115,6 @@ class ChannelPort:
 
     @property
     def channels(self) -> list[PeerChannel]:
-        """The open channels."""
         return list(self._channels)
 
     def channel_to(self, peer: str) -> PeerChannel | None:
@@ -199,12 +198,10 @@ class ChannelPort:
         return channel
 
     def heard(self, channel: PeerChannel) -> None:
-        """Note that bytes of a channel have been handled."""
         if self._busy_poll is not None:
             self._busy_poll.heard(channel)
 
     def forget(self, channel: PeerChannel) -> None:
-        """Forget a channel that has ended."""
         if channel in self._channels:
             self._channels.discard(channel)
             siblings = self._by_id[channel.peer.id]
@@ -213,8 +210,6 @@ class ChannelPort:
                 del self._by_id[channel.peer.id]
         if not self._channels:
             self._liveness.stop()
-
-    # -- accepting ---------------------------------------------------------------------------------
 
     async def _prove(self, sock: socket.socket) -> tuple[AnySocket, Greeting]:
         return await accept(sock, self._greeting, self._security)
@@ -254,7 +249,6 @@ class ChannelPort:
         await self.close()
 
     def end_with_process(self) -> None:
-        """Tell the peers that this process ends."""
         for channel in self.channels:
             channel.end_with_process()
 

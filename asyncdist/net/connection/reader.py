@@ -23,25 +23,12 @@ class StreamEnded(Exception):
 
 
 class SocketReader:
-    """Reads one connection in one process.
-
-    Args:
-        sock: A non-blocking socket.
-        inbox: Takes what is read.
-        takes_descriptors: Whether descriptors may come with the frames.
-    """
-
     def __init__(self, sock: socket.socket | TlsSocket, inbox: Inbox, *, takes_descriptors: bool) -> None:
         self._sock, self._inbox, self._takes_descriptors = sock, inbox, takes_descriptors
         self._tls = sock if isinstance(sock, TlsSocket) else None
 
     def read(self) -> None:
-        """Read what has arrived, once, and handle the complete frames.
-
-        Raises:
-            StreamEnded: The connection has ended.
-            ProtocolError: The bytes are not those of a connection.
-        """
+        """Read what has arrived, once, and handle the complete frames. Raises StreamEnded and ProtocolError."""
         try:
             self._receive()
             while self._tls is not None and self._tls.unread and not self._inbox.is_closed:

@@ -97,11 +97,9 @@ Write = Callable[[bytes], object]
 
 
 class HandshakeDriver:
-    """Runs a handshake: over bytes that the caller passes to `feed`, or reads with `pump`. Both raise its errors.
+    """Runs `dial` or `accept`: over bytes that the caller passes to `feed`, or reads with `pump`. Both raise its errors.
 
-    Args:
-        handshake: The generator of `dial` or `accept`.
-        write: Called with the bytes to send, the first time by the constructor.
+    ``write`` is called with the bytes to send, the first time by the constructor.
     """
 
     def __init__(self, handshake: Handshake, write: Write) -> None:

@@ -29,13 +29,9 @@ _UNSENT_NBYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """The settings of both sides of a handshake.
+    """The settings of both sides of a handshake: the job's token, and the TLS contexts for other hosts, None without TLS.
 
-    Attributes:
-        token: The token of the job.
-        purpose: To which the proof is bound, so that it is valid for this service of this job only.
-        accepting: The TLS context for connections from other hosts; None without TLS.
-        dialling: The TLS context for connections to other hosts; None without TLS.
+    The proof of the token is bound to ``purpose``, so that it is valid for this service of this job only.
     """
 
     token: str | None
