@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib
 from asyncio import _get_running_loop
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import asyncdist
 from asyncdist.base.background_loop import background_loop, result_on
 from asyncdist.base.call_site import refuse_await
-from asyncdist.base.callables import AnyFunction
 from asyncdist.base.deadline import Timeout
 from asyncdist.base.ops import ReduceOp, premul_sum
 from asyncdist.groups import aio, default_world
@@ -75,21 +74,7 @@ if TYPE_CHECKING:
     from asyncdist.store import HashStore as HashStore
     from asyncdist.store import TCPStore as TCPStore
 
-F = TypeVar("F", bound=AnyFunction)
 
-
-def _documented_as(awaited: AnyFunction) -> Callable[[F], F]:
-    """Return a decorator that adds the arguments, errors and example of the awaited API to a docstring."""
-
-    def extend(function: F) -> F:
-        _, heading, details = (awaited.__doc__ or "").partition("    Args:")
-        function.__doc__ = f"{function.__doc__ or ''}\n\n{heading}{without_await(details)}"
-        return function
-
-    return extend
-
-
-@_documented_as(aio.init_process_group)
 def init_process_group(
     backend: str | None = None,
     init_method: str | None = None,
@@ -120,6 +105,10 @@ def init_process_group(
         )
     finally:
         default_world.end_initialization(world)
+
+
+_, _heading, _details = (aio.init_process_group.__doc__ or "").partition("    Args:")
+init_process_group.__doc__ = f"{init_process_group.__doc__}\n\n{_heading}{without_await(_details)}"
 
 
 def destroy_process_group(group: default_world.AnyGroup = None) -> None:

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from asyncdist.base.background_loop import observing_loop
@@ -49,7 +49,7 @@ class StatusPort:
         self.address: Address = host, self._sock.getsockname()[1]
         self._loop: asyncio.AbstractEventLoop | None = None
         """The loop of all status ports; None until something connects to this one."""
-        self._acceptor: Acceptor[LoopSocket] | None = None
+        self._acceptor: Acceptor | None = None
         self._viewers: EvictingQueue[LoopSocket] = EvictingQueue(_MOST_VIEWERS, LoopSocket.close)
         """The authenticated connections, those that have asked nothing for the longest time first."""
         self._closed = False
@@ -102,7 +102,7 @@ class StatusPort:
             assert self._loop is not None
             self._security = status_security(self._endpoint.world_id, self._config.token, self._tls)
             self._acceptor = Acceptor(
-                self._sock, self._prove, self._serve, what=f"rank {self._endpoint.rank}: the status port",
+                self._sock, self._accept, what=f"rank {self._endpoint.rank}: the status port",
                 most=_MOST_HANDSHAKES, timeout=self._config.handshake_timeout, loop=self._loop,
             )  # fmt: skip
 
@@ -114,8 +114,8 @@ class StatusPort:
 
     # -- connections -------------------------------------------------------------------------------
 
-    async def _prove(self, sock: socket.socket) -> LoopSocket:
-        return await accept(sock, self._security)
+    async def _accept(self, sock: socket.socket) -> Coroutine[Any, Any, None]:
+        return self._serve(await accept(sock, self._security))
 
     async def _serve(self, connection: LoopSocket) -> None:
         assert self._endpoint is not None

@@ -98,10 +98,10 @@ class ChannelPort:
         """The channels to each peer: each side may have opened one."""
         self._dialling: dict[str, asyncio.Task[PeerChannel]] = {}
         self._busy_poll = AdaptiveBusyPoll.where_it_pays(self._loop, config)
-        self._liveness = ChannelLiveness(config.heartbeat, config.host, lambda: self._channels)
+        self._liveness = ChannelLiveness(config.heartbeat, config.host, self._channels)
         self._acceptors = [
             Acceptor(
-                sock, self._prove, self._receive, what=f"{name}: the port for channels", most=_MOST_HANDSHAKES,
+                sock, self._accept, what=f"{name}: the port for channels", most=_MOST_HANDSHAKES,
                 timeout=config.handshake_timeout, loop=self._loop,
             )
             for sock in sockets
@@ -211,11 +211,8 @@ class ChannelPort:
         if not self._channels:
             self._liveness.stop()
 
-    async def _prove(self, sock: socket.socket) -> tuple[AnySocket, Greeting]:
-        return await accept(sock, self._greeting, self._security)
-
-    async def _receive(self, proven: tuple[AnySocket, Greeting]) -> None:
-        self._begin(*proven)
+    async def _accept(self, sock: socket.socket) -> None:
+        self._begin(*await accept(sock, self._greeting, self._security))
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -255,5 +252,5 @@ class ChannelPort:
     def after_fork_in_child(self) -> None:
         """Send nothing in a forked child, whose copies of the sockets are closed."""
         self._is_closed = True
-        self._channels = set()
-        self._by_id = {}
+        self._channels.clear()
+        self._by_id.clear()

@@ -11,14 +11,13 @@ import os
 import socket
 import ssl
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncdist.base import lifecycle
 from asyncdist.errors import AuthenticationError
 from asyncdist.net.host_watch import tune
 from asyncdist.net.loop_socket import LoopSocket, prove
-from asyncdist.net.security.auth import HandshakeDriver, Write
+from asyncdist.net.security.auth import HandshakeDriver
 from asyncdist.net.security.tls import TlsSocket
 
 _AF_UNIX = getattr(socket, "AF_UNIX", None)
@@ -64,7 +63,7 @@ async def dial(sock: socket.socket, security: Security, host: str = "") -> LoopS
     tls, secured = security.dialling, None
     if tls is not None and sock.family != _AF_UNIX:
         secured = TlsSocket(sock, tls, serves=False, name=host if tls.check_hostname else None)
-    return await _begun(sock, secured, HandshakeDriver.dialling, security)
+    return await _begun(sock, secured, security, serves=False)
 
 
 async def accept(sock: socket.socket, security: Security) -> LoopSocket:
@@ -80,19 +79,15 @@ async def accept(sock: socket.socket, security: Security) -> LoopSocket:
     except BaseException:
         sock.close()
         raise
-    return await _begun(sock, secured, HandshakeDriver.accepting, security)
+    return await _begun(sock, secured, security, serves=True)
 
 
-async def _begun(
-    sock: socket.socket,
-    tls: TlsSocket | None,
-    side: Callable[[str | None, str, Write], HandshakeDriver],
-    security: Security,
-) -> LoopSocket:
+async def _begun(sock: socket.socket, tls: TlsSocket | None, security: Security, *, serves: bool) -> LoopSocket:
     connection = LoopSocket(sock)
     try:
         if tls is not None:
             await connection.secure(tls)
+        side = HandshakeDriver.accepting if serves else HandshakeDriver.dialling
         # The few bytes of a handshake fit into an empty socket buffer.
         await prove(connection.sock, side(security.token, security.purpose, connection.sock.sendall))
         return connection
