@@ -1,4 +1,4 @@
-"""Descriptors: files that no other user can have written, and the errors of ``accept``, and of too few descriptors."""
+"""Descriptors: what closes them, files that no other user can have written, and errors of ``accept`` and of too few."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from asyncdist.errors import AddressError, RendezvousError
 
@@ -21,6 +22,25 @@ _ONE_CONNECTION_FAILED = {
     if hasattr(errno, name)
 }  # fmt: skip
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE)
+
+
+class ClosingOnError:
+    """Closes something at the end of a block that fails or is cancelled: ``async with`` awaits its ``close``."""
+
+    def __init__(self, resource: Any) -> None:
+        self._resource = resource
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._resource.close()
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            await self._resource.close()
 
 
 def close_all(descriptors: Iterable[int]) -> None:

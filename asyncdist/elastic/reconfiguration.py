@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from asyncdist.base.deadline import Deadline
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.environment import Launch
@@ -172,11 +173,8 @@ class Reconfiguration:
                     f"{name}: {watching.result()}; exchange the handles of the members that are there, and call this again"
                 )
             world = await opening
-            try:
+            async with ClosingOnError(world):
                 return await completed_group(world.group, [str(each) for each in members], deadline)
-            except BaseException:
-                await world.close()
-                raise
         except BaseException as error:
             await discard_world(opening)
             await watch.report(describe_error(error))
@@ -219,7 +217,7 @@ async def completed_group(group: Group, members: Sequence[str], deadline: Deadli
 
     ``members`` are their names in messages, in group order.
     """
-    try:
+    with ClosingOnError(group):
         agreed = await group.agree(True, timeout=deadline.remaining())
         if agreed.lost or not agreed.flag:
             missing = " and ".join(
@@ -231,9 +229,6 @@ async def completed_group(group: Group, members: Sequence[str], deadline: Deadli
                 f"{group.name}: {missing or 'a member'} was lost before the group was complete; leave it out, and "
                 "call this again on the other members"
             )
-    except BaseException:
-        group.close()
-        raise
     return group
 
 

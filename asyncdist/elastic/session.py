@@ -27,6 +27,7 @@ from typing import Any, Self
 from asyncdist.base.background_loop import background_loop, running_loop
 from asyncdist.base.callables import Predicate
 from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.lifecycle import ProcessBound
 from asyncdist.config import Config
 from asyncdist.elastic.errors import JobTimeoutError
@@ -351,11 +352,8 @@ class JobSession(ProcessBound):
             world = await self._meet_newcomers(group, record, deadline)
             if world is None:
                 continue
-            try:
+            async with ClosingOnError(world):
                 await self._leave_world()
-            except BaseException:
-                await world.close()
-                raise
             return await self._enter_world(world, record)
 
     async def _meet_newcomers(self, group: Group, record: GenerationRecord, deadline: Deadline) -> World | None:
@@ -438,11 +436,8 @@ class JobSession(ProcessBound):
             home=self._home,
             reports_dropped_works=True,
         )
-        try:
+        async with ClosingOnError(world):
             await world.group.barrier()
-        except BaseException:
-            await world.close()
-            raise
         return world
 
     async def _enter_world(self, world: World, record: GenerationRecord) -> Group:

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 from asyncdist.base import lifecycle
-from asyncdist.base.descriptors import is_exhausted, is_transient
+from asyncdist.base.descriptors import ClosingOnError, is_exhausted, is_transient
 from asyncdist.errors import AddressError
 
 log = logging.getLogger("asyncdist")
@@ -33,13 +33,10 @@ def listen_tcp(host: str, what: str = "", advice: str = "") -> socket.socket:
 def listen(sock: socket.socket, where: tuple[str, int] | tuple[str, int, int, int] | str) -> socket.socket:
     """Let a new socket listen, without blocking. Closes it, and raises OSError, if that fails."""
     lifecycle.close_in_children(sock)
-    try:
+    with ClosingOnError(sock):
         sock.setblocking(False)
         sock.bind(where)
         sock.listen(BACKLOG)
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from asyncdist.base.deadline import Deadline, Timeout, seconds
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.config import Config
 from asyncdist.environment import Launch
 from asyncdist.rendezvous.addresses import outward, own_host, probe, to_listen_on
@@ -140,9 +141,6 @@ async def serve_own_store(store: Any, *, timeout: float, config: Config, launch:
         check_token(master, config, f"a generated token cannot be passed to other hosts through the store at {master}")
     host = await own_host(master, config, Deadline.after(timeout))
     server, token = ServerHandle(), config.token or secrets.token_hex(16)
-    try:
+    async with ClosingOnError(server):
         served = await server.open(host, 0, token=token, config=config)
-    except BaseException:
-        await server.close()
-        raise
     return OwnStore(host, served.port, token, config.token is None, server)

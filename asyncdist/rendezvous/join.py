@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline
-from asyncdist.base.descriptors import is_exhausted
+from asyncdist.base.descriptors import ClosingOnError, is_exhausted
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import (
@@ -227,17 +227,14 @@ async def by_address(world: WorldSpec, host: str, port: int, token: str | None, 
         except StoreError as failed:
             error = failed
             continue
-        try:
-            record = AddressRecord.decode(await client.get(world.key))
+        async with ClosingOnError(client):
+            try:
+                record = AddressRecord.decode(await client.get(world.key))
+            except StoreError as failed:
+                raise RetryLater(f"rank 0's store answers, and does not hold the world {world.name!r}") from failed
             if record is None:
                 raise RetryLater("the world that was served there has ended")
             return client, record, token
-        except StoreError as failed:
-            await client.close()
-            raise RetryLater(f"rank 0's store answers, and does not hold the world {world.name!r}") from failed
-        except BaseException:
-            await client.close()
-            raise
     raise RetryLater(_why(error), slow=_is_slow(error))
 
 
@@ -292,12 +289,9 @@ async def join_world(stack: AsyncExitStack, world: WorldSpec, locate: Locate, wh
     async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, world.limit.deadline):
         try:
             client, record, token = await locate(patience)
-            try:
+            async with ClosingOnError(client):
                 session = world.open_session(record, client, token, where)
                 await _claim(world, record, client, session)
-            except BaseException:
-                await client.close()
-                raise
             stack.push_async_callback(client.close)
             session.adopt(stack)
             return session

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.daemon_threads import run_in_daemon_thread
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.error_text import describe_error, first_line
 from asyncdist.config import Config
 from asyncdist.environment import Launch
@@ -141,11 +142,8 @@ async def _open_agent_store(method: InitMethod, key: str, config: Config, limit:
                 "torchrun agent, unset TORCHELASTIC_USE_AGENT_STORE"
             )
         caller = BlockingCaller()
-        try:
+        with ClosingOnError(caller):
             store = await caller(torch_client, method.host, method.port, limit.deadline.remaining())
-        except BaseException:
-            caller.close()
-            raise
     except AuthenticationError:
         raise
     except (RuntimeError, OSError) as error:  # torch's network errors are RuntimeErrors

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.error_text import describe_error
 from asyncdist.errors import AsyncdistError
 from asyncdist.kernel import Endpoint
@@ -86,11 +87,8 @@ class StatusGathering:
             return await self._ask_over(connection, rank, question)
 
     async def _ask_over(self, connection: LoopSocket, rank: int, question: Mapping[str, Any]) -> dict[str, Any]:
-        try:
+        with ClosingOnError(connection):
             answer: dict[str, Any] = await connection.ask(question)
-        except BaseException:
-            connection.close()
-            raise
         self._connections[rank] = connection
         return answer
 

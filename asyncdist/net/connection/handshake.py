@@ -14,6 +14,7 @@ from typing import Any
 
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.errors import ProtocolError
 from asyncdist.net.loop_socket import AnySocket, LoopSocket
 from asyncdist.net.network import machine_name, namespace
@@ -106,40 +107,31 @@ async def dial(
         connection = await handshake.dial(await _connect_unix(address.unix), security)
     else:
         connection = await handshake.dial_tcp(*address.tcp, security)
-    try:
+    with ClosingOnError(connection):
         peer = await _greet(connection, greeting)
         if peer.id != address.id:
             raise ProtocolError(f"{peer.name} answers at the address of {address.name}, which has ended")
         return connection.sock, peer
-    except BaseException:
-        connection.close()
-        raise
 
 
 async def accept(sock: socket.socket, greeting: Greeting, security: Security) -> tuple[AnySocket, Greeting]:
     """Authenticate a process that has connected. Closes the socket, and raises the errors of `dial`, if that fails."""
     connection = await handshake.accept(sock, security)
-    try:
+    with ClosingOnError(connection):
         return connection.sock, await _greet(connection, greeting)
-    except BaseException:
-        connection.close()
-        raise
 
 
 async def _connect_unix(name: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     lifecycle.close_in_children(sock)
-    try:
+    with ClosingOnError(sock):
         sock.setblocking(False)
         async for _ in Backoff(_FIRST_PAUSE, _LONGEST_PAUSE):
             # A full queue of connections.
             with contextlib.suppress(BlockingIOError):
                 sock.connect(f"\0{name}")
                 break
-        return sock
-    except BaseException:
-        sock.close()
-        raise
+    return sock
 
 
 async def _greet(connection: LoopSocket, greeting: Greeting) -> Greeting:

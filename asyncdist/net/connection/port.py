@@ -14,6 +14,7 @@ from typing import Any, Self
 from asyncdist.base import lifecycle
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline, Timeout
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.error_text import describe_error
 from asyncdist.config import Config
 from asyncdist.errors import PeerLostError
@@ -85,11 +86,8 @@ class ChannelPort:
         unix = f"asyncdist-{service}-{secrets.token_hex(16)}" if hasattr(socket, "SO_PEERCRED") else ""
         sockets = [listen_tcp(host, " for channels")]
         if unix:
-            try:
+            with ClosingOnError(sockets[0]):
                 sockets.append(listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"\0{unix}"))
-            except BaseException:
-                sockets[0].close()
-                raise
         self.address = ChannelAddress(secrets.token_hex(8), name, *place, unix, (host, sockets[0].getsockname()[1]))
         identity = process_identity(config.host)
         self._greeting = Greeting(self.address.id, name, config.host, identity, bool(unix) and can_stage(), about)

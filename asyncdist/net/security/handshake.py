@@ -14,6 +14,7 @@ import struct
 from dataclasses import dataclass
 
 from asyncdist.base import lifecycle
+from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.errors import AuthenticationError
 from asyncdist.net.host_watch import tune
 from asyncdist.net.loop_socket import LoopSocket, prove
@@ -42,11 +43,8 @@ class Security:
 async def dial_tcp(host: str, port: int, security: Security) -> LoopSocket:
     """Connect to another host, and run the handshake of `dial`."""
     sock = _prepared(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM))
-    try:
+    with ClosingOnError(sock):
         await asyncio.get_running_loop().sock_connect(sock, (host, port))
-    except BaseException:
-        sock.close()
-        raise
     return await dial(sock, security, host)
 
 
@@ -69,31 +67,25 @@ async def dial(sock: socket.socket, security: Security, host: str = "") -> LoopS
 async def accept(sock: socket.socket, security: Security) -> LoopSocket:
     """Run the accepting side on a socket. Closes it, and raises the errors of `dial`, if that fails."""
     secured = None
-    try:
+    with ClosingOnError(sock):
         _prepared(sock)
         if sock.family == _AF_UNIX:
             if (user := peer_user(sock)) != os.getuid():
                 raise AuthenticationError(f"a connection of another user, {user}")
         elif security.accepting is not None:
             secured = TlsSocket(sock, security.accepting, serves=True)
-    except BaseException:
-        sock.close()
-        raise
     return await _begun(sock, secured, security, serves=True)
 
 
 async def _begun(sock: socket.socket, tls: TlsSocket | None, security: Security, *, serves: bool) -> LoopSocket:
     connection = LoopSocket(sock)
-    try:
+    with ClosingOnError(connection):
         if tls is not None:
             await connection.secure(tls)
         side = HandshakeDriver.accepting if serves else HandshakeDriver.dialling
         # The few bytes of a handshake fit into an empty socket buffer.
         await prove(connection.sock, side(security.token, security.purpose, connection.sock.sendall))
-        return connection
-    except BaseException:
-        connection.close()
-        raise
+    return connection
 
 
 def peer_user(sock: socket.socket) -> int:
