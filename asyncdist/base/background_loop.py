@@ -156,6 +156,13 @@ def _end_tasks(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(asyncio.wait(tasks))
 
 
+async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks, and wait for their ends."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def running_loop(what: str) -> asyncio.AbstractEventLoop:
     """Return the running loop of asyncio, which ``what`` needs. Raises UsageError if none runs, as in a program of trio."""
     loop = asyncio._get_running_loop()

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import quote
 
+from asyncdist.base.background_loop import cancel_all
 from asyncdist.base.callables import Callback, Predicate
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.error_text import describe_error
@@ -102,9 +103,7 @@ class Job:
 
     async def close(self) -> None:
         if self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await cancel_all(*self._tasks)
             # A store that does not answer deletes the keys when the connection is closed.
             with contextlib.suppress(StoreError, TimeoutError):
                 async with asyncio.timeout(_LEAVES_WITHIN):

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+from asyncdist.base.background_loop import cancel_all
 from asyncdist.base.deadline import Deadline
 from asyncdist.base.descriptors import ClosingOnError
 from asyncdist.base.error_text import describe_error
@@ -180,8 +181,7 @@ class Reconfiguration:
             await watch.report(describe_error(error))
             raise
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await cancel_all(watching)
             await watch.close()
 
     async def _open(
@@ -256,9 +256,7 @@ class _FailureWatch:
                 done, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
                 reason = done.pop().result()
             finally:
-                for task in watching:
-                    task.cancel()
-                await asyncio.gather(*watching, return_exceptions=True)
+                await cancel_all(*watching)
             await self.report(reason)
         return reason
 

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Iterator
 from time import monotonic
 from typing import Any, Self
 
-from asyncdist.base.background_loop import background_loop, running_loop
+from asyncdist.base.background_loop import background_loop, cancel_all, running_loop
 from asyncdist.base.callables import Predicate
 from asyncdist.base.deadline import Deadline, Timeout, seconds
 from asyncdist.base.descriptors import ClosingOnError
@@ -141,8 +141,7 @@ class JobSession(ProcessBound):
         async with self._resources:
             try:
                 if self._next_call is not None:
-                    self._next_call.cancel()
-                    await asyncio.gather(self._next_call, return_exceptions=True)
+                    await cancel_all(self._next_call)
             finally:
                 await self._leave_world()
 
@@ -416,9 +415,7 @@ class JobSession(ProcessBound):
             await discard_world(opening)
             raise
         finally:
-            for task in (gone, lost):
-                task.cancel()
-            await asyncio.gather(gone, lost, return_exceptions=True)
+            await cancel_all(gone, lost)
         if not opening.done() or opening.exception() is not None:
             await discard_world(opening)
             return None

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
-from asyncdist.base.background_loop import on_loop
+from asyncdist.base.background_loop import cancel_all, on_loop
 from asyncdist.base.daemon_threads import DaemonThreadPool
 from asyncdist.base.descriptors import open_trusted
 from asyncdist.base.error_text import first_line
@@ -190,8 +190,7 @@ class DaemonRecords(AsyncStoreRecords):
 
     async def close(self) -> None:
         if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.wait([self._keeping])
+            await cancel_all(self._keeping)
         await self._client.close()
 
 

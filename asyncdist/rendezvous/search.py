@@ -10,6 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from typing import Any, Generic, Self, TypeVar
 
+from asyncdist.base.background_loop import cancel_all
 from asyncdist.base.backoff import Backoff
 from asyncdist.errors import PeerLostError
 from asyncdist.rendezvous.directory import JobDirectory, PeerRecord, RecordChange
@@ -60,10 +61,7 @@ class JobSearch(ABC, Generic[T]):
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await cancel_all(*self._tasks.values())
 
     async def first(self) -> T:
         """Return what the first process offers that answers. It tries them in turn, and does not wait for slow ones."""

@@ -23,6 +23,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from asyncdist.base.background_loop import cancel_all
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.deadline import Deadline
 from asyncdist.errors import (
@@ -162,9 +163,7 @@ class RendezvousSession:
         except StoreConnectionError as error:
             raise self._host_lost() from error
         finally:
-            failed.cancel()
-            done.cancel()
-            await asyncio.gather(failed, done, return_exceptions=True)
+            await cancel_all(failed, done)
 
     def _payload_keys(self, exchange: int) -> list[str]:
         return [self.keys("payload", exchange, rank) for rank in range(self.world_size)]
@@ -193,9 +192,7 @@ class RendezvousSession:
         except StoreTimeoutError:
             return await self._give_up(keys, limit)
         finally:
-            values.cancel()
-            offering.cancel()
-            await asyncio.gather(values, offering, return_exceptions=True)
+            await cancel_all(values, offering)
 
     async def _presence(self, keys: list[str]) -> tuple[list[int], list[int]]:
         """Return the ranks whose keys are present, and the others."""
@@ -266,8 +263,7 @@ class RendezvousSession:
             while self.server is not None and self.server.num_connections > 1 and not left.done():
                 await asyncio.wait([left], timeout=backoff.next_pause())
         finally:
-            left.cancel()
-            await asyncio.gather(left, return_exceptions=True)
+            await cancel_all(left)
 
     async def _fail_pending_exchanges(self) -> None:
         """Fail the exchanges that wait for this rank's payload, on the ranks that wait now or later."""

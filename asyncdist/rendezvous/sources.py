@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import quote
 
+from asyncdist.base.background_loop import cancel_all
 from asyncdist.base.backoff import Backoff
 from asyncdist.base.daemon_threads import run_in_daemon_thread
 from asyncdist.base.descriptors import ClosingOnError
@@ -175,8 +176,7 @@ async def connect_natively(method: InitMethod, config: Config, limit: TimeLimit)
         )
         return await connecting if connected() or not accepts_torch else None
     finally:
-        connecting.cancel()
-        await asyncio.wait([connecting])
+        await cancel_all(connecting)
 
 
 async def wait_until_listening(method: InitMethod, where: str, limit: TimeLimit) -> None:
