@@ -100,7 +100,6 @@ class DaemonThreadPool(concurrent.futures.Executor):
 
     @property
     def num_idle(self) -> int:
-        """The number of threads that wait for a call."""
         return self._idle
 
     def after_fork_in_child(self) -> None:

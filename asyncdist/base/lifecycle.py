@@ -66,8 +66,6 @@ class Stage(IntEnum):
 
 
 class ProcessHooks(Protocol):
-    """The hooks of an object that owns connections."""
-
     def end_with_process(self) -> None:
         """Notify the peers, because the process ends without closing this object. Must not wait."""
 

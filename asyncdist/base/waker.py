@@ -16,8 +16,6 @@ _KEPT_POLLS = 64
 
 
 class Waker:
-    """A descriptor that wakes a thread from its poll."""
-
     reader = writer = -1
 
     def __init__(self) -> None:

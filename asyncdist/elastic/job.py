@@ -193,7 +193,6 @@ class Job:
         )
 
     async def leave(self) -> None:
-        """Withdraw what this process has announced."""
         self._withdraw()
         for key in (f"{_MEMBER}{self.id}", f"{_WAITING}{self.id}"):
             await _repeated(functools.partial(self.store.delete_key, key))

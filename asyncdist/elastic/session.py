@@ -189,7 +189,6 @@ class JobSession(ProcessBound):
             return await self._next(Deadline.after(self._timeout), self._min_size)
 
     def _regroup(self, group: Group, min_size: int, timeout: Timeout) -> Work[Group]:
-        """Begin what `Group.regroup` does for the group of a session."""
         deadline = Deadline.after(seconds(timeout, self._timeout))
         return BackgroundCall(self._regrouped(group, max(min_size, self._min_size), deadline), self._home)
 
@@ -301,7 +300,6 @@ class JobSession(ProcessBound):
 
     @property
     def _founders(self) -> int:
-        """The number of processes with which the job begins."""
         return self._min_size if self._job.record.begun else self._start_size
 
     def _may_found(self) -> bool:

@@ -98,7 +98,6 @@ class HostWatch:
         return bool(retransmissions + probes) and bool(silence >= self.limit * 1000)
 
     def why(self) -> str:
-        """Return the reason for an error or the log."""
         return f"its host has acknowledged nothing for {self.limit:g} s"
 
 

@@ -87,7 +87,6 @@ def begin_look_up(name: str) -> Future[list[str]]:
 
 
 async def look_up(name: str) -> list[str]:
-    """Return what `begin_look_up` finds."""
     return await asyncio.wrap_future(begin_look_up(name))
 
 

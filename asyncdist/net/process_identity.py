@@ -112,7 +112,6 @@ def _machine(identity: Mapping[str, Any]) -> str:
 
 
 def _stat(pid: int) -> tuple[bytes, int]:
-    """Return the state and the start time of a process."""
     fields = _fields(pid)
     return fields[0], int(fields[19])
 

@@ -38,7 +38,6 @@ class RefusalLog:
             self.flush(who)
 
     def flush(self, who: str = "a connection") -> None:
-        """Log what has not been logged."""
         if not self._reasons:
             return
         now = monotonic()

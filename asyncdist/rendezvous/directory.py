@@ -196,7 +196,6 @@ class JobDirectory:
             yield _RecordChanges(changes)
 
     async def records(self, name: str) -> list[PeerRecord]:
-        """Return the records that are under a name now."""
         keys = await self._store.list_keys(_folder(name))
         # A comparison that fails reads a key without waiting for it.
         values = await asyncio.gather(*[self._store.compare_set(key, _ABSENT, _ABSENT) for key in keys])

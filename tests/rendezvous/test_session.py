@@ -68,8 +68,13 @@ async def test_world_meets_at_an_address(meet_as, size):
     await close_all(meetings)
 
 
-@pytest.fixture(params=[*BLOCKING_STORES, "TCPStore", "AsyncStore", "AsyncPrefixStore"])
-async def store(request, tmp_path, in_thread):
+@pytest.fixture(params=["file", "folder", *BLOCKING_STORES, "TCPStore", "AsyncStore", "AsyncPrefixStore"])
+async def meeting_point(request, tmp_path, in_thread):
+    """Return the arguments of `meet` that name a file or a store. Rank 0 removes its file."""
+    if request.param in ("file", "folder"):
+        yield {"init_method": f"file://{tmp_path / 'meet' if request.param == 'file' else tmp_path}"}
+        assert list(tmp_path.iterdir()) == []
+        return
     async with contextlib.AsyncExitStack() as stack:
         if request.param in BLOCKING_STORES:
             made = BLOCKING_STORES[request.param](str(tmp_path / "store"))
@@ -82,14 +87,14 @@ async def store(request, tmp_path, in_thread):
                 made = await stack.enter_async_context(await AsyncStore.connect("127.0.0.1", server.port))
             if request.param == "AsyncPrefixStore":
                 made = AsyncPrefixStore("part", made)
-        yield made
+        yield {"store": made}
 
 
-async def test_store_serves_one_world_after_another(meet_as, store):
-    first = await world_of(meet_as, 3, store=store)
+async def test_meeting_point_serves_one_world_after_another(meet_as, meeting_point):
+    first = await world_of(meet_as, 3, **meeting_point)
     assert first[0].token
     await close_all(first)
-    second = await world_of(meet_as, 3, store=store)
+    second = await world_of(meet_as, 3, **meeting_point)
     assert second[0].world_id != first[0].world_id
     assert second[0].token != first[0].token
     await close_all(second)
@@ -108,16 +113,6 @@ async def test_async_store_of_another_loop(meet_as, in_thread):
 async def test_argument_that_is_no_store_is_refused(meet_as):
     with pytest.raises(UsageError, match=r"takes a store of asyncdist or of torch.distributed, not dict"):
         await meet_as(rank=0, store={})
-
-
-@pytest.mark.parametrize("target", ["file", "folder"])
-async def test_file_serves_one_world_after_another(meet_as, tmp_path, target):
-    url = f"file://{tmp_path / 'meet' if target == 'file' else tmp_path}"
-    for _ in range(2):
-        meetings = await world_of(meet_as, 3, url)
-        assert meetings[0].token
-        await close_all(meetings)
-        assert list(tmp_path.iterdir()) == [], "rank 0 cleans up"
 
 
 async def test_ranks_from_the_launcher(meet_as):

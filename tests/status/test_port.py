@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asyncdist.config import Config
-from asyncdist.errors import AuthenticationError, RendezvousError
+from asyncdist.errors import AuthenticationError, GroupAbortedError, RendezvousError
 from asyncdist.kernel.tracing.job_status import job_status
 from asyncdist.net import Acceptor, LoopSocket, dial_tcp
 from asyncdist.status import port as port_module
@@ -33,10 +33,8 @@ async def connected(group, token=None, world_id="") -> LoopSocket:
 async def viewed(*ranks, size=1, **options):
     """Yield the groups of a world, and a connection to the status port of each of some ranks."""
     async with world_of(size, **options) as groups:
-        viewers = [await connected(groups[rank]) for rank in ranks]
-        yield groups, *viewers
-        for viewer in viewers:
-            viewer.close()
+        with contextlib.ExitStack() as stack:
+            yield groups, *[stack.enter_context(contextlib.closing(await connected(groups[rank]))) for rank in ranks]
 
 
 async def answers(viewer) -> bool:
@@ -64,9 +62,13 @@ async def test_any_rank_answers_for_all(asked):
 
 
 async def test_rank_answers_after_its_group_has_failed():
-    async with viewed(0, size=2) as (groups, viewer):
+    async with world_of(2) as groups:
+        waiting = groups[1].barrier()
         groups[0].abort("the test aborts")
-        status = job_status(await viewer.ask(QUESTION))
+        with pytest.raises(GroupAbortedError):
+            await waiting
+        with contextlib.closing(await connected(groups[0])) as viewer:
+            status = job_status(await viewer.ask(QUESTION))
         assert [row.state for row in status.rows] == ["failed", "failed"]
         assert status.rows[1].reason == "rank 0 aborted: the test aborts"
 

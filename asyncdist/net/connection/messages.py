@@ -10,8 +10,6 @@ from asyncdist.net.connection.frames import BufferCursor
 
 
 class Sink(Protocol):
-    """Takes the bytes of a message as they arrive."""
-
     def write(self, part: memoryview, /) -> object:
         """Take the next bytes. The memory is used again afterwards."""
 

@@ -51,8 +51,6 @@ _MOST_VIEWS = 64
 
 
 class Flushed(enum.Enum):
-    """What a flush has left."""
-
     ALL = "nothing can be sent at present"
     BLOCKED = "the socket is full"
     MORE = "more can be sent after other callbacks"

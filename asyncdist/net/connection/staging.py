@@ -44,7 +44,6 @@ class StagingArea:
         self.free = list(range(NUM_SLOTS))
 
     def put(self, parts: Sequence[memoryview]) -> int:
-        """Copy the bytes of a part into a free slot, and return the slot."""
         slot = self.free.pop()
         at = slot * SLOT_NBYTES
         for part in parts:

@@ -112,12 +112,10 @@ class HandshakeDriver:
 
     @classmethod
     def dialling(cls, token: str | None, purpose: str, write: Write) -> Self:
-        """Return the side of `dial`."""
         return cls(dial(token, purpose, os.urandom(NONCE_NBYTES)), write)
 
     @classmethod
     def accepting(cls, token: str | None, purpose: str, write: Write) -> Self:
-        """Return the side of `accept`."""
         return cls(accept(token, purpose, os.urandom(NONCE_NBYTES)), write)
 
     def pump(self, receive: Callable[[int], bytes]) -> None:
