@@ -109,37 +109,32 @@ async def test_name_is_resolved_again_until_it_is_known(monkeypatch, caplog):
     ]
 
 
-@pytest.mark.parametrize("agent_store", [False, True])
-async def test_lookup_cut_short_by_the_deadline_does_not_blame_the_name(meet_as, monkeypatch, agent_store):
+@pytest.mark.parametrize("cut_short_by", ["deadline", "deadline of an agent's store", "clock of the loop"])
+async def test_lookup_that_is_cut_short_does_not_blame_the_name(meet_as, monkeypatch, cut_short_by):
     answers = [["127.0.0.1"]]
 
-    async def look_up(_):
+    async def look_up(*_):
+        if not answers and cut_short_by == "clock of the loop":
+            raise LookUpTimeoutError("cut short")  # and the deadline has not come
         if not answers:
             await asyncio.Event().wait()
         return answers.pop()
 
-    monkeypatch.setattr(addresses, "_look_up", look_up)
     monkeypatch.setattr(addresses, "outward", lambda config: "127.0.0.1")
-    port = free_port()
-    where = Launch(rank=1, world_size=2, master_addr="debian", master_port=port, agent_store=agent_store)
+    if cut_short_by == "clock of the loop":
+        monkeypatch.setattr("asyncdist.rendezvous.join.reachable", look_up)
+    else:
+        monkeypatch.setattr(addresses, "_look_up", look_up)
+    agent_store = cut_short_by == "deadline of an agent's store"
+    where = Launch(rank=1, world_size=2, master_addr="debian", master_port=free_port(), agent_store=agent_store)
     with pytest.raises(RendezvousTimeoutError, match=r"had not found rank 0 .*Connect(ion refused| call failed)"):
         await meet_as(launch=where, config=Config(token="secret"), timeout=0.5)
+
+
+async def test_lookup_that_takes_too_long_is_named(monkeypatch):
+    monkeypatch.setattr(addresses, "_look_up", lambda name: asyncio.Event().wait())
     with pytest.raises(LookUpTimeoutError, match="did not resolve host 'debian' in time"):
         await addresses.resolve("debian", Deadline.after(0.01))
-
-
-async def test_lookup_cut_short_by_the_clock_of_the_loop_does_not_blame_the_name(meet_as, monkeypatch):
-    answers = [["127.0.0.1"]]
-
-    async def reachable(host, config, deadline):
-        if not answers:
-            raise LookUpTimeoutError("cut short")  # and the deadline has not come
-        return answers.pop()
-
-    monkeypatch.setattr("asyncdist.rendezvous.join.reachable", reachable)
-    where = Launch(rank=1, world_size=2, master_addr="debian", master_port=free_port())
-    with pytest.raises(RendezvousTimeoutError, match=r"had not found rank 0 .*Connect(ion refused| call failed)"):
-        await meet_as(launch=where, config=Config(token="secret"), timeout=0.5)
 
 
 @pytest.mark.parametrize("interface", [None, "=lo"])
