@@ -60,19 +60,16 @@ from asyncdist.kernel.tracing.metrics import GroupMetrics, serve_metrics
 from asyncdist.store import PrefixStore
 
 if TYPE_CHECKING:
-    from asyncdist.ddp import DistributedDataParallel as DistributedDataParallel
+    from asyncdist.ddp import DistributedDataParallel
     from asyncdist.ddp.low_communication.diloco import BlockingDiLoCo as DiLoCo
     from asyncdist.ddp.low_communication.diloco import BlockingLocalSGD as LocalSGD
-    from asyncdist.ddp.low_communication.outer_training import CommunicationSavings as CommunicationSavings
-    from asyncdist.ddp.sampler import DistributedSampler as DistributedSampler
-    from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
-    from asyncdist.ddp.sync_batchnorm import SyncBatchNorm as SyncBatchNorm
-    from asyncdist.elastic.session import JobSession as JobSession
-    from asyncdist.elastic.session import join as join
-    from asyncdist.kernel.tracing.otel import trace_operations as trace_operations
-    from asyncdist.store import FileStore as FileStore
-    from asyncdist.store import HashStore as HashStore
-    from asyncdist.store import TCPStore as TCPStore
+    from asyncdist.ddp.low_communication.outer_training import CommunicationSavings
+    from asyncdist.ddp.sampler import DistributedSampler
+    from asyncdist.ddp.sharded_optimizer import ZeroRedundancyOptimizer
+    from asyncdist.ddp.sync_batchnorm import SyncBatchNorm
+    from asyncdist.elastic.session import JobSession, join
+    from asyncdist.kernel.tracing.otel import trace_operations
+    from asyncdist.store import FileStore, HashStore, TCPStore
 
 
 def init_process_group(

@@ -1,7 +1,7 @@
 """The receiving half of a connection, without I/O: bytes in, and calls of the owner for the frames that they complete.
 
 The driver passes the bytes that it has read to `Inbox.feed`. While `Inbox.room` is not empty, it may read straight into it,
-the memory of a long message, and call `Inbox.filled` (`asyncdist.net.connection.reader`).
+the memory of a long message, and call `Inbox.filled` (`asyncdist.net.connection.channel`).
 """
 
 from __future__ import annotations
