@@ -165,7 +165,12 @@ class Reconfiguration:
         assert self._own is not None
         config = Config.from_environment().with_(token=members[0].token or self._own.token)
         watch = _FailureWatch(name, members, rank, config)
-        opening = asyncio.create_task(self._open(name, members, rank, config, deadline))
+        size, timeout = len(members), deadline.remaining()
+        opening = asyncio.create_task(
+            open_world(
+                init_method=str(members[0]), rank=rank, world_size=size, timeout=timeout, name=name, config=config
+            )
+        )
         watching = asyncio.create_task(watch.run())
         try:
             await asyncio.wait([opening, watching], return_when=asyncio.FIRST_COMPLETED)
@@ -183,14 +188,6 @@ class Reconfiguration:
         finally:
             await cancel_all(watching)
             await watch.close()
-
-    async def _open(
-        self, name: str, members: Sequence[ProcessHandle], rank: int, config: Config, deadline: Deadline
-    ) -> World:
-        return await open_world(
-            init_method=str(members[0]), rank=rank, world_size=len(members), timeout=deadline.remaining(), name=name,
-            config=config,
-        )  # fmt: skip
 
     def retire(self, group: Group, successor: Group | None, world: World | None) -> None:
         """End a group that ``successor`` has replaced, and with it its ``world``, which is None if others use it."""

@@ -24,6 +24,15 @@ class ProcessState(NamedTuple):
     text: str = ""
 
 
+_ACTIVITIES = {
+    b"t": ProcessState(is_traced=True, text="a debugger holds its process"),
+    b"T": ProcessState(text="its process is stopped"),
+    b"D": ProcessState(is_working=True, text="its process waits for a disk or for memory"),
+    b"R": ProcessState(is_working=True, text="a call in it keeps the interpreter busy"),
+}
+"""What a process does by the state of one of its threads; the first of them counts."""
+
+
 def process_identity(host_name: str | None = None) -> dict[str, Any] | None:
     """Return the identity of this process as plain data for its peers; None where the system does not provide it.
 
@@ -65,15 +74,8 @@ def process_state(identity: Mapping[str, Any] | None, own: Mapping[str, Any] | N
             # The thread may have ended.
             with contextlib.suppress(OSError), open(f"{folder}/{thread}/stat", "rb") as stat:
                 states.add(stat.read().rpartition(b") ")[2][:1])
-    if b"t" in states:
-        return ProcessState(is_traced=True, text="a debugger holds its process")
-    if b"T" in states:
-        return ProcessState(text="its process is stopped")
-    if b"D" in states:
-        return ProcessState(is_working=True, text="its process waits for a disk or for memory")
-    if b"R" in states:
-        return ProcessState(is_working=True, text="a call in it keeps the interpreter busy")
-    return ProcessState(text="a call in it holds the interpreter") if states else None
+    idle = ProcessState(text="a call in it holds the interpreter") if states else None
+    return next((activity for state, activity in _ACTIVITIES.items() if state in states), idle)
 
 
 def last_core(identity: Mapping[str, Any]) -> tuple[int, bool]:

@@ -90,7 +90,8 @@ class JobDirectory:
     _config: Config
 
     def __post_init__(self, base: AsyncStoreBase) -> None:
-        self._store = AsyncPrefixStore(self._prefix, base)
+        self.store: AsyncStoreBase = AsyncPrefixStore(self._prefix, base)
+        """The part of the store that belongs to this service, for further keys of its own."""
         self._published: dict[str, PeerRecord] = {}
 
     @classmethod
@@ -135,21 +136,16 @@ class JobDirectory:
 
     async def _agreed_token(self, proposed: str) -> str:
         """Return the token that the first process of the job has stored."""
-        return (await self._store.compare_set(_TOKEN, "", proposed)).decode()
-
-    @property
-    def store(self) -> AsyncStoreBase:
-        """The part of the store that belongs to this service, for further keys of its own."""
-        return self._store
+        return (await self.store.compare_set(_TOKEN, "", proposed)).decode()
 
     async def publish(self, record: PeerRecord) -> None:
         """Publish a record, or replace that of this port under this name."""
-        await self._store.set(record.key, record.encode(), ephemeral=True)
+        await self.store.set(record.key, record.encode(), ephemeral=True)
         self._published[record.key] = record
 
     async def withdraw(self, record: PeerRecord) -> None:
         self._published.pop(record.key, None)
-        await self._store.delete_key(record.key)
+        await self.store.delete_key(record.key)
 
     async def keep(self, use_token: Callable[[str], object]) -> None:
         """Connect to each store that follows at the job's address when one is lost for good, and publish the records there.
@@ -160,7 +156,7 @@ class JobDirectory:
         """
         while True:
             try:
-                async with self._store.watch(_TOKEN) as changes:
+                async with self.store.watch(_TOKEN) as changes:
                     async for _ in changes:
                         pass
             except StoreError as error:
@@ -168,7 +164,7 @@ class JobDirectory:
             if self._client is None:
                 return
             self._client = await self._client.successor()
-            self._store = AsyncPrefixStore(self._prefix, self._client)
+            self.store = AsyncPrefixStore(self._prefix, self._client)
             # An error of the store is that of the next watch, too.
             with contextlib.suppress(StoreError):
                 if not self._config.token:
@@ -180,7 +176,7 @@ class JobDirectory:
 
     async def names(self) -> list[str]:
         """Return the names under which there are records."""
-        keys = await self._store.list_keys("at/")
+        keys = await self.store.list_keys("at/")
         return list(dict.fromkeys(unquote(key.split("/")[1]) for key in keys if key.count("/") == 2))
 
     @contextlib.asynccontextmanager
@@ -192,13 +188,13 @@ class JobDirectory:
             ...     async for change in changes:
             ...         print(change.record or f"{change.id} has ended")
         """
-        async with self._store.watch_keys(_folder(name)) as changes:
+        async with self.store.watch_keys(_folder(name)) as changes:
             yield _RecordChanges(changes)
 
     async def records(self, name: str) -> list[PeerRecord]:
-        keys = await self._store.list_keys(_folder(name))
+        keys = await self.store.list_keys(_folder(name))
         # A comparison that fails reads a key without waiting for it.
-        values = await asyncio.gather(*[self._store.compare_set(key, _ABSENT, _ABSENT) for key in keys])
+        values = await asyncio.gather(*[self.store.compare_set(key, _ABSENT, _ABSENT) for key in keys])
         return [PeerRecord.decode(value) for value in values if value != _ABSENT]
 
     async def close(self) -> None:

@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from asyncdist.base.backoff import Backoff
@@ -151,11 +152,8 @@ def _torch_values(method: InitMethod, timeout: float) -> list[bytes]:
             f"{method.host}:{method.port} serves torch's own TCPStore, which knows no jobs: leave out /{method.path}"
         )
     try:
-        store = torch_client(method.host, method.port, timeout)
-        listed = getattr(store, "list_keys", None)
-        if listed is None:
-            raise UsageError("torch's TCPStore cannot list its keys in this version: asyncdist top needs torch 2.13")
-        keys = [key.removeprefix("/") for key in listed()]
+        store: Any = torch_client(method.host, method.port, timeout)
+        keys = [key.removeprefix("/") for key in store.list_keys()]
         return [bytes(store.get(key)) for key in keys if any(part in key for part in _PARTS)]
     except RuntimeError as error:  # torch's stores raise RuntimeError and subclasses
         raise RendezvousError(
