@@ -76,7 +76,6 @@ class Config:
         0,
         "number of TCP connections per peer over which a large message is striped (0: 2, or 4 if hosts find at the start "
         "that these are faster)",
-        least=0,
         shared=True,
         variable="ASYNCDIST_TCP_LANES",
     )

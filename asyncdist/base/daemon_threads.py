@@ -54,7 +54,7 @@ class DaemonThreadPool(concurrent.futures.Executor):
         self._grows, self._is_watched = grows, False
         self._begun = self._begun_before = 0
         self._changed = threading.Condition()
-        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._calls: deque[tuple[Future[Any], AnyFunction]] = deque()
         self._threads: list[threading.Thread] = []
         self._started = 0
         self._idle = 0
@@ -331,7 +331,7 @@ async def run_in_daemon_thread(function: Callable[[], T]) -> T:
     return await asyncio.wrap_future(start_daemon_thread(function, "asyncdist-call"))
 
 
-def _run_call(future: Future[Any], call: Callable[[], Any]) -> None:
+def _run_call(future: Future[Any], call: AnyFunction) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
