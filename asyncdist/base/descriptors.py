@@ -83,7 +83,7 @@ def naming_exhaustion() -> Iterator[None]:
         ) from cause
 
 
-def open_trusted(path: Path, flags: int, mode: int = 0o600) -> int:
+def open_trusted(path: Path, flags: int) -> int:
     """Open a file that says where this process connects to, or what others have told it.
 
     It does not wait for the other end of a FIFO. The caller checks that it is a regular file.
@@ -95,7 +95,7 @@ def open_trusted(path: Path, flags: int, mode: int = 0o600) -> int:
     try:
         # Windows lacks these flags.
         safe = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        descriptor = os.open(path, flags | safe, mode)
+        descriptor = os.open(path, flags | safe, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise AddressError(f"{path} is a symbolic link, which another user may have made: name the file") from None
